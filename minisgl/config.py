@@ -1,0 +1,226 @@
+"""Every setting, resolved once: what the model is, how the engine runs it, how the server offers it.
+
+Promise: the dataclasses are frozen and nobody writes to them after `resolve_engine_config`; flags
+of the command line are generated from the fields and their docstrings (`minisgl/cli.py`).
+"""
+
+from dataclasses import dataclass, replace
+
+from minisgl.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+
+    kind: str
+    """"llama3" or "linear" (others are refused by name until they are implemented)."""
+    factor: float
+    low_freq_factor: float = 1.0
+    """llama3 only."""
+    high_freq_factor: float = 4.0
+    """llama3 only."""
+    original_max_position: int = 8192
+    """llama3 only: context length before stretching, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only model, read from `config.json` and `generation_config.json`."""
+
+    architecture: str
+    """Hugging Face class name, for example "LlamaForCausalLM"."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    """Longest context the model was made for, in tokens."""
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    checkpoint_dtype: str
+    """"float32", "bfloat16" or "float16": what the weights are stored in."""
+    eos_token_ids: tuple[int, ...]
+    """All of them: generation_config's list joined with config's."""
+    bos_token_id: int | None
+
+    @property
+    def kv_bytes_per_token_per_element_byte(self) -> int:
+        """K and V elements of one token over all layers; times the dtype's bytes gives bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs. `None` means "auto": `resolve_engine_config` puts a value there."""
+
+    model: str = "smollm2-135m"
+    """What to serve: a built-in name (see `minisgl pull --list`), a local folder, or a hub name."""
+    dummy_weights: bool = False
+    """Random weights N(0, 0.02) instead of the checkpoint's: for benchmarks; needs only config.json."""
+    device: str | None = None
+    """"cuda" or "cpu". Auto: cuda where there is one."""
+    dtype: str | None = None
+    """"bfloat16", "float16" or "float32". Auto: the checkpoint's on cuda, float32 on cpu (faster there)."""
+    max_context_tokens: int | None = None
+    """Longest prompt + output of a request, in tokens. Auto: the model's own limit."""
+    max_running_requests: int | None = None
+    """Requests that decode together (rows of the device tables). Auto: 256 on cuda, 32 on cpu."""
+    max_step_tokens: int | None = None
+    """New tokens fed in one step, prompt chunks and decodes together. Auto: 8192 on cuda, 512 on cpu."""
+    chunk_tokens: int | None = None
+    """Longest part of one prompt fed in one step. Auto: max_step_tokens. Shorter = smoother decoding."""
+    page_size: int = 16
+    """Tokens per KV page, a power of two from 1 to 256."""
+    num_pages: int | None = None
+    """KV pages in the pool. Auto: what fits in memory_fraction of the device's memory."""
+    memory_fraction: float = 0.9
+    """Share of the device's free memory the engine may take, 0.1 to 0.98. On cpu a cap of 4 GiB applies too."""
+    prefix_cache: bool = True
+    """Keep the K/V of finished requests in a radix tree and reuse them for equal prefixes."""
+    overlap: bool = True
+    """Plan and launch step k+1 before the result of step k is read."""
+    compile_mode: str | None = None
+    """"full" (the whole decode step under torch.compile, one CUDA graph per bucket) or "off". Auto: full on cuda."""
+    max_graph_batch: int | None = None
+    """Largest decode batch with a recorded graph; above it decode runs uncaptured. Auto: max_running_requests."""
+    attention_backend: str | None = None
+    """"triton" (needs cuda) or "torch" (plain torch reference). Auto: triton on cuda, torch on cpu."""
+    seed: int = 0
+    """Seeds the requests that bring none of their own, and the dummy weights."""
+    strict_compile: bool = False
+    """Make a recompilation or a missing graph after warm-up an error instead of a counter."""
+    cpu_threads: int | None = None
+    """Threads of torch on cpu. Auto: torch's own choice (the physical cores)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server behaves."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all interfaces."""
+    port: int = 8000
+    """TCP port; 0 picks a free one and prints it."""
+    served_model_name: str | None = None
+    """Name clients must send as `model`. Auto: the value of --model; a folder's last part."""
+    max_queued_requests: int = 1024
+    """Open requests beyond which new ones get 429."""
+    max_body_bytes: int = 16 * MIB
+    """Largest request body; larger gets 413."""
+    request_timeout_s: float = 600.0
+    """A request that has not ended after this long is aborted and gets an error."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM: how long open requests may go on before they are cut off."""
+    heartbeat_timeout_s: float = 30.0
+    """The engine counts as dead (health 503, process ended) when it neither steps nor answers for this long."""
+    startup_timeout_s: float = 1800.0
+    """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
+    log_level: str = "info"
+    """"debug", "info", "warning" or "error"; prompts are never logged above debug."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What the engine's machine offers; found by the engine, so that resolving stays a pure function."""
+
+    has_cuda: bool
+    cuda_name: str = ""
+
+
+def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -> EngineConfig:
+    """The same config with every "auto" but `num_pages` (which needs a memory profile) decided.
+
+    Raises:
+        ConfigError: a value is out of range, or two of them contradict.
+    """
+
+    def check(ok: bool, flag: str, needed: str, got: object) -> None:
+        if not ok:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be {needed}, got {got}")
+
+    device = config.device or ("cuda" if facts.has_cuda else "cpu")
+    check(device in ("cuda", "cpu"), "device", '"cuda" or "cpu"', device)
+    if device == "cuda" and not facts.has_cuda:
+        raise ConfigError(
+            "--device cuda needs a CUDA GPU and torch sees none; use --device cpu, or see 'minisgl doctor'"
+        )
+    on_cuda = device == "cuda"
+    dtype = config.dtype or (model.checkpoint_dtype if on_cuda else "float32")
+    check(dtype in DTYPE_BYTES, "dtype", "one of " + ", ".join(DTYPE_BYTES), dtype)
+    max_context_tokens = config.max_context_tokens or model.max_position
+    check(
+        2 <= max_context_tokens <= model.max_position,
+        "max_context_tokens",
+        f"between 2 and the model's {model.max_position}",
+        config.max_context_tokens,
+    )
+    max_running = config.max_running_requests or (256 if on_cuda else 32)
+    check(1 <= max_running <= 4096, "max_running_requests", "between 1 and 4096", max_running)
+    max_step_tokens = config.max_step_tokens or (8192 if on_cuda else max(512, max_running))
+    check(
+        max_running <= max_step_tokens <= 1 << 20,
+        "max_step_tokens",
+        f"at least max_running_requests ({max_running}) and at most {1 << 20}",
+        max_step_tokens,
+    )
+    chunk_tokens = config.chunk_tokens or max_step_tokens
+    check(
+        1 <= chunk_tokens <= max_step_tokens,
+        "chunk_tokens",
+        f"between 1 and max_step_tokens ({max_step_tokens})",
+        chunk_tokens,
+    )
+    page = config.page_size
+    check(
+        1 <= page <= 256 and page & (page - 1) == 0,
+        "page_size",
+        "a power of two from 1 to 256 (16 suits most models)",
+        page,
+    )
+    check(config.num_pages is None or config.num_pages >= 2, "num_pages", "at least 2", config.num_pages)
+    check(
+        0.1 <= config.memory_fraction <= 0.98,
+        "memory_fraction",
+        "between 0.1 and 0.98",
+        config.memory_fraction,
+    )
+    compile_mode = config.compile_mode or ("full" if on_cuda else "off")
+    check(compile_mode in ("full", "off"), "compile_mode", '"full" or "off"', compile_mode)
+    max_graph_batch = config.max_graph_batch if config.max_graph_batch is not None else max_running
+    check(
+        0 <= max_graph_batch <= max_running,
+        "max_graph_batch",
+        f"between 0 and max_running_requests ({max_running})",
+        max_graph_batch,
+    )
+    backend = config.attention_backend or ("triton" if on_cuda else "torch")
+    check(backend in ("triton", "torch"), "attention_backend", '"triton" or "torch"', backend)
+    if backend == "triton" and not on_cuda:
+        raise ConfigError(
+            "--attention-backend triton needs --device cuda; on cpu use --attention-backend torch"
+        )
+    check(
+        config.cpu_threads is None or config.cpu_threads >= 1, "cpu_threads", "at least 1", config.cpu_threads
+    )
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        max_context_tokens=max_context_tokens,
+        max_running_requests=max_running,
+        max_step_tokens=max_step_tokens,
+        chunk_tokens=chunk_tokens,
+        compile_mode=compile_mode,
+        max_graph_batch=max_graph_batch,
+        attention_backend=backend,
+    )

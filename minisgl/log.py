@@ -1,0 +1,18 @@
+"""Logging, set up once per process and only by the process's entry point."""
+
+import logging
+import sys
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def setup_logging(level: str, process: str) -> None:
+    """Send this process's log to stderr, each line marked with `process` ("server", "engine" ...)."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s {process} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    )
+    root = logging.getLogger("minisgl")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False

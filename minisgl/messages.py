@@ -1,0 +1,91 @@
+"""The wire between the server process and the engine process: msgspec msgpack of tagged structs.
+
+Promise: plain data only (no pickle, no tensors). Structs are positional: fields are only ever
+appended, with defaults, so old and new can talk.
+"""
+
+import msgspec
+
+from minisgl.request import RequestOutput, SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Server -> engine: start this request. The engine answers every one, refusals included."""
+
+    request_id: int
+    prompt_ids: bytes
+    """Token ids as little-endian int32."""
+    params: SamplingParams
+    priority: int = 0
+    """Larger runs sooner."""
+
+
+class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Server -> engine: nobody listens any more. Unknown or finished ids are ignored; no answer follows."""
+
+    request_id: int
+
+
+class Ping(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Server -> engine: are you alive? Answered by `Status` from the engine's own loop."""
+
+    sequence: int
+
+
+class Shutdown(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """Server -> engine: stop now, cleanly."""
+
+
+class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
+    """Engine -> server, once: start-up is over, requests are welcome."""
+
+    max_context_tokens: int
+    """Longest prompt + output of one request: the least of the model's, the flag's and the pool's."""
+    num_pages: int
+    page_size: int
+    max_rows: int
+    device: str
+    startup_ms: dict[str, float]
+    """Stage -> milliseconds, in order; they add up to the engine's start-up time."""
+
+
+class StartupStage(msgspec.Struct, tag=17, array_like=True, frozen=True):
+    """Engine -> server, while starting: a stage is over (also proof of life before `Ready`)."""
+
+    name: str
+    duration_ms: float
+
+
+class StepOutput(msgspec.Struct, tag=18, array_like=True, frozen=True):
+    """Engine -> server: everything one step gave, in one message."""
+
+    outputs: list[RequestOutput]
+
+
+class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
+    """Engine -> server: the answer to `Ping`."""
+
+    sequence: int
+    num_steps: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    num_preemptions: int = 0
+    num_recompiles: int = 0
+    """Compilations after warm-up; 0 in a healthy service."""
+    num_graph_misses: int = 0
+    """Decode steps that found no recorded graph; 0 in a healthy service."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
+    """Engine -> server, the last message: start-up or a step failed, and what the user should do."""
+
+    message: str
+
+
+ToEngine = AddRequest | AbortRequest | Ping | Shutdown
+ToServer = Ready | StartupStage | StepOutput | Status | Fatal

@@ -1,0 +1,106 @@
+"""What is asked of the engine and what it answers: parameters, states and outputs of one request.
+
+Promise: a `Request` changes state only along `NEXT`, so an illegal order of events is an error at
+the place where it happens, not a leak found an hour later.
+"""
+
+import math
+from enum import Enum
+
+import msgspec
+
+from minisgl.errors import RequestError
+
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose the tokens of one request. Checked when constructed, also when decoded from the wire.
+
+    Raises:
+        RequestError: 400 with the field's name when a value is out of its range.
+    """
+
+    max_tokens: int | None = None
+    """Most tokens to generate, >= 1; None = the room that is left in the model's context."""
+    temperature: float = 1.0
+    """0 = greedy (exact argmax, lowest id wins ties); otherwise logits are divided by it. Up to 100."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the likeliest one; in [0, 1]."""
+    seed: int | None = None
+    """Same seed, same prompt, same parameters: same tokens whatever the batch. None = a fresh one."""
+    stop: tuple[str, ...] = ()
+    """End before any of these strings; they are not part of the text. Watched by the text side."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End after any of these tokens, in addition to the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on through the model's end-of-sequence ids (for benchmarks)."""
+
+    def __post_init__(self) -> None:
+        def refuse(param: str, needed: str, got: object) -> None:
+            raise RequestError(400, "invalid_value", f"{param} must be {needed}, got {got}", param)
+
+        if self.max_tokens is not None and self.max_tokens < 1:
+            refuse("max_tokens", "at least 1", self.max_tokens)
+        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
+            refuse("temperature", "between 0 and 100", self.temperature)
+        if not -1 <= self.top_k < 2**31:
+            refuse("top_k", "0 or -1 (off) or a positive number of tokens below 2**31", self.top_k)
+        if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
+            refuse("top_p", "above 0 and at most 1", self.top_p)
+        if not (math.isfinite(self.min_p) and 0 <= self.min_p <= 1):
+            refuse("min_p", "between 0 and 1", self.min_p)
+        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+            refuse("seed", "a 64-bit integer", self.seed)
+        if any(not text for text in self.stop):
+            refuse("stop", "without empty strings", list(self.stop))
+        if any(not 0 <= token < 2**31 for token in self.stop_token_ids):
+            refuse("stop_token_ids", "token ids >= 0", list(self.stop_token_ids))
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. The first two are OpenAI's words; the others never reach a healthy client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestOutput(msgspec.Struct, array_like=True, gc=False):
+    """What one step gave one request. The one with a `finish_reason` is the last, exactly once."""
+
+    request_id: int
+    token_ids: list[int]
+    """New tokens, in order; an end-of-sequence or stop token is included."""
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
+    error_status: int = 0
+    """HTTP status of a refusal; 0 = none. With `finish_reason` ERROR only."""
+    error_code: str = ""
+    error_message: str = ""
+
+
+class RequestState(Enum):
+    WAITING = "waiting"  # not in the pool: new, or preempted
+    PREFILL = "prefill"  # has a row and pages; prompt tokens left to feed
+    DECODE = "decode"  # feeds the token it generated last
+    FINISHED = "finished"  # its final output is out; row and pages are still held
+    RETIRED = "retired"  # row and pages given back
+
+
+NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
+    RequestState.PREFILL: frozenset(
+        {RequestState.PREFILL, RequestState.DECODE, RequestState.WAITING, RequestState.FINISHED}
+    ),
+    RequestState.DECODE: frozenset({RequestState.DECODE, RequestState.WAITING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset({RequestState.RETIRED}),
+    RequestState.RETIRED: frozenset(),
+}
+"""WAITING from PREFILL or DECODE is preemption; RETIRED needs `steps_in_flight == 0`."""
