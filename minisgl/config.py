@@ -18,7 +18,7 @@ class RopeScaling:
     """How rotary frequencies are stretched beyond the length the model was first trained on."""
 
     kind: str
-    """"llama3" or "linear" (others are refused by name until they are implemented)."""
+    """Either "llama3" or "linear" (others are refused by name until they are implemented)."""
     factor: float
     low_freq_factor: float = 1.0
     """llama3 only."""
@@ -68,9 +68,9 @@ class EngineConfig:
     dummy_weights: bool = False
     """Random weights N(0, 0.02) instead of the checkpoint's: for benchmarks; needs only config.json."""
     device: str | None = None
-    """"cuda" or "cpu". Auto: cuda where there is one."""
+    """Either "cuda" or "cpu". Auto: cuda where there is one."""
     dtype: str | None = None
-    """"bfloat16", "float16" or "float32". Auto: the checkpoint's on cuda, float32 on cpu (faster there)."""
+    """One of "bfloat16", "float16", "float32". Auto: the checkpoint's on cuda, float32 on cpu (faster there)."""
     max_context_tokens: int | None = None
     """Longest prompt + output of a request, in tokens. Auto: the model's own limit."""
     max_running_requests: int | None = None
@@ -79,22 +79,26 @@ class EngineConfig:
     """New tokens fed in one step, prompt chunks and decodes together. Auto: 8192 on cuda, 512 on cpu."""
     chunk_tokens: int | None = None
     """Longest part of one prompt fed in one step. Auto: max_step_tokens. Shorter = smoother decoding."""
+    mixed_step_tokens: int | None = None
+    """Prompt tokens fed in a step that also decodes: bounds the pause between two tokens of the
+    running requests. Auto: 2048 on cuda, 128 on cpu (at most max_step_tokens)."""
     page_size: int = 16
     """Tokens per KV page, a power of two from 1 to 256."""
     num_pages: int | None = None
     """KV pages in the pool. Auto: what fits in memory_fraction of the device's memory."""
     memory_fraction: float = 0.9
-    """Share of the device's free memory the engine may take, 0.1 to 0.98. On cpu a cap of 4 GiB applies too."""
+    """Share of the device's free memory the engine may take, 0.1 to 0.98; the pool on cpu stays under 4 GiB."""
     prefix_cache: bool = True
     """Keep the K/V of finished requests in a radix tree and reuse them for equal prefixes."""
     overlap: bool = True
     """Plan and launch step k+1 before the result of step k is read."""
     compile_mode: str | None = None
-    """"full" (the whole decode step under torch.compile, one CUDA graph per bucket) or "off". Auto: full on cuda."""
+    """Either "full" (torch.compile over the whole decode step, a CUDA graph per bucket) or "off".
+    Auto: full on cuda."""
     max_graph_batch: int | None = None
-    """Largest decode batch with a recorded graph; above it decode runs uncaptured. Auto: max_running_requests."""
+    """Largest decode batch with a recorded graph; larger ones run uncaptured. Auto: max_running_requests."""
     attention_backend: str | None = None
-    """"triton" (needs cuda) or "torch" (plain torch reference). Auto: triton on cuda, torch on cpu."""
+    """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
     seed: int = 0
     """Seeds the requests that bring none of their own, and the dummy weights."""
     strict_compile: bool = False
@@ -122,11 +126,11 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     """After SIGTERM: how long open requests may go on before they are cut off."""
     heartbeat_timeout_s: float = 30.0
-    """The engine counts as dead (health 503, process ended) when it neither steps nor answers for this long."""
+    """The engine counts as dead, and the server ends, when it neither steps nor answers for this long."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
     log_level: str = "info"
-    """"debug", "info", "warning" or "error"; prompts are never logged above debug."""
+    """One of "debug", "info", "warning", "error"; prompts are never logged above debug."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +184,13 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         f"between 1 and max_step_tokens ({max_step_tokens})",
         chunk_tokens,
     )
+    mixed_step_tokens = config.mixed_step_tokens or min(max_step_tokens, 2048 if on_cuda else 128)
+    check(
+        1 <= mixed_step_tokens <= max_step_tokens,
+        "mixed_step_tokens",
+        f"between 1 and max_step_tokens ({max_step_tokens})",
+        mixed_step_tokens,
+    )
     page = config.page_size
     check(
         1 <= page <= 256 and page & (page - 1) == 0,
@@ -220,6 +231,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
         chunk_tokens=chunk_tokens,
+        mixed_step_tokens=mixed_step_tokens,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
         attention_backend=backend,

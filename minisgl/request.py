@@ -6,8 +6,10 @@ the place where it happens, not a leak found an hour later.
 
 import math
 from enum import Enum
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from minisgl.errors import RequestError
 
@@ -104,3 +106,90 @@ NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.RETIRED: frozenset(),
 }
 """WAITING from PREFILL or DECODE is preemption; RETIRED needs `steps_in_flight == 0`."""
+
+
+class Request:
+    """One completion from its arrival to its retirement. Only the scheduler writes to it.
+
+    `prompt` and `output` are what the user sees. `feed` is what has to be prefilled while it holds a
+    row: the prompt, or after a preemption the prompt and the tokens generated so far.
+    """
+
+    __slots__ = (
+        "arrival",
+        "decode_limit",
+        "feed",
+        "is_preempting",
+        "last_fed_tokens",
+        "lease",
+        "max_new_tokens",
+        "num_cached_tokens",
+        "num_planned_tokens",
+        "num_times_skipped",
+        "output",
+        "params",
+        "priority",
+        "prompt",
+        "request_id",
+        "row",
+        "seed",
+        "state",
+        "steps_in_flight",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        *,
+        priority: int,
+        arrival: int,
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt  # int32 [prompt tokens]
+        self.params = params
+        self.priority = priority
+        self.arrival = arrival
+        self.seed = seed
+        self.max_new_tokens = max_new_tokens
+        self.stop_ids = stop_ids
+        self.state = RequestState.WAITING
+        self.output: list[int] = []
+        self.feed = prompt
+        self.num_cached_tokens = 0  # found in the tree at the first admission
+        self.num_times_skipped = 0  # while waiting: how often a better prefix went first
+        self.row = -1
+        self.lease: Any = None  # kvcache.manager.Lease while it holds pages
+        self.num_planned_tokens = 0  # K/V is in the pool, or will be after the launched steps
+        self.last_fed_tokens = len(prompt) + max_new_tokens - 1  # fed when the last output is sampled
+        self.decode_limit = 0  # num_planned_tokens up to which a decode needs no decision
+        self.steps_in_flight = 0  # launched steps this request is part of, not yet applied
+        self.is_preempting = False  # will go back to WAITING when no step is in flight
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Sort key: who goes first, smallest first."""
+        return (-self.priority, self.arrival)
+
+    def tokens(self) -> np.ndarray:
+        """Prompt and output, int32 [tokens]."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state.
+
+        Raises:
+            RuntimeError: `NEXT` has no such transition; a bug of ours.
+        """
+        if state not in NEXT[self.state]:
+            raise RuntimeError(
+                f"request {self.request_id}: {self.state.name} -> {state.name} is no transition"
+            )
+        self.state = state
