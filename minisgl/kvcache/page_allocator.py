@@ -1,0 +1,92 @@
+"""Which pages of the pool belong to nobody.
+
+Promise: a page is handed out to one owner at a time, and a page that is given back twice, or was
+never part of the pool, is an error at that very call.
+"""
+
+from collections.abc import Sequence
+
+from minisgl.errors import ConfigError
+
+SCRATCH_PAGE = 0
+"""Never handed out: padding rows write here and unset page-table entries point here."""
+
+
+class BrokenInvariantError(Exception):
+    """The bookkeeping of pages contradicts itself; the message names the promise that is broken."""
+
+
+class PageAllocator:
+    """The free list of a pool of `num_pages` pages, page 0 (scratch) excepted; no eviction, no sharing.
+
+    Raises:
+        ConfigError: fewer than two pages, so none would be left beside the scratch page.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ConfigError(
+                f"the KV pool needs at least 2 pages (one is the scratch page), got {num_pages}; "
+                "give it more memory or use smaller pages"
+            )
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))  # a stack: lowest ids go first
+        self._is_free = bytearray(b"\x01") * num_pages
+        self._is_free[SCRATCH_PAGE] = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable_pages(self) -> int:
+        return self.num_pages - 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, the most recently freed first.
+
+        Raises:
+            ValueError: `count` is negative or fewer pages are free; nothing is taken.
+        """
+        if not 0 <= count <= len(self._free):
+            raise ValueError(f"asked for {count} pages, {len(self._free)} are free")
+        if count == 0:
+            return []
+        page_ids = self._free[-count:]
+        page_ids.reverse()
+        del self._free[-count:]
+        for page_id in page_ids:
+            self._is_free[page_id] = 0
+        return page_ids
+
+    def free(self, page_ids: Sequence[int]) -> None:
+        """Take pages back.
+
+        Raises:
+            BrokenInvariantError: a page is free already or is not one that is ever handed out; the
+                pages before it in `page_ids` have been taken back.
+        """
+        for page_id in page_ids:
+            if not SCRATCH_PAGE < page_id < self.num_pages:
+                raise BrokenInvariantError(f"only pages that were handed out come back: page {page_id}")
+            if self._is_free[page_id]:
+                raise BrokenInvariantError(f"a page is freed once: page {page_id} is free already")
+            self._is_free[page_id] = 1
+            self._free.append(page_id)
+
+    def check_invariants(self) -> None:
+        """Recount the free list in O(pages).
+
+        Raises:
+            BrokenInvariantError: the list and the marks of free pages disagree.
+        """
+        if self._is_free[SCRATCH_PAGE]:
+            raise BrokenInvariantError("the scratch page is never free")
+        if len(set(self._free)) != len(self._free):
+            raise BrokenInvariantError("a page stands on the free list once")
+        if sum(self._is_free) != len(self._free) or not all(self._is_free[page] for page in self._free):
+            raise BrokenInvariantError("the free list holds exactly the pages that are marked free")
+
+    def free_page_ids(self) -> tuple[int, ...]:
+        """Every free page, in no order that means anything."""
+        return tuple(self._free)
