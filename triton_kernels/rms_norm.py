@@ -1,0 +1,142 @@
+"""RMSNorm, alone and with the residual add in front of it; one read and one write of every element.
+
+    rms_norm(x, w)         y = w * round(x / sqrt(mean(x^2) + eps))
+    add_rms_norm(x, r, w)  s = round(x + r);  y = w * round(s / sqrt(mean(s^2) + eps));  returns (y, s)
+
+T rows (tokens, or tokens times heads for q/k norm), M width. The arithmetic is float32; `round` is the
+rounding to the dtype of x, at the places where Hugging Face's Llama rounds. Any M up to 65,536, T may be
+0, rows may be strided (a slice of a wider tensor), elements of a row lie next to each other.
+
+Cost: 2*T*M elements moved for rms_norm, 4*T*M for add_rms_norm, about 4 FLOP an element: memory bound.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What rms_norm means, in plain torch."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What add_rms_norm means, in plain torch."""
+    new_residual = x + residual
+    return rms_norm_reference(new_residual, weight, eps), new_residual
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    num_rows,
+    x_stride,
+    width: tl.constexpr,
+    eps: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_M)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, columns < width, other=0.0)
+    mean_square = tl.sum(x * x, axis=1) / width
+    normed = x * tl.rsqrt(mean_square + eps)[:, None]
+    dtype = y_ptr.dtype.element_ty
+    y = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(dtype), mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    new_residual_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    eps: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_M)
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
+    r = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, columns < width, other=0.0)
+    dtype = y_ptr.dtype.element_ty
+    total = (x + r.to(tl.float32)).to(dtype)
+    tl.store(new_residual_ptr + rows[:, None] * width + columns[None, :], total, mask)
+    total = total.to(tl.float32)
+    mean_square = tl.sum(total * total, axis=1) / width
+    normed = total * tl.rsqrt(mean_square + eps)[:, None]
+    y = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(dtype), mask)
+
+
+def _launch_shape(width: int) -> tuple[int, int, int]:
+    """BLOCK_T, BLOCK_M and num_warps; a function of the width alone, so that T can be symbolic."""
+    block_m = triton.next_power_of_2(width)
+    block_t = max(1, 1024 // block_m)
+    return block_t, block_m, min(16, max(4, block_m // 1024))
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The kernel, whatever the device."""
+    num_rows, width = x.shape
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    block_t, block_m, num_warps = _launch_shape(width)
+    grid = (triton.cdiv(num_rows, block_t),)
+    _rms_norm_kernel[grid](
+        x, weight, y, num_rows, x.stride(0), width, eps, block_t, block_m, num_warps=num_warps
+    )
+    return y
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The kernel, whatever the device."""
+    num_rows, width = x.shape
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    new_residual = torch.empty_like(y)
+    block_t, block_m, num_warps = _launch_shape(width)
+    grid = (triton.cdiv(num_rows, block_t),)
+    _add_rms_norm_kernel[grid](
+        x,
+        residual,
+        weight,
+        y,
+        new_residual,
+        num_rows,
+        x.stride(0),
+        residual.stride(0),
+        width,
+        eps,
+        block_t,
+        block_m,
+        num_warps=num_warps,
+    )
+    return y, new_residual
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [T, M] (rows may be strided) with weight [M]; returns a contiguous [T, M] of x's dtype."""
+    if x.device.type == "cpu":
+        return rms_norm_reference(x, weight, eps)
+    return rms_norm_triton(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x + residual, both [T, M]; returns (normed, x + residual), neither input is written."""
+    if x.device.type == "cpu":
+        return add_rms_norm_reference(x, residual, weight, eps)
+    return add_rms_norm_triton(x, residual, weight, eps)
