@@ -3,6 +3,7 @@
 R rows, T new tokens, B rows of the device tables, C max pages per row.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,3 +21,7 @@ class AttentionInputs(NamedTuple):
     slot_mapping: Tensor  # int32 [T]  slot each new token's K/V goes to; -1 = padding, not written
     row_start: Tensor  # int32 [R + 1]
     max_query_len: int  # most new tokens of a row; 1 = every row is a decode (T == R)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float], Tensor]
+"""A backend: (q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale) -> [T, H, D]; causal."""

@@ -126,7 +126,7 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"can't fetch {model} from the Hugging Face hub ({_first_line(error)}) and this machine's "
-            f"hub cache has not got it; check the network, give --model a local folder, or use a built-in one "
+            f"hub cache lacks it; check the network, give --model a local folder, or use a built-in one "
             f"({', '.join(BUILTIN_MODELS)})"
         ) from error
     if not (folder / "config.json").is_file():

@@ -1,0 +1,45 @@
+"""Attention of one layer over the paged pool, whose keys and values this module owns.
+
+Promise: nothing but the slots named in the step's inputs is written. T new tokens, H query heads, K KV
+heads, D head dim, P pages, S page size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.interface import Attend, AttentionInputs
+from triton_kernels.rope_store import rope_store
+
+
+class Attention(nn.Module):
+    """Rotates q and k, stores k and v in the pool, attends. Buffers: k_cache and v_cache [P, S, K, D].
+
+    The pool is empty (P = 0) until `allocate_kv`; the engine knows its size only after a memory profile.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, attend: Attend) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.attend = attend
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.empty(0, 1, num_kv_heads, head_dim), persistent=False)
+
+    def allocate_kv(
+        self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Put a zeroed pool in place of the present one."""
+        shape = (num_pages, page_size, self.num_kv_heads, self.head_dim)
+        self.k_cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_cache = torch.zeros(shape, dtype=dtype, device=device)
+
+    def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
+        """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D]."""
+        q = rope_store(qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
+        out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale)
+        return out.view(-1, self.num_heads * self.head_dim)

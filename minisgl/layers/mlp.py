@@ -1,0 +1,23 @@
+"""The gated MLP. T tokens, M model width, F MLP width."""
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.layers.linear import FusedLinear, Linear
+from triton_kernels.silu_mul import silu_mul
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, gate and up as one product."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = FusedLinear(hidden_size, parts, dtype, device)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, M] -> [T, M]."""
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))

@@ -1,0 +1,190 @@
+"""Reads what a model is from its Hugging Face folder: `config.json` and `generation_config.json`.
+
+Promise: a setting that would change the model's output and that this engine does not have is refused by
+name, never ignored. Reads what transformers 4 and transformers 5 write.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import DTYPE_BYTES, ModelConfig, RopeScaling
+from minisgl.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+"""Hugging Face class names whose settings are understood here; models/registry.py builds them."""
+
+LARGEST_INTEGER = 1 << 31
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The model in `folder`, checked to be one this engine can run as it is meant.
+
+    Raises:
+        ModelError: config.json is missing or broken, or asks for something this engine does not have.
+    """
+    raw = _read_json(folder / "config.json", required=True)
+    generation = _read_json(folder / "generation_config.json", required=False)
+    architecture = _architecture(raw)
+    _refuse_what_is_missing(raw)
+
+    hidden_size = _integer(raw, "hidden_size")
+    num_heads = _integer(raw, "num_attention_heads")
+    num_kv_heads = _integer(raw, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
+            f"num_key_value_heads ({num_kv_heads})"
+        )
+    if raw.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelError(
+            f"config.json gives no head_dim and hidden_size ({hidden_size}) is no multiple of "
+            f"num_attention_heads ({num_heads})"
+        )
+    head_dim = _integer(raw, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
+    max_position = _integer(raw, "max_position_embeddings")
+    rope_theta, rope_scaling = _rope(raw, max_position)
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=_integer(raw, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=_integer(raw, "vocab_size"),
+        max_position=max_position,
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        checkpoint_dtype=_checkpoint_dtype(raw),
+        eos_token_ids=_joined_ids("eos_token_id", generation, raw),
+        bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
+    )
+
+
+def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if required:
+            raise ModelError(f"{path} is missing; a model folder needs it") from error
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """The first known of config.json's class names."""
+    named = raw.get("architectures") or []
+    if isinstance(named, str):
+        named = [named]
+    for name in named:
+        if name in ARCHITECTURES:
+            return name
+    got = ", ".join(map(str, named)) or f"none (model_type {raw.get('model_type')!r})"
+    raise ModelError(
+        f"the model's architecture is not supported: got {got}; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _refuse_what_is_missing(raw: dict[str, Any]) -> None:
+    """Name the first setting that this engine would have to ignore.
+
+    Raises:
+        ModelError: there is one.
+    """
+
+    def refuse(what: str) -> None:
+        raise ModelError(f"this engine does not have what config.json asks for: {what}")
+
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        refuse(f"quantized weights ({method}); take the model's unquantized version")
+    for name in ("attention_bias", "mlp_bias"):
+        if raw.get(name):
+            refuse(f"{name} = {raw[name]!r}")
+    if raw.get("hidden_act", "silu") != "silu":
+        refuse(f"hidden_act = {raw['hidden_act']!r}; only 'silu' is known")
+    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
+        refuse(f"sliding_window = {raw['sliding_window']!r}")
+    other_layers = sorted({str(kind) for kind in raw.get("layer_types") or []} - {"full_attention"})
+    if other_layers:
+        refuse(f"layer_types {', '.join(other_layers)}; only full_attention is known")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        refuse(f"partial_rotary_factor = {raw['partial_rotary_factor']!r}")
+
+
+def _rope(raw: dict[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+        raise ModelError("config.json: RoPE settings that differ by layer type are not supported")
+    theta = _number(parameters, "rope_theta", _number(raw, "rope_theta", 10000.0))
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("config.json: a partial_rotary_factor other than 1 is not supported")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=_number(parameters, "factor"))
+    if kind == "llama3":
+        original = raw.get("original_max_position_embeddings") or max_position
+        scaling = RopeScaling(
+            kind="llama3",
+            factor=_number(parameters, "factor"),
+            low_freq_factor=_number(parameters, "low_freq_factor"),
+            high_freq_factor=_number(parameters, "high_freq_factor"),
+            original_max_position=_integer(parameters, "original_max_position_embeddings", original),
+        )
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise ModelError("config.json: RoPE's high_freq_factor must be larger than low_freq_factor")
+        return theta, scaling
+    raise ModelError(
+        f"this engine does not have what config.json asks for: RoPE of type {kind!r}; "
+        "known are default, linear, llama3"
+    )
+
+
+def _checkpoint_dtype(raw: dict[str, Any]) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ModelError(f"config.json: weights of dtype {name!r}; known are {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def _joined_ids(key: str, *configs: dict[str, Any]) -> tuple[int, ...]:
+    """Token ids under `key`, an integer or a list of them in each config; each once, in order."""
+    ids: dict[int, None] = {}
+    for config in configs:
+        value = config.get(key)
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise ModelError(f"{key} must be a token id or a list of them, got {value!r}")
+            ids[token_id] = None
+    return tuple(ids)
+
+
+def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_INTEGER:
+        raise ModelError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ModelError(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)

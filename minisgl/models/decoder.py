@@ -1,0 +1,141 @@
+"""The one decoder of the Llama family.
+
+Promise: the forward pass is one straight line of tensor operations: no branch looks at a tensor's value,
+so it traces as a single graph; the only state is the KV pool in the attention layers' buffers.
+
+T new tokens, R rows, M model width, V vocabulary, D head dim, P pages, S page size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.interface import Attend, AttentionInputs
+from minisgl.config import ModelConfig
+from minisgl.layers.attention import Attention
+from minisgl.layers.embedding import Embedding
+from minisgl.layers.linear import FusedLinear, Linear
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import make_cos_sin
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm, head. Modules are named as in the checkpoint, less its "model." prefix.
+
+    Parameters are allocated as `dtype` on `device` and hold nothing until loaded (minisgl/weights).
+    """
+
+    cos_sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attend: Attend,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(Block(config, attend, dtype, device) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, torch.device("meta"))
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        else:
+            self.lm_head.to_empty(device=device)
+        self.register_buffer("cos_sin", make_cos_sin(config, device), persistent=False)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        logit_index: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [T, V], or [R, V] of the tokens `logit_index` names; fills the tokens' slots in the pool.
+
+        Args:
+            token_ids: int32 [T], the rows' new tokens one row after the other.
+            positions: int32 [T], each token's place in its sequence.
+            logit_index: int [R], places in 0..T-1; the head runs on these only.
+        """
+        x, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, self.cos_sin, inputs)
+        assert residual is not None, "a decoder has at least one block"
+        if logit_index is not None:
+            x, residual = x.index_select(0, logit_index), residual.index_select(0, logit_index)
+        x, _ = self.norm.forward_add(x, residual)
+        return self.lm_head(x)
+
+    def allocate_kv(
+        self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Give every layer a zeroed pool of [P, S, K, D] keys and as many values."""
+        for attention in self.attention_layers():
+            attention.allocate_kv(num_pages, page_size, dtype, device)
+
+    def attention_layers(self) -> list[Attention]:
+        """The attention of each block, first to last; each owns its layer's k_cache and v_cache."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Every tensor a checkpoint must bring, by the checkpoint's name: views to copy it into."""
+        views: dict[str, Tensor] = {}
+        for path, module in self.named_modules():
+            outer = path.rpartition(".")[0]
+            if isinstance(module, FusedLinear):
+                views |= {
+                    f"model.{outer}.{part}.weight": rows for part, rows in module.part_weights().items()
+                }
+            elif module is self.lm_head:
+                if self.lm_head.weight is not self.embed_tokens.weight:
+                    views["lm_head.weight"] = self.lm_head.weight.detach()
+            elif isinstance(module, Linear | Embedding | RMSNorm):
+                views[f"model.{path}.weight"] = module.weight.detach()
+        return views
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on the normalised sum of what came before."""
+
+    def __init__(self, config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.self_attn = SelfAttention(config, attend, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, device)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        """x and residual, [T, M] -> the same; their sum is the stream. The first block gets no residual."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn(x, positions, cos_sin, inputs)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        return self.mlp(x), residual
+
+
+class SelfAttention(nn.Module):
+    """The projections around a layer's attention; q, k and v as one product."""
+
+    def __init__(self, config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, device)
+        self.attention = Attention(config.num_heads, config.num_kv_heads, config.head_dim, attend)
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, device)
+
+    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
+        """[T, M] -> [T, M]."""
+        return self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, inputs))

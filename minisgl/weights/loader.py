@@ -1,0 +1,172 @@
+"""Streams a checkpoint's safetensors into the parameters of a model that is already allocated.
+
+Promise: a checkpoint that does not fit is refused before anything is copied; host memory holds one piece
+of one tensor at a time (the files are memory-mapped).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minisgl.config import ModelConfig
+from minisgl.errors import ModelError
+from minisgl.weights.progress import Progress, no_progress
+
+PIECE_BYTES = 64 << 20
+INDEX = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+NAMES_SHOWN = 6
+
+
+class LoadableModel(Protocol):
+    """A model that says where each of the checkpoint's tensors goes."""
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """By the checkpoint's name, views of the parameters to copy into."""
+        ...
+
+
+def load_weights(
+    model: LoadableModel,
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    on_progress: Progress = no_progress,
+) -> None:
+    """Fill `model`, whose parameters are allocated as `dtype` on `device`, from the safetensors in `folder`.
+
+    Raises:
+        ModelError: files are missing or damaged, or tensors are missing, unexpected or of another shape;
+            the message lists them.
+    """
+    targets = model.checkpoint_tensors()
+    for name, view in targets.items():
+        assert view.dtype == dtype, f"{name} is allocated as {view.dtype}, not as {dtype}"
+        assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
+    with ExitStack() as stack:
+        tensors: dict[str, tuple[Path, Any]] = {}
+        for path in checkpoint_files(folder):
+            with _readable(path):
+                # Entered here, left by the stack: all files stay mapped until everything is copied.
+                file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    if name in tensors:
+                        raise ModelError(
+                            f"{tensors[name][0]} and {path} both hold {name}; remove one of them"
+                        )
+                    tensors[name] = (path, file.get_slice(name))
+        _check_names_and_shapes(targets, {name: entry[1] for name, entry in tensors.items()}, config, folder)
+
+        total = sum(view.nbytes for view in targets.values())
+        done = 0
+        on_progress("loading the weights", done, total)
+        for name, (path, stored) in tensors.items():
+            if name not in targets:
+                continue
+            with _readable(path), torch.no_grad():
+                for rows, piece in _pieces(stored):
+                    targets[name][rows].copy_(piece)
+                    done += piece.numel() * dtype.itemsize
+                    on_progress("loading the weights", done, total)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint in `folder`.
+
+    Raises:
+        ModelError: there are none, or the index names one that is not there.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / name for name in names]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise ModelError(
+                f"{folder} is incomplete: {_shown(absent)} named in {INDEX} missing; download the model again"
+            )
+        return files
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        hint = ""
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+            hint = "; its PyTorch files are not read, take a version with safetensors"
+        raise ModelError(f"{folder} holds no *.safetensors{hint} (--dummy-weights runs without weights)")
+    return files
+
+
+def _check_names_and_shapes(
+    targets: dict[str, Tensor], stored: dict[str, Any], config: ModelConfig, folder: Path
+) -> None:
+    """Compare what the model needs with what the files' headers say.
+
+    Raises:
+        ModelError: something is missing, unexpected, of another shape or no floating-point number.
+    """
+    complaints = []
+    missing = sorted(targets.keys() - stored.keys())
+    if missing:
+        complaints.append(f"missing: {_shown(missing)}")
+    unexpected = sorted(name for name in stored.keys() - targets.keys() if not _ignorable(name, config))
+    if unexpected:
+        complaints.append(f"not part of {config.architecture}: {_shown(unexpected)}")
+    common = sorted(targets.keys() & stored.keys())
+    shapes = [
+        f"{name} is {stored[name].get_shape()}, needed {list(targets[name].shape)}"
+        for name in common
+        if stored[name].get_shape() != list(targets[name].shape)
+    ]
+    if shapes:
+        complaints.append(f"wrong shape: {_shown(shapes)}")
+    kinds = [
+        f"{name} is {stored[name].get_dtype()}"
+        for name in common
+        if stored[name].get_dtype() not in FLOAT_DTYPES
+    ]
+    if kinds:
+        complaints.append(f"quantized or no numbers: {_shown(kinds)}")
+    if complaints:
+        raise ModelError(f"the weights in {folder} do not fit its config.json; " + "; ".join(complaints))
+
+
+def _ignorable(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor may lie in the checkpoint although the model does not use it."""
+    copy_of_the_embedding = name == "lm_head.weight" and config.tie_word_embeddings
+    return copy_of_the_embedding or name.endswith("rotary_emb.inv_freq")
+
+
+def _pieces(stored: Any) -> Iterator[tuple[slice, Tensor]]:
+    """The tensor's rows in pieces of at most about PIECE_BYTES."""
+    shape = stored.get_shape()
+    rows_per_piece = max(1, PIECE_BYTES // (8 * max(1, math.prod(shape[1:]))))
+    for begin in range(0, shape[0], rows_per_piece):
+        rows = slice(begin, min(begin + rows_per_piece, shape[0]))
+        yield rows, stored[rows]
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what a damaged file makes the library raise into our error."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} can't be read ({error}); download the model again") from error
+
+
+def _shown(items: Iterable[str]) -> str:
+    items = list(items)
+    more = f" and {len(items) - NAMES_SHOWN} more" if len(items) > NAMES_SHOWN else ""
+    return ", ".join(items[:NAMES_SHOWN]) + more
