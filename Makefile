@@ -1,0 +1,82 @@
+# Two commands for a newcomer: `make serve` and `make test`. Everything they need goes into .venv.
+#
+#   make serve ARGS="--port 9000"     flags for the server
+#   make test PYTHON=python3.11       another interpreter (3.10 or newer)
+#   make serve TORCH=torch==2.11.0    another torch (a GPU and a CPU build both serve)
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# For torch builds that bring no Triton of their own (the CPU wheels); the others pin the one they need.
+TRITON ?= triton==3.6.0
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS)
+
+# The first interpreter that is new enough and can make virtual environments.
+PYTHON ?= $(shell for python in python3.12 python3.11 python3.10 python3.13 python3 python; do \
+	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 \
+	&& echo "$$python" && break; done)
+
+FIND_TRITON = import sys; from importlib.metadata import requires; \
+	sys.exit(any(name.startswith("triton") for name in requires("torch") or []))
+COUNT_TESTS = import sys, xml.etree.ElementTree as tree; \
+	suite = tree.parse(sys.argv[1]).getroot().find("testsuite").attrib; \
+	ran = int(suite["tests"]) - int(suite["skipped"]); \
+	print(ran, "tests ran"); sys.exit(ran < 1)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format clean distclean
+
+help:  ## Show what make can do
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.installed  ## Install what is missing, fetch the default model once, start the server
+	$(BIN)/minisgl serve $(ARGS)
+
+test: $(VENV)/.installed-dev  ## Lint, then run every test (fails when none ran)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/minisgl pull smollm2-135m
+	$(BIN)/python -m pytest -q --junitxml=$(VENV)/test-report.xml $(PYTEST_FLAGS)
+	@$(BIN)/python -c '$(COUNT_TESTS)' $(VENV)/test-report.xml
+
+lint: $(VENV)/.installed-dev  ## Lint, formatting and types, nothing else
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/.installed-dev  ## Let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove what builds and tests leave behind (the virtual environment stays)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(VENV)/test-report.xml
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean  ## The virtual environment too (models in the user's cache stay)
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "minisgl needs Python 3.10 or newer with the venv module" \
+		"(Debian, Ubuntu: apt install python3-venv), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# torch goes first and pinned, so that no later package chooses another one.
+$(VENV)/.installed-torch: Makefile | $(BIN)/python
+	@echo "installing $(TORCH) into $(VENV) (the first time this takes minutes)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) "$(TORCH)"
+	@if [ "$$(uname -s)" = Linux ] && $(BIN)/python -c '$(FIND_TRITON)'; then \
+		echo "$(PIP) $(TRITON)"; $(PIP) "$(TRITON)"; fi
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.installed-torch
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
+	$(PIP) -e ".[dev]"
+	@touch $@ $(VENV)/.installed

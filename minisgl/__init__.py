@@ -1,0 +1,59 @@
+"""minisgl: a small LLM serving engine on torch.compile and Triton.
+
+Promise: `import minisgl` is quick and loads no torch; each public name loads what it needs when used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minisgl.errors import (
+        ConfigError,
+        EngineDeadError,
+        MinisglError,
+        ModelError,
+        RequestError,
+    )
+    from minisgl.llm import LLM
+    from minisgl.offline import Completion, Delta
+    from minisgl.request import FinishReason, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "ConfigError",
+    "Delta",
+    "EngineDeadError",
+    "FinishReason",
+    "MinisglError",
+    "ModelError",
+    "RequestError",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOME = {
+    "LLM": "minisgl.llm",
+    "Completion": "minisgl.offline",
+    "Delta": "minisgl.offline",
+    "FinishReason": "minisgl.request",
+    "SamplingParams": "minisgl.request",
+    "ConfigError": "minisgl.errors",
+    "EngineDeadError": "minisgl.errors",
+    "MinisglError": "minisgl.errors",
+    "ModelError": "minisgl.errors",
+    "RequestError": "minisgl.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module a public name lives in when the name is first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,239 @@
+"""The `minisgl` command: argv and environment become configuration, here and nowhere else.
+
+Promise: importing this module, `minisgl --help` and `minisgl serve` load no torch; a user's mistake is
+one line on stderr and exit code 2, Ctrl-C is exit code 130, and neither shows a traceback.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from minisgl import __version__
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.errors import ConfigError, MinisglError
+from minisgl.flags import add_flags, values_of
+from minisgl.log import LEVELS, setup_logging
+from minisgl.request import SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.llm import LLM
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+EPILOG = """\
+Every flag may also be given as an environment variable: --max-step-tokens as MINISGL_MAX_STEP_TOKENS;
+the flag wins. MINISGL_CACHE moves the cache directory (otherwise $XDG_CACHE_HOME/minisgl or
+~/.cache/minisgl).
+"""
+
+CHAT_DEFAULTS = {"temperature": 0.0}
+"""For a person at a terminal: the same question gets the same answer unless asked otherwise."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `argv` None = the process's own."""
+    started_at = time.monotonic()
+    environ = dict(os.environ)
+    try:
+        arguments = build_parser(environ).parse_args(argv)
+        return arguments.run(arguments, environ, started_at)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as in `minisgl generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except MinisglError as error:
+        print(f"minisgl: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The whole command line; `environ` gives the flags' defaults.
+
+    Raises:
+        ConfigError: a MINISGL_ variable has a value its flag would refuse.
+    """
+    parser = argparse.ArgumentParser(
+        prog="minisgl",
+        description="A small LLM serving engine on torch.compile and Triton.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    serve = command("serve", "Serve a model over an OpenAI-compatible HTTP API.", _serve)
+    add_flags(serve, "server", ServerConfig, environ)
+    add_flags(serve, "engine", EngineConfig, environ)
+
+    chat = command("chat", "Talk to a model in the terminal, without a server.", _chat)
+    chat.add_argument("--system", metavar="TEXT", help="System prompt of the conversation.")
+    _add_local_flags(chat, environ)
+
+    generate = command("generate", "Complete one prompt and print the text.", _generate)
+    generate.add_argument("prompt", nargs="?", help="The prompt; '-' or nothing reads it from stdin.")
+    generate.add_argument("--chat", action="store_true", help="Send it through the model's chat template.")
+    generate.add_argument("--system", metavar="TEXT", help="System prompt; implies --chat.")
+    _add_local_flags(generate, environ)
+
+    pull = command("pull", "Fetch a model, so that everything afterwards works offline.", _pull)
+    pull.add_argument("name", nargs="?", help="A built-in model or a hub name.")
+    pull.add_argument("--list", action="store_true", help="Show the built-in models.")
+
+    doctor = command("doctor", "Show what is installed, what would be used, and why.", _doctor)
+    doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
+    add_flags(doctor, "engine", EngineConfig, environ)
+    return parser
+
+
+def cache_dir(environ: Mapping[str, str]) -> Path:
+    """Where models and compiled code are kept: MINISGL_CACHE, XDG_CACHE_HOME/minisgl, or the default."""
+    from minisgl.weights.sources import default_cache_dir
+
+    if environ.get("MINISGL_CACHE"):
+        return Path(environ["MINISGL_CACHE"]).expanduser()
+    if environ.get("XDG_CACHE_HOME"):
+        return Path(environ["XDG_CACHE_HOME"]).expanduser() / "minisgl"
+    return default_cache_dir()
+
+
+def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """The flags of a command that runs the engine in its own process."""
+    parser.add_argument(
+        "--log-level",
+        default=environ.get("MINISGL_LOG_LEVEL", "warning"),
+        metavar="TEXT",
+        help=f"One of {', '.join(LEVELS)} (default: %(default)s)",
+    )
+    add_flags(parser, "sampling", SamplingParams, {**_text(CHAT_DEFAULTS), **environ})
+    add_flags(parser, "engine", EngineConfig, environ, skip=("seed",))
+
+
+def _text(defaults: Mapping[str, object]) -> dict[str, str]:
+    return {f"MINISGL_{name.upper()}": str(value) for name, value in defaults.items()}
+
+
+def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.server.launch import run_server
+
+    server = ServerConfig(**values_of(ServerConfig, arguments, environ))
+    engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    _start_log(server.log_level, "server")
+    return run_server(server, engine, _folder(engine.model, environ), started_at=started_at)
+
+
+def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.shell import run_chat
+
+    params = _sampling(arguments, environ)
+    with _local_llm(arguments, environ, started_at) as llm:
+        return run_chat(
+            llm,
+            params,
+            system=arguments.system,
+            history_file=cache_dir(environ) / "chat_history",
+            stdin=sys.stdin,
+            stdout=sys.stdout,
+            stderr=sys.stderr,
+        )
+
+
+def _generate(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.shell import print_reply
+
+    prompt = arguments.prompt
+    if prompt is None or prompt == "-":
+        if prompt is None and sys.stdin.isatty():
+            raise ConfigError('give a prompt: minisgl generate "Once upon a time" ("-" reads stdin)')
+        prompt = sys.stdin.read()
+    messages = [{"role": "user", "content": prompt}]
+    if arguments.system is not None:
+        messages.insert(0, {"role": "system", "content": arguments.system})
+    params = _sampling(arguments, environ)
+    with _local_llm(arguments, environ, started_at) as llm:
+        chat = arguments.chat or arguments.system is not None
+        figures = print_reply(llm.stream(messages if chat else prompt, params), sys.stdout)
+        print(figures.line(), file=sys.stderr)
+    return EXIT_OK
+
+
+def _pull(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.weights.sources import BUILTIN_MODELS, resolve_model_folder
+
+    if arguments.list:
+        for name, model in BUILTIN_MODELS.items():
+            present = ""
+            try:
+                resolve_model_folder(name, pull_missing=False, cache_dir=cache_dir(environ))
+                present = " (here)"
+            except MinisglError:
+                pass
+            print(f"{name:<20} {model.description}{present}")
+        return EXIT_OK
+    if arguments.name is None:
+        raise ConfigError("say which model: minisgl pull smollm2-135m ('minisgl pull --list' shows them)")
+    _start_log("info", "pull")
+    print(_folder(arguments.name, environ))
+    return EXIT_OK
+
+
+def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.doctor import as_json, as_text, examine
+
+    engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    report = examine(engine, cache_dir(environ))
+    print(as_json(report) if arguments.json else as_text(report))
+    return EXIT_FAILED if report.problems else EXIT_OK
+
+
+def _folder(model: str, environ: Mapping[str, str]) -> Path:
+    """The model's local folder, fetched with a progress bar when it is missing."""
+    from minisgl.weights.progress import progress_on
+    from minisgl.weights.sources import resolve_model_folder
+
+    return resolve_model_folder(model, cache_dir=cache_dir(environ), progress=progress_on(sys.stderr))
+
+
+def _sampling(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:
+    return SamplingParams(**values_of(SamplingParams, arguments, environ))
+
+
+def _local_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> "LLM":
+    """An engine in this process; a line per start-up stage on stderr, and the sum at the end."""
+    from minisgl.llm import LLM
+    from minisgl.weights.progress import progress_on
+
+    _start_log(arguments.log_level, "minisgl")
+    settings = values_of(EngineConfig, arguments, environ)
+    settings.pop("seed", None)  # --seed means the request's here
+    llm = LLM(
+        cache_dir=cache_dir(environ),
+        progress=progress_on(sys.stderr),
+        on_stage=lambda name, duration_ms: _stage_line(sys.stderr, name, duration_ms),
+        **settings,
+    )
+    _stage_line(sys.stderr, "ready", 1000 * (time.monotonic() - started_at))
+    return llm
+
+
+def _stage_line(out: TextIO, name: str, duration_ms: float) -> None:
+    print(f"{name:<24} {duration_ms:8.0f} ms", file=out)
+
+
+def _start_log(level: str, process: str) -> None:
+    if level not in LEVELS:
+        raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, got {level!r}")
+    setup_logging(level, process)

@@ -1,0 +1,314 @@
+"""`minisgl doctor`: what this machine has, what the engine would choose here, and why.
+
+Promise: it looks and never changes anything, and it comes to an end on a machine where nothing works:
+whatever fails becomes a line of the report.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minisgl import __version__
+from minisgl.config import GIB, MIB, DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
+from minisgl.errors import MinisglError
+from minisgl.model_config import read_model_config
+from minisgl.weights.sources import resolve_model_folder
+
+REQUIRED = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "gguf",
+    "jinja2",
+    "aiohttp",
+    "msgspec",
+    "pyzmq",
+    "numpy",
+)
+OPTIONAL = ("flashinfer-python", "openai")
+NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+class Choice(NamedTuple):
+    """One setting as the engine would have it."""
+
+    flag: str
+    value: str
+    why: str
+
+
+class Report(NamedTuple):
+    """Everything found. `problems` keep the engine from serving; `warnings` don't."""
+
+    system: dict[str, str]
+    packages: dict[str, str | None]
+    """Package -> version; None = not installed."""
+    devices: list[dict[str, str]]
+    choices: list[Choice]
+    model: dict[str, str]
+    cache: dict[str, str]
+    warnings: list[str]
+    problems: list[str]
+
+
+def examine(config: EngineConfig, cache_dir: Path) -> Report:
+    """Look at the machine with the eyes of an engine that was given `config`."""
+    warnings: list[str] = []
+    problems: list[str] = []
+    packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    problems += _missing_packages(packages)
+    warnings += _known_conflicts(packages)
+    shadowed = _shadowed_packages()
+    problems += shadowed
+
+    torch = _import_torch(problems)
+    devices, facts = _devices(torch, warnings)
+    model, model_config = _model(config.model, cache_dir, warnings, problems)
+    choices = _choices(config, model_config, facts, problems)
+    return Report(
+        system={
+            "minisgl": f"{__version__} in {Path(__file__).parent}",
+            "python": f"{platform.python_version()} in {sys.executable}",
+            "platform": platform.platform(),
+            "cpu": f"{os.cpu_count()} cores, {_cpu_memory()}",
+            "nvidia driver": _driver_version() or "none found",
+            "cuda of torch": str(torch.version.cuda or "none (CPU build)")
+            if torch
+            else "torch can't be imported",
+        },
+        packages=packages,
+        devices=devices,
+        choices=choices,
+        model=model,
+        cache=_cache(cache_dir, problems),
+        warnings=warnings,
+        problems=problems,
+    )
+
+
+def as_json(report: Report) -> str:
+    """The report for a machine, or for a bug report."""
+    content = report._asdict() | {"choices": [choice._asdict() for choice in report.choices]}
+    return json.dumps(content, indent=2)
+
+
+def as_text(report: Report) -> str:
+    """The report for a person."""
+    lines: list[str] = []
+
+    def section(title: str, rows: list[tuple[str, str]]) -> None:
+        lines.append(title)
+        lines.extend(f"  {name:<24} {text}" for name, text in rows)
+        lines.append("")
+
+    section("system", list(report.system.items()))
+    section("packages", [(name, version or "not installed") for name, version in report.packages.items()])
+    section(
+        "devices",
+        [
+            (device["name"], ", ".join(v for k, v in device.items() if k != "name"))
+            for device in report.devices
+        ],
+    )
+    section("model", list(report.model.items()))
+    section(
+        "what serve would use",
+        [(choice.flag, f"{choice.value:<12} {choice.why}") for choice in report.choices],
+    )
+    section("cache", list(report.cache.items()))
+    lines += [f"warning: {text}" for text in report.warnings]
+    lines += [f"PROBLEM: {text}" for text in report.problems]
+    lines.append("serving will not work" if report.problems else "ready to serve")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _missing_packages(packages: dict[str, str | None]) -> list[str]:
+    return [
+        f"{name} is not installed; 'make serve' in a checkout installs everything, elsewhere pip install {name}"
+        for name in REQUIRED
+        if packages[name] is None and not (name == "triton" and platform.system() != "Linux")
+    ]
+
+
+def _known_conflicts(packages: dict[str, str | None]) -> list[str]:
+    triton, numpy = packages["triton"], packages["numpy"]
+    found = []
+    if triton and numpy and _numbers(triton) < (3, 7) and _numbers(numpy) >= (2, 4):
+        found.append(
+            f"triton {triton}'s interpreter (TRITON_INTERPRET=1, used by kernel tests) fails on numpy "
+            f"{numpy}; serving is not affected; for the tests: pip install 'numpy<2.4'"
+        )
+    torch = packages["torch"]
+    if torch and not (2, 11) <= _numbers(torch) < (2, 14):
+        found.append(f"torch {torch} is outside what is tested (2.11 to 2.13)")
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cu130"."""
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _shadowed_packages() -> list[str]:
+    """Our top-level packages must lie beside `minisgl`; other projects use one of the names, too."""
+    ours = Path(__file__).resolve().parent.parent
+    found = []
+    for name in ("triton_kernels", "compile_cache"):
+        spec = util.find_spec(name)
+        if spec is None or spec.origin is None:
+            found.append(f"the package {name} can't be found beside minisgl; reinstall minisgl")
+        elif Path(spec.origin).resolve().parent.parent != ours:
+            found.append(
+                f"'import {name}' finds another project's package in {Path(spec.origin).parent} instead of "
+                f"{ours / name}; uninstall that one (pip uninstall {name.replace('_', '-')}) or give minisgl "
+                "a virtual environment of its own"
+            )
+    return found
+
+
+def _import_torch(problems: list[str]) -> Any:
+    try:
+        import torch  # lazy: the report must appear also where torch is broken
+    except Exception as error:  # a broken installation raises anything: OSError, RuntimeError ...
+        problems.append(f"torch can't be imported: {type(error).__name__}: {error}")
+        return None
+    return torch
+
+
+def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], DeviceFacts]:
+    cpu = {"name": "cpu", "kind": platform.processor() or platform.machine(), "memory": _cpu_memory()}
+    if torch is None:
+        return [cpu], DeviceFacts(has_cuda=False)
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") is not None:
+            reason = (
+                "this torch is a CPU build"
+                if torch.version.cuda is None
+                else "the driver may be too old for it"
+            )
+            warnings.append(f"nvidia-smi is here but torch sees no GPU: {reason}")
+        return [cpu], DeviceFacts(has_cuda=False)
+    found = [cpu]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        found.append(
+            {
+                "name": f"cuda:{index}",
+                "kind": properties.name,
+                "capability": f"compute {properties.major}.{properties.minor}",
+                "memory": f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free",
+            }
+        )
+    return found, DeviceFacts(has_cuda=True, cuda_name=torch.cuda.get_device_name(0))
+
+
+def _driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = answer.stdout.split("\n")
+    return lines[0].strip() if answer.returncode == 0 and lines[0].strip() else None
+
+
+def _cpu_memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return "memory unknown"
+    return f"{total / GIB:.1f} GiB memory"
+
+
+def _model(
+    name: str, cache_dir: Path, warnings: list[str], problems: list[str]
+) -> tuple[dict[str, str], ModelConfig | None]:
+    """Where the model lies and what it is; fetches nothing."""
+    try:
+        folder = resolve_model_folder(name, pull_missing=False, cache_dir=cache_dir)
+    except MinisglError as error:
+        warnings.append(str(error))
+        return {"name": name, "folder": "not here"}, None
+    try:
+        config = read_model_config(folder)
+    except MinisglError as error:
+        problems.append(f"{name}: {error}")
+        return {"name": name, "folder": str(folder)}, None
+    size = _size_bytes(folder)
+    return {
+        "name": name,
+        "folder": str(folder),
+        "size": f"{size / MIB:.0f} MiB",
+        "architecture": config.architecture,
+        "context": f"{config.max_position} tokens",
+        "weights stored as": config.checkpoint_dtype,
+    }, config
+
+
+def _choices(
+    config: EngineConfig, model: ModelConfig | None, facts: DeviceFacts, problems: list[str]
+) -> list[Choice]:
+    if model is None:
+        return [Choice("--model", config.model, "the other choices depend on it; fetch it first")]
+    try:
+        resolved = resolve_engine_config(config, model, facts)
+    except MinisglError as error:
+        problems.append(str(error))
+        return []
+    on_cuda = resolved.device == "cuda"
+    seen = f"torch sees a CUDA GPU ({facts.cuda_name})" if facts.has_cuda else "torch sees no CUDA GPU"
+    reasons = {
+        "device": seen,
+        "dtype": f"the checkpoint's own ({model.checkpoint_dtype})"
+        if on_cuda
+        else "faster than 16 bit on cpu",
+        "attention_backend": "paged Triton kernels" if on_cuda else "plain torch; Triton kernels need a GPU",
+        "compile_mode": "one CUDA graph per batch size"
+        if on_cuda
+        else "no CUDA graphs on cpu, answers sooner",
+        "max_context_tokens": "the model's own limit",
+        "max_running_requests": f"default on {resolved.device}",
+        "max_step_tokens": f"default on {resolved.device}",
+    }
+    choices = []
+    for name, reason in reasons.items():
+        asked = getattr(config, name) is not None
+        why = "asked for" if asked else reason
+        choices.append(Choice("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
+    return choices
+
+
+def _cache(cache_dir: Path, problems: list[str]) -> dict[str, str]:
+    existing = cache_dir
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not os.access(existing, os.W_OK):
+        problems.append(f"{existing} is not writable; choose another place with MINISGL_CACHE")
+    return {
+        "folder": str(cache_dir),
+        "size": f"{_size_bytes(cache_dir) / MIB:.0f} MiB" if cache_dir.is_dir() else "not there yet",
+        "free on disk": f"{shutil.disk_usage(existing).free / GIB:.1f} GiB",
+    }
+
+
+def _size_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

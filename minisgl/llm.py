@@ -1,0 +1,247 @@
+"""`LLM`: generate, chat and stream in the caller's own process, without sockets or a server.
+
+Promise: the same rules for prompts, lengths and stop strings as the server's; a request that is refused
+or abandoned leaves nothing behind in the engine.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError, MinisglError, RequestError
+from minisgl.offline import Completion, Delta, OfflineDriver, Reply, fit_to_context
+from minisgl.request import SamplingParams
+from minisgl.text.chat_template import ChatTemplate
+from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.tokenizer import Tokenizer
+from minisgl.weights.progress import Progress, no_progress
+from minisgl.weights.sources import resolve_model_folder
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...} as in the chat API."""
+Prompt = str | list[int]
+
+
+def _no_stage(name: str, duration_ms: float) -> None:
+    pass
+
+
+class LLM:
+    """A model in this process.
+
+    Args:
+        model: a built-in name, a local folder, or a hub name; fetched when missing.
+        cache_dir: where built-in models lie; None = ~/.cache/minisgl.
+        progress: called while a model is fetched.
+        on_stage: called with each start-up stage's name and milliseconds.
+        engine: fields of `EngineConfig` (dtype="bfloat16", num_pages=512 ...).
+
+    Raises:
+        ConfigError: an unknown or impossible setting.
+        ModelError: the model can't be found, fetched or loaded.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        cache_dir: Path | None = None,
+        progress: Progress = no_progress,
+        on_stage: Callable[[str, float], None] = _no_stage,
+        **engine: Any,
+    ) -> None:
+        known = [field.name for field in fields(EngineConfig)]
+        for name in engine:
+            if name not in known:
+                raise ConfigError(f"LLM has no setting {name!r}; there are: {', '.join(known)}")
+        config = EngineConfig(model=model, **engine)
+        folder = resolve_model_folder(model, cache_dir=cache_dir, progress=progress)
+        # Lazy: torch takes seconds to import, and the errors above should not wait for it.
+        from minisgl.engine.engine import build_engine
+
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._template = ChatTemplate.from_folder(folder, self._tokenizer)
+        self._driver = OfflineDriver(
+            build_engine(config, folder, on_stage),
+            lambda prompt_ids: Detokenizer(self._tokenizer, prompt_ids),
+        )
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt + output of one request, in tokens."""
+        return self._driver.max_context_tokens
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete each prompt (text, or token ids), all together; results in the prompts' order.
+
+        `params` is one for all or one per prompt; `progress` counts finished prompts on stderr.
+
+        Raises:
+            RequestError: a prompt or parameter is refused; with several prompts it names the first one's
+                index. Nothing of the batch goes on then.
+        """
+        batch = _as_batch(prompts)
+        return self._run([lambda prompt=prompt: self._encode(prompt) for prompt in batch], params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer one conversation or several, through the model's chat template.
+
+        Raises:
+            RequestError: as `generate`; also for messages the template can't render.
+        """
+        chats = _as_conversations(messages)
+        return self._run([lambda chat=chat: self._render(chat) for chat in chats], params, progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """The reply to a text, to token ids or to a conversation, step by step.
+
+        Closing the iterator early aborts the request. Several may be open at once.
+
+        Raises:
+            RequestError: at once when prompt or parameters can't work, while iterating when the engine
+                refuses.
+        """
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            prompt_ids = self._encode(cast(Prompt, prompt))
+        else:
+            prompt_ids = self._render(cast(Sequence[Message], prompt))
+        fitted = fit_to_context(prompt_ids, params or SamplingParams(), self.max_context_tokens)
+        return self._deltas(prompt_ids, fitted)
+
+    def close(self) -> None:
+        """Free the model's memory; the object can't be used afterwards. May be called twice."""
+        self._driver.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=True)
+        return list(prompt)
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        if not messages:
+            raise RequestError(400, "invalid_value", "messages is empty; give at least one", "messages")
+        text = self._template.render([dict(message) for message in messages], add_generation_prompt=True)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _deltas(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
+        reply = self._driver.submit(prompt_ids, params)
+        try:
+            while reply.has_news or not reply.ended:
+                self._driver.wait([reply])
+                yield from reply.read()
+        finally:
+            self._driver.abandon(reply)
+
+    def _run(
+        self,
+        prompts: Sequence[Callable[[], list[int]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Completion]:
+        """Check everything, submit everything, step until all have ended; abandon the rest on any error."""
+        each = _as_params(params, len(prompts))
+        ready: list[tuple[list[int], SamplingParams]] = []
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            with_index = index if len(prompts) > 1 else None
+            try:
+                prompt_ids = prompt()
+                ready.append((prompt_ids, fit_to_context(prompt_ids, own, self.max_context_tokens)))
+            except RequestError as error:
+                raise _named(error, with_index) from error
+        collected: list[list[Delta]] = [[] for _ in ready]
+        replies: list[Reply] = []
+        try:
+            for prompt_ids, own in ready:
+                replies.append(self._driver.submit(prompt_ids, own))
+            unfinished = dict(enumerate(replies))
+            while unfinished:
+                self._driver.wait(list(unfinished.values()))
+                for index, reply in list(unfinished.items()):
+                    try:
+                        collected[index] += reply.read()
+                    except RequestError as error:
+                        raise _named(error, index if len(replies) > 1 else None) from error
+                    if reply.ended and not reply.has_news:
+                        del unfinished[index]
+                if progress:
+                    _show_progress(len(replies) - len(unfinished), len(replies))
+        finally:
+            for reply in replies:
+                self._driver.abandon(reply)
+        return [_completion(deltas) for deltas in collected]
+
+
+def _as_batch(prompts: str | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if any(not isinstance(prompt, str | list | tuple) for prompt in prompts):
+        raise RequestError(
+            400,
+            "invalid_value",
+            "prompts must be a text, texts, or lists of token ids ([[1, 2, 3]])",
+            "prompt",
+        )
+    return list(prompts)
+
+
+def _as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if not messages or isinstance(messages[0], Mapping):
+        return [cast(Sequence[Message], messages)]
+    return list(cast(Sequence[Sequence[Message]], messages))
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            400, "invalid_value", f"{count} prompts need one SamplingParams or {count}, got {len(params)}"
+        )
+    return list(params)
+
+
+def _named(error: RequestError, index: int | None) -> RequestError:
+    """The same refusal, saying which prompt of the batch it is about."""
+    message = error.message if index is None else f"prompt {index}: {error.message}"
+    return RequestError(error.status, error.code, message, error.param)
+
+
+def _completion(deltas: list[Delta]) -> Completion:
+    last = deltas[-1]
+    if last.finish_reason is None:
+        raise MinisglError("a reply ended without a finish reason; this is a bug in minisgl")
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=last.finish_reason,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+
+
+def _show_progress(done: int, total: int) -> None:
+    sys.stderr.write(f"\r{done}/{total} prompts" + ("\n" if done == total else ""))
+    sys.stderr.flush()

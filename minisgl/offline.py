@@ -1,0 +1,328 @@
+"""An engine driven in the caller's process: requests go in, and every reply gets its own text back.
+
+Promise: whoever steps the engine, an output reaches the reply it belongs to and no other; a reply that
+nobody wants any more is aborted and leaves nothing behind. Torch-free; the engine is handed in.
+"""
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from minisgl.errors import EngineDeadError, MinisglError, RequestError
+from minisgl.messages import AddRequest
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.stop import StopMatcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one step added to a reply. The one with a `finish_reason` is the last."""
+
+    text: str
+    """New text; may be empty while a character or a possible stop string is incomplete."""
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A whole reply."""
+
+    text: str
+    """Without the stop string that ended it."""
+    token_ids: tuple[int, ...]
+    """Generated tokens, an end-of-sequence token included."""
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+
+
+class StepEngine(Protocol):
+    """The part of `minisgl.engine.engine.Engine` that is used here."""
+
+    @property
+    def max_context_tokens(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: AddRequest, /) -> None: ...
+    def abort(self, request_id: int, /) -> None: ...
+    def step(self) -> list[RequestOutput]: ...
+    def close(self) -> None: ...
+
+
+class Reply:
+    """One open request as its caller sees it: deltas to read, then an end or an error."""
+
+    def __init__(
+        self, request_id: int, num_prompt_tokens: int, detokenizer: Detokenizer, stops: StopMatcher
+    ) -> None:
+        self.request_id = request_id
+        self.ended = False
+        self._error: MinisglError | None = None
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached_tokens = 0
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._unread: deque[Delta] = deque()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `read` would return or raise something."""
+        return bool(self._unread) or self._error is not None
+
+    def read(self) -> list[Delta]:
+        """The deltas that arrived since the last call.
+
+        Raises:
+            RequestError: the engine refused the request.
+            MinisglError: the engine was closed meanwhile.
+        """
+        if self._error is not None:
+            raise self._error
+        deltas = list(self._unread)
+        self._unread.clear()
+        return deltas
+
+    def fail(self, error: MinisglError) -> None:
+        """End without an answer; the next `read` raises `error`."""
+        self._error = error
+        self.ended = True
+
+    def take(self, output: RequestOutput) -> None:
+        """Turn the engine's tokens into text; a stop string ends the reply before the engine does."""
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(
+                RequestError(
+                    output.error_status or 500,
+                    output.error_code or "internal_error",
+                    output.error_message or "the engine failed on this request",
+                )
+            )
+            return
+        text = ""
+        token_ids: list[int] = []
+        stopped = False
+        for token_id in output.token_ids:
+            token_ids.append(token_id)
+            emitted, stopped = self._stops.push(self._detokenizer.push([token_id]))
+            text += emitted
+            if stopped:
+                break
+        finish_reason = FinishReason.STOP if stopped else output.finish_reason
+        if finish_reason is not None and not stopped:
+            emitted, stopped = self._stops.push(self._detokenizer.finish())
+            text += emitted
+            if stopped:
+                finish_reason = FinishReason.STOP
+            else:
+                text += self._stops.finish()
+        self.ended = finish_reason is not None
+        self._unread.append(
+            Delta(
+                text=text,
+                token_ids=tuple(token_ids),
+                finish_reason=finish_reason,
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_cached_tokens=self._num_cached_tokens,
+            )
+        )
+
+
+class OfflineDriver:
+    """Submits requests to an engine and steps it whenever somebody waits for a reply.
+
+    May be used from several threads: each waits for its own replies and steps for all.
+    """
+
+    def __init__(self, engine: StepEngine, new_detokenizer: Callable[[list[int]], Detokenizer]) -> None:
+        self._engine = engine
+        self._new_detokenizer = new_detokenizer
+        self._lock = threading.Lock()
+        self._open: dict[int, Reply] = {}
+        self._unwanted: deque[int] = deque()
+        self._next_id = 0
+        self._failure: str | None = None
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt + output of one request, in tokens."""
+        return self._engine.max_context_tokens
+
+    def submit(self, prompt_ids: list[int], params: SamplingParams) -> Reply:
+        """Queue one request. `params` must have passed `fit_to_context`.
+
+        Raises:
+            MinisglError: the driver is closed or its engine broke.
+        """
+        with self._lock:
+            self._check_alive()
+            request_id = self._next_id
+            self._next_id += 1
+            reply = Reply(
+                request_id, len(prompt_ids), self._new_detokenizer(prompt_ids), StopMatcher(params.stop)
+            )
+            self._open[request_id] = reply
+            try:
+                self._engine.add(
+                    AddRequest(
+                        request_id=request_id,
+                        prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
+                        params=params,
+                    )
+                )
+            except BaseException:
+                del self._open[request_id]
+                raise
+        return reply
+
+    def wait(self, replies: Collection[Reply]) -> None:
+        """Step the engine until one of `replies` has news; returns at once if one has or all have ended.
+
+        Raises:
+            MinisglError: the driver was closed or its engine broke.
+        """
+        while not any(reply.has_news for reply in replies) and not all(reply.ended for reply in replies):
+            with self._lock:
+                if any(reply.has_news for reply in replies):
+                    return  # another thread's step brought it
+                self._check_alive()
+                if not self._engine.has_work:
+                    raise EngineDeadError("the engine has nothing left to do but a reply is missing")
+                self._step()
+
+    def abandon(self, reply: Reply) -> None:
+        """Forget `reply` and abort it in the engine; nothing happens if it has ended.
+
+        Safe at any moment, also from a generator that is collected in the middle of a step.
+        """
+        if self._open.pop(reply.request_id, None) is None:
+            return
+        self._unwanted.append(reply.request_id)
+        if self._lock.acquire(blocking=False):  # else: who holds it applies it before the next step
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Free the engine; open replies end with an error. May be called twice."""
+        with self._lock:
+            if self._failure == CLOSED:
+                return
+            self._failure = CLOSED
+            for reply in list(self._open.values()):
+                reply.fail(MinisglError(CLOSED))
+            self._open.clear()
+            self._engine.close()
+
+    def _check_alive(self) -> None:
+        if self._failure == CLOSED:
+            raise MinisglError(CLOSED)
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine broke earlier ({self._failure}); make a new LLM")
+
+    def _step(self) -> None:
+        """One engine step and its outputs to their replies. Under the lock."""
+        with interrupts_deferred():
+            try:
+                self._abort_unwanted()
+                for output in self._engine.step():
+                    self._deliver(output)
+                self._abort_unwanted()
+            except BaseException as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                for reply in list(self._open.values()):
+                    reply.fail(EngineDeadError(f"the engine broke ({self._failure})"))
+                self._open.clear()
+                raise
+
+    def _deliver(self, output: RequestOutput) -> None:
+        reply = self._open.get(output.request_id)
+        if reply is None:
+            return  # abandoned while its step was in flight
+        reply.take(output)
+        if reply.ended:
+            del self._open[output.request_id]
+            if output.finish_reason is None:  # a stop string matched; the engine would go on
+                self._unwanted.append(output.request_id)
+
+    def _abort_unwanted(self) -> None:
+        while self._unwanted:
+            self._engine.abort(self._unwanted.popleft())
+
+    def _settle(self) -> None:
+        """Apply aborts now and, if nobody waits for anything, let the engine free what they held."""
+        if self._failure is not None:
+            return
+        self._abort_unwanted()
+        while not self._open and self._engine.has_work:
+            self._step()
+
+
+CLOSED = "this LLM is closed"
+
+
+def fit_to_context(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> SamplingParams:
+    """The same parameters with `max_tokens` no larger than the room the prompt leaves.
+
+    Raises:
+        RequestError: 400 when the prompt is empty, has something that is no token id, or leaves no room.
+    """
+    if not prompt_ids:
+        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", "prompt")
+    for token_id in prompt_ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
+            raise RequestError(
+                400, "invalid_value", f"a prompt of tokens needs ids >= 0, got {token_id!r}", "prompt"
+            )
+    room = max_context_tokens - len(prompt_ids)
+    if room < 1:
+        raise RequestError(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {len(prompt_ids)} tokens, prompt and answer together may have "
+            f"{max_context_tokens}; shorten it",
+            "prompt",
+        )
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    return msgspec.structs.replace(params, max_tokens=wanted)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, so that no engine step is torn; pressed twice, it doesn't.
+
+    Only where Ctrl-C means KeyboardInterrupt (the main thread under Python's own handler).
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def note(signum: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
