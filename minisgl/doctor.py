@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,7 +141,7 @@ def _version(package: str) -> str | None:
 
 def _missing_packages(packages: dict[str, str | None]) -> list[str]:
     return [
-        f"{name} is not installed; 'make serve' in a checkout installs everything, elsewhere pip install {name}"
+        f"{name} is not installed; in a checkout 'make serve' installs all, elsewhere: pip install {name}"
         for name in REQUIRED
         if packages[name] is None and not (name == "triton" and platform.system() != "Linux")
     ]
@@ -311,4 +312,9 @@ def _cache(cache_dir: Path, problems: list[str]) -> dict[str, str]:
 
 def _size_bytes(folder: Path) -> int:
     """Bytes of all files below `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # removed while we look
+                total += (Path(parent) / name).stat().st_size
+    return total
