@@ -232,7 +232,6 @@ class RadixTree:
         cut = num_pages * self.page_size
         key = self._key(node)
         upper = Node(node.tokens[:cut], node.page_ids[:num_pages], node.parent, node.lock_count)
-        upper.last_used = node.last_used
         node.parent.children[key] = upper
         del node.tokens[:cut]
         del node.page_ids[:num_pages]

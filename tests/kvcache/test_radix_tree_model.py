@@ -1,0 +1,155 @@
+"""The radix tree against a brute-force model: a dict from a prefix's tokens to its last page.
+
+The model knows no nodes, runs or splits. It counts locks and times of last use page by page, so it
+says exactly which pages an eviction must take.
+"""
+
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from minisgl.kvcache.radix_tree import Node, RadixTree, Tokens
+
+PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 63, 64)
+LETTERS = st.text("abc", max_size=7) | st.text("ab", min_size=3, max_size=5)
+PICKS = st.integers(0, 5)
+
+
+@dataclass
+class Page:
+    page_id: int
+    locks: int = 0
+    last_used: int = 0
+
+
+@dataclass
+class Lock:
+    node: Node
+    prefix: tuple[int, ...]  # tokens
+
+
+class RadixTreeMachine(RuleBasedStateMachine):
+    @initialize(page_size=st.sampled_from(PAGE_SIZES))
+    def start(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.tree = RadixTree(page_size)
+        self.model: dict[tuple[int, ...], Page] = {}
+        self.locks: list[Lock] = []
+        self.clock = 0
+        self.fresh = count(1)
+
+    def tokens(self, letters: str) -> Tokens:
+        """One page per letter; a and b differ in their last token, c from both in its first."""
+        table = np.zeros((len(letters), self.page_size), np.int32)
+        for row, letter in zip(table, letters, strict=True):
+            row[-1] = letter == "b"
+            row[0] = 2 if letter == "c" else row[0]
+        return table.reshape(-1)
+
+    def prefixes(self, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [tokens[:end] for end in range(self.page_size, len(tokens) + 1, self.page_size)]
+
+    def longest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        found: tuple[int, ...] = ()
+        for prefix in self.prefixes(tokens):
+            if prefix not in self.model:
+                break
+            found = prefix
+        return found
+
+    @rule(letters=LETTERS)
+    def lock(self, letters: str) -> None:
+        tokens = self.tokens(letters)
+        prefix = self.longest(tuple(tokens.tolist()))
+        node, page_ids = self.tree.lock(tokens)
+        assert page_ids == [self.model[step].page_id for step in self.prefixes(prefix)]
+        for step in self.prefixes(prefix):
+            self.model[step].locks += 1
+        self.locks.append(Lock(node, prefix))
+
+    @rule(pick=PICKS, letters=LETTERS)
+    def extend(self, pick: int, letters: str) -> None:
+        if not self.locks:
+            self.lock("")
+        lock = self.locks[pick % len(self.locks)]
+        more = self.tokens(letters)
+        own = [next(self.fresh) for _ in letters]
+        lock.node, found = self.tree.extend(lock.node, more, own)
+        expected = []
+        before = len(lock.prefix)
+        lock.prefix += tuple(more.tolist())
+        for step in self.prefixes(lock.prefix):
+            if len(step) <= before:
+                continue
+            page_id = own.pop(0)
+            if step in self.model:
+                expected.append(self.model[step].page_id)
+            else:
+                self.model[step] = Page(page_id)
+            self.model[step].locks += 1
+        assert found == expected
+
+    @rule(pick=PICKS)
+    def unlock(self, pick: int) -> None:
+        if not self.locks:
+            return
+        lock = self.locks.pop(pick % len(self.locks))
+        self.tree.unlock(lock.node)
+        self.clock += 1
+        for step in self.prefixes(lock.prefix):
+            self.model[step].locks -= 1
+            self.model[step].last_used = self.clock
+
+    @rule(letters=LETTERS)
+    def visit(self, letters: str) -> None:
+        """A whole request: what it finds, what it adds, and its end."""
+        self.lock(letters)
+        self.extend(-1, letters[len(self.locks[-1].prefix) // self.page_size :])
+        self.unlock(-1)
+
+    @rule(number=st.integers(0, 9))
+    def evict(self, number: int) -> None:
+        evicted = self.tree.evict(number)
+        expected = []
+        for _ in range(number):
+            parents = {prefix[: -self.page_size] for prefix in self.model}
+            leaves = [
+                prefix for prefix, page in self.model.items() if page.locks == 0 and prefix not in parents
+            ]
+            if not leaves:
+                break
+            oldest = min(leaves, key=lambda prefix: self.model[prefix].last_used)
+            expected.append(self.model.pop(oldest).page_id)
+        assert sorted(evicted) == sorted(expected)
+
+    @rule(letters=LETTERS)
+    def match(self, letters: str) -> None:
+        tokens = self.tokens(letters)
+        found = self.tree.match_length(tokens)
+        assert found * self.page_size == len(self.longest(tuple(tokens.tolist())))
+
+    @invariant()
+    def the_tree_holds_what_the_model_holds(self) -> None:
+        self.tree.check_invariants([lock.node for lock in self.locks])
+        assert self.tree.num_pages == len(self.model)
+        assert self.tree.num_unlocked_pages == sum(page.locks == 0 for page in self.model.values())
+        content: dict[tuple[int, ...], int] = {}
+        pending: list[tuple[tuple[int, ...], Node]] = [((), self.tree.root)]
+        while pending:
+            above, node = pending.pop()
+            for index, page_id in enumerate(node.page_ids, 1):
+                content[above + tuple(node.tokens[: index * self.page_size])] = page_id
+            below = above + tuple(node.tokens)
+            pending.extend((below, child) for child in node.children.values())
+        assert content == {prefix: page.page_id for prefix, page in self.model.items()}
+        for lock in self.locks:
+            path = [self.model[prefix].page_id for prefix in self.prefixes(lock.prefix)]
+            assert self.tree.path_page_ids(lock.node) == path
+
+
+TestRadixTreeAgainstTheModel = RadixTreeMachine.TestCase
+TestRadixTreeAgainstTheModel.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
