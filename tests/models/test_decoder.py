@@ -1,0 +1,227 @@
+"""Our decoder against transformers' Llama, float32, over odd sizes, page layouts and ways to feed."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import VOCAB_SIZE, PagedRunner, int32, load_ours, logits_of, random_llama
+
+from minisgl.attention import torch as torch_attention
+from minisgl.attention.interface import Attend, AttentionInputs
+from minisgl.config import ModelConfig
+from minisgl.models.decoder import Decoder
+from minisgl.weights.dummy import fill_dummy
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    "groups_of_1": {"num_attention_heads": 6, "num_key_value_heads": 6},
+    "groups_of_3_tied": {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "groups_of_4_head_dim_given": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 20},
+    "groups_of_8_tied": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
+    "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
+    "other_theta_and_eps": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rms_norm_eps": 0.03,
+    },
+}
+TOLERANCE = 1e-4
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(1000 * seed + length).choices(range(VOCAB_SIZE), k=length)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert torch.isfinite(ours).all()
+    assert (ours - theirs).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_however_a_prompt_is_fed(variant: str, tmp_path: Path) -> None:
+    reference = random_llama(**VARIANTS[variant])
+    reference.save_pretrained(tmp_path)
+    model = load_ours(tmp_path)
+    token_ids = prompt(75)
+    expected = logits_of(reference, token_ids)
+    assert expected.std() > 0.5, "a flat model would hide mistakes"
+    for chunk in (75, 32, 7, 1):
+        runner = PagedRunner(model, num_rows=1, page_size=16, max_tokens=80, seed=chunk)
+        parts = [runner.feed([(0, token_ids[i : i + chunk])]) for i in range(0, len(token_ids), chunk)]
+        assert_same(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 127, 300])
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_logits_equal_transformers_at_every_length_and_page_size(
+    length: int, page_size: int, tmp_path: Path
+) -> None:
+    reference = random_llama(seed=1, rope_parameters=LLAMA3_ROPE)
+    reference.save_pretrained(tmp_path)
+    token_ids = prompt(length)
+    runner = PagedRunner(load_ours(tmp_path), num_rows=1, page_size=page_size, max_tokens=300, seed=3)
+    assert_same(runner.feed([(0, token_ids)]), logits_of(reference, token_ids))
+
+
+@pytest.mark.parametrize("attention_backend", ["torch", "triton"])
+def test_a_ragged_batch_gives_each_row_what_it_gets_alone(attention_backend: str, tmp_path: Path) -> None:
+    reference = random_llama(seed=2)
+    reference.save_pretrained(tmp_path)
+    model = load_ours(tmp_path, attention_backend)
+    prompts = [prompt(length, seed=9) for length in (33, 1, 90, 17, 64)]
+    expected = [logits_of(reference, token_ids) for token_ids in prompts]
+    runner = PagedRunner(model, num_rows=5, page_size=8, max_tokens=96, seed=5)
+    fed = [0] * 5
+    # Prefills, chunks over a paged context and single decodes, mixed; the last step is decodes alone.
+    for chunks in ({2: 40, 0: 5}, {1: 1, 2: 1, 3: 16, 0: 27}, {4: 63, 2: 48}, {0: 1, 2: 1, 3: 1, 4: 1}):
+        rows = [(row, prompts[row][fed[row] : fed[row] + count]) for row, count in chunks.items()]
+        last = runner.feed(rows, last_only=True)
+        for place, (row, token_ids) in enumerate(rows):
+            fed[row] += len(token_ids)
+            assert_same(last[place], expected[row][fed[row] - 1])
+    assert fed == [len(token_ids) for token_ids in prompts]
+
+
+def test_padding_tokens_leave_the_pool_alone_and_other_rows_unchanged(tmp_path: Path) -> None:
+    reference = random_llama(seed=4)
+    reference.save_pretrained(tmp_path)
+    model = load_ours(tmp_path)
+    token_ids = prompt(20)
+    runner = PagedRunner(model, num_rows=2, page_size=4, max_tokens=24, seed=1)
+    runner.feed([(0, token_ids[:19])])
+    written = [~torch.isnan(attention.k_cache) for attention in model.attention_layers()]
+    slot = int(runner.page_table[0, 4]) * 4 + 3
+    inputs = AttentionInputs(
+        page_table=runner.page_table,
+        row_ids=int32([0, 1, 1]),
+        context_len=int32([20, 0, 0]),
+        slot_mapping=int32([slot, -1, -1]),
+        row_start=int32([0, 1, 2, 3]),
+        max_query_len=1,
+    )
+    with torch.inference_mode():
+        logits = model(int32([token_ids[19], 0, 0]), int32([19, 0, 0]), inputs)
+    assert_same(logits[0], logits_of(reference, token_ids)[-1])
+    assert torch.isfinite(logits).all()
+    for before, attention in zip(written, model.attention_layers(), strict=True):
+        before[slot // 4, slot % 4] = True
+        assert torch.equal(~torch.isnan(attention.k_cache), before)
+
+
+def test_logit_index_picks_rows_of_the_full_logits(tmp_path: Path) -> None:
+    random_llama(seed=3).save_pretrained(tmp_path)
+    model = load_ours(tmp_path)
+    token_ids = prompt(30)
+    runner = PagedRunner(model, num_rows=2, page_size=16, max_tokens=32, seed=0)
+    every = runner.feed([(0, token_ids)])
+    last = runner.feed([(1, token_ids)], last_only=True)
+    assert last.shape == (1, VOCAB_SIZE)
+    assert torch.allclose(last[0], every[-1], atol=1e-5)
+
+
+def test_tied_embeddings_are_one_parameter() -> None:
+    tied = tiny_decoder(tie_word_embeddings=True)
+    untied = tiny_decoder(tie_word_embeddings=False)
+    assert tied.lm_head.weight is tied.embed_tokens.weight
+    assert "lm_head.weight" not in tied.checkpoint_tensors()
+    assert "lm_head.weight" in untied.checkpoint_tensors()
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 97 * 32
+
+
+def test_a_decode_step_of_any_batch_size_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU references of the two paged ops look at values, as their kernels don't; traced here without."""
+    monkeypatch.setattr("minisgl.layers.attention.rope_store", store_without_looking)
+    model = tiny_decoder(tie_word_embeddings=True, attend=attend_without_looking)
+    fill_dummy(model, seed=0)
+    model.allocate_kv(16, 4, torch.float32, "cpu")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=keep, fullgraph=True, dynamic=False)
+    for batch in (3, 5, 2, 7):
+        token_ids = torch.arange(batch, dtype=torch.int32) + 11
+        rows = torch.arange(batch, dtype=torch.int32)
+        inputs = AttentionInputs(
+            page_table=rows[:, None] + torch.zeros(1, 2, dtype=torch.int32),
+            row_ids=rows.clone(),
+            context_len=torch.ones_like(rows),
+            slot_mapping=rows * 4,
+            row_start=torch.arange(batch + 1, dtype=torch.int32),
+            max_query_len=1,
+        )
+        positions = torch.zeros_like(rows)
+        for tensor in (token_ids, positions, *inputs[:-1]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with torch.inference_mode():
+            traced = compiled(token_ids, positions, inputs)
+            assert torch.allclose(traced, model(token_ids, positions, inputs), atol=1e-5)
+    assert len(graphs) == 1
+
+
+def store_without_looking(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Stores unrotated keys (every token here is at position 0, where rotation changes nothing)."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping.long(), heads[:, -2 * num_kv_heads : -num_kv_heads])
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping.long(), heads[:, -num_kv_heads:])
+    return heads[:, : -2 * num_kv_heads]
+
+
+def attend_without_looking(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, inputs: AttentionInputs, scale: float
+) -> torch.Tensor:
+    """Decode attention over full pages with a mask."""
+    pages = inputs.page_table[inputs.row_ids.long()].long()
+    groups = q.shape[1] // k_cache.shape[2]
+    keys = k_cache[pages].flatten(1, 2).repeat_interleave(groups, dim=2)
+    values = v_cache[pages].flatten(1, 2).repeat_interleave(groups, dim=2)
+    scores = torch.einsum("rhd,rnhd->rhn", q, keys) * scale
+    unseen = torch.arange(keys.shape[1]) >= inputs.context_len[:, None]
+    weights = scores.masked_fill(unseen[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("rhn,rnhd->rhd", weights, values)
+
+
+def tiny_decoder(*, tie_word_embeddings: bool, attend: Attend = torch_attention.attend) -> Decoder:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        max_position=64,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=tie_word_embeddings,
+        checkpoint_dtype="float32",
+        eos_token_ids=(2,),
+        bos_token_id=None,
+    )
+    return Decoder(config, attend)

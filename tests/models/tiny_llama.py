@@ -1,0 +1,101 @@
+"""Tiny random Llama models that transformers builds, and a paged sequence store to run ours with.
+
+R rows, T new tokens, P pages, S page size.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minisgl.attention.interface import AttentionInputs
+from minisgl.model_config import read_model_config
+from minisgl.models.decoder import Decoder
+from minisgl.models.registry import build_model
+from minisgl.weights.loader import load_weights
+
+VOCAB_SIZE = 97
+
+
+def random_llama(seed: int = 0, **settings: object) -> LlamaForCausalLM:
+    """A float32 model whose logits spread over several units (transformers' own scale is nearly flat)."""
+    values: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.25,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(values | settings))).eval()  # pyright: ignore[reportArgumentType] - made from a dict
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def load_ours(folder: Path, attention_backend: str = "torch") -> Decoder:
+    """Our float32 model from a Hugging Face folder, as the engine would load it."""
+    config = read_model_config(folder)
+    model = build_model(config, attention_backend=attention_backend, dtype=torch.float32, device="cpu")
+    load_weights(model, folder, config, dtype=torch.float32, device="cpu")
+    return model
+
+
+def logits_of(reference: LlamaForCausalLM, token_ids: list[int]) -> Tensor:
+    """transformers' logits [T, V] of one sequence in one pass."""
+    with torch.no_grad():
+        return reference(torch.tensor([token_ids])).logits[0]
+
+
+class PagedRunner:
+    """Feeds rows of tokens through our decoder: pages in random order, everything unused filled with NaN."""
+
+    def __init__(self, model: Decoder, *, num_rows: int, page_size: int, max_tokens: int, seed: int) -> None:
+        self.model = model
+        self.page_size = page_size
+        pages_per_row = -(-max_tokens // page_size)
+        num_pages = num_rows * pages_per_row + 3
+        model.allocate_kv(num_pages, page_size, torch.float32, "cpu")
+        for attention in model.attention_layers():
+            attention.k_cache.fill_(float("nan"))
+            attention.v_cache.fill_(float("nan"))
+        pages = random.Random(seed).sample(range(num_pages), num_rows * pages_per_row)
+        self.page_table = torch.tensor(pages, dtype=torch.int32).view(num_rows, pages_per_row)
+        self.lengths = [0] * num_rows
+
+    def feed(self, rows: list[tuple[int, list[int]]], *, last_only: bool = False) -> Tensor:
+        """One step: each (row, new tokens). Logits [T, V], or [R, V] of each row's last token."""
+        positions: list[int] = []
+        slots: list[int] = []
+        row_start = [0]
+        for row, token_ids in rows:
+            for position in range(self.lengths[row], self.lengths[row] + len(token_ids)):
+                page = int(self.page_table[row, position // self.page_size])
+                positions.append(position)
+                slots.append(page * self.page_size + position % self.page_size)
+            self.lengths[row] += len(token_ids)
+            row_start.append(len(positions))
+        inputs = AttentionInputs(
+            page_table=self.page_table,
+            row_ids=int32([row for row, _ in rows]),
+            context_len=int32([self.lengths[row] for row, _ in rows]),
+            slot_mapping=int32(slots),
+            row_start=int32(row_start),
+            max_query_len=max(len(token_ids) for _, token_ids in rows),
+        )
+        token_ids = int32([token for _, tokens in rows for token in tokens])
+        logit_index = int32(row_start[1:]) - 1 if last_only else None
+        with torch.inference_mode():
+            return self.model(token_ids, int32(positions), inputs, logit_index)
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
