@@ -15,7 +15,7 @@ from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.offline import Completion, Delta, OfflineDriver, Reply, fit_to_context
 from minisgl.request import SamplingParams
 from minisgl.text.chat_template import ChatTemplate
-from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.reply import ReplyText
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.progress import Progress, no_progress
 from minisgl.weights.sources import resolve_model_folder
@@ -66,7 +66,7 @@ class LLM:
         self._template = ChatTemplate.from_folder(folder, self._tokenizer)
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
-            lambda prompt_ids: Detokenizer(self._tokenizer, prompt_ids),
+            lambda prompt_ids, stops: ReplyText(self._tokenizer, prompt_ids, stops),
         )
 
     @property

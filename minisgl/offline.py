@@ -7,7 +7,7 @@ nobody wants any more is aborted and leaves nothing behind. Torch-free; the engi
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +18,7 @@ import numpy as np
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
-from minisgl.text.detokenizer import Detokenizer
-from minisgl.text.stop import StopMatcher
+from minisgl.text.reply import ReplyText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +64,13 @@ class StepEngine(Protocol):
 class Reply:
     """One open request as its caller sees it: deltas to read, then an end or an error."""
 
-    def __init__(
-        self, request_id: int, num_prompt_tokens: int, detokenizer: Detokenizer, stops: StopMatcher
-    ) -> None:
+    def __init__(self, request_id: int, num_prompt_tokens: int, text: ReplyText) -> None:
         self.request_id = request_id
         self.ended = False
         self._error: MinisglError | None = None
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
-        self._detokenizer = detokenizer
-        self._stops = stops
+        self._text = text
         self._unread: deque[Delta] = deque()
 
     @property
@@ -112,28 +108,18 @@ class Reply:
                 )
             )
             return
-        text = ""
-        token_ids: list[int] = []
-        stopped = False
-        for token_id in output.token_ids:
-            token_ids.append(token_id)
-            emitted, stopped = self._stops.push(self._detokenizer.push([token_id]))
-            text += emitted
-            if stopped:
-                break
-        finish_reason = FinishReason.STOP if stopped else output.finish_reason
-        if finish_reason is not None and not stopped:
-            emitted, stopped = self._stops.push(self._detokenizer.finish())
-            text += emitted
-            if stopped:
-                finish_reason = FinishReason.STOP
-            else:
-                text += self._stops.finish()
+        finish_reason = output.finish_reason
+        if finish_reason is None:
+            piece = self._text.push(output.token_ids)
+        else:
+            piece = self._text.finish(output.token_ids, drop_last=finish_reason is FinishReason.STOP)
+        if piece.stopped:
+            finish_reason = FinishReason.STOP
         self.ended = finish_reason is not None
         self._unread.append(
             Delta(
-                text=text,
-                token_ids=tuple(token_ids),
+                text=piece.text,
+                token_ids=tuple(output.token_ids[: piece.num_tokens]),
                 finish_reason=finish_reason,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_cached_tokens=self._num_cached_tokens,
@@ -147,9 +133,11 @@ class OfflineDriver:
     May be used from several threads: each waits for its own replies and steps for all.
     """
 
-    def __init__(self, engine: StepEngine, new_detokenizer: Callable[[list[int]], Detokenizer]) -> None:
+    def __init__(
+        self, engine: StepEngine, new_text: Callable[[Sequence[int], Sequence[str]], ReplyText]
+    ) -> None:
         self._engine = engine
-        self._new_detokenizer = new_detokenizer
+        self._new_text = new_text
         self._lock = threading.Lock()
         self._open: dict[int, Reply] = {}
         self._unwanted: deque[int] = deque()
@@ -171,9 +159,7 @@ class OfflineDriver:
             self._check_alive()
             request_id = self._next_id
             self._next_id += 1
-            reply = Reply(
-                request_id, len(prompt_ids), self._new_detokenizer(prompt_ids), StopMatcher(params.stop)
-            )
+            reply = Reply(request_id, len(prompt_ids), self._new_text(prompt_ids, params.stop))
             self._open[request_id] = reply
             try:
                 self._engine.add(
