@@ -215,7 +215,10 @@ def _int32(token_ids: TokenIds, start: int, stop: int) -> Tokens:
         ValueError: a value is no int32, so that it would stand for another token.
     """
     part = np.asarray(token_ids[start:stop])
-    tokens = part.astype(np.int32, copy=False)
-    if tokens is not part and not np.array_equal(tokens, part):
-        raise ValueError("token ids must be whole numbers below 2**31")
-    return tokens
+    if part.dtype == np.int32:
+        return part
+    if part.size == 0 or part.dtype.kind in "iu":
+        tokens = part.astype(np.int32)
+        if np.array_equal(tokens, part):
+            return tokens
+    raise ValueError("token ids must be integers that fit into 32 bits")
