@@ -86,6 +86,9 @@ class EngineConfig:
     """Tokens per KV page, a power of two from 1 to 256."""
     num_pages: int | None = None
     """KV pages in the pool. Auto: what fits in memory_fraction of the device's memory."""
+    output_reserve_tokens: int = 64
+    """Room that admitting a request leaves for the output of each running one, in tokens. When outputs
+    are longer and the pool is full, the youngest request is preempted and computed again later."""
     memory_fraction: float = 0.9
     """Share of the device's free memory the engine may take, 0.1 to 0.98; the pool on cpu stays under 4 GiB."""
     prefix_cache: bool = True
@@ -199,6 +202,9 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         page,
     )
     check(config.num_pages is None or config.num_pages >= 2, "num_pages", "at least 2", config.num_pages)
+    check(
+        config.output_reserve_tokens >= 0, "output_reserve_tokens", "at least 0", config.output_reserve_tokens
+    )
     check(
         0.1 <= config.memory_fraction <= 0.98,
         "memory_fraction",

@@ -1,0 +1,469 @@
+"""Who runs next: turns waiting and running requests into step plans, and results into outputs.
+
+Promise: every request that is added gets exactly one final output and nothing after it, and its row
+and pages are given back exactly once, in `_retire`, when no launched step uses them. `plan()` may
+run ahead of `apply()` (overlap); steps are applied in the order they were planned.
+"""
+
+import logging
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.errors import RequestError
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
+from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+from minisgl.scheduler.policy import (
+    PREFIX_WINDOW,
+    choose_waiting,
+    pages_for,
+    prefill_budget_tokens,
+    reserve_pages,
+)
+
+logger = logging.getLogger(__name__)
+
+_seniority = attrgetter("seniority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The scheduler's limits; all counts."""
+
+    max_rows: int
+    max_step_tokens: int
+    chunk_tokens: int
+    mixed_step_tokens: int
+    max_context_tokens: int
+    """Prompt and output of one request; at most what the pool holds."""
+    vocab_size: int
+    output_reserve_tokens: int = 64
+    """Room an admission leaves for the output of each running request; more gets less preemption."""
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since the start."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class _LaunchedStep(NamedTuple):
+    """What `apply` has to know of a planned step."""
+
+    step_id: int
+    chunks: list[tuple[Request, int]]  # request, tokens of its feed in the pool after this step
+    sampled: list[Request]  # one token comes back for each, in this order
+
+
+class Scheduler:
+    """The only writer of requests. Plain Python: no torch, no clock, no I/O."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        pool_tokens = cache.num_usable_pages * cache.page_size
+        if config.max_context_tokens > pool_tokens:
+            raise ValueError(
+                f"max_context_tokens {config.max_context_tokens} exceeds the pool's {pool_tokens} tokens"
+            )
+        self.config = config
+        self.stats = SchedulerStats()
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._eos_ids = frozenset(config.eos_token_ids)
+        self._requests: dict[int, Request] = {}  # not yet finished
+        self._waiting: list[Request] = []  # by seniority
+        self._running: list[Request] = []  # holds a row, not finished; by seniority
+        self._num_leaving = 0  # finished or preempting requests whose pages come back with a launched step
+        self._free_rows = list(range(config.max_rows - 1, -1, -1))
+        self._launched: deque[_LaunchedStep] = deque()
+        self._row_inits: list[RowInit] = []  # carried by the next plan, like the page updates
+        self._page_updates: list[PageUpdate] = []
+        self._blocked_admission: tuple[int, int] | None = (
+            None  # (request id, pages there were) of the last refusal
+        )
+        self._outputs: list[RequestOutput] = []
+        self._num_arrivals = 0
+        self._num_plans = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits, runs, is in flight, or has an output that nobody took."""
+        return bool(self._requests or self._launched or self._outputs)
+
+    def add(self, request_id: int, prompt: np.ndarray, params: SamplingParams, priority: int = 0) -> None:
+        """Take in a request; `prompt` is int32 [tokens]. A refusal is an output like any other."""
+        assert request_id not in self._requests, f"request id {request_id} is in use"
+        try:
+            self._check_prompt(prompt)
+        except RequestError as error:
+            self._outputs.append(
+                RequestOutput(
+                    request_id,
+                    [],
+                    FinishReason.ERROR,
+                    error_status=error.status,
+                    error_code=error.code,
+                    error_message=error.message,
+                )
+            )
+            return
+        room = self.config.max_context_tokens - len(prompt)
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            arrival=self._num_arrivals,
+            seed=params.seed if params.seed is not None else _mix_seed(self.config.seed, self._num_arrivals),
+            max_new_tokens=min(params.max_tokens or room, room),
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+        )
+        self._num_arrivals += 1
+        self._requests[request_id] = request
+        insort(self._waiting, request, key=_seniority)
+
+    def abort(self, request_id: int) -> None:
+        """End a request at the next chance with a final ABORT output; unknown and ended ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._outputs.append(self._finish(request, FinishReason.ABORT, []))
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """All outputs since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can run before a launched step is applied."""
+        decode_rows: list[int] = []
+        sampled: list[Request] = []
+        # Oldest first: who needs a page takes it from the youngest, which comes later in this loop.
+        for request in self._running.copy():
+            num_planned = request.num_planned_tokens
+            if num_planned >= request.decode_limit and not self._can_decode(request):
+                continue
+            request.num_planned_tokens = num_planned + 1
+            request.steps_in_flight += 1
+            decode_rows.append(request.row)
+            sampled.append(request)
+
+        chunks: list[Chunk] = []
+        launched_chunks: list[tuple[Request, int]] = []
+        if self._waiting or len(decode_rows) < len(self._running):
+            budget = prefill_budget_tokens(
+                len(decode_rows), self.config.max_step_tokens, self.config.mixed_step_tokens
+            )
+            prefilling = [r for r in self._running if r.state is RequestState.PREFILL and not r.is_preempting]
+            for request in prefilling:
+                budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
+            while budget > 0 and (request := self._admit_next()) is not None:
+                budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
+
+        if not decode_rows and not chunks:
+            assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
+            return None
+        plan = StepPlan(
+            step_id=self._num_plans,
+            row_inits=tuple(self._row_inits),
+            page_updates=tuple(self._page_updates),
+            decode_rows=tuple(decode_rows),
+            chunks=tuple(chunks),
+            sampled_rows=tuple([request.row for request in sampled]) if chunks else tuple(decode_rows),
+        )
+        self._row_inits.clear()
+        self._page_updates.clear()
+        self._num_plans += 1
+        self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))
+        return plan
+
+    def apply(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
+        """Book a step's results, one token id per `plan.sampled_rows`; what follows is in `take_outputs`."""
+        step = self._launched.popleft()
+        assert step.step_id == plan.step_id, f"step {plan.step_id} applied, but {step.step_id} is next"
+        assert len(token_ids) == len(step.sampled)
+        self.stats.num_steps += 1
+        for request, num_fed in step.chunks:
+            self._commit_chunk(request, num_fed)
+        outputs = self._outputs
+        num_dropped = 0
+        for request, token in zip(step.sampled, token_ids, strict=True):
+            request.steps_in_flight -= 1
+            if request.state is RequestState.FINISHED:  # it ended while this step was in flight
+                num_dropped += 1
+                self._settle(request)
+                continue
+            request.output.append(token)
+            if token in request.stop_ids:
+                outputs.append(self._finish(request, FinishReason.STOP, [token]))
+            elif len(request.output) >= request.max_new_tokens:
+                outputs.append(self._finish(request, FinishReason.LENGTH, [token]))
+            else:
+                outputs.append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens))
+                if request.is_preempting:
+                    self._settle(request)
+        self.stats.num_output_tokens += len(token_ids) - num_dropped
+
+    def check_invariants(self) -> None:
+        """Recompute what must hold between any two calls; for tests.
+
+        Raises:
+            AssertionError: names the broken promise.
+        """
+        self._cache.check_invariants()
+        holders = list(self._running)
+        in_flight: dict[int, int] = {}
+        leaving: dict[int, Request] = {}
+        for step in self._launched:
+            chunk_requests = [request for request, _ in step.chunks]
+            for request in {id(r): r for r in [*step.sampled, *chunk_requests]}.values():
+                in_flight[id(request)] = in_flight.get(id(request), 0) + 1
+                if request.state is RequestState.FINISHED:
+                    leaving[id(request)] = request
+        holders += leaving.values()
+        rows = sorted([request.row for request in holders] + self._free_rows)
+        assert rows == list(range(self.config.max_rows)), f"rows lost or held twice: {rows}"
+        for request in holders:
+            assert request.steps_in_flight == in_flight.get(id(request), 0), "steps_in_flight is off"
+            assert request.lease is not None, "a request with a row has no lease"
+        for request in self._waiting:
+            assert request.state is RequestState.WAITING, "a waiting request has another state"
+            assert request.lease is None, "a waiting request holds pages"
+            assert request.row == -1, "a waiting request holds a row"
+        preempting = [request for request in self._running if request.is_preempting]
+        assert self._num_leaving == len(leaving) + len(preempting), "num_leaving is off"
+        assert len(self._requests) == len(self._waiting) + len(self._running), "a request is nowhere"
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=_seniority), "a queue is out of order"
+
+    def _check_prompt(self, prompt: np.ndarray) -> None:
+        if len(prompt) == 0:
+            raise RequestError(400, "empty_prompt", "the prompt has no tokens; send at least one")
+        limit = self.config.max_context_tokens
+        if len(prompt) >= limit:
+            raise RequestError(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {len(prompt)} tokens; prompt and output together may have {limit}, "
+                f"so shorten the prompt to at most {limit - 1}",
+            )
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self.config.vocab_size:
+            raise RequestError(
+                400, "invalid_token_id", f"token ids must be from 0 to {self.config.vocab_size - 1}"
+            )
+
+    def _can_decode(self, request: Request) -> bool:
+        """The decisions behind a decode that isn't plainly possible: done, not yet decoding, out of pages."""
+        if (
+            request.state is not RequestState.DECODE
+            or request.is_preempting
+            or request.num_planned_tokens >= request.last_fed_tokens
+        ):
+            return False
+        while not self._grow(request, request.num_planned_tokens + 1):
+            if self._num_leaving:  # pages are on their way: they come back with a launched step
+                return False
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Get the pages for `num_tokens` tokens; False = there are not enough, nothing changed."""
+        grown = self._cache.grow(request.lease, num_tokens)
+        if grown is None:
+            return False
+        first_index, page_ids = grown
+        if page_ids:
+            self._page_updates.append(PageUpdate(request.row, first_index, page_ids))
+        capacity = len(request.lease.page_ids) * self._page_size
+        request.decode_limit = (
+            min(capacity, request.last_fed_tokens) if request.state is RequestState.DECODE else 0
+        )
+        return True
+
+    def _feed_chunk(
+        self,
+        request: Request,
+        budget: int,
+        chunks: list[Chunk],
+        launched_chunks: list[tuple[Request, int]],
+        sampled: list[Request],
+    ) -> int:
+        """Plan the next part of a prompt; returns its tokens, 0 when budget or pages don't allow any."""
+        start = request.num_planned_tokens
+        room = (
+            len(request.lease.page_ids) + self._cache.num_free_pages + self._cache.num_evictable_pages
+        ) * self._page_size
+        num_tokens = min(budget, self.config.chunk_tokens, len(request.feed) - start, room - start)
+        if num_tokens <= 0:
+            return 0
+        end = start + num_tokens
+        samples = end == len(request.feed)
+        request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
+        grown = self._grow(request, end)
+        assert grown, "the pages that were counted are not there"
+        chunks.append(Chunk(request.row, start, request.feed[start:end].tobytes(), samples))
+        launched_chunks.append((request, end))
+        if samples:
+            sampled.append(request)
+        request.num_planned_tokens = end
+        request.steps_in_flight += 1
+        return num_tokens
+
+    def _admit_next(self) -> Request | None:
+        """Give the next waiting request a row and its cached prefix; None = nobody can come in now."""
+        if not self._waiting or not self._free_rows:
+            return None
+        available = self._cache.num_free_pages + self._cache.num_evictable_pages
+        head = self._waiting[0]
+        if self._blocked_admission == (head.request_id, available):
+            return None
+        window = [r for r in self._waiting[:PREFIX_WINDOW] if r.priority == head.priority]
+        index = 0
+        if len(window) > 1:
+            lengths = [self._cache.match_length(request.feed) for request in window]
+            index = choose_waiting(lengths, head.num_times_skipped)
+        request = window[index]
+        lease = self._cache.admit(request.feed)
+        if (self._running or self._num_leaving) and not self._fits(request, len(lease.page_ids)):
+            self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
+            self._blocked_admission = (head.request_id, available)
+            return None
+        self._blocked_admission = None
+        if index:
+            head.num_times_skipped += 1
+        del self._waiting[index]
+        insort(self._running, request, key=_seniority)
+        num_cached = len(lease.page_ids) * self._page_size
+        if not request.output:  # the first time, not the return after a preemption
+            request.num_cached_tokens = num_cached
+            self.stats.num_prompt_tokens += len(request.prompt)
+            self.stats.num_cached_tokens += num_cached
+        request.lease = lease
+        request.row = self._free_rows.pop()
+        request.num_planned_tokens = num_cached
+        request.decode_limit = 0
+        request.move_to(RequestState.PREFILL)
+        params = request.params
+        self._row_inits.append(
+            RowInit(
+                request.row,
+                params.temperature,
+                max(params.top_k, 0),
+                params.top_p,
+                params.min_p,
+                request.seed,
+            )
+        )
+        if lease.page_ids:
+            self._page_updates.append(PageUpdate(request.row, 0, tuple(lease.page_ids)))
+        return request
+
+    def _fits(self, request: Request, num_held_pages: int) -> bool:
+        """Whether the rest of the prompt and some output fit beside what the running ones still need."""
+        reserve = self.config.output_reserve_tokens
+        needed = pages_for(len(request.feed), self._page_size) - num_held_pages
+        needed += reserve_pages(request.max_new_tokens - len(request.output), reserve, self._page_size)
+        for other in self._running:
+            unfed = pages_for(len(other.feed), self._page_size) - len(other.lease.page_ids)
+            needed += max(unfed, 0)
+            needed += reserve_pages(
+                other.last_fed_tokens - other.num_planned_tokens, reserve, self._page_size
+            )
+        return needed <= self._cache.num_free_pages + self._cache.num_evictable_pages
+
+    def _commit_chunk(self, request: Request, num_fed: int) -> None:
+        """A chunk is in the pool: share its full pages, and use the tree's where somebody was faster."""
+        sampled_too = num_fed == len(request.feed)
+        if not sampled_too:
+            request.steps_in_flight -= 1
+        if request.state is not RequestState.FINISHED and not request.is_preempting:
+            for index, page_id in self._cache.commit(request.lease, request.feed, num_fed):
+                self._page_updates.append(PageUpdate(request.row, index, (page_id,)))
+        if not sampled_too:
+            self._settle(request)
+
+    def _finish(self, request: Request, reason: FinishReason, token_ids: list[int]) -> RequestOutput:
+        """The one place where a request ends; its row and pages go back now or with its last step."""
+        del self._requests[request.request_id]
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+            request.move_to(RequestState.FINISHED)
+            request.move_to(RequestState.RETIRED)
+        else:
+            self._running.remove(request)
+            request.move_to(RequestState.FINISHED)
+            if not request.is_preempting:
+                self._num_leaving += 1
+            request.is_preempting = False
+            self._settle(request)
+        return RequestOutput(request.request_id, token_ids, reason, request.num_cached_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Take the pages of a running request; it will be computed again, from its cached prefix."""
+        logger.debug("request %d is preempted at %d tokens", request.request_id, request.num_planned_tokens)
+        self.stats.num_preemptions += 1
+        self._num_leaving += 1
+        request.is_preempting = True
+        request.decode_limit = 0
+        self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Once no step is in flight: retire a finished request, send a preempted one back to the queue."""
+        if request.steps_in_flight:
+            return
+        if request.state is RequestState.FINISHED:
+            self._num_leaving -= 1
+            self._vacate(request)
+            request.move_to(RequestState.RETIRED)
+        elif request.is_preempting:
+            self._num_leaving -= 1
+            self._vacate(request)
+            request.is_preempting = False
+            request.feed = request.tokens()
+            self._running.remove(request)
+            request.move_to(RequestState.WAITING)
+            insort(self._waiting, request, key=_seniority)
+
+    def _vacate(self, request: Request) -> None:
+        """Give row and pages back; what was computed stays in the tree."""
+        tokens = request.tokens()
+        self._cache.release(request.lease, tokens, min(request.num_planned_tokens, len(tokens)))
+        # The next plan must not carry news of a row that changes hands: one value per table entry.
+        self._page_updates = [update for update in self._page_updates if update.row != request.row]
+        self._row_inits = [init for init in self._row_inits if init.row != request.row]
+        self._free_rows.append(request.row)
+        request.lease = None
+        request.row = -1
+
+
+def _mix_seed(seed: int, arrival: int) -> int:
+    """A signed 64-bit seed for a request that brought none (splitmix64, Steele et al. 2014)."""
+    mask = 2**64 - 1
+    z = (seed * 0x9E3779B97F4A7C15 + (arrival + 1) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z

@@ -1,0 +1,199 @@
+"""A fake engine that executes step plans without a model: for tests and for policy research.
+
+Promise: it keeps a pool, page tables and rows like the real engine and reads its context only from
+them, so a wrong page, row or order of steps changes the tokens it gives. Time is virtual.
+
+The "model": slot by slot the pool holds a running hash of the whole prefix; the next token is a
+function of the hash and the row's seed. `expected_tokens` computes the same from the prompt alone.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.request import FinishReason, SamplingParams
+from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.scheduler import Scheduler
+
+_HASH_MASK = 2**61 - 1
+_POISON = -1
+
+
+class FakeModel(NamedTuple):
+    """A language in which every token follows from the whole context."""
+
+    vocab_size: int
+    eos_token_id: int
+    eos_one_in: int = 0
+    """On average one token in this many is the end of sequence; 0 = never."""
+
+    def advance(self, context: int, token: int) -> int:
+        """The hash of a context one token longer."""
+        return (context * 1_000_003 + token * 7919 + 17) % _HASH_MASK
+
+    def next_token(self, context: int, seed: int) -> int:
+        value = (context ^ (seed & _HASH_MASK)) * 0x9E3779B97F4A7C15 % _HASH_MASK
+        if self.eos_one_in and (value >> 40) % self.eos_one_in == 0:
+            return self.eos_token_id
+        return int((value >> 13) % self.vocab_size)
+
+    def expected_tokens(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> list[int]:
+        """What a request with this prompt must get: an independent walk without pool or rows."""
+        context, output = 0, []
+        for token in prompt:
+            context = self.advance(context, int(token))
+        while len(output) < max_new_tokens:
+            token = self.next_token(context, seed)
+            output.append(token)
+            if token == self.eos_token_id:
+                break
+            context = self.advance(context, token)
+        return output
+
+
+class StepCost(NamedTuple):
+    """Virtual duration of a step, in milliseconds, linear in what it does."""
+
+    base_ms: float = 4.0
+    per_decode_row_ms: float = 0.02
+    per_prompt_token_ms: float = 0.02
+    per_context_token_ms: float = 1e-5
+
+    def step_ms(self, plan: StepPlan, num_context_tokens: int) -> float:
+        num_prompt_tokens = plan.num_new_tokens - len(plan.decode_rows)
+        return (
+            self.base_ms
+            + self.per_decode_row_ms * len(plan.decode_rows)
+            + self.per_prompt_token_ms * num_prompt_tokens
+            + self.per_context_token_ms * num_context_tokens
+        )
+
+
+class FakeExecutor:
+    """Executes plans in the order of their launch, as a GPU stream does."""
+
+    def __init__(self, model: FakeModel, *, num_pages: int, page_size: int, max_rows: int) -> None:
+        self.model = model
+        self._page_size = page_size
+        self._pool: list[int] = [_POISON] * (
+            num_pages * page_size
+        )  # hash of the prefix that ends in this slot
+        self._pages: list[dict[int, int]] = [{} for _ in range(max_rows)]
+        self._last_token = [_POISON] * max_rows
+        self._context_len = [0] * max_rows
+        self._seed = [0] * max_rows
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """One token per `plan.sampled_rows`."""
+        for init in plan.row_inits:
+            self._seed[init.row] = init.seed
+            self._pages[init.row] = {}
+            self._context_len[init.row] = 0
+            self._last_token[init.row] = _POISON
+        touched = set()
+        for update in plan.page_updates:
+            for index, page_id in enumerate(update.page_ids, update.first_index):
+                assert (update.row, index) not in touched, "two values for one page-table entry in one plan"
+                touched.add((update.row, index))
+                self._pages[update.row][index] = page_id
+        results = [
+            self._feed(row, self._context_len[row], [self._last_token[row]]) for row in plan.decode_rows
+        ]
+        for chunk in plan.chunks:
+            token_ids = np.frombuffer(chunk.token_ids, dtype="<i4").tolist()
+            result = self._feed(chunk.row, chunk.num_computed_tokens, token_ids)
+            if chunk.samples:
+                results.append(result)
+        for row, token in zip(plan.sampled_rows, results, strict=True):
+            self._last_token[row] = token
+        return results
+
+    @property
+    def context_lens(self) -> list[int]:
+        return self._context_len
+
+    def _slot(self, row: int, position: int) -> int:
+        return self._pages[row][position // self._page_size] * self._page_size + position % self._page_size
+
+    def _feed(self, row: int, start: int, token_ids: list[int]) -> int:
+        context = self._pool[self._slot(row, start - 1)] if start else 0
+        assert context != _POISON, f"row {row} reads a slot that was never written"
+        for position, token in enumerate(token_ids, start):
+            context = self.model.advance(context, token)
+            self._pool[self._slot(row, position)] = context
+        self._context_len[row] = start + len(token_ids)
+        return self.model.next_token(context, self._seed[row])
+
+
+class Arrival(NamedTuple):
+    """A request of a simulated workload."""
+
+    at_ms: float
+    prompt: np.ndarray  # int32 [tokens]
+    params: SamplingParams
+    priority: int = 0
+
+
+class Served(NamedTuple):
+    """What the workload's client saw of one request; times are virtual milliseconds since the start."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    arrived_ms: float
+    first_token_ms: float | None
+    finished_ms: float
+
+
+def simulate(
+    scheduler: Scheduler,
+    executor: FakeExecutor,
+    arrivals: Sequence[Arrival],
+    *,
+    cost: StepCost | None = None,
+    overlap: bool = True,
+) -> list[Served]:
+    """Replay `arrivals` (any order) to the end; one `Served` per arrival, in the given order."""
+    cost = cost or StepCost()
+    order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].at_ms)
+    served: dict[int, Served] = {}
+    tokens: dict[int, list[int]] = {}
+    first_ms: dict[int, float] = {}
+    now_ms = 0.0
+    next_arrival = 0
+    pending: tuple[StepPlan, list[int]] | None = None
+    while len(served) < len(arrivals):
+        if not scheduler.has_work and pending is None:
+            now_ms = max(now_ms, arrivals[order[next_arrival]].at_ms)
+        while next_arrival < len(order) and arrivals[order[next_arrival]].at_ms <= now_ms:
+            index = order[next_arrival]
+            arrival = arrivals[index]
+            tokens[index] = []
+            scheduler.add(index, arrival.prompt, arrival.params, arrival.priority)
+            next_arrival += 1
+        plan = scheduler.plan()
+        launched = None
+        if plan is not None:
+            now_ms += cost.step_ms(plan, sum(executor.context_lens[row] for row in plan.decode_rows))
+            launched = (plan, executor.execute(plan))
+        if not overlap:
+            pending, launched = launched, None
+        if pending is not None:
+            scheduler.apply(*pending)
+        pending = launched
+        for output in scheduler.take_outputs():
+            index = output.request_id
+            tokens[index] += output.token_ids
+            if output.token_ids:
+                first_ms.setdefault(index, now_ms)
+            if output.finish_reason is not None:
+                served[index] = Served(
+                    tokens[index],
+                    output.finish_reason,
+                    output.num_cached_tokens,
+                    arrivals[index].at_ms,
+                    first_ms.get(index),
+                    now_ms,
+                )
+    return [served[index] for index in range(len(arrivals))]
