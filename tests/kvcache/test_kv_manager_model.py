@@ -16,9 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from minisgl.kvcache.manager import KVCacheManager, Lease, LeaseError
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 63, 64)
-LETTERS = st.text("ab", max_size=5) | st.sampled_from(["aaaa", "abab", "bbb"])
+LETTERS = st.text("ab", max_size=5) | st.text("ab", min_size=3, max_size=6)
+LIMITS = st.sampled_from([1, 5, 17, 64, 200, 10**6, 10**6])
 PICKS = st.integers(0, 6)
 POISON = -1
+MAX_SESSIONS = 6
 
 
 @dataclass
@@ -34,8 +36,8 @@ class Session:
 class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from(PAGE_SIZES),
-        num_pages=st.integers(2, 24),
-        prefix_cache=st.sampled_from([True, True, True, False]),
+        num_pages=st.integers(2, 40),
+        prefix_cache=st.sampled_from([True, True, True, True, False]),
     )
     def start(self, page_size: int, num_pages: int, prefix_cache: bool) -> None:
         self.page_size = page_size
@@ -84,13 +86,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(letters=LETTERS, tail=st.integers(0, 3))
     def admit(self, letters: str, tail: int) -> None:
+        if len(self.sessions) == MAX_SESSIONS:
+            self.release(0)
         self.take_in(self.spell(letters, tail) or [7])
 
     @rule(number=PICKS, letters=LETTERS)
     def generate(self, number: int, letters: str) -> None:
         self.pick(number).tokens += self.spell(letters, 1)
 
-    @rule(number=PICKS, limit=st.integers(1, 400))
+    @rule(number=PICKS, limit=LIMITS)
     def compute_chunk(self, number: int, limit: int) -> None:
         session = self.pick(number)
         start = session.num_computed_tokens
@@ -143,8 +147,26 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.manager.prefix_cache:
             assert again.num_computed_tokens >= reusable * self.page_size
 
-    @rule()
-    def flush(self) -> None:
+    @rule(letters=LETTERS, tail=st.integers(1, 3))
+    def serve(self, letters: str, tail: int) -> None:
+        """A whole request, from arrival to its end."""
+        self.admit(letters, tail)
+        self.compute_chunk(-1, 10**6)
+        self.release(-1)
+
+    @rule(letters=LETTERS, tail=st.integers(1, 3))
+    def two_equal_prompts_in_one_step(self, letters: str, tail: int) -> None:
+        self.admit(letters, tail)
+        self.admit(letters, tail)
+        for number in (-1, -2):
+            self.compute_chunk(number, 10**6)
+        for number in (-1, -2):
+            self.commit(number)
+
+    @rule(now=st.sampled_from([False, False, False, True]))
+    def flush(self, now: bool) -> None:
+        if not now:
+            return
         free, evictable, cached = self.counters()
         assert self.manager.flush() == evictable
         assert self.counters() == (free + evictable, 0, cached - evictable)
