@@ -1,0 +1,146 @@
+"""The flags people type are a promise: this is the list of them, and how they come about.
+
+A failing snapshot means that a flag was added, renamed or removed. Adding one: add it here. Renaming or
+removing one: say so in CHANGELOG.md, too.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from minisgl.cli import build_parser
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.errors import ConfigError
+from minisgl.flags import add_flags, fields_of, values_of
+from minisgl.request import SamplingParams
+
+SERVER = """
+    --drain-timeout-s --heartbeat-timeout-s --host --log-level --max-body-bytes --max-queued-requests --port
+    --request-timeout-s --served-model-name --startup-timeout-s
+"""
+ENGINE = """
+    --attention-backend --chunk-tokens --compile-mode --cpu-threads --device --dtype --dummy-weights
+    --max-context-tokens --max-graph-batch --max-running-requests --max-step-tokens --memory-fraction
+    --mixed-step-tokens --model --no-dummy-weights --no-overlap --no-prefix-cache --no-strict-compile
+    --num-pages --output-reserve-tokens --overlap --page-size --prefix-cache --seed --strict-compile
+"""
+SAMPLING = """
+    --ignore-eos --max-tokens --min-p --no-ignore-eos --seed --stop --stop-token-ids --temperature
+    --top-k --top-p
+"""
+
+FLAGS = {
+    "serve": {*SERVER.split(), *ENGINE.split()},
+    "chat": {"--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
+    "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
+    "pull": {"--list"},
+    "doctor": {"--json", *ENGINE.split()},
+}
+
+
+def subparsers(environ: Mapping[str, str] | None = None) -> dict[str, argparse.ArgumentParser]:
+    parser = build_parser(environ or {})
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return cast("dict[str, argparse.ArgumentParser]", actions[0].choices)
+
+
+def test_the_commands_are_these() -> None:
+    assert list(subparsers()) == list(FLAGS)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_of_a_command_are_these(command: str) -> None:
+    options = {option for action in subparsers()[command]._actions for option in action.option_strings}
+    assert sorted(options - {"-h", "--help"}) == sorted(FLAGS[command])
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_flag_has_help_and_the_help_can_be_printed(command: str) -> None:
+    parser = subparsers()[command]
+    silent = [action.dest for action in parser._actions if not action.help]
+    assert silent == []
+    assert "usage: minisgl " + command in parser.format_help()
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+def test_every_setting_has_a_docstring(cls: type) -> None:
+    assert [field.name for field in fields_of(cls) if not field.doc] == []
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+def test_no_flags_means_the_classes_own_defaults(cls: type) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "settings", cls, {})
+    assert cls(**values_of(cls, parser.parse_args([]), {})) == cls()
+
+
+def parse(command: list[str], environ: Mapping[str, str], cls: type) -> dict:
+    return values_of(cls, build_parser(environ).parse_args(command), environ)
+
+
+def test_flags_arrive_with_their_types() -> None:
+    words = ["serve", "--port=9", "--memory-fraction", "0.5", "--no-overlap", "--dtype=float16"]
+    words += ["--num-pages", "7"]
+    engine = parse(words, {}, EngineConfig)
+    assert (engine["memory_fraction"], engine["overlap"], engine["dtype"], engine["num_pages"]) == (
+        0.5,
+        False,
+        "float16",
+        7,
+    )
+    assert parse(words, {}, ServerConfig)["port"] == 9
+
+
+def test_a_repeated_flag_collects_its_values() -> None:
+    words = ["generate", "hi", "--stop", "a", "--stop", "b c", "--stop-token-ids", "3"]
+    params = SamplingParams(**parse(words, {}, SamplingParams))
+    assert (params.stop, params.stop_token_ids) == (("a", "b c"), (3,))
+
+
+def test_the_environment_gives_defaults_and_flags_win() -> None:
+    environ = {
+        "MINISGL_PORT": "9000",
+        "MINISGL_MODEL": "org/name",
+        "MINISGL_OVERLAP": "no",
+        "MINISGL_STRICT_COMPILE": "TRUE",
+        "MINISGL_STOP": "END",
+    }
+    assert parse(["serve"], environ, ServerConfig)["port"] == 9000
+    assert parse(["serve", "--port", "1"], environ, ServerConfig)["port"] == 1
+    engine = parse(["serve", "--no-strict-compile"], environ, EngineConfig)
+    assert (engine["model"], engine["overlap"], engine["strict_compile"]) == ("org/name", False, False)
+    assert parse(["generate"], environ, SamplingParams)["stop"] == ("END",)
+    assert parse(["generate", "--stop", "x"], environ, SamplingParams)["stop"] == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("MINISGL_PORT", "many"), ("MINISGL_OVERLAP", "maybe"), ("MINISGL_TOP_P", "")]
+)
+def test_a_bad_variable_is_named(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        build_parser({name: text})
+
+
+def test_generate_and_chat_are_greedy_unless_asked_otherwise() -> None:
+    assert parse(["generate"], {}, SamplingParams)["temperature"] == 0.0
+    assert parse(["chat", "--temperature", "0.7"], {}, SamplingParams)["temperature"] == 0.7
+    assert parse(["chat"], {"MINISGL_TEMPERATURE": "0.3"}, SamplingParams)["temperature"] == 0.3
+
+
+def test_help_shows_percent_signs_and_defaults_as_they_are() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        share: int = 50
+        """Up to 100 % of it,
+        over two lines."""
+        names: tuple[str, ...] = ()
+        """Names."""
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "settings", Settings, {})
+    shown = " ".join(parser.format_help().split())
+    assert "Up to 100 % of it, over two lines. (default: 50)" in shown
+    assert "Names. May be given several times." in shown
