@@ -1,0 +1,127 @@
+"""The model's own chat template: messages in, prompt text out.
+
+Promise: the same text as transformers' `apply_chat_template`, from a sandbox that can't change or
+reach anything; whatever goes wrong inside a template is the request's error, never the server's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minisgl.errors import RequestError
+from minisgl.text.tokenizer import Tokenizer, read_json
+
+NO_TEMPLATE = (
+    "this model has no chat template; use /v1/completions, or put a chat_template.jinja into the model folder"
+)
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training; here it is just what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class's name and type, read only
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The nodes between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template, or the reason why there is none.
+
+    Args:
+        source: jinja2 text; None = the model has none.
+        special_tokens: name -> text, variables of the template ("bos_token" ...).
+    """
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None
+        self._problem = NO_TEMPLATE
+        if source is not None:
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateError as error:
+                self._problem = f"the model's chat template does not compile: {error}"
+
+    @classmethod
+    def from_folder(cls, path: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Read `chat_template.jinja`, else what `tokenizer_config.json` has (of several: "default").
+
+        Raises:
+            ModelError: tokenizer_config.json is not a JSON object.
+        """
+        file = Path(path) / "chat_template.jinja"
+        if file.is_file():
+            source: object = file.read_text(encoding="utf-8")
+        else:
+            source = read_json(Path(path) / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("default")
+        return cls(source if isinstance(source, str) else None, tokenizer.special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The prompt of `messages`, special tokens included: encode it without adding them again.
+
+        Raises:
+            RequestError: 400 with the template's own words when it refuses, or when there is none.
+        """
+        if self._template is None:
+            raise RequestError(400, "chat_template_error", self._problem, "messages")
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is foreign code: any exception may come out of it
+            raise RequestError(
+                400,
+                "chat_template_error",
+                f"the model's chat template refused these messages: {error}",
+                "messages",
+            ) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The settings, filters and functions that templates on the hub are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja's own filter escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,121 @@
+"""The sockets between the server process and one engine process: the only user of zmq.
+
+Promise: messages arrive in the order they were sent and none is dropped while both processes live
+(PUSH/PULL pairs without a high-water mark; the server's cap on open requests bounds the queues).
+The endpoints are two ipc files in a private directory, so two instances never meet.
+"""
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from minisgl.errors import ConfigError, EngineDeadError
+from minisgl.messages import ToEngine, ToServer
+
+TO_ENGINE = "to_engine"
+TO_SERVER = "to_server"
+LONGEST_PATH = 100
+"""A unix socket's path may have 107 bytes; the file names and a margin come off that."""
+LAST_WORDS_MS = 1000
+"""How long the engine's `close` may wait for its last message (a `Fatal`) to leave."""
+
+
+def make_ipc_dir() -> Path:
+    """A new directory, mode 0700, with a path short enough for unix sockets. The caller removes it.
+
+    Raises:
+        ConfigError: no directory could be made.
+    """
+    errors = []
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(parent) > LONGEST_PATH - 30:
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))
+        except OSError as error:
+            errors.append(str(error))
+    raise ConfigError(f"no private directory for the sockets could be made; set TMPDIR ({'; '.join(errors)})")
+
+
+class EngineSocket:
+    """The engine's end: plain blocking calls from the engine's one loop."""
+
+    def __init__(self, ipc_dir: str | Path) -> None:
+        self._context = zmq.Context()
+        self._inbox = _socket(self._context, zmq.PULL)
+        self._outbox = _socket(self._context, zmq.PUSH)
+        self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE))
+        self._outbox.connect(_endpoint(ipc_dir, TO_SERVER))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        """Everything waiting, in order; when nothing is, wait up to `timeout_ms` (0 = don't wait)."""
+        messages: list[ToEngine] = []
+        while self._inbox.poll(0 if messages else timeout_ms):
+            messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        return messages
+
+    def send(self, message: ToServer) -> None:
+        """Queue `message` for the server; never waits for it to be read."""
+        self._outbox.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Close both sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=LAST_WORDS_MS)
+        self._context.term()
+
+
+class ServerSocket:
+    """The server's end, to be made and used inside one asyncio event loop."""
+
+    def __init__(self, ipc_dir: str | Path) -> None:
+        self._context = zmq.asyncio.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        # A plain socket: sending never waits, and a socket of its own can't swallow the inbox's wake-ups.
+        self._outbox = _socket(self._context, zmq.PUSH)
+        self._inbox.bind(_endpoint(ipc_dir, TO_SERVER))
+        self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToServer)
+
+    async def receive(self) -> ToServer:
+        """The next message; waits for one. Cancelling it loses nothing."""
+        while not await self._inbox.poll():
+            pass
+        # Nobody else reads this socket, so the message that poll announced is there without waiting.
+        data = await self._inbox.recv(zmq.NOBLOCK)
+        return self._decoder.decode(data)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue `message` for the engine without waiting.
+
+        Raises:
+            EngineDeadError: no engine is connected.
+        """
+        try:
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError("no engine process is connected") from None
+
+    def close(self) -> None:
+        """Close both sockets at once, dropping what was not delivered; may be called twice."""
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=0)
+        self._context.term()
+
+
+def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
+    socket = zmq.Socket(context, kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
+def _endpoint(ipc_dir: str | Path, name: str) -> str:
+    return f"ipc://{ipc_dir}/{name}"

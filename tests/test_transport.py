@@ -1,0 +1,175 @@
+"""The sockets: order, bursts, a dead peer, last words."""
+
+import asyncio
+import shutil
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl.errors import EngineDeadError
+from minisgl.messages import AbortRequest, AddRequest, Fatal, Ping, Ready, Shutdown, Status, StepOutput
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.transport import EngineSocket, ServerSocket, make_ipc_dir
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def ipc_dir() -> Iterator[Path]:
+    folder = make_ipc_dir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_trap_26_the_directory_is_private_and_never_the_same(ipc_dir: Path) -> None:
+    other = make_ipc_dir()
+    other.rmdir()
+    assert other != ipc_dir
+    assert stat.S_IMODE(ipc_dir.stat().st_mode) == 0o700
+    assert len(str(ipc_dir)) < 80
+
+
+def test_messages_of_every_kind_arrive_unchanged_and_in_order(ipc_dir: Path) -> None:
+    params = SamplingParams(max_tokens=5, stop=("a", "b"), seed=7, stop_token_ids=(3,))
+    down = [AddRequest(1, b"\x01\x00\x00\x00", params, 2), AbortRequest(1), Ping(9), Shutdown()]
+    up = [
+        Ready(100, 10, 16, 8, "cpu", {"import": 1.5}),
+        StepOutput([RequestOutput(1, [5, 6]), RequestOutput(2, [], FinishReason.STOP, 3)]),
+        Status(9, num_steps=4),
+        Fatal("no memory"),
+    ]
+
+    async def talk() -> None:
+        server, engine = ServerSocket(ipc_dir), EngineSocket(ipc_dir)
+        engine.send(up[0])
+        received = [await asyncio.wait_for(server.receive(), LIMIT_S)]
+        for message in down:
+            server.send(message)
+        for message in up[1:]:
+            engine.send(message)
+            received.append(await asyncio.wait_for(server.receive(), LIMIT_S))
+        assert received == up
+        arrived = []
+        while len(arrived) < len(down):
+            arrived += engine.receive(int(LIMIT_S * 1000))
+        assert arrived == down
+        assert engine.receive(0) == []
+        engine.close()
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_trap_26_no_message_of_a_burst_is_lost_or_overtaken(ipc_dir: Path) -> None:
+    count = 5000  # above zmq's default high-water mark of 1000
+
+    async def talk() -> None:
+        server, engine = ServerSocket(ipc_dir), EngineSocket(ipc_dir)
+        engine.send(Status(0))
+        await asyncio.wait_for(server.receive(), LIMIT_S)
+        for sequence in range(count):
+            server.send(Ping(sequence))
+            engine.send(Status(sequence))
+        for sequence in range(count):
+            assert await asyncio.wait_for(server.receive(), LIMIT_S) == Status(sequence)
+        arrived: list[object] = []
+        while len(arrived) < count:
+            arrived += engine.receive(int(LIMIT_S * 1000))
+        assert arrived == [Ping(sequence) for sequence in range(count)]
+        engine.close()
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_sending_while_receiving_never_misses_a_wake_up(ipc_dir: Path) -> None:
+    async def talk() -> None:
+        server, engine = ServerSocket(ipc_dir), EngineSocket(ipc_dir)
+        engine.send(Status(0))
+        assert await asyncio.wait_for(server.receive(), LIMIT_S) == Status(0)
+        for sequence in range(1, 300):
+            waiting = asyncio.ensure_future(server.receive())
+            await asyncio.sleep(0)
+            server.send(Ping(sequence))
+            engine.send(Status(sequence))
+            server.send(Ping(sequence))
+            assert await asyncio.wait_for(waiting, LIMIT_S) == Status(sequence)
+        engine.close()
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_a_cancelled_receive_loses_nothing(ipc_dir: Path) -> None:
+    async def talk() -> None:
+        server, engine = ServerSocket(ipc_dir), EngineSocket(ipc_dir)
+        for sequence in range(50):
+            waiting = asyncio.ensure_future(server.receive())
+            await asyncio.sleep(0)
+            engine.send(Status(sequence))
+            waiting.cancel()
+            try:
+                got = await waiting
+            except asyncio.CancelledError:
+                got = await asyncio.wait_for(server.receive(), LIMIT_S)
+            assert got == Status(sequence)
+        engine.close()
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_sending_to_no_engine_is_an_error_and_never_waits(ipc_dir: Path) -> None:
+    async def talk() -> None:
+        server = ServerSocket(ipc_dir)
+        with pytest.raises(EngineDeadError):
+            server.send(Ping(1))
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_trap_25_the_last_words_of_an_engine_get_out(ipc_dir: Path) -> None:
+    script = """
+        import sys
+        from minisgl.messages import Fatal
+        from minisgl.transport import EngineSocket
+        socket = EngineSocket(sys.argv[1])
+        socket.send(Fatal("x" * 100_000))
+        socket.close()
+    """
+
+    async def talk() -> None:
+        server = ServerSocket(ipc_dir)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", textwrap.dedent(script), str(ipc_dir)
+        )
+        assert await asyncio.wait_for(server.receive(), LIMIT_S) == Fatal("x" * 100_000)
+        assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_an_engine_whose_server_is_gone_can_still_close(ipc_dir: Path) -> None:
+    engine = EngineSocket(ipc_dir)
+    engine.send(Fatal("nobody hears this"))
+    engine.close()
+    engine.close()
+
+
+def test_the_text_and_server_side_load_neither_torch_nor_transformers() -> None:
+    modules = (
+        "minisgl.transport, minisgl.text.chat_template, minisgl.text.reply, "
+        "minisgl.server.app, minisgl.server.launch, minisgl.server.frontend"
+    )
+    check = "import sys; assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {modules}; {check}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
