@@ -1,9 +1,55 @@
-"""Prefill attention: a ragged batch of new tokens, causal, over each row's paged keys and values."""
+"""Prefill attention: a ragged batch of new tokens, causal, over each row's paged keys and values.
+
+    row r owns the new tokens t in row_start[r] : row_start[r+1], n_r of them; token t sits at position
+    p(t) = context_len[r] - n_r + (t - row_start[r]) and sees keys j with max(0, p - window + 1) <= j <= p
+    s[h, j]   = scale * q[t, h] . k[j, h // G]          then softcap * tanh(s / softcap), if softcap > 0
+    out[t, h] = sum over seen j of softmax(s[h])[j] * v[j, h // G]
+    token j's k and v lie at page page_table[row_ids[r], j // S], offset j % S of the pools
+
+T new tokens, R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV
+heads, G = H / K query heads per KV head, D head dim, P pages, S page size. The new tokens' own k and v are
+already in the pools. Rows may own no token (padding rows), one (a decode row in a mixed batch), or more.
+Tokens from row_start[R] on are padding and yield zeros. Memory outside the seen tokens is never used (it may
+hold NaN). H a multiple of K, G <= 64, D <= 256 and a multiple of 8, S any power of two. q's rows and heads
+and the pools' pages, tokens and heads may be strided; the D elements of a head lie next to each other.
+
+How: a program takes BLOCK_M / G neighbouring queries of one row times the G heads that share a KV head, so
+that keys and values are read once for all of them; it finds its row by a prefix sum over row_start, so the
+grid depends on T and R only. Key tiles beyond the last query's position (and before its window) are skipped,
+those that every query sees entirely are not masked. Long tiles start first. Softmax runs in base 2.
+
+Cost: 4 * H * D FLOP per (query, seen key) pair: compute bound for chunks above about 50 tokens (G = 4).
+"""
+
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_BLOCK_R = 128
 _REFERENCE_QUERIES = 256
+
+
+class PrefillConfig(NamedTuple):
+    """A launch configuration of paged_prefill."""
+
+    block_m: int  # query rows (tokens times heads of a group) per tile
+    block_n: int  # keys per tile
+    num_warps: int
+    num_stages: int
+
+
+def default_prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
+    """The configuration used where no other is given."""
+    row_bytes = triton.next_power_of_2(head_dim) * element_size
+    if row_bytes > 512:
+        return PrefillConfig(32, 32, num_warps=4, num_stages=1)
+    if row_bytes > 256:
+        return PrefillConfig(64, 64, num_warps=4, num_stages=2)
+    return PrefillConfig(128, 64, num_warps=8, num_stages=3)
 
 
 def paged_prefill_reference(
@@ -54,6 +100,263 @@ def paged_prefill_reference(
     return out
 
 
+@triton.jit
+def _find_tile(row_start_ptr, num_rows, target, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(row, tile within the row) of the target-th query tile, and the number of tiles; the last tile is 0th."""
+    reversed_row = target * 0
+    row_begin = target * 0
+    total = target * 0
+    row_tiles = target * 0
+    for r0 in range(0, num_rows, BLOCK_R):
+        rows = num_rows - 1 - r0 - tl.arange(0, BLOCK_R)
+        new = tl.load(row_start_ptr + rows + 1, rows >= 0, other=0) - tl.load(
+            row_start_ptr + rows, rows >= 0, other=0
+        )
+        tiles = (new + BLOCK_Q - 1) // BLOCK_Q
+        ends = total + tl.cumsum(tiles, 0)
+        before = (ends <= target) & (rows >= 0)
+        reversed_row += tl.sum(before.to(tl.int32), 0)
+        row_begin = tl.maximum(row_begin, tl.max(tl.where(before, ends, 0), 0))
+        holds = (ends > target) & (ends - tiles <= target)
+        row_tiles += tl.sum(tl.where(holds, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
+    return num_rows - 1 - reversed_row, row_tiles - 1 - (target - row_begin), total
+
+
+@triton.jit
+def _attend(
+    acc,
+    mass,
+    top,
+    q,
+    position,
+    low,
+    high,
+    length,
+    pages_ptr,
+    k_ptr,
+    v_ptr,
+    k_page_stride,
+    k_token_stride,
+    v_page_stride,
+    v_token_stride,
+    scale: tl.constexpr,
+    window: tl.constexpr,
+    softcap: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One online-softmax pass over the keys low : high, whole tiles; MASKED applies causality and window."""
+    lanes = tl.arange(0, BLOCK_D)
+    to_base_2: tl.constexpr = _LOG2_E if softcap > 0 else scale * _LOG2_E
+    # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
+    # pipeline half its depth.
+    token = low + tl.arange(0, BLOCK_N)
+    next_page = tl.load(pages_ptr + token // S, token < length, other=0)
+    for n0 in range(low, high, BLOCK_N):
+        token = n0 + tl.arange(0, BLOCK_N)
+        page = next_page.to(tl.int64)
+        next_token = token + BLOCK_N
+        next_page = tl.load(pages_ptr + next_token // S, next_token < length, other=0)
+        kv_mask = (lanes < D)[None, :]
+        if MASKED:
+            kv_mask = kv_mask & (token < length)[:, None]
+        k_rows = page * k_page_stride + (token % S) * k_token_stride
+        v_rows = page * v_page_stride + (token % S) * v_token_stride
+        if MASKED or D != BLOCK_D:
+            k = tl.load(k_ptr + k_rows[:, None] + lanes[None, :], kv_mask, other=0.0)
+        else:
+            k = tl.load(k_ptr + k_rows[:, None] + lanes[None, :])
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if softcap > 0:
+            scores = softcap * (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1)
+        if MASKED:
+            seen = token[None, :] <= position[:, None]
+            if window > 0:
+                seen = seen & (token[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * to_base_2)
+        if window > 0:
+            # A query may see nothing of its tile's first keys: keep -inf minus -inf out.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        else:
+            shift = new_top
+        weights = tl.exp2(scores * to_base_2 - shift[:, None])
+        shrink = tl.exp2(top - shift)
+        mass = mass * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        if MASKED or D != BLOCK_D:
+            v = tl.load(v_ptr + v_rows[:, None] + lanes[None, :], kv_mask, other=0.0)
+        else:
+            v = tl.load(v_ptr + v_rows[:, None] + lanes[None, :])
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = new_top
+    return acc, mass, top
+
+
+@triton.jit
+def _paged_prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    page_table_ptr,
+    row_ids_ptr,
+    context_len_ptr,
+    row_start_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    page_table_stride,
+    q_row_stride,
+    q_head_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    scale: tl.constexpr,
+    window: tl.constexpr,
+    softcap: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    G: tl.constexpr = H // K
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    kv_head = tl.program_id(1)
+    place = tl.arange(0, BLOCK_M)
+    query = place // G
+    head = kv_head * G + place % G
+    lanes = tl.arange(0, BLOCK_D)
+    row, tile, num_tiles = _find_tile(row_start_ptr, num_rows, tl.program_id(0), BLOCK_Q, BLOCK_R)
+
+    if tl.program_id(0) >= num_tiles:
+        # There is always a program to spare: it and its like clear the padding tokens.
+        first = tl.load(row_start_ptr + num_rows) + (tl.program_id(0) - num_tiles) * BLOCK_Q
+        for t0 in range(first, num_tokens, (tl.num_programs(0) - num_tiles) * BLOCK_Q):
+            token = (t0 + query).to(tl.int64)
+            mask = ((query < BLOCK_Q) & (token < num_tokens))[:, None] & (lanes < D)[None, :]
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (token * H + head)[:, None] * D + lanes[None, :], zeros, mask)
+    else:
+        begin = tl.load(row_start_ptr + row)
+        end = tl.load(row_start_ptr + row + 1)
+        length = tl.load(context_len_ptr + row)
+        pages_ptr = page_table_ptr + tl.load(row_ids_ptr + row).to(tl.int64) * page_table_stride
+        k_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
+        v_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
+
+        first = begin + tile * BLOCK_Q
+        token = (first + query).to(tl.int64)
+        mask = ((query < BLOCK_Q) & (first + query < end))[:, None] & (lanes < D)[None, :]
+        q_offsets = token * q_row_stride + head * q_head_stride
+        q = tl.load(q_ptr + q_offsets[:, None] + lanes[None, :], mask, other=0.0)
+
+        first_position = length - end + first
+        position = first_position + query
+        # Keys low : full_low are cut by the window, full_low : full_high seen by all, the rest cut by causality.
+        high = tl.minimum(length, first_position + BLOCK_Q)
+        full_high = (first_position + 1) // BLOCK_N * BLOCK_N
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        low = 0
+        if window > 0:
+            low = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+            full_low = tl.maximum(first_position + BLOCK_Q - window, 0)
+            full_low = (full_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            full_low = tl.minimum(full_low, (high + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
+            acc, mass, top = _attend(
+                acc, mass, top, q, position, low, full_low, length, pages_ptr, k_ptr, v_ptr,
+                k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+                scale, window, softcap, D, S, True, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            low = full_low
+        acc, mass, top = _attend(
+            acc, mass, top, q, position, low, full_high, length, pages_ptr, k_ptr, v_ptr,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            scale, window, softcap, D, S, False, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        acc, mass, top = _attend(
+            acc, mass, top, q, position, tl.maximum(low, full_high), high, length, pages_ptr, k_ptr, v_ptr,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            scale, window, softcap, D, S, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        out = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+        out_offsets = (token * H + head)[:, None] * D + lanes[None, :]
+        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask)
+
+
+def paged_prefill_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    row_start: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """The kernel, whatever the device; max_query_len is not needed (the grid follows from T and R)."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows = row_ids.shape[0]
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    if config is None:
+        config = default_prefill_config(head_dim, q.element_size())
+    block_q = config.block_m // (num_heads // num_kv_heads)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    # At most this many tiles, and one more: sum of ceil(n_r / block_q) < T / block_q + R.
+    grid = (triton.cdiv(num_tokens, block_q) + num_rows, num_kv_heads)
+    _paged_prefill_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_ids,
+        context_len,
+        row_start,
+        out,
+        num_tokens,
+        num_rows,
+        page_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        v_cache.stride(2),
+        scale,
+        window,
+        softcap,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        config.block_m,
+        config.block_n,
+        triton.next_power_of_2(head_dim),
+        _BLOCK_R,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
 def paged_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -72,16 +375,10 @@ def paged_prefill(
     They are the last of the row's context_len[r] tokens, whose keys and values lie in k_cache and v_cache
     [P, S, K, D] at the pages page_table[row_ids[r]] (all int32). Returns [T, H, D], zeros after row_start[R].
     """
-    return paged_prefill_reference(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_ids,
-        context_len,
-        row_start,
-        max_query_len,
-        scale,
-        window,
-        softcap,
+    if q.device.type == "cpu":
+        return paged_prefill_reference(
+            q, k_cache, v_cache, page_table, row_ids, context_len, row_start, max_query_len, scale, window, softcap
+        )
+    return paged_prefill_triton(
+        q, k_cache, v_cache, page_table, row_ids, context_len, row_start, max_query_len, scale, window, softcap
     )

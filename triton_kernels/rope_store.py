@@ -93,12 +93,12 @@ def _rope_store_kernel(
         kv_mask = (kv_heads < K)[:, None] & in_half[None, :]
         kv_offsets = kv_heads[:, None] * D + lanes[None, :]
         k_row = row_ptr + H * D
-        a = tl.load(k_row + kv_offsets, kv_mask, other=0.0).to(tl.float32)
-        b = tl.load(k_row + kv_offsets + half, kv_mask, other=0.0).to(tl.float32)
+        k_a = tl.load(k_row + kv_offsets, kv_mask, other=0.0).to(tl.float32)
+        k_b = tl.load(k_row + kv_offsets + half, kv_mask, other=0.0).to(tl.float32)
         k_out = k_cache_ptr + page * k_page_stride + offset * k_token_stride
         k_out += kv_heads[:, None] * k_head_stride + lanes[None, :]
-        tl.store(k_out, (a * cos - b * sin).to(k_cache_ptr.dtype.element_ty), kv_mask)
-        tl.store(k_out + half, (b * cos + a * sin).to(k_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(k_out, (k_a * cos - k_b * sin).to(k_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(k_out + half, (k_b * cos + k_a * sin).to(k_cache_ptr.dtype.element_ty), kv_mask)
         v_row = k_row + K * D
         v_out = v_cache_ptr + page * v_page_stride + offset * v_token_stride
         v_out += kv_heads[:, None] * v_head_stride + lanes[None, :]

@@ -1,0 +1,161 @@
+"""Compiles for sm_90, without a GPU, every kernel that the launchers launch, and prints one JSON line for each.
+
+Run as a program (Triton's interpreter must be off): `python compile_for_sm90.py [case ...]`. The launchers run
+on meta tensors, so that what is compiled is what a GPU would be given: same arguments, same configuration.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from triton_kernels import advance_rows, device, paged_decode, paged_prefill, rms_norm, rope_store, sample, silu_mul
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a kernel, read with the cuobjdump that Triton carries."""
+    from triton.backends.nvidia import __file__ as backend
+
+    tool = backend.rsplit("/", 1)[0] + "/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(found[1]), "stack_bytes": int(found[2])} if found else {}
+
+
+def compile_instead_of_launching(case: str):
+    """A stand-in for JITFunction.run that compiles for sm_90 and prints what the compiler says."""
+
+    def run(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
+        bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        signature, constants, attributes = {}, {}, {}
+        for index, parameter in enumerate(self.params):
+            value = bound[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "i32"
+                if value % 16 == 0:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, attributes)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        begin = time.perf_counter()
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        line = {
+            "case": case,
+            "kernel": self.__name__,
+            "shared_bytes": compiled.metadata.shared,
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "mma": ptx.count("mma.sync"),
+            "cp_async": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
+            **resources(compiled.asm["cubin"]),
+            "seconds": round(time.perf_counter() - begin, 1),
+        }
+        print(json.dumps(line), flush=True)
+
+    return run
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def attention_inputs(heads: int, kv_heads: int, head_dim: int, page: int, tokens: int, dtype=torch.bfloat16):
+    pool = empty(4096, page, kv_heads, head_dim, dtype=dtype)
+    qkv = empty(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+    return q, pool, torch.empty_like(pool), ints(257, 2048), ints(64), ints(64)
+
+
+def decode(heads: int, kv_heads: int, head_dim: int, page: int, **options):
+    dtype = options.pop("dtype", torch.bfloat16)
+    inputs = attention_inputs(heads, kv_heads, head_dim, page, 64, dtype)
+    return lambda: paged_decode.paged_decode_triton(*inputs, 0.1, **options)
+
+
+def prefill(heads: int, kv_heads: int, head_dim: int, page: int, **options):
+    dtype = options.pop("dtype", torch.bfloat16)
+    inputs = attention_inputs(heads, kv_heads, head_dim, page, 4096, dtype)
+    return lambda: paged_prefill.paged_prefill_triton(*inputs, ints(65), 512, 0.1, **options)
+
+
+def cases():
+    bf16 = torch.bfloat16
+    yield "rms_norm 4096", lambda: rms_norm.rms_norm_triton(empty(64, 4096), empty(4096), 1e-5)
+    yield "rms_norm 128", lambda: rms_norm.rms_norm_triton(empty(640, 128), empty(128), 1e-5)
+    x = empty(64, 576)
+    yield "add_rms_norm 576", lambda: rms_norm.add_rms_norm_triton(x, x, empty(576), 1e-5)
+    yield "silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336))
+    yield (
+        "advance_rows",
+        lambda: advance_rows.advance_rows_triton(ints(64), ints(64), ints(64), ints(257), ints(257), 256),
+    )
+    pool = empty(4096, 16, 8, 128)
+    yield (
+        "rope_store 32/8/128",
+        lambda: rope_store.rope_store_triton(
+            empty(64, 48 * 128), empty(8192, 128, dtype=torch.float32), ints(64), ints(64), pool, pool
+        ),
+    )
+    yield "decode 32/8/128 page 16", decode(32, 8, 128, 16)
+    yield "decode 9/3/64 page 16 fp16", decode(9, 3, 64, 16, dtype=torch.float16)
+    yield "decode 28/4/80 page 1 window softcap", decode(28, 4, 80, 1, window=1024, softcap=30.0)
+    yield "decode 16/1/256 page 256", decode(16, 1, 256, 256)
+    yield "decode 32/8/128 float32", decode(32, 8, 128, 16, dtype=torch.float32)
+    yield "prefill 32/8/128 page 16", prefill(32, 8, 128, 16)
+    yield "prefill 9/3/64 page 16 fp16", prefill(9, 3, 64, 16, dtype=torch.float16)
+    yield "prefill 28/4/80 page 1 window softcap", prefill(28, 4, 80, 1, window=1024, softcap=30.0)
+    yield "prefill 16/1/256 page 256", prefill(16, 1, 256, 256)
+    yield "prefill 32/8/128 float32", prefill(32, 8, 128, 16, dtype=torch.float32)
+    f32 = torch.float32
+    for dtype in (bf16, f32):
+        arguments = (
+            empty(64, 128256, dtype=dtype),
+            empty(64, dtype=f32),
+            ints(64),
+            empty(64, dtype=f32),
+            empty(64, dtype=f32),
+            empty(64, dtype=torch.int64),
+            ints(64),
+        )
+        yield f"sample {dtype}", lambda arguments=arguments: sample.sample_triton(*arguments)
+
+
+def main(wanted: list[str]) -> None:
+    """Compile the cases whose names contain one of `wanted`, or all."""
+    device.num_multiprocessors = lambda _: 132
+    paged_decode.num_multiprocessors = device.num_multiprocessors
+    for name, launch in cases():
+        if not wanted or any(word in name for word in wanted):
+            triton.runtime.jit.JITFunction.run = compile_instead_of_launching(name)
+            launch()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
