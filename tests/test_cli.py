@@ -1,0 +1,185 @@
+"""The `minisgl` command as a user meets it: exit codes, one-line errors, and what it does not load."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minisgl import __version__
+from minisgl.cli import cache_dir, main
+from minisgl.errors import ConfigError
+from minisgl.weights.sources import default_cache_dir
+
+COMMAND = [sys.executable, "-m", "minisgl"]
+PIPE_BYTES = 1 << 20
+"""More than any pipe holds: writing this much returns only once the other side reads."""
+
+
+def run(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**clean, **environ},
+        stdin=subprocess.DEVNULL,
+        timeout=240,
+    )
+
+
+def test_version_is_printed() -> None:
+    answer = run("--version")
+    assert (answer.returncode, answer.stdout.strip()) == (0, f"minisgl {__version__}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "hi", "--model", "/no/such/folder"], "/no/such/folder"),
+        (["generate", "hi", "--temperature", "-1"], "temperature must be between 0 and 100"),
+        (["generate", "hi", "--log-level", "loud"], "--log-level must be one of"),
+        (["serve", "--model", "no-such-model"], "no-such-model"),
+        (["serve", "--log-level", "loud"], "--log-level must be one of"),
+        (["pull"], "pull --list"),
+        (["pull", "no-such-model"], "no-such-model"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+    answer = run(*arguments)
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert len(answer.stderr.splitlines()) == 1
+    assert answer.stderr.startswith("minisgl: error: ")
+    assert said in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["dance"], ["serve", "--por", "1"], ["serve", "--port", "many"], ["serve", "extra"]]
+)
+def test_words_that_are_no_command_line_give_the_usage_and_exit_code_2(arguments: list[str]) -> None:
+    answer = run(*arguments)
+    assert answer.returncode == 2
+    assert "usage: minisgl" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_bad_variable_is_one_line_and_exit_code_2() -> None:
+    answer = run("serve", MINISGL_PORT="many")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == "minisgl: error: MINISGL_PORT must be a whole number, got 'many'\n"
+
+
+def test_ctrl_c_exits_130_without_a_word() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"x" * PIPE_BYTES)
+    process.stdin.flush()  # it reads its prompt by now, and waits for the end of it
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_the_builtin_models_are_listed() -> None:
+    answer = run("pull", "--list")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("smollm2-135m ")
+
+
+def test_a_model_that_is_there_is_pulled_without_network(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    answer = run("pull", str(tmp_path))
+    assert (answer.returncode, answer.stdout.strip()) == (0, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({}, default_cache_dir()),
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/minisgl")),
+        ({"MINISGL_CACHE": "/m"}, Path("/m")),
+        ({"MINISGL_CACHE": "/m", "XDG_CACHE_HOME": "/x"}, Path("/m")),
+        ({"MINISGL_CACHE": "", "XDG_CACHE_HOME": ""}, default_cache_dir()),
+        ({"MINISGL_CACHE": "~/here"}, Path.home() / "here"),
+    ],
+)
+def test_the_cache_lies_where_the_environment_says(environ: dict[str, str], folder: Path) -> None:
+    assert cache_dir(environ) == folder
+
+
+def test_main_gives_the_exit_code_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--model", "no-such-model"], ["pull", "--list"]])
+def test_serving_and_pulling_load_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from minisgl.cli import main; main(sys.argv[1:]);"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60)
+    assert answer.returncode == 0
+
+
+def test_doctor_says_what_would_be_used_and_why(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answer = run("doctor", "--json", "--model", str(tmp_path), "--device", "cpu")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    report = json.loads(answer.stdout)
+    choices = {choice["flag"]: (choice["value"], choice["why"]) for choice in report["choices"]}
+    assert choices["--device"] == ("cpu", "asked for")
+    assert choices["--dtype"][0] == "float32"
+    assert choices["--attention-backend"][0] == "torch"
+    assert choices["--max-context-tokens"] == ("512", "the model's own limit")
+    assert report["packages"]["torch"]
+    assert report["problems"] == []
+
+    impossible = run("doctor", "--model", str(tmp_path), "--device", "cpu", "--page-size", "3")
+    assert impossible.returncode == 1
+    assert "PROBLEM: --page-size" in impossible.stdout
+    assert "serving will not work" in impossible.stdout
+
+
+def test_doctor_notices_another_projects_triton_kernels(tmp_path: Path) -> None:
+    stranger = tmp_path / "triton_kernels"
+    stranger.mkdir()
+    (stranger / "__init__.py").touch()
+    answer = run("doctor", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert f"another project's package in {stranger}" in answer.stdout
+
+
+def test_doctor_without_the_model_warns_and_fetches_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    answer = run("doctor", MINISGL_CACHE=str(cache))
+    assert answer.returncode == 0
+    assert "warning: " in answer.stdout
+    assert "minisgl pull smollm2-135m" in answer.stdout
+    assert not cache.exists()
+
+
+def test_a_prompt_is_asked_for_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    from minisgl.cli import build_parser
+
+    arguments = build_parser({}).parse_args(["generate"])
+    with pytest.raises(ConfigError, match="give a prompt"):
+        arguments.run(arguments, {}, 0.0)

@@ -1,0 +1,148 @@
+"""The chat shell on a pipe, with a model that follows a script: what is asked, kept and forgotten."""
+
+import io
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from minisgl.errors import RequestError
+from minisgl.llm import LLM
+from minisgl.offline import Delta
+from minisgl.request import FinishReason, SamplingParams
+from minisgl.shell import run_chat
+
+
+class ScriptedModel:
+    """Answers the n-th question with the n-th answer, word by word, and remembers what it was sent."""
+
+    def __init__(self, *answers: str | RequestError) -> None:
+        self._answers = list(answers)
+        self.asked: list[list[dict[str, str]]] = []
+        self.num_closed_early = 0
+
+    def stream(self, messages: Sequence[Any], params: SamplingParams) -> Iterator[Delta]:
+        self.asked.append([dict(message) for message in messages])
+        answer = self._answers.pop(0)
+        if isinstance(answer, RequestError):
+            raise answer
+        return self._deltas(answer.split(" "))
+
+    def _deltas(self, words: list[str]) -> Iterator[Delta]:
+        ended = False
+        try:
+            for index, word in enumerate(words):
+                if word == "<ctrl-c>":
+                    signal.raise_signal(signal.SIGINT)
+                    word = ""
+                ended = index == len(words) - 1
+                yield Delta(
+                    text=word if index == 0 or not word else " " + word,
+                    token_ids=(index,),
+                    finish_reason=FinishReason.STOP if ended else None,
+                    num_prompt_tokens=7,
+                    num_cached_tokens=2,
+                )
+        finally:
+            self.num_closed_early += not ended
+
+
+def talk(
+    model: ScriptedModel, tmp_path: Path, *lines: str, system: str | None = None, code: int = 0
+) -> tuple[str, str]:
+    """Type `lines`, then leave; returns what was written to stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    left_with = run_chat(
+        cast(LLM, model),
+        SamplingParams(),
+        system=system,
+        history_file=tmp_path / "history",
+        stdin=io.StringIO("\n".join(lines)),
+        stdout=out,
+        stderr=err,
+    )
+    assert left_with == code
+    return out.getvalue(), err.getvalue()
+
+
+def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def test_answers_go_to_stdout_and_into_the_next_question(tmp_path: Path) -> None:
+    model = ScriptedModel("Hello there", "Fine")
+    out, _ = talk(model, tmp_path, "Hi", "", "How are you?", system="Be kind.")
+    assert out == "Hello there\nFine\n"
+    assert roles(model.asked[1]) == [
+        ("system", "Be kind."),
+        ("user", "Hi"),
+        ("assistant", "Hello there"),
+        ("user", "How are you?"),
+    ]
+
+
+def test_reset_forgets_the_turns_and_keeps_the_system_prompt(tmp_path: Path) -> None:
+    model = ScriptedModel("one", "two")
+    talk(model, tmp_path, "first", "/reset", "second", system="S")
+    assert roles(model.asked[1]) == [("system", "S"), ("user", "second")]
+
+
+def test_system_sets_the_prompt_and_without_text_removes_it(tmp_path: Path) -> None:
+    model = ScriptedModel("one", "two", "three")
+    talk(model, tmp_path, "a", "/system Be brief.", "b", "/system", "c")
+    assert [roles(messages) for messages in model.asked] == [
+        [("user", "a")],
+        [("system", "Be brief."), ("user", "b")],
+        [("user", "c")],
+    ]
+
+
+def test_exit_leaves_what_follows_unread(tmp_path: Path) -> None:
+    model = ScriptedModel()
+    talk(model, tmp_path, "/exit", "never asked")
+    assert model.asked == []
+
+
+def test_help_stats_and_unknown_commands_talk_to_nobody(tmp_path: Path) -> None:
+    model = ScriptedModel("one two three")
+    out, err = talk(model, tmp_path, "/stats", "/help", "/dance", "q", "/stats")
+    assert len(model.asked) == 1
+    assert out == "one two three\n"
+    assert "nothing answered yet" in err
+    assert "/system TEXT" in err
+    assert "no command /dance" in err
+    assert "7 prompt tokens (2 cached), 3 output tokens" in err
+
+
+def test_ctrl_c_stops_the_answer_keeps_what_was_said_and_goes_on(tmp_path: Path) -> None:
+    model = ScriptedModel("a long <ctrl-c> answer nobody wants", "next")
+    before = signal.getsignal(signal.SIGINT)
+    out, err = talk(model, tmp_path, "tell me", "and now?")
+    assert out == "a long\nnext\n"
+    assert "[stopped]" in err
+    assert model.num_closed_early == 1
+    assert roles(model.asked[1])[1] == ("assistant", "a long")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_refused_question_is_reported_and_not_remembered(tmp_path: Path) -> None:
+    model = ScriptedModel(RequestError(400, "context_length_exceeded", "too long"), "fine")
+    out, err = talk(model, tmp_path, "a very long question", "short")
+    assert out == "fine\n"
+    assert "[too long; /reset starts anew]" in err
+    assert roles(model.asked[1]) == [("user", "short")]
+
+
+def test_a_line_that_ends_in_a_backslash_goes_on(tmp_path: Path) -> None:
+    model = ScriptedModel("ok")
+    talk(model, tmp_path, "first \\", "second")
+    assert roles(model.asked[0]) == [("user", "first \nsecond")]
+
+
+@pytest.mark.parametrize("last", ["", "no newline at the end"])
+def test_the_end_of_the_input_leaves(tmp_path: Path, last: str) -> None:
+    model = ScriptedModel("ok")
+    talk(model, tmp_path, *([last] if last else []))
+    assert len(model.asked) == (1 if last else 0)
