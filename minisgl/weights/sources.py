@@ -42,7 +42,8 @@ BUILTIN_MODELS = {
 }
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_FILES_NOT_NEEDED = ["*/*", "consolidated*"]
 
 
 def default_cache_dir() -> Path:
@@ -103,6 +104,7 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
         ModelError: unknown or gated there, or the hub can't be reached and the cache hasn't got it.
     """
     # Lazy: the hub's client takes a while to import and most runs don't need it.
+    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -112,7 +114,12 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
     )
 
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, local_files_only=not pull_missing))
+        found = snapshot_download(
+            model,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_FILES_NOT_NEEDED,
+            local_files_only=not pull_missing,
+        )
     except GatedRepoError as error:
         raise ModelError(
             f"{model} asks you to accept its terms: do so at https://huggingface.co/{model}, "
@@ -123,12 +130,13 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
             f"the hub has no model {model!r}, or it is private ('hf auth login' helps then); "
             "a local folder of this name does not exist either"
         ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"can't fetch {model} from the Hugging Face hub ({_first_line(error)}) and this machine's "
             f"hub cache lacks it; check the network, give --model a local folder, or use a built-in one "
             f"({', '.join(BUILTIN_MODELS)})"
         ) from error
+    folder = Path(found)
     if not (folder / "config.json").is_file():
         raise ModelError(f"the hub's {model} has no config.json, so it is no model this engine can load")
     return folder

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-VARIANTS: dict[str, dict[str, object]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "groups_of_1": {"num_attention_heads": 6, "num_key_value_heads": 6},
     "groups_of_3_tied": {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "groups_of_4_head_dim_given": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 20},

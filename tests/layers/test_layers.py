@@ -1,0 +1,65 @@
+"""The small layers against their formulas in float64."""
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.backends import select
+from minisgl.layers.attention import Attention
+from minisgl.layers.linear import FusedLinear
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.norm import RMSNorm
+
+CPU = torch.device("cpu")
+
+
+def randomised(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.normal_(generator=generator)
+
+
+def double(x: Tensor) -> Tensor:
+    return x.detach().double()
+
+
+def test_rms_norm_and_its_fused_addition() -> None:
+    norm = RMSNorm(33, 0.1, torch.float32, CPU)
+    randomised(norm)
+    x, residual = torch.randn(2, 5, 33, generator=torch.Generator().manual_seed(1))
+
+    def expected(value: Tensor) -> Tensor:
+        return value / (value.square().mean(-1, keepdim=True) + 0.1).sqrt() * double(norm.weight)
+
+    torch.testing.assert_close(double(norm(x)), expected(double(x)), atol=1e-5, rtol=1e-5)
+    y, total = norm.forward_add(x, residual)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(double(y), expected(double(x) + double(residual)), atol=1e-5, rtol=1e-5)
+
+
+def test_the_gated_mlp_takes_the_gate_from_the_first_half() -> None:
+    mlp = GatedMLP(12, 20, torch.float32, CPU)
+    randomised(mlp)
+    x = torch.randn(7, 12, generator=torch.Generator().manual_seed(2))
+    parts = mlp.gate_up_proj.part_weights()
+    gate, up = (double(x) @ double(parts[name]).T for name in ("gate_proj", "up_proj"))
+    expected = (gate * gate.sigmoid() * up) @ double(mlp.down_proj.weight).T
+    torch.testing.assert_close(double(mlp(x)), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_writing_to_a_part_writes_to_the_fused_weight() -> None:
+    fused = FusedLinear(3, {"a": 2, "b": 4}, torch.float32, CPU)
+    views = fused.part_weights()
+    views["a"].fill_(1.0)
+    views["b"].fill_(2.0)
+    assert fused.weight[:, 0].tolist() == [1, 1, 2, 2, 2, 2]
+    assert [tuple(view.shape) for view in views.values()] == [(2, 3), (4, 3)]
+
+
+def test_the_pool_is_empty_until_allocated_and_not_part_of_the_checkpoint() -> None:
+    attention = Attention(4, 2, 8, select("torch"))
+    assert attention.k_cache.shape[0] == 0
+    attention.allocate_kv(5, 16, torch.bfloat16, "cpu")
+    assert attention.k_cache.shape == attention.v_cache.shape == (5, 16, 2, 8)
+    assert attention.k_cache.dtype == torch.bfloat16
+    assert not attention.state_dict()
+    assert {name for name, _ in attention.named_buffers()} == {"k_cache", "v_cache"}

@@ -1,0 +1,74 @@
+"""The table of angles against transformers' own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from minisgl.config import ModelConfig, RopeScaling
+from minisgl.errors import ModelError
+from minisgl.layers.rotary import make_cos_sin
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=1,
+    hidden_size=256,
+    intermediate_size=8,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=8,
+    max_position=9001,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    checkpoint_dtype="float32",
+    eos_token_ids=(),
+    bos_token_id=None,
+)
+SCALINGS = {
+    "default": (None, {"rope_type": "default"}),
+    "linear": (RopeScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
+    "llama3": (
+        RopeScaling(
+            kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=1024
+        ),
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_angles_equal_transformers(kind: str) -> None:
+    scaling, parameters = SCALINGS[kind]
+    table = make_cos_sin(replace(CONFIG, rope_scaling=scaling))
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=256,
+            num_attention_heads=4,
+            head_dim=64,
+            max_position_embeddings=9001,
+            rope_parameters={"rope_theta": 500000.0, **parameters},
+        )
+    )
+    cos, sin = theirs(torch.zeros(1), torch.arange(9001)[None])
+    assert table.shape == (9001, 64)
+    assert table.dtype == torch.float32
+    # One float32 rounding of a frequency is up to 9001 * 2^-24 in the angle.
+    assert (table[:, :32] - cos[0, :, :32]).abs().max() < 1e-3
+    assert (table[:, 32:] - sin[0, :, :32]).abs().max() < 1e-3
+    assert (table[:256, :32] - cos[0, :256, :32]).abs().max() < 3e-5
+
+
+def test_an_unknown_scaling_is_refused() -> None:
+    with pytest.raises(ModelError, match="yarn"):
+        make_cos_sin(replace(CONFIG, rope_scaling=RopeScaling(kind="yarn", factor=2.0)))

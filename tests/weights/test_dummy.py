@@ -1,0 +1,46 @@
+"""Random weights."""
+
+import pytest
+import torch
+
+from minisgl.attention.backends import select
+from minisgl.config import ModelConfig
+from minisgl.models.decoder import Decoder
+from minisgl.weights.dummy import fill_dummy
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=500,
+    max_position=32,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    checkpoint_dtype="float32",
+    eos_token_ids=(),
+    bos_token_id=None,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_are_normal_norms_are_one_and_the_seed_decides(dtype: torch.dtype) -> None:
+    first, same, other = (Decoder(CONFIG, select("torch"), dtype) for _ in range(3))
+    fill_dummy(first, seed=5)
+    fill_dummy(same, seed=5)
+    fill_dummy(other, seed=6)
+    for (name, a), b, c in zip(first.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if "norm" in name:
+            assert (a == 1).all()
+        else:
+            assert not torch.equal(a, c)
+            assert a.float().mean().abs() < 2e-3
+            assert abs(a.float().std().item() - 0.02) < 2e-3
+    weights = dict(first.named_parameters())
+    assert not torch.equal(weights["layers.0.mlp.down_proj.weight"], weights["layers.1.mlp.down_proj.weight"])
