@@ -10,9 +10,14 @@ Real rows appear once; if a row came twice, one of its values would win.
 Cost: 12*R bytes read, 8*R written: a launch.
 """
 
+# Launching a kernel looks like calling it, but takes plain numbers for its constexpr parameters.
+# pyright: reportArgumentType=false
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from triton_kernels.launch import ceil_div
 
 _BLOCK_R = 128
 
@@ -62,7 +67,7 @@ def advance_rows_triton(
 ) -> None:
     """The kernel, whatever the device."""
     num_entries = row_ids.shape[0]
-    grid = (triton.cdiv(num_entries, _BLOCK_R),)
+    grid = (ceil_div(num_entries, _BLOCK_R),)
     _advance_rows_kernel[grid](
         row_ids, tokens, new_context_len, last_token, context_len, num_entries, max_rows, _BLOCK_R
     )
@@ -76,7 +81,7 @@ def advance_rows(
     context_len: Tensor,
     max_rows: int,
 ) -> None:
-    """Scatter tokens and new_context_len (int32 [R]) into the row tables last_token and context_len (int32 [B]).
+    """Scatter tokens and new_context_len (int32 [R]) into the tables last_token and context_len (int32 [B]).
 
     Entries whose row_ids (int32 [R]) is not in [0, max_rows) are padding and write nothing.
     """

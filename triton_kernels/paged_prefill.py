@@ -10,7 +10,7 @@ T new tokens, R rows of the batch, B rows of the page table, C pages a row may h
 heads, G = H / K query heads per KV head, D head dim, P pages, S page size. The new tokens' own k and v are
 already in the pools. Rows may own no token (padding rows), one (a decode row in a mixed batch), or more.
 Tokens from row_start[R] on are padding and yield zeros. Memory outside the seen tokens is never used (it may
-hold NaN). H a multiple of K, G <= 64, D <= 256 and a multiple of 8, S any power of two. q's rows and heads
+hold NaN). H a multiple of K, G <= 16, D <= 256 and a multiple of 8, S any power of two. q's rows and heads
 and the pools' pages, tokens and heads may be strided; the D elements of a head lie next to each other.
 
 How: a program takes BLOCK_M / G neighbouring queries of one row times the G heads that share a KV head, so
@@ -21,12 +21,18 @@ those that every query sees entirely are not masked. Long tiles start first. Sof
 Cost: 4 * H * D FLOP per (query, seen key) pair: compute bound for chunks above about 50 tokens (G = 4).
 """
 
+# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# another looks like the call that raises outside of a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from triton_kernels.launch import ceil_div, next_power_of_2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 128
@@ -44,11 +50,10 @@ class PrefillConfig(NamedTuple):
 
 def default_prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
     """The configuration used where no other is given."""
-    row_bytes = triton.next_power_of_2(head_dim) * element_size
-    if row_bytes > 512:
-        return PrefillConfig(32, 32, num_warps=4, num_stages=1)
-    if row_bytes > 256:
-        return PrefillConfig(64, 64, num_warps=4, num_stages=2)
+    if element_size > 2:
+        return PrefillConfig(16, 16, num_warps=4, num_stages=2)  # float32 is for tests
+    if head_dim > 128:
+        return PrefillConfig(128, 32, num_warps=8, num_stages=3)
     return PrefillConfig(128, 64, num_warps=8, num_stages=3)
 
 
@@ -102,7 +107,7 @@ def paged_prefill_reference(
 
 @triton.jit
 def _find_tile(row_start_ptr, num_rows, target, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(row, tile within the row) of the target-th query tile, and the number of tiles; the last tile is 0th."""
+    """(row, tile within the row) of the target-th query tile from the end, and the number of tiles."""
     reversed_row = target * 0
     row_begin = target * 0
     total = target * 0
@@ -179,11 +184,8 @@ def _attend(
                 seen = seen & (token[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * to_base_2)
-        if window > 0:
-            # A query may see nothing of its tile's first keys: keep -inf minus -inf out.
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        else:
-            shift = new_top
+        # With a window a query may see nothing of the first tile: keep -inf minus -inf out.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top) if window > 0 else new_top
         weights = tl.exp2(scores * to_base_2 - shift[:, None])
         shrink = tl.exp2(top - shift)
         mass = mass * shrink + tl.sum(weights, 1)
@@ -263,7 +265,7 @@ def _paged_prefill_kernel(
 
         first_position = length - end + first
         position = first_position + query
-        # Keys low : full_low are cut by the window, full_low : full_high seen by all, the rest cut by causality.
+        # The window cuts keys low : full_low, all see full_low : full_high, causality cuts the rest.
         high = tl.minimum(length, first_position + BLOCK_Q)
         full_high = (first_position + 1) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -319,7 +321,7 @@ def paged_prefill_triton(
     block_q = config.block_m // (num_heads // num_kv_heads)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     # At most this many tiles, and one more: sum of ceil(n_r / block_q) < T / block_q + R.
-    grid = (triton.cdiv(num_tokens, block_q) + num_rows, num_kv_heads)
+    grid = (ceil_div(num_tokens, block_q) + num_rows, num_kv_heads)
     _paged_prefill_kernel[grid](
         q,
         k_cache,
@@ -349,7 +351,7 @@ def paged_prefill_triton(
         page_size,
         config.block_m,
         config.block_n,
-        triton.next_power_of_2(head_dim),
+        next_power_of_2(head_dim),
         _BLOCK_R,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -377,8 +379,28 @@ def paged_prefill(
     """
     if q.device.type == "cpu":
         return paged_prefill_reference(
-            q, k_cache, v_cache, page_table, row_ids, context_len, row_start, max_query_len, scale, window, softcap
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            row_ids,
+            context_len,
+            row_start,
+            max_query_len,
+            scale,
+            window,
+            softcap,
         )
     return paged_prefill_triton(
-        q, k_cache, v_cache, page_table, row_ids, context_len, row_start, max_query_len, scale, window, softcap
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_ids,
+        context_len,
+        row_start,
+        max_query_len,
+        scale,
+        window,
+        softcap,
     )

@@ -10,10 +10,15 @@ rounding to the dtype of x, at the places where Hugging Face's Llama rounds. Any
 Cost: 2*T*M elements moved for rms_norm, 4*T*M for add_rms_norm, about 4 FLOP an element: memory bound.
 """
 
+# Launching a kernel looks like calling it, but takes options that it does not declare.
+# pyright: reportCallIssue=false
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from triton_kernels.launch import ceil_div, next_power_of_2
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,7 +91,7 @@ def _add_rms_norm_kernel(
 
 def _launch_shape(width: int) -> tuple[int, int, int]:
     """BLOCK_T, BLOCK_M and num_warps; a function of the width alone, so that T can be symbolic."""
-    block_m = triton.next_power_of_2(width)
+    block_m = next_power_of_2(width)
     block_t = max(1, 1024 // block_m)
     return block_t, block_m, min(16, max(4, block_m // 1024))
 
@@ -96,7 +101,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, width = x.shape
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     block_t, block_m, num_warps = _launch_shape(width)
-    grid = (triton.cdiv(num_rows, block_t),)
+    grid = (ceil_div(num_rows, block_t),)
     _rms_norm_kernel[grid](
         x, weight, y, num_rows, x.stride(0), width, eps, block_t, block_m, num_warps=num_warps
     )
@@ -109,7 +114,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     new_residual = torch.empty_like(y)
     block_t, block_m, num_warps = _launch_shape(width)
-    grid = (triton.cdiv(num_rows, block_t),)
+    grid = (ceil_div(num_rows, block_t),)
     _add_rms_norm_kernel[grid](
         x,
         residual,

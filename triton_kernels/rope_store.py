@@ -1,9 +1,9 @@
 """From the qkv projection to attention: rotate q and k, store k and v in the paged pool, in one pass.
 
-    (a, b) = the first and second half of a head's D elements, c and s = cos_sin[positions[t]] likewise
+    slot = slot_mapping; (a, b) = the halves of a head's D elements, (c, s) = those of cos_sin[positions[t]]
     rotated = (a*c - b*s, b*c + a*s)                                    (Llama's rotate-half pairing)
     q[t, h]                       = rotated(qkv[t, h])                  0 <= h < H
-    k_cache[page, offset, kh]     = rotated(qkv[t, H + kh])             page, offset = divmod(slot_mapping[t], S)
+    k_cache[page, offset, kh]     = rotated(qkv[t, H + kh])             page, offset = divmod(slot[t], S)
     v_cache[page, offset, kh]     = qkv[t, H + K + kh]
 
 T new tokens, H query heads, K KV heads, D head dim (even), P pages, S page size. Float32 inside, one
@@ -14,10 +14,15 @@ token and head strides are free; the elements of a head lie next to each other.
 Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: memory bound.
 """
 
+# Launching a kernel looks like calling it, but takes options that it does not declare.
+# pyright: reportCallIssue=false
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from triton_kernels.launch import next_power_of_2
 
 
 def rope_store_reference(
@@ -135,9 +140,9 @@ def rope_store_triton(
         num_kv_heads,
         head_dim,
         page_size,
-        triton.next_power_of_2(num_heads),
-        triton.next_power_of_2(num_kv_heads),
-        triton.next_power_of_2(head_dim // 2),
+        next_power_of_2(num_heads),
+        next_power_of_2(num_kv_heads),
+        next_power_of_2(head_dim // 2),
         num_warps=4,
     )
     return q

@@ -1,7 +1,7 @@
-"""Compiles for sm_90, without a GPU, every kernel that the launchers launch, and prints one JSON line for each.
+"""Compiles for sm_90, without a GPU, every kernel that the launchers launch; one JSON line for each.
 
-Run as a program (Triton's interpreter must be off): `python compile_for_sm90.py [case ...]`. The launchers run
-on meta tensors, so that what is compiled is what a GPU would be given: same arguments, same configuration.
+Run as a program (Triton's interpreter must be off): `python compile_for_sm90.py [case ...]`. The launchers
+run on meta tensors, so that what is compiled is what a GPU would be given: same arguments, configuration.
 """
 
 import json
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels import advance_rows, device, paged_decode, paged_prefill, rms_norm, rope_store, sample, silu_mul
+from triton_kernels import advance_rows, paged_decode, paged_prefill, rms_norm, rope_store, sample, silu_mul
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -35,7 +35,9 @@ def resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return {"registers": int(found[1]), "stack_bytes": int(found[2])} if found else {}
 
@@ -73,7 +75,7 @@ def compile_instead_of_launching(case: str):
             **resources(compiled.asm["cubin"]),
             "seconds": round(time.perf_counter() - begin, 1),
         }
-        print(json.dumps(line), flush=True)
+        print(json.dumps(line), flush=True)  # noqa: T201 (a program's output)
 
     return run
 
@@ -149,8 +151,6 @@ def cases():
 
 def main(wanted: list[str]) -> None:
     """Compile the cases whose names contain one of `wanted`, or all."""
-    device.num_multiprocessors = lambda _: 132
-    paged_decode.num_multiprocessors = device.num_multiprocessors
     for name, launch in cases():
         if not wanted or any(word in name for word in wanted):
             triton.runtime.jit.JITFunction.run = compile_instead_of_launching(name)

@@ -1,0 +1,21 @@
+"""Host-side arithmetic of the launchers; one promise: all of it is traceable by torch.compile."""
+
+import torch
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return (a + b - 1) // b
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+@torch.compiler.assume_constant_result
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 2 elsewhere, where kernels run in Triton's interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
