@@ -54,8 +54,8 @@ class ModelConfig:
     bos_token_id: int | None
 
     @property
-    def kv_bytes_per_token_per_element_byte(self) -> int:
-        """K and V elements of one token over all layers; times the dtype's bytes gives bytes."""
+    def kv_elements_per_token(self) -> int:
+        """K and V elements of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -70,7 +70,7 @@ class EngineConfig:
     device: str | None = None
     """Either "cuda" or "cpu". Auto: cuda where there is one."""
     dtype: str | None = None
-    """One of "bfloat16", "float16", "float32". Auto: the checkpoint's on cuda, float32 on cpu (faster there)."""
+    """One of "bfloat16", "float16", "float32". Auto: the checkpoint's on cuda, float32 on cpu, where it is faster."""
     max_context_tokens: int | None = None
     """Longest prompt + output of a request, in tokens. Auto: the model's own limit."""
     max_running_requests: int | None = None
@@ -90,11 +90,13 @@ class EngineConfig:
     """Room that admitting a request leaves for the output of each running one, in tokens. When outputs
     are longer and the pool is full, the youngest request is preempted and computed again later."""
     memory_fraction: float = 0.9
-    """Share of the device's free memory the engine may take, 0.1 to 0.98; the pool on cpu stays under 4 GiB."""
+    """Share of the device's free memory the engine may take, 0.1 to 0.98. On cpu an auto-sized pool
+    stays under 1 GiB."""
     prefix_cache: bool = True
     """Keep the K/V of finished requests in a radix tree and reuse them for equal prefixes."""
-    overlap: bool = True
-    """Plan and launch step k+1 before the result of step k is read."""
+    overlap: bool | None = None
+    """Plan and launch step k+1 before the result of step k is read. Auto: on cuda (a CPU has nothing to
+    overlap with)."""
     compile_mode: str | None = None
     """Either "full" (torch.compile over the whole decode step, a CUDA graph per bucket) or "off".
     Auto: full on cuda."""
@@ -238,6 +240,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         max_step_tokens=max_step_tokens,
         chunk_tokens=chunk_tokens,
         mixed_step_tokens=mixed_step_tokens,
+        overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
         attention_backend=backend,

@@ -347,7 +347,7 @@ class Scheduler:
             index = choose_waiting(lengths, head.num_times_skipped)
         request = window[index]
         lease = self._cache.admit(request.feed)
-        if (self._running or self._num_leaving) and not self._fits(request, len(lease.page_ids)):
+        if self._running and not self._fits(request, len(lease.page_ids)):
             self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
             self._blocked_admission = (head.request_id, available)
             return None

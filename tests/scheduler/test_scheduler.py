@@ -326,8 +326,32 @@ def test_under_pressure_the_youngest_is_preempted_and_continues_from_its_cached_
     for request_id, prompt in enumerate(prompts):
         expected = executor.model.expected_tokens(prompt.tolist(), 40, request_id)
         assert tokens_of(outputs, request_id) == expected
-    finals = [output.request_id for output in outputs if output.finish_reason is not None]
-    assert finals[0] == 0, "the oldest was made to wait for a younger one"
+    assert {output.num_cached_tokens for output in outputs} == {0}, "what was cached at first is told"
+
+
+def test_the_oldest_is_never_preempted_for_a_younger_one() -> None:
+    scheduler, executor, _ = build(num_pages=21, page_size=4, max_rows=4, output_reserve_tokens=0)
+    for request_id in range(4):
+        scheduler.add(request_id, prompt_of(10 + request_id), SamplingParams(max_tokens=60, ignore_eos=True))
+    oldest_fed = 0
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        oldest_fed += sum(chunk.token_ids[:4] == prompt_of(10).tobytes() for chunk in plan.chunks)
+        scheduler.apply(plan, executor.execute(plan))
+        scheduler.take_outputs()
+    assert scheduler.stats.num_preemptions > 0
+    assert oldest_fed == 1
+
+
+def test_no_step_is_spent_on_a_request_whose_last_token_is_on_its_way() -> None:
+    scheduler, executor, _ = build()
+    scheduler.add(0, prompt_of(4, 5), SamplingParams(max_tokens=3, ignore_eos=True))
+    plans = []
+    while (plan := scheduler.plan()) is not None:
+        executor.execute(plan)
+        plans.append(plan)
+    assert len(plans) == 3
 
 
 def test_decodes_go_on_in_every_step_while_a_long_prompt_is_fed() -> None:

@@ -1,0 +1,18 @@
+"""Batch sizes that have a recorded graph; everything between is padded up to the next one."""
+
+from bisect import bisect_left
+
+
+def decode_buckets(max_batch: int) -> tuple[int, ...]:
+    """Ascending sizes up to `max_batch`: 1, 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 32 beyond.
+
+    Padding costs at most a factor of two below 8 and an eighth to a quarter above.
+    """
+    sizes = {1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_batch + 32, 32)}
+    return tuple(sorted({size for size in sizes if size < max_batch} | ({max_batch} if max_batch else set())))
+
+
+def bucket_for(batch: int, buckets: tuple[int, ...]) -> int | None:
+    """The smallest bucket that holds `batch` rows; None when even the largest doesn't."""
+    index = bisect_left(buckets, batch)
+    return buckets[index] if index < len(buckets) else None

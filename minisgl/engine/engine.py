@@ -1,0 +1,277 @@
+"""The engine: scheduler and model runner joined by one function, `step`.
+
+Promise: everything that is added is answered through `step`, refusals and aborts included; serial and
+overlapped execution are the same code and give the same tokens.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minisgl.config import DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
+from minisgl.engine.buckets import decode_buckets
+from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine.inputs import PrefillBatch
+from minisgl.engine.memory import free_host_bytes, plan_memory
+from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.rows import Rows
+from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.messages import AddRequest, Status
+from minisgl.model_config import read_model_config
+from minisgl.models.decoder import Decoder
+from minisgl.models.registry import build_model
+from minisgl.request import RequestOutput
+from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.weights.dummy import fill_dummy
+from minisgl.weights.loader import load_weights
+
+logger = logging.getLogger(__name__)
+
+OnStage = Callable[[str, float], None]
+"""Called when a stage of the start is over: its name and milliseconds."""
+
+
+class Engine:
+    """Serves requests step by step. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        cache: KVCacheManager,
+        runner: ModelRunner,
+        compiled: CompiledDecode | None,
+    ) -> None:
+        self.config = config
+        self._scheduler = scheduler
+        self._cache = cache
+        self._runner = runner
+        self._compiled = compiled
+        self._launched: deque[LaunchedStep] = deque()
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt + output of one request: the least of the model's, the flag's and the pool's."""
+        return self._scheduler.config.max_context_tokens
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that requests can use."""
+        return self._cache.num_usable_pages
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or return anything."""
+        return self._scheduler.has_work
+
+    def add(self, request: AddRequest) -> None:
+        """Take in a request; its first output, or its refusal, comes out of a later `step`."""
+        prompt = np.frombuffer(request.prompt_ids, dtype="<i4").astype(np.int32)
+        self._scheduler.add(request.request_id, prompt, request.params, request.priority)
+
+    def abort(self, request_id: int) -> None:
+        """Stop a request; a later `step` gives its final ABORT output. Unknown and ended ids are ignored."""
+        self._scheduler.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and launch a step, collect the one before (with overlap) or this one; what came of it."""
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._launched.append(self._runner.launch(plan))
+        # With overlap one step stays in flight while the next is planned; without a plan nothing can.
+        keep_in_flight = 1 if self.config.overlap and plan is not None else 0
+        while len(self._launched) > keep_in_flight:
+            step = self._launched.popleft()
+            self._scheduler.apply(step.plan, self._runner.collect(step))
+        return self._scheduler.take_outputs()
+
+    def status(self, sequence: int) -> Status:
+        """The answer to a ping."""
+        stats = self._scheduler.stats
+        return Status(
+            sequence,
+            num_steps=stats.num_steps,
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_free_pages=self._cache.num_free_pages,
+            num_cached_pages=self._cache.num_cached_pages,
+            num_preemptions=stats.num_preemptions,
+            num_recompiles=self._compiled.num_recompiles if self._compiled else 0,
+            num_graph_misses=self._compiled.num_graph_misses if self._compiled else 0,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_output_tokens=stats.num_output_tokens,
+        )
+
+    def flush_prefix_cache(self) -> int:
+        """Forget the K/V of all finished requests; returns the pages freed."""
+        return self._cache.flush()
+
+    def close(self) -> None:
+        """Wait for launched steps and let go of them. Open requests get no answer any more."""
+        while self._launched:
+            self._runner.collect(self._launched.popleft())
+
+
+def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engine:
+    """An engine that is ready to serve the model in `folder`, all its stages reported to `on_stage`.
+
+    Raises:
+        ConfigError: a setting is impossible, or memory does not suffice.
+        ModelError: the folder's model can't be loaded.
+    """
+    stages = _Stages(on_stage)
+    model_config = read_model_config(folder)
+    has_cuda = torch.cuda.is_available()
+    facts = DeviceFacts(has_cuda=has_cuda, cuda_name=torch.cuda.get_device_name() if has_cuda else "")
+    config = resolve_engine_config(config, model_config, facts)
+    assert config.device is not None
+    assert config.dtype is not None
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    )
+    dtype = getattr(torch, config.dtype)
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    if device.type == "cuda":
+        torch.cuda.init()
+        available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
+    else:
+        available_bytes = int(free_host_bytes() * config.memory_fraction)
+    stages.done("settings and device")
+
+    assert config.attention_backend is not None
+    model = build_model(model_config, attention_backend=config.attention_backend, dtype=dtype, device=device)
+    model.requires_grad_(False)
+    stages.done("allocate the model")
+    if config.dummy_weights:
+        fill_dummy(model, config.seed)
+    else:
+        load_weights(model, folder, model_config, dtype=dtype, device=device)
+    stages.done("dummy weights" if config.dummy_weights else "load weights")
+
+    with torch.inference_mode():
+        engine = _assemble(config, model_config, model, device, dtype, available_bytes, stages)
+    return engine
+
+
+class _Stages:
+    """Measures from the end of one stage to the end of the next, so that the stages add up."""
+
+    def __init__(self, on_stage: OnStage) -> None:
+        self._on_stage = on_stage
+        self._last = time.perf_counter()
+
+    def done(self, name: str) -> None:
+        now = time.perf_counter()
+        self._on_stage(name, (now - self._last) * 1e3)
+        self._last = now
+
+
+def _assemble(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    device: torch.device,
+    dtype: torch.dtype,
+    available_bytes: int,
+    stages: _Stages,
+) -> Engine:
+    """Tables, pool, graphs and scheduler around a loaded model."""
+    assert config.max_running_requests is not None
+    assert config.max_context_tokens is not None
+    assert config.max_step_tokens is not None
+    assert config.chunk_tokens is not None
+    assert config.mixed_step_tokens is not None
+    assert config.max_graph_batch is not None
+    page_size = config.page_size
+    rows = Rows(config.max_running_requests, -(-config.max_context_tokens // page_size), device)
+    weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    activation_bytes = _activation_bytes(config, model_config, model, rows, device, dtype)
+    budget = plan_memory(
+        model_config,
+        config,
+        available_bytes=available_bytes,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        tables_bytes=rows.num_bytes,
+    )
+    logger.info("memory: %s", budget.describe())
+    model.allocate_kv(budget.num_pages, page_size, dtype, device)
+    stages.done("memory profile and KV pool")
+
+    compiled = None
+    if config.compile_mode == "full" and config.max_graph_batch:
+        buckets = decode_buckets(config.max_graph_batch)
+        step = DecodeStep(model, rows, page_size)
+        compiled = CompiledDecode(step, buckets, device, strict=config.strict_compile)
+        compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+        stages.done(f"compile decode, record {len(buckets)} graphs")
+
+    cache = KVCacheManager(num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache)
+    scheduler_config = SchedulerConfig(
+        max_rows=config.max_running_requests,
+        max_step_tokens=config.max_step_tokens,
+        chunk_tokens=config.chunk_tokens,
+        mixed_step_tokens=config.mixed_step_tokens,
+        max_context_tokens=min(config.max_context_tokens, cache.num_usable_pages * page_size),
+        vocab_size=model_config.vocab_size,
+        output_reserve_tokens=config.output_reserve_tokens,
+        eos_token_ids=model_config.eos_token_ids,
+        seed=config.seed,
+    )
+    runner = ModelRunner(model, rows, page_size, device, compiled)
+    return Engine(config, Scheduler(scheduler_config, cache), cache, runner, compiled)
+
+
+def _activation_bytes(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    rows: Rows,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> int:
+    """Peak memory of the largest step beyond weights: measured on CUDA, estimated on CPU."""
+    assert config.max_running_requests is not None
+    assert config.max_step_tokens is not None
+    assert config.max_context_tokens is not None
+    num_tokens = config.max_step_tokens
+    if device.type == "cpu":
+        per_token = 8 * model_config.hidden_size + 3 * model_config.intermediate_size
+        return 4 * (num_tokens * per_token + 3 * config.max_running_requests * model_config.vocab_size)
+    # As many rows as there can be, all of them padding: their keys lie in the scratch page.
+    model.allocate_kv(1, config.page_size, dtype, device)
+    num_rows = config.max_running_requests
+    row_tokens = min(num_tokens // num_rows, config.max_context_tokens)
+    num_tokens = num_rows * row_tokens
+
+    def full(count: int, value: int) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.int32, device=device)
+
+    row_start = torch.arange(0, num_tokens + 1, row_tokens, dtype=torch.int32, device=device)
+    batch = PrefillBatch(
+        token_ids=full(num_tokens, 0),
+        positions=full(num_tokens, 0),
+        slot_mapping=full(num_tokens, -1),
+        row_ids=full(num_rows, rows.max_rows),
+        context_len=full(num_rows, row_tokens),
+        row_start=row_start,
+        logit_index=row_start[1:] - 1,
+        max_query_len=row_tokens,
+        sampling=list(range(num_rows)),
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    prefill_step(model, rows, batch)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak

@@ -1,0 +1,114 @@
+"""How much memory the KV pool may take: profile the largest step, then a budget that adds up.
+
+Promise: what the budget promises is there: the pool is sized from what is left after weights, the
+largest step's activations, the device tables and a reserve for graphs were taken off.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minisgl.config import DTYPE_BYTES, GIB, MIB, EngineConfig, ModelConfig
+from minisgl.errors import ConfigError
+
+CPU_POOL_BYTES = 1 * GIB
+GRAPH_RESERVE_BYTES = 1 * GIB
+"""Kept free on CUDA for recorded graphs and what the libraries take on first use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """Where the device's memory goes, in bytes; the parts add up to `available_bytes` or less."""
+
+    available_bytes: int
+    """What the engine may take: memory_fraction of what was free before it started."""
+    weights_bytes: int
+    activation_bytes: int
+    """Peak of the largest step beyond weights."""
+    tables_bytes: int
+    reserve_bytes: int
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"weights {self.weights_bytes / GIB:.2f} GiB, KV pool {self.pool_bytes / GIB:.2f} GiB "
+            f"({self.num_pages} pages), activations {self.activation_bytes / GIB:.2f} GiB, "
+            f"tables {self.tables_bytes / MIB:.1f} MiB, reserve {self.reserve_bytes / GIB:.2f} GiB "
+            f"of {self.available_bytes / GIB:.2f} GiB"
+        )
+
+
+def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes of one page: K and V of page_size tokens in all layers."""
+    assert config.dtype is not None
+    return model.kv_elements_per_token * config.page_size * DTYPE_BYTES[config.dtype]
+
+
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    available_bytes: int,
+    weights_bytes: int,
+    activation_bytes: int,
+    tables_bytes: int,
+) -> MemoryBudget:
+    """Size the pool, or check the --num-pages that was asked for.
+
+    Raises:
+        ConfigError: the pool would hold too little to serve one request, or more than there is.
+    """
+    assert config.max_context_tokens is not None
+    assert config.max_running_requests is not None
+    on_cuda = config.device == "cuda"
+    reserve_bytes = GRAPH_RESERVE_BYTES if on_cuda else 0
+    one_page = page_bytes(model, config)
+    free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes
+    fitting = max(free_bytes, 0) // one_page
+    if config.num_pages is not None:
+        num_pages = config.num_pages
+        if num_pages > fitting:
+            raise ConfigError(
+                f"--num-pages {num_pages} needs {num_pages * one_page / GIB:.2f} GiB, "
+                f"but {fitting} pages fit; "
+                f"lower it, or raise --memory-fraction ({config.memory_fraction})"
+            )
+    else:
+        num_pages = fitting
+        if not on_cuda:
+            num_pages = min(num_pages, CPU_POOL_BYTES // one_page)
+        # More than every row at full length is of no use, with as much again for the prefix cache.
+        pages_per_row = -(-config.max_context_tokens // config.page_size)
+        num_pages = min(num_pages, 2 * config.max_running_requests * pages_per_row + 1)
+    if num_pages < 2:
+        raise ConfigError(
+            f"no memory is left for the KV cache: of {available_bytes / GIB:.2f} GiB the weights take "
+            f"{weights_bytes / GIB:.2f} and the largest step {activation_bytes / GIB:.2f}; raise "
+            f"--memory-fraction ({config.memory_fraction}), lower --max-step-tokens "
+            f"({config.max_step_tokens}), or use a smaller model"
+        )
+    return MemoryBudget(
+        available_bytes=available_bytes,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        tables_bytes=tables_bytes,
+        reserve_bytes=reserve_bytes,
+        page_bytes=one_page,
+        num_pages=num_pages,
+    )
+
+
+def free_host_bytes() -> int:
+    """Memory this machine could still give a process (Linux: MemAvailable; elsewhere 8 GiB are assumed)."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 * GIB

@@ -1,0 +1,121 @@
+"""The engine process: `python -m minisgl.engine.worker`, started by the server.
+
+Reads one JSON line from stdin: {"engine": EngineConfig fields, "model_folder", "ipc_dir", "log_level"}.
+The pipe stays open as a sign of life: at its end the parent is gone, and so is this process.
+
+Promise: it never outlives its parent, answers every message, and says why when it has to end.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from minisgl.config import EngineConfig
+from minisgl.errors import MinisglError
+from minisgl.log import setup_logging
+from minisgl.messages import AbortRequest, AddRequest, Fatal, Ping, Ready, Shutdown, StartupStage, StepOutput
+from minisgl.transport import EngineSocket
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 500
+PR_SET_PDEATHSIG = 1
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """The line on stdin."""
+
+    engine: EngineConfig
+    model_folder: str
+    ipc_dir: str
+    log_level: str = "info"
+
+
+def main() -> int:
+    """Run until told to stop; the exit code is 0 then, 1 after a failure."""
+    started = time.perf_counter()
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    _end_with_the_parent()
+    # The terminal's Ctrl-C goes to the whole process group; the server decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setup_logging(config.log_level, "engine")
+    socket = EngineSocket(config.ipc_dir)
+    try:
+        _run(config, socket, started)
+        return 0
+    except MinisglError as error:
+        socket.send(Fatal(str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine failed")
+        socket.send(Fatal(f"the engine failed: {type(error).__name__}: {error}"))
+        return 1
+    finally:
+        socket.close()
+
+
+def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
+    stages: dict[str, float] = {}
+
+    def on_stage(name: str, duration_ms: float) -> None:
+        stages[name] = duration_ms
+        socket.send(StartupStage(name, duration_ms))
+
+    # Lazy: torch takes seconds, and this is where they are counted.
+    from minisgl.engine.engine import build_engine
+
+    on_stage("import torch", (time.perf_counter() - started) * 1e3)
+    engine = build_engine(config.engine, Path(config.model_folder), on_stage)
+    try:
+        socket.send(
+            Ready(
+                max_context_tokens=engine.max_context_tokens,
+                num_pages=engine.num_pages,
+                page_size=engine.config.page_size,
+                max_rows=engine.config.max_running_requests or 0,
+                device=engine.config.device or "",
+                startup_ms=stages,
+            )
+        )
+        while True:
+            for message in socket.receive(0 if engine.has_work else IDLE_WAIT_MS):
+                match message:
+                    case AddRequest():
+                        engine.add(message)
+                    case AbortRequest(request_id):
+                        engine.abort(request_id)
+                    case Ping(sequence):
+                        socket.send(engine.status(sequence))
+                    case Shutdown():
+                        return
+            outputs = engine.step()
+            if outputs:
+                socket.send(StepOutput(outputs))
+    finally:
+        engine.close()
+
+
+def _end_with_the_parent() -> None:
+    """End this process when the parent does, however it dies."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def wait_for_the_end_of_stdin() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end_of_stdin, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
