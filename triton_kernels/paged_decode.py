@@ -103,30 +103,17 @@ def _row_cuts(length, window: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.
 
 
 @triton.jit
-def _find_split(
-    context_len_ptr,
-    num_rows,
-    target,
-    window: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """(row, split within the row) of the target-th split of the batch, and the batch's number of splits."""
-    row = target * 0
-    row_begin = target * 0
-    total = target * 0
-    for r0 in range(0, num_rows, BLOCK_R):
-        rows = r0 + tl.arange(0, BLOCK_R)
-        length = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-        _, _, num_splits = _row_cuts(length, window, SPLIT, MAX_SPLITS)
-        num_splits = tl.where(rows < num_rows, num_splits, 0)
-        ends = total + tl.cumsum(num_splits, 0)
-        before = (ends <= target) & (rows < num_rows)
-        row += tl.sum(before.to(tl.int32), 0)
-        row_begin = tl.maximum(row_begin, tl.max(tl.where(before, ends, 0), 0))
-        total += tl.sum(num_splits, 0)
-    return row, target - row_begin, total
+def _count_splits(num_splits, target, row, row_begin, total):
+    """Go on with a search for the target-th split over a block of rows: what comes before it, and the sum.
+
+    (The search loads in the kernel's own body, because torch.compile takes a tensor that is loaded in a
+    function, and then decides where to store, for one that is written.)
+    """
+    ends = total + tl.cumsum(num_splits, 0)
+    before = (ends <= target) & (num_splits > 0)
+    row += tl.sum(before.to(tl.int32), 0)
+    row_begin = tl.maximum(row_begin, tl.max(tl.where(before, ends, 0), 0))
+    return row, row_begin, total + tl.sum(num_splits, 0)
 
 
 @triton.jit
@@ -168,14 +155,29 @@ def _paged_decode_splits_kernel(
     G: tl.constexpr = H // K
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
-    _, _, num_units = _find_split(context_len_ptr, num_rows, 0, window, SPLIT, MAX_SPLITS, BLOCK_R)
-    for unit in range(tl.program_id(0), num_units * K, tl.num_programs(0)):
-        row, split, _ = _find_split(context_len_ptr, num_rows, unit // K, window, SPLIT, MAX_SPLITS, BLOCK_R)
+    num_units = tl.program_id(0) * 0
+    for r0 in range(0, num_rows, BLOCK_R):
+        rows = r0 + tl.arange(0, BLOCK_R)
+        length = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
+        _, _, num_splits = _row_cuts(length, window, SPLIT, MAX_SPLITS)
+        num_units += tl.sum(tl.where(rows < num_rows, num_splits, 0), 0) * K
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        target = unit // K
+        row = unit * 0
+        row_begin = unit * 0
+        total = unit * 0
+        for r0 in range(0, num_rows, BLOCK_R):
+            rows = r0 + tl.arange(0, BLOCK_R)
+            length = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
+            _, _, num_splits = _row_cuts(length, window, SPLIT, MAX_SPLITS)
+            num_splits = tl.where(rows < num_rows, num_splits, 0)
+            row, row_begin, total = _count_splits(num_splits, target, row, row_begin, total)
+        split = target - row_begin
         kv_head = unit % K
-        length = tl.load(context_len_ptr + row)
-        start, split_tokens, num_splits = _row_cuts(length, window, SPLIT, MAX_SPLITS)
+        row_length = tl.load(context_len_ptr + row)
+        start, split_tokens, row_splits = _row_cuts(row_length, window, SPLIT, MAX_SPLITS)
         low = start + split * split_tokens
-        high = tl.minimum(length, low + split_tokens)
+        high = tl.minimum(row_length, low + split_tokens)
         pages_ptr = page_table_ptr + tl.load(row_ids_ptr + row).to(tl.int64) * page_table_stride
 
         heads = kv_head * G + group
@@ -214,7 +216,7 @@ def _paged_decode_splits_kernel(
             top = new_top
 
         acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
-        if num_splits == 1:
+        if row_splits == 1:
             out_offsets = (row.to(tl.int64) * H + heads)[:, None] * D + lanes[None, :]
             tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), q_mask)
         else:

@@ -106,26 +106,18 @@ def paged_prefill_reference(
 
 
 @triton.jit
-def _find_tile(row_start_ptr, num_rows, target, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(row, tile within the row) of the target-th query tile from the end, and the number of tiles."""
-    reversed_row = target * 0
-    row_begin = target * 0
-    total = target * 0
-    row_tiles = target * 0
-    for r0 in range(0, num_rows, BLOCK_R):
-        rows = num_rows - 1 - r0 - tl.arange(0, BLOCK_R)
-        new = tl.load(row_start_ptr + rows + 1, rows >= 0, other=0) - tl.load(
-            row_start_ptr + rows, rows >= 0, other=0
-        )
-        tiles = (new + BLOCK_Q - 1) // BLOCK_Q
-        ends = total + tl.cumsum(tiles, 0)
-        before = (ends <= target) & (rows >= 0)
-        reversed_row += tl.sum(before.to(tl.int32), 0)
-        row_begin = tl.maximum(row_begin, tl.max(tl.where(before, ends, 0), 0))
-        holds = (ends > target) & (ends - tiles <= target)
-        row_tiles += tl.sum(tl.where(holds, tiles, 0), 0)
-        total += tl.sum(tiles, 0)
-    return num_rows - 1 - reversed_row, row_tiles - 1 - (target - row_begin), total
+def _count_tiles(tiles, target, rows_before, row_begin, row_tiles, total):
+    """Go on with a search for the target-th tile over a block of rows: what comes before it, and the sum.
+
+    (The search loads in the kernel's own body, because torch.compile takes a tensor that is loaded in a
+    function, and then decides where to store, for one that is written.)
+    """
+    ends = total + tl.cumsum(tiles, 0)
+    before = ends <= target
+    rows_before += tl.sum(before.to(tl.int32), 0)
+    row_begin = tl.maximum(row_begin, tl.max(tl.where(before, ends, 0), 0))
+    row_tiles += tl.sum(tl.where((ends > target) & (ends - tiles <= target), tiles, 0), 0)
+    return rows_before, row_begin, row_tiles, total + tl.sum(tiles, 0)
 
 
 @triton.jit
@@ -239,7 +231,22 @@ def _paged_prefill_kernel(
     query = place // G
     head = kv_head * G + place % G
     lanes = tl.arange(0, BLOCK_D)
-    row, tile, num_tiles = _find_tile(row_start_ptr, num_rows, tl.program_id(0), BLOCK_Q, BLOCK_R)
+
+    # The tile is the program_id-th from the end, so that long ones start first.
+    target = tl.program_id(0)
+    rows_before = target * 0
+    row_begin = target * 0
+    row_tiles = target * 0
+    num_tiles = target * 0
+    for r0 in range(0, num_rows, BLOCK_R):
+        rows = num_rows - 1 - r0 - tl.arange(0, BLOCK_R)
+        new = tl.load(row_start_ptr + rows + 1, rows >= 0, other=0)
+        new -= tl.load(row_start_ptr + rows, rows >= 0, other=0)
+        rows_before, row_begin, row_tiles, num_tiles = _count_tiles(
+            (new + BLOCK_Q - 1) // BLOCK_Q, target, rows_before, row_begin, row_tiles, num_tiles
+        )
+    row = num_rows - 1 - rows_before
+    tile = row_tiles - 1 - (target - row_begin)
 
     if tl.program_id(0) >= num_tiles:
         # There is always a program to spare: it and its like clear the padding tokens.
