@@ -219,6 +219,7 @@ def _local_llm(arguments: argparse.Namespace, environ: Mapping[str, str], starte
     _start_log(arguments.log_level, "minisgl")
     settings = values_of(EngineConfig, arguments, environ)
     settings.pop("seed", None)  # --seed means the request's here
+    _stage_line(sys.stderr, "command line", 1000 * (time.monotonic() - started_at))
     llm = LLM(
         cache_dir=cache_dir(environ),
         progress=progress_on(sys.stderr),
@@ -230,7 +231,7 @@ def _local_llm(arguments: argparse.Namespace, environ: Mapping[str, str], starte
 
 
 def _stage_line(out: TextIO, name: str, duration_ms: float) -> None:
-    print(f"{name:<24} {duration_ms:8.0f} ms", file=out)
+    print(f"{name:<28} {duration_ms:8.0f} ms", file=out)
 
 
 def _start_log(level: str, process: str) -> None:

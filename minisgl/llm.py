@@ -5,6 +5,7 @@ or abandoned leaves nothing behind in the engine.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +31,7 @@ def _no_stage(name: str, duration_ms: float) -> None:
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process. On cuda, use it from the thread that made it.
 
     Args:
         model: a built-in name, a local folder, or a hub name; fetched when missing.
@@ -58,12 +59,16 @@ class LLM:
             if name not in known:
                 raise ConfigError(f"LLM has no setting {name!r}; there are: {', '.join(known)}")
         config = EngineConfig(model=model, **engine)
+        started = time.perf_counter()
         folder = resolve_model_folder(model, cache_dir=cache_dir, progress=progress)
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._template = ChatTemplate.from_folder(folder, self._tokenizer)
+        prepared = time.perf_counter()
+        on_stage("find model, read tokenizer", 1e3 * (prepared - started))
         # Lazy: torch takes seconds to import, and the errors above should not wait for it.
         from minisgl.engine.engine import build_engine
 
-        self._tokenizer = Tokenizer.from_folder(folder)
-        self._template = ChatTemplate.from_folder(folder, self._tokenizer)
+        on_stage("import torch and engine", 1e3 * (time.perf_counter() - prepared))
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
             lambda prompt_ids, stops: ReplyText(self._tokenizer, prompt_ids, stops),
@@ -82,7 +87,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete each prompt (text, or token ids), all together; results in the prompts' order.
 
-        `params` is one for all or one per prompt; `progress` counts finished prompts on stderr.
+        `params` is one for all, one per prompt, or None for `SamplingParams()`; `progress` counts finished
+        prompts on stderr.
 
         Raises:
             RequestError: a prompt or parameter is refused; with several prompts it names the first one's

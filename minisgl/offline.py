@@ -130,24 +130,21 @@ class Reply:
 class OfflineDriver:
     """Submits requests to an engine and steps it whenever somebody waits for a reply.
 
-    May be used from several threads: each waits for its own replies and steps for all.
+    Several threads may share it on cpu: each waits for its own replies and steps for all. A compiled
+    engine on cuda wants one thread, the one it was built in.
     """
 
     def __init__(
         self, engine: StepEngine, new_text: Callable[[Sequence[int], Sequence[str]], ReplyText]
     ) -> None:
-        self._engine = engine
+        self._engine: StepEngine | None = engine
         self._new_text = new_text
+        self.max_context_tokens = engine.max_context_tokens
         self._lock = threading.Lock()
         self._open: dict[int, Reply] = {}
         self._unwanted: deque[int] = deque()
         self._next_id = 0
         self._failure: str | None = None
-
-    @property
-    def max_context_tokens(self) -> int:
-        """Longest prompt + output of one request, in tokens."""
-        return self._engine.max_context_tokens
 
     def submit(self, prompt_ids: list[int], params: SamplingParams) -> Reply:
         """Queue one request. `params` must have passed `fit_to_context`.
@@ -156,13 +153,13 @@ class OfflineDriver:
             MinisglError: the driver is closed or its engine broke.
         """
         with self._lock:
-            self._check_alive()
+            engine = self._living_engine()
             request_id = self._next_id
             self._next_id += 1
             reply = Reply(request_id, len(prompt_ids), self._new_text(prompt_ids, params.stop))
             self._open[request_id] = reply
             try:
-                self._engine.add(
+                engine.add(
                     AddRequest(
                         request_id=request_id,
                         prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
@@ -184,19 +181,18 @@ class OfflineDriver:
             with self._lock:
                 if any(reply.has_news for reply in replies):
                     return  # another thread's step brought it
-                self._check_alive()
-                if not self._engine.has_work:
+                engine = self._living_engine()
+                if not engine.has_work:
                     raise EngineDeadError("the engine has nothing left to do but a reply is missing")
-                self._step()
+                self._step(engine)
 
     def abandon(self, reply: Reply) -> None:
-        """Forget `reply` and abort it in the engine; nothing happens if it has ended.
+        """Forget `reply`, and abort it in the engine if it has not ended.
 
         Safe at any moment, also from a generator that is collected in the middle of a step.
         """
-        if self._open.pop(reply.request_id, None) is None:
-            return
-        self._unwanted.append(reply.request_id)
+        if self._open.pop(reply.request_id, None) is not None:
+            self._unwanted.append(reply.request_id)
         if self._lock.acquire(blocking=False):  # else: who holds it applies it before the next step
             try:
                 self._settle()
@@ -204,30 +200,30 @@ class OfflineDriver:
                 self._lock.release()
 
     def close(self) -> None:
-        """Free the engine; open replies end with an error. May be called twice."""
+        """Let go of the engine; open replies end with an error. May be called twice."""
         with self._lock:
-            if self._failure == CLOSED:
-                return
-            self._failure = CLOSED
+            engine, self._engine = self._engine, None
             for reply in list(self._open.values()):
                 reply.fail(MinisglError(CLOSED))
             self._open.clear()
-            self._engine.close()
+            if engine is not None:
+                engine.close()
 
-    def _check_alive(self) -> None:
-        if self._failure == CLOSED:
+    def _living_engine(self) -> StepEngine:
+        if self._engine is None:
             raise MinisglError(CLOSED)
         if self._failure is not None:
             raise EngineDeadError(f"the engine broke earlier ({self._failure}); make a new LLM")
+        return self._engine
 
-    def _step(self) -> None:
+    def _step(self, engine: StepEngine) -> None:
         """One engine step and its outputs to their replies. Under the lock."""
         with interrupts_deferred():
             try:
-                self._abort_unwanted()
-                for output in self._engine.step():
+                self._abort_unwanted(engine)
+                for output in engine.step():
                     self._deliver(output)
-                self._abort_unwanted()
+                self._abort_unwanted(engine)
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 for reply in list(self._open.values()):
@@ -245,17 +241,18 @@ class OfflineDriver:
             if output.finish_reason is None:  # a stop string matched; the engine would go on
                 self._unwanted.append(output.request_id)
 
-    def _abort_unwanted(self) -> None:
+    def _abort_unwanted(self, engine: StepEngine) -> None:
         while self._unwanted:
-            self._engine.abort(self._unwanted.popleft())
+            engine.abort(self._unwanted.popleft())
 
     def _settle(self) -> None:
         """Apply aborts now and, if nobody waits for anything, let the engine free what they held."""
-        if self._failure is not None:
+        engine = self._engine
+        if engine is None or self._failure is not None:
             return
-        self._abort_unwanted()
-        while not self._open and self._engine.has_work:
-            self._step()
+        self._abort_unwanted(engine)
+        while not self._open and engine.has_work:
+            self._step(engine)
 
 
 CLOSED = "this LLM is closed"
