@@ -24,7 +24,7 @@ def llm() -> Iterator[LLM]:
         resolve_model_folder("smollm2-135m")
     except MinisglError as error:
         pytest.skip(f"the built-in model is not on this machine and can't be fetched: {error}")
-    with LLM("smollm2-135m", device="cpu", max_context_tokens=MAX_CONTEXT, num_pages=256) as made:
+    with LLM(device="cpu", cpu_threads=1, max_context_tokens=MAX_CONTEXT, num_pages=256) as made:
         yield made
 
 
@@ -178,7 +178,7 @@ def test_an_unknown_setting_is_refused_before_anything_loads() -> None:
 
 
 def test_a_closed_llm_says_so(llm: LLM) -> None:
-    other = LLM("smollm2-135m", device="cpu", max_context_tokens=64, num_pages=16)
+    other = LLM(device="cpu", cpu_threads=1, max_context_tokens=64, num_pages=16)
     stream = other.stream("Once upon a time", SamplingParams(max_tokens=20, ignore_eos=True))
     next(stream)
     other.close()
