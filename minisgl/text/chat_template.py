@@ -70,6 +70,11 @@ class ChatTemplate:
             source = named.get("default")
         return cls(source if isinstance(source, str) else None, tokenizer.special_tokens)
 
+    @property
+    def usable(self) -> bool:
+        """Whether there is a template that compiles."""
+        return self._template is not None
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt of `messages`, special tokens included: encode it without adding them again.
 

@@ -1,0 +1,250 @@
+"""The HTTP routes of the OpenAI API.
+
+Promise: every call ends with an answer in OpenAI's form, an error object included, whatever came in;
+a client that leaves takes its requests out of the engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from importlib import metadata
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from minisgl.errors import MinisglError, RequestError
+from minisgl.request import MAX_SEED, SamplingParams
+from minisgl.server.frontend import Delta, Frontend, Stream
+from minisgl.server.openai_schema import ChatCall, CompletionCall, parse_chat, parse_completion
+from minisgl.server.replies import RETRY_AFTER_S, RETRYABLE, Shape, Usage, error_body, error_of, sse
+from minisgl.server.served_model import ServedModel
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+INLINE_BYTES = 4096
+"""Bodies up to this size are handled on the event loop: under a millisecond, less than a thread costs."""
+WRITE_GRACE_S = 10.0
+"""How much longer than the request itself its client may take to read the answer."""
+
+Health = Callable[[], tuple[bool, dict[str, Any]]]
+"""-> (well?, facts for the body)."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    """The handlers.
+
+    Args:
+        executor: threads for parsing, templating and tokenizing long input.
+        health: asked by GET /health.
+        timeout_s: how long a request may take; soon after, a client that does not read is cut off.
+    """
+
+    def __init__(
+        self, model: ServedModel, frontend: Frontend, executor: Executor, health: Health, timeout_s: float
+    ) -> None:
+        self._model = model
+        self._frontend = frontend
+        self._executor = executor
+        self._health = health
+        self._timeout_s = timeout_s
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        body = await request.read()
+        call = await self._work(len(body), lambda: parse_chat(body, self._model.defaults))
+        return await self._complete(request, call, len(body))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        body = await request.read()
+        model = self._model
+        call = await self._work(
+            len(body), lambda: parse_completion(body, model.defaults, model.tokenizer.vocab_size)
+        )
+        return await self._complete(request, call, len(body))
+
+    async def models(self, _: web.Request) -> web.Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def one_model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{model}."""
+        self._check_model(request.match_info["model"])
+        return _json(self._model_card())
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /health: 200 only while the engine is ready and alive."""
+        well, facts = self._health()
+        return _json(facts, 200 if well else 503)
+
+    async def version(self, _: web.Request) -> web.Response:
+        """GET /version."""
+        return _json({"version": metadata.version("minisgl")})
+
+    async def _complete(
+        self, request: web.Request, call: ChatCall | CompletionCall, num_bytes: int
+    ) -> web.StreamResponse:
+        options = call.options
+        self._check_model(options.model)
+        num_prompts = 1 if isinstance(call, ChatCall) else len(call.prompts)
+        with self._frontend.open(num_prompts * options.n) as stream:
+            prompts = await self._work(num_bytes, lambda: self._encode(call))
+            params = [_for_choice(options.params, rank) for rank in range(options.n)]
+            stream.submit([(prompt_ids, one) for prompt_ids in prompts for one in params])
+            shape = Shape(isinstance(call, ChatCall), self._model.name, options.include_usage)
+            tally = Tally(prompts, options.n)
+            if options.stream:
+                return await self._send_stream(request, stream, shape, tally)
+            choices: list[list[str]] = [[] for _ in range(stream.num_choices)]
+            reasons = [""] * stream.num_choices
+            async for delta in stream.deltas():
+                tally.take(delta)
+                choices[delta.choice].append(delta.text)
+                reasons[delta.choice] = delta.finish_reason or ""
+        texts = ["".join(pieces) for pieces in choices]
+        return _answer(shape.whole(list(zip(texts, reasons, strict=True)), tally.usage()))
+
+    async def _send_stream(
+        self, request: web.Request, stream: Stream, shape: Shape, tally: "Tally"
+    ) -> web.StreamResponse:
+        """Server-sent events. Until the first one is there, an error is still an ordinary HTTP error."""
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        transport = request.transport
+        if transport is None:
+            return response  # the client has left
+        loop = asyncio.get_running_loop()
+        cut = loop.call_later(self._timeout_s + WRITE_GRACE_S, transport.abort)
+        try:
+            async for delta in stream.deltas():
+                tally.take(delta)
+                events = shape.piece(delta.choice, delta.text, delta.finish_reason)
+                if not response.prepared:
+                    await response.prepare(request)
+                    events = shape.opening(stream.num_choices) + events
+                if events:
+                    await response.write(events)
+            await response.write(shape.ending(tally.usage()))
+        except ConnectionResetError:
+            log.debug("a client left while its answer was written")
+        except Exception as error:
+            if not response.prepared:
+                raise
+            if not isinstance(error, MinisglError):
+                log.exception("a stream failed in the server")
+            await response.write(sse(error_of(error)[1]))
+        finally:
+            cut.cancel()
+        return response
+
+    def _encode(self, call: ChatCall | CompletionCall) -> list[list[int]]:
+        """Token ids of the call's prompts. A rendered chat has its special tokens already."""
+        tokenizer = self._model.tokenizer
+        if isinstance(call, ChatCall):
+            return [tokenizer.encode(self._model.template.render(call.messages), add_special_tokens=False)]
+        return [
+            tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+            for prompt in call.prompts
+        ]
+
+    async def _work(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Do `work` here when its input is small, else in a thread."""
+        if num_bytes <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model.name:
+            raise RequestError(
+                404,
+                "model_not_found",
+                f"there is no model {name[:100]!r}; this is {self._model.name!r}",
+                "model",
+            )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "minisgl",
+        }
+
+
+class Tally:
+    """Counts the tokens of one call: each prompt once, each choice's output."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_cached_tokens = [0] * (len(prompts) * n)
+        self._n = n
+        self._num_tokens = 0
+
+    def take(self, delta: Delta) -> None:
+        """Count what came."""
+        self._num_tokens += delta.num_tokens
+        cached = self._num_cached_tokens
+        cached[delta.choice] = max(cached[delta.choice], delta.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        """The sums; of a prompt's choices the first says what was cached, the others may reuse it."""
+        return Usage(self._num_prompt_tokens, self._num_tokens, sum(self._num_cached_tokens[:: self._n]))
+
+
+def make_app(api: Api, max_body_bytes: int) -> web.Application:
+    """The application with all routes."""
+    app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_errors])
+    app.router.add_post("/v1/chat/completions", api.chat_completions)
+    app.router.add_post("/v1/completions", api.completions)
+    app.router.add_get("/v1/models", api.models)
+    app.router.add_get("/v1/models/{model:.+}", api.one_model)
+    app.router.add_get("/health", api.health)
+    app.router.add_get("/version", api.version)
+    return app
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every exception as OpenAI's error object."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        words = {
+            404: ("not_found", f"there is no {request.path[:200]}"),
+            405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
+            413: ("body_too_large", "the request body is too large; see --max-body-bytes"),
+        }
+        code, message = words.get(error.status, (None, error.reason))
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return _answer(error_body(error.status, code, message), error.status, allow)
+    except web.RequestPayloadError as error:
+        return _answer(error_body(400, "invalid_body", f"the body can't be read: {error}"), 400)
+    except Exception as error:
+        if not isinstance(error, MinisglError):
+            log.exception("%s %s failed in the server", request.method, request.path)
+        status, body = error_of(error)
+        return _answer(body, status, {"Retry-After": str(RETRY_AFTER_S)} if status in RETRYABLE else {})
+
+
+def _for_choice(params: SamplingParams, rank: int) -> SamplingParams:
+    """Choices of one prompt differ, also under a seed, and the first is what n = 1 gives."""
+    if params.seed is None or rank == 0:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + rank) & MAX_SEED)
+
+
+def _json(content: dict[str, Any], status: int = 200) -> web.Response:
+    return _answer(msgspec.json.encode(content), status)
+
+
+def _answer(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

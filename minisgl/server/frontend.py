@@ -1,0 +1,277 @@
+"""From request id to reader: every open request of the server process, its text and its one end.
+
+Promise: each request ends exactly once, by its last token, a stop string, an error or its reader
+leaving; then its entry is gone, whatever still arrives for it is dropped, and the engine has been told
+unless it was the engine that ended it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from minisgl.errors import EngineDeadError, MinisglError, RequestError
+from minisgl.messages import AbortRequest, AddRequest, StepOutput, ToEngine
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.text.reply import ReplyText
+from minisgl.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Delta(NamedTuple):
+    """What one step gave one choice."""
+
+    choice: int  # which one, in the order of `submit`
+    text: str
+    num_tokens: int  # new tokens that count
+    num_cached_tokens: int  # of its prompt; known with the first tokens
+    finish_reason: str | None  # "stop" or "length" with the last delta of a choice
+
+
+class Running(NamedTuple):
+    """One request the engine works on: who reads it, as which choice, and its text so far."""
+
+    stream: "Stream"
+    choice: int
+    text: ReplyText
+
+
+class Stream:
+    """The requests of one HTTP call, read together. Leaving its `with` block aborts what is still open.
+
+    Made by `Frontend.open`, which set room aside for `num_choices` requests.
+    """
+
+    def __init__(self, frontend: "Frontend", num_choices: int, timeout_s: float) -> None:
+        self.num_choices = num_choices
+        self.request_ids: list[int] = []
+        self._frontend = frontend
+        self._unread: deque[Delta | MinisglError] = deque()
+        self._news = asyncio.Event()
+        self._num_unfinished = num_choices
+        late = RequestError(504, "request_timeout", f"the request did not end within {timeout_s:g} s")
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.fail, late)
+
+    def submit(self, choices: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+        """Send the requests, each (prompt ids, parameters), to the engine; once, `num_choices` of them.
+
+        Raises:
+            RequestError: 400 when a prompt is empty or too long; nothing was sent then.
+            EngineDeadError: there is no engine any more.
+        """
+        if self._num_unfinished:  # not ended by an error while the prompt was tokenized
+            self._frontend.start(self, choices)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """All choices' deltas as they come, until every choice has ended.
+
+        Raises:
+            RequestError: the engine refused a request, or it took too long.
+            EngineDeadError: the engine died.
+        """
+        while self._num_unfinished or self._unread:
+            while not self._unread:
+                self._news.clear()
+                await self._news.wait()
+            item = self._unread.popleft()
+            if isinstance(item, MinisglError):
+                raise item
+            yield item
+
+    def put(self, delta: Delta) -> None:
+        """A choice's next delta."""
+        self._num_unfinished -= delta.finish_reason is not None
+        self._unread.append(delta)
+        self._news.set()
+
+    def fail(self, error: MinisglError) -> None:
+        """End the choices that have not ended with `error`, which comes after what can be read already."""
+        if self._num_unfinished:
+            self._num_unfinished = 0
+            self._unread.append(error)
+            self._news.set()
+            self._frontend.abort(self)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._frontend.close(self)
+
+
+class Frontend:
+    """All open requests. Everything here runs on the event loop's thread.
+
+    Args:
+        send: hands a message to the engine without waiting; raises EngineDeadError.
+        max_open: requests beyond which `open` answers 429.
+        timeout_s: how long a request may take.
+    """
+
+    def __init__(
+        self, send: Callable[[ToEngine], None], tokenizer: Tokenizer, max_open: int, timeout_s: float
+    ) -> None:
+        self._send = send
+        self._tokenizer = tokenizer
+        self._max_open = max_open
+        self._timeout_s = timeout_s
+        self._ids = itertools.count(1)
+        self._running: dict[int, Running] = {}
+        self._streams: set[Stream] = set()
+        self._num_open = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._max_context_tokens = 0
+        self._refusal: MinisglError | None = RequestError(
+            503, "loading", "the model is still loading; try again in a moment"
+        )
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose reader has not left, including those whose prompt is still being tokenized."""
+        return self._num_open
+
+    @property
+    def num_running(self) -> int:
+        """Requests that wait for the engine."""
+        return len(self._running)
+
+    @property
+    def refusal(self) -> MinisglError | None:
+        """Why no request is welcome now, or None."""
+        return self._refusal
+
+    def welcome(self, max_context_tokens: int) -> None:
+        """The engine is ready: take requests of up to this many tokens, prompt and output together."""
+        self._max_context_tokens = max_context_tokens
+        self._refusal = None
+
+    def refuse(self, error: MinisglError) -> None:
+        """Take no new requests from now on; the open ones go on."""
+        self._refusal = error
+
+    def fail_all(self, error: MinisglError) -> None:
+        """End every open request with `error`."""
+        for stream in self._streams:
+            stream.fail(error)
+
+    async def wait_until_empty(self) -> None:
+        """Returns when no request is open."""
+        await self._empty.wait()
+
+    def open(self, num_choices: int) -> Stream:
+        """Set room aside for `num_choices` requests; use the result in a `with` block.
+
+        Raises:
+            RequestError: 429 when too many are open, 503 while loading or shutting down.
+            EngineDeadError: the engine died.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if num_choices > self._max_open:
+            raise RequestError(
+                400, "invalid_value", f"{num_choices} choices in one call; this server takes {self._max_open}"
+            )
+        if self._num_open + num_choices > self._max_open:
+            raise RequestError(
+                429, "too_many_requests", f"{self._num_open} requests are open; try again in a moment"
+            )
+        stream = Stream(self, num_choices, self._timeout_s)
+        self._streams.add(stream)
+        self._num_open += num_choices
+        self._empty.clear()
+        return stream
+
+    def start(self, stream: Stream, choices: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+        """What `Stream.submit` does."""
+        fitted = [(ids, _fit(len(ids), params, self._max_context_tokens)) for ids, params in choices]
+        for choice, (prompt_ids, params) in enumerate(fitted):
+            request_id = next(self._ids)
+            self._send(AddRequest(request_id, np.asarray(prompt_ids, "<i4").tobytes(), params))
+            text = ReplyText(self._tokenizer, prompt_ids, params.stop)
+            self._running[request_id] = Running(stream, choice, text)
+            stream.request_ids.append(request_id)
+            log.debug("request %d: %d prompt tokens", request_id, len(prompt_ids))
+
+    def take(self, message: StepOutput) -> None:
+        """One step's tokens; those of requests that have ended are dropped."""
+        for output in message.outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            try:
+                self._take(output, running)
+            except Exception:  # a defect in one request's text must not end the others
+                log.exception("request %d failed in the server", output.request_id)
+                running.stream.fail(RequestError(500, "internal_error", "the server failed on this request"))
+
+    def abort(self, stream: Stream) -> None:
+        """Drop the stream's running requests and tell the engine; its room stays taken until `close`."""
+        for request_id in stream.request_ids:
+            if self._running.pop(request_id, None) is not None:
+                self._tell_abort(request_id)
+
+    def close(self, stream: Stream) -> None:
+        """The reader left: abort what runs, give the room back."""
+        self.abort(stream)
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self._num_open -= stream.num_choices
+            if not self._num_open:
+                self._empty.set()
+
+    def _take(self, output: RequestOutput, running: Running) -> None:
+        reason = output.finish_reason
+        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+            del self._running[output.request_id]
+            running.stream.fail(
+                RequestError(
+                    output.error_status or 500,
+                    output.error_code or "internal_error",
+                    output.error_message or f"the engine ended this request: {reason.value}",
+                )
+            )
+            return
+        if reason is None:
+            piece = running.text.push(output.token_ids)
+        else:
+            piece = running.text.finish(output.token_ids, drop_last=reason is FinishReason.STOP)
+        ended = FinishReason.STOP if piece.stopped else reason
+        if ended is not None:
+            del self._running[output.request_id]
+            if reason is None:
+                self._tell_abort(output.request_id)
+        word = None if ended is None else ended.value
+        running.stream.put(
+            Delta(running.choice, piece.text, piece.num_tokens, output.num_cached_tokens, word)
+        )
+
+    def _tell_abort(self, request_id: int) -> None:
+        try:
+            self._send(AbortRequest(request_id))
+        except EngineDeadError:
+            log.debug("request %d: no engine left to tell", request_id)
+
+
+def _fit(num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int) -> SamplingParams:
+    """The same parameters with `max_tokens` set, to what was asked for or the room the prompt leaves."""
+    if num_prompt_tokens == 0:
+        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", "prompt")
+    room = max_context_tokens - num_prompt_tokens
+    if room < 1:
+        raise RequestError(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {num_prompt_tokens} tokens, prompt and answer together may have "
+            f"{max_context_tokens}; shorten the prompt",
+            "messages",
+        )
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    return msgspec.structs.replace(params, max_tokens=wanted)

@@ -1,0 +1,272 @@
+"""Request bodies of the OpenAI API: bytes in, checked values out.
+
+Promise: no field of a body is ignored that could change the answer: it is honoured, or the request is
+refused with a 400 that names it. Only a field's neutral value (null, `n: 1`, `tools: []`) passes.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from minisgl.errors import RequestError
+from minisgl.request import SamplingParams
+from minisgl.server.field_rules import (
+    MESSAGE_FIELDS,
+    UNSUPPORTED_BY_CHAT,
+    UNSUPPORTED_BY_COMPLETIONS,
+    UNSUPPORTED_IN_MESSAGES,
+    kind_of,
+    refuse_unsupported,
+    short,
+)
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; a chat may use the room that is left."""
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds when the client leaves a field out: from the model's generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SharedFields(msgspec.Struct, frozen=True):
+    """What both endpoints understand. The last four are extensions that other engines have too."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class ChatFields(msgspec.Struct, frozen=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+
+
+class CompletionFields(msgspec.Struct, frozen=True):
+    prompt: str | list[str | int | list[int]]
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class CallOptions(NamedTuple):
+    """What a body asks for besides its prompt."""
+
+    model: str | None  # None: whatever is served
+    stream: bool
+    include_usage: bool
+    n: int
+    params: SamplingParams
+
+
+class ChatCall(NamedTuple):
+    messages: list[dict[str, Any]]  # ready for the template: known roles, text content
+    options: CallOptions
+
+
+class CompletionCall(NamedTuple):
+    prompts: list[str | list[int]]
+    options: CallOptions
+
+
+def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
+    """A body of POST /v1/chat/completions.
+
+    Raises:
+        RequestError: 400 with the field at fault.
+    """
+    fields = _decode_object(body)
+    known = {*SharedFields.__struct_fields__, *ChatFields.__struct_fields__}
+    refuse_unsupported(fields, known, UNSUPPORTED_BY_CHAT)
+    chat, shared = _convert(fields, ChatFields), _convert(fields, SharedFields)
+    if not chat.messages:
+        raise RequestError(400, "invalid_value", "messages must hold at least one message", "messages")
+    messages = [_message(message, f"messages[{rank}]") for rank, message in enumerate(chat.messages)]
+    wanted = chat.max_completion_tokens
+    _at_least_one("max_completion_tokens", wanted)
+    return ChatCall(messages, _options(shared, defaults, wanted if wanted is not None else shared.max_tokens))
+
+
+def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> CompletionCall:
+    """A body of POST /v1/completions; token ids must be below `vocab_size`.
+
+    Raises:
+        RequestError: 400 with the field at fault.
+    """
+    fields = _decode_object(body)
+    known = {*SharedFields.__struct_fields__, *CompletionFields.__struct_fields__}
+    refuse_unsupported(fields, known, UNSUPPORTED_BY_COMPLETIONS)
+    completion, shared = _convert(fields, CompletionFields), _convert(fields, SharedFields)
+    prompts = _prompts(completion.prompt, vocab_size)
+    wanted = shared.max_tokens if shared.max_tokens is not None else COMPLETION_MAX_TOKENS
+    return CompletionCall(prompts, _options(shared, defaults, wanted))
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(400, "invalid_json", f"the body must be a JSON object, got {kind_of(fields)}")
+    return fields
+
+
+def _convert(fields: dict[str, Any], kind: type[Any]) -> Any:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        missing = re.match(r"Object missing required field `(\w+)`$", text)
+        if missing:
+            name = missing[1]
+            raise RequestError(400, "missing_required_parameter", f"{name} is missing", name) from None
+        where = re.search(r" - at `\$\.?([^`]*)`$", text)
+        name = where[1] if where else None
+        message = f"{name}: {text[: where.start()]}" if where else text
+        raise RequestError(400, "invalid_type", message, name) from None
+
+
+def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int | None) -> CallOptions:
+    n = 1 if shared.n is None else shared.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise RequestError(400, "invalid_value", f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
+    if shared.stream_options is not None and not shared.stream:
+        raise RequestError(
+            400, "invalid_value", "stream_options is only allowed with stream: true", "stream_options"
+        )
+    stop = [shared.stop] if isinstance(shared.stop, str) else shared.stop or []
+    if len(stop) > MAX_STOPS:
+        raise RequestError(
+            400, "invalid_value", f"stop may hold {MAX_STOPS} strings, got {len(stop)}", "stop"
+        )
+    _at_least_one("max_tokens", max_tokens)
+    given = {
+        "temperature": _first(shared.temperature, defaults.temperature),
+        "top_p": _first(shared.top_p, defaults.top_p),
+        "top_k": _first(shared.top_k, defaults.top_k),
+        "min_p": _first(shared.min_p, defaults.min_p),
+        "seed": shared.seed,
+        "ignore_eos": shared.ignore_eos,
+    }
+    return CallOptions(
+        model=shared.model,
+        stream=bool(shared.stream),
+        include_usage=bool(shared.stream_options and shared.stream_options.include_usage),
+        n=n,
+        params=SamplingParams(
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            stop_token_ids=tuple(shared.stop_token_ids or ()),
+            **{name: value for name, value in given.items() if value is not None},
+        ),
+    )
+
+
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise RequestError(400, "invalid_value", f"{name} must be at least 1, got {value}", name)
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """One message as the template sees it. `where` names it in errors."""
+    refuse_unsupported(message, MESSAGE_FIELDS, UNSUPPORTED_IN_MESSAGES, f"{where}.")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RequestError(
+            400,
+            "invalid_value",
+            f"{where}.role must be one of {', '.join(ROLES)}, got {short(role)}",
+            f"{where}.role",
+        )
+    ready = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = message.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            field = f"{where}.{name}"
+            raise RequestError(400, "invalid_type", f"{field} must be a string, got {kind_of(value)}", field)
+        ready[name] = value
+    return ready
+
+
+def _content(content: object, where: str) -> str:
+    """A message's text: a string, or text parts put together as they are."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            400,
+            "invalid_type",
+            f"{where} must be a string or a list of text parts, got {kind_of(content)}",
+            where,
+        )
+    text = ""
+    for rank, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise RequestError(
+                400,
+                "invalid_value",
+                f'{where}[{rank}] must be a part of type "text", got {short(kind)}',
+                where,
+            )
+        try:
+            text += msgspec.convert(part, TextPart).text
+        except msgspec.ValidationError as error:
+            raise RequestError(400, "invalid_type", f"{where}[{rank}]: {error}", where) from None
+    return text
+
+
+def _prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+    """OpenAI's four forms of a prompt as a list of texts and token lists."""
+    if isinstance(prompt, str):
+        prompts: list[str | list[int]] = [prompt]
+    elif not prompt:
+        prompts = []
+    elif all(type(item) is int for item in prompt):
+        prompts = [prompt]
+    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        prompts = prompt
+    else:
+        raise RequestError(
+            400, "invalid_type", "prompt must be all text, all token ids or all lists of token ids", "prompt"
+        )
+    if not prompts or not all(prompts):
+        raise RequestError(400, "invalid_value", "prompt is empty; give at least one token", "prompt")
+    for tokens in prompts:
+        if not isinstance(tokens, str) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            raise RequestError(
+                400, "invalid_value", f"prompt: token ids must be from 0 to {vocab_size - 1}", "prompt"
+            )
+    return prompts

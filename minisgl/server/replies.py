@@ -1,0 +1,130 @@
+"""Bodies of the OpenAI API's answers, as JSON bytes: whole, in chunks, and errors.
+
+Promise: a field that OpenAI's clients read is there with OpenAI's name and type.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from minisgl.errors import EngineDeadError, MinisglError, RequestError
+
+DONE = b"data: [DONE]\n\n"
+RETRY_AFTER_S = 2
+RETRYABLE = (429, 503)
+
+
+class Usage(msgspec.Struct):
+    """Tokens, never chunks. Each prompt counts once however many choices it has."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Shape:
+    """How one endpoint's answers look.
+
+    Args:
+        chat: /v1/chat/completions, otherwise /v1/completions.
+        model: the name the client knows.
+        include_usage: a stream ends with a chunk of usage, and all others say `usage: null`.
+    """
+
+    def __init__(self, chat: bool, model: str, include_usage: bool = False) -> None:
+        self._chat = chat
+        self._include_usage = include_usage
+        self._head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else "text_completion"}
+        self._encode = msgspec.json.Encoder().encode
+
+    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> bytes:
+        """The answer of `stream: false`; a choice is (text, finish_reason)."""
+        return self._encode(
+            {
+                **self._head,
+                "choices": [
+                    {
+                        "index": index,
+                        **(
+                            {"message": {"role": "assistant", "content": text, "refusal": None}}
+                            if self._chat
+                            else {"text": text}
+                        ),
+                        "logprobs": None,
+                        "finish_reason": reason,
+                    }
+                    for index, (text, reason) in enumerate(choices)
+                ],
+                "usage": usage.as_json(),
+            }
+        )
+
+    def opening(self, num_choices: int) -> bytes:
+        """The events before any text: a chat's choices say who speaks."""
+        if not self._chat:
+            return b""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._event(index, {"delta": delta}, None) for index in range(num_choices))
+
+    def piece(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        """The events of new text, of an end, or of both; none when there is neither."""
+        if not self._chat:
+            if not text and finish_reason is None:
+                return b""
+            return self._event(index, {"text": text}, finish_reason)
+        events = self._event(index, {"delta": {"content": text}}, None) if text else b""
+        return events if finish_reason is None else events + self._event(index, {"delta": {}}, finish_reason)
+
+    def ending(self, usage: Usage) -> bytes:
+        """The last events."""
+        if not self._include_usage:
+            return DONE
+        return sse(self._encode({**self._chunk_head, "choices": [], "usage": usage.as_json()})) + DONE
+
+    def _event(self, index: int, content: dict[str, Any], finish_reason: str | None) -> bytes:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+        chunk = {**self._chunk_head, "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = None
+        return sse(self._encode(chunk))
+
+
+def sse(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def error_body(status: int, code: str | None, message: str, param: str | None = None) -> bytes:
+    """OpenAI's error object."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def error_of(error: Exception) -> tuple[int, bytes]:
+    """HTTP status and body for an exception. One that is not ours says nothing of its inside."""
+    if isinstance(error, RequestError):
+        return error.status, error_body(error.status, error.code, error.message, error.param)
+    if isinstance(error, EngineDeadError):
+        return 503, error_body(503, "engine_dead", str(error))
+    if isinstance(error, MinisglError):
+        return 500, error_body(500, "internal_error", str(error))
+    return 500, error_body(500, "internal_error", "internal error; the server's log has the details")

@@ -1,0 +1,60 @@
+"""What the server process knows of a model: its name, its text side, its sampling defaults.
+
+Promise: read once from the model folder, without torch; never changed afterwards.
+"""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from minisgl.errors import ModelError, RequestError
+from minisgl.request import SamplingParams
+from minisgl.server.openai_schema import SamplingDefaults
+from minisgl.text.chat_template import ChatTemplate
+from minisgl.text.tokenizer import Tokenizer, read_json
+
+
+class ServedModel(NamedTuple):
+    """The one model behind the API."""
+
+    name: str
+    created: int  # Unix time, seconds
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: SamplingDefaults
+
+
+def load_served_model(folder: Path, name: str) -> ServedModel:
+    """Read tokenizer, chat template and generation_config.json.
+
+    Raises:
+        ModelError: the folder lacks a tokenizer, or one of its files is broken.
+    """
+    tokenizer = Tokenizer.from_folder(folder)
+    return ServedModel(
+        name=name,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        template=ChatTemplate.from_folder(folder, tokenizer),
+        defaults=_read_defaults(folder / "generation_config.json"),
+    )
+
+
+def served_name(chosen: str | None, model: str) -> str:
+    """The name clients send: the chosen one, else what --model says, of a local folder its last part."""
+    if chosen:
+        return chosen
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _read_defaults(file: Path) -> SamplingDefaults:
+    try:
+        defaults = msgspec.convert(read_json(file), SamplingDefaults)
+        SamplingParams(
+            **{name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
+        )
+    except (msgspec.ValidationError, RequestError) as error:
+        raise ModelError(f"{file}: {error}") from None
+    return defaults

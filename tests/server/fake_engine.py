@@ -1,0 +1,187 @@
+"""An engine process without a model: it speaks the real protocol and does what the prompt says.
+
+A prompt with `@word rest` is a command; any other is answered with "ok":
+  @say TEXT      TEXT, one token a step, then end-of-sequence
+  @burst TEXT    the same in one step
+  @wait TEXT     TEXT, then nothing until somebody sends @go
+  @go            ends every waiting request (they say "!") and itself
+  @report        JSON of what arrived so far
+  @refuse        an error answer: status 422, code "refused"
+  @ghost TEXT    TEXT, and after its end more outputs for this and for unknown ids
+  @cached TEXT   TEXT, with half of the prompt found in the cache
+  @crash         dies at once (SIGKILL)
+  @freeze        stops answering anything (SIGSTOP)
+  @fatal         says Fatal and exits
+
+`fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "exit", "context": tokens}.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minisgl.messages import (
+    AbortRequest,
+    AddRequest,
+    Fatal,
+    Ping,
+    Ready,
+    Shutdown,
+    StartupStage,
+    Status,
+    StepOutput,
+)
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.text.tokenizer import Tokenizer
+from minisgl.transport import EngineSocket
+
+COMMAND = re.compile(r"@(\w+) ?(.*?)(?=<\|im_end\|>|$)", re.DOTALL)
+
+
+class Answer:
+    """A running request and the tokens it still has to give."""
+
+    def __init__(self, params: SamplingParams, token_ids: list[int], num_cached_tokens: int) -> None:
+        self.params = params
+        self.token_ids = token_ids
+        self.num_cached_tokens = num_cached_tokens
+        self.num_given = 0
+        self.waits = False
+
+    def step(self, request_id: int, eos: int, most: int) -> RequestOutput | None:
+        """Up to `most` tokens, as the real engine gives them."""
+        given: list[int] = []
+        reason = None
+        assert self.params.max_tokens is not None  # the server always decides
+        while self.token_ids and len(given) < most and reason is None:
+            given.append(self.token_ids.pop(0))
+            self.num_given += 1
+            if given[-1] == eos or given[-1] in self.params.stop_token_ids:
+                reason = FinishReason.STOP
+            elif self.num_given == self.params.max_tokens:
+                reason = FinishReason.LENGTH
+        return RequestOutput(request_id, given, reason, self.num_cached_tokens) if given else None
+
+
+class FakeEngine:
+    """The loop of the engine process."""
+
+    def __init__(self, socket: EngineSocket, tokenizer: Tokenizer) -> None:
+        self.socket = socket
+        self.tokenizer = tokenizer
+        self.eos = self.encode("<|im_end|>")[0]
+        self.running: dict[int, Answer] = {}
+        self.bursts: set[int] = set()
+        self.seen: dict[str, Any] = {"added": 0, "aborted": [], "params": []}
+        self.extra: list[RequestOutput] = []
+        self.num_steps = 0
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def run(self) -> None:
+        while True:
+            busy = any(answer.token_ids for answer in self.running.values())
+            for message in self.socket.receive(0 if busy else 100):
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Ping):
+                    self.socket.send(Status(message.sequence, self.num_steps, num_running=len(self.running)))
+                elif isinstance(message, AddRequest):
+                    self.add(message)
+                elif isinstance(message, AbortRequest):
+                    self.seen["aborted"].append(message.request_id)
+                    if self.running.pop(message.request_id, None) is not None:
+                        self.extra.append(RequestOutput(message.request_id, [], FinishReason.ABORT))
+            self.step()
+
+    def step(self) -> None:
+        outputs, self.extra = self.extra, []
+        for request_id, answer in list(self.running.items()):
+            most = 10_000 if request_id in self.bursts else 1
+            output = answer.step(request_id, self.eos, most)
+            if output is not None:
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    del self.running[request_id]
+        if outputs:
+            self.num_steps += 1
+            self.socket.send(StepOutput(outputs))
+
+    def add(self, request: AddRequest) -> None:
+        self.seen["added"] += 1
+        self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
+        self.seen["seed"] = request.params.seed
+        self.seen["max_tokens"] = request.params.max_tokens
+        prompt_ids = np.frombuffer(request.prompt_ids, "<i4").tolist()
+        found = COMMAND.search(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
+        word, text = (found[1], found[2]) if found else ("say", "ok")
+        if word == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif word == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif word == "fatal":
+            self.socket.send(Fatal("out of memory; lower --memory-fraction"))
+            self.socket.close()
+            sys.exit(1)
+        elif word == "refuse":
+            self.extra.append(
+                RequestOutput(
+                    request.request_id, [], FinishReason.ERROR, 0, 422, "refused", "this engine will not"
+                )
+            )
+            return
+        elif word == "report":
+            self.seen["running"] = sorted(self.running)
+            text = json.dumps(self.seen)
+        elif word == "go":
+            for answer in self.running.values():
+                if answer.waits:
+                    answer.token_ids += [*self.encode("!"), self.eos]
+            text = "gone"
+        num_cached = len(prompt_ids) // 2 if word == "cached" else 0
+        end = [] if word == "wait" else [self.eos]
+        answer = Answer(request.params, [*self.encode(text), *end], num_cached)
+        answer.waits = word == "wait"
+        self.running[request.request_id] = answer
+        if word != "say" and word != "wait":
+            self.bursts.add(request.request_id)
+        if word == "ghost":
+            output = answer.step(request.request_id, self.eos, 10_000)
+            del self.running[request.request_id]
+            ghost = [RequestOutput(number, [self.eos - 1]) for number in (request.request_id, 10**9)]
+            again = RequestOutput(request.request_id, [], FinishReason.STOP)
+            self.extra += [*([output] if output else []), *ghost, again]
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    folder = Path(settings["model_folder"])
+    knobs = json.loads((folder / "fake.json").read_text())
+    socket = EngineSocket(settings["ipc_dir"])
+    if knobs["start"] == "exit":
+        sys.exit(3)
+    if knobs["start"] == "fatal":
+        socket.send(Fatal("no GPU; use --device cpu"))
+        socket.close()
+        sys.exit(1)
+    socket.send(StartupStage("import", 12.0))
+    if knobs["start"] == "hang":
+        threading.Event().wait()
+    engine = FakeEngine(socket, Tokenizer.from_folder(folder))
+    socket.send(StartupStage("weights", 34.0))
+    socket.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0, "weights": 34.0}))
+    engine.run()
+    socket.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Request bodies: what is honoured, what is refused by name, what may pass."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.errors import RequestError
+from minisgl.server.openai_schema import (
+    ChatCall,
+    CompletionCall,
+    SamplingDefaults,
+    parse_chat,
+    parse_completion,
+)
+
+NO_DEFAULTS = SamplingDefaults()
+VOCAB = 300
+USER = {"role": "user", "content": "Hi"}
+
+
+def chat(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> ChatCall:
+    return parse_chat(msgspec.json.encode({"model": "tiny", "messages": [USER], **fields}), defaults)
+
+
+def completion(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> CompletionCall:
+    body = msgspec.json.encode({"model": "tiny", "prompt": "Hi", **fields})
+    return parse_completion(body, defaults, VOCAB)
+
+
+def refusal(parse: Any, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    return caught.value
+
+
+def test_trap_27_a_chat_may_use_the_room_that_is_left_and_a_completion_gets_16_tokens() -> None:
+    assert chat().options.params.max_tokens is None
+    assert completion().options.params.max_tokens == 16
+    assert chat(max_tokens=5).options.params.max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).options.params.max_tokens == 7
+
+
+def test_sampling_defaults_come_from_the_model_and_the_client_wins() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
+    params = chat(defaults).options.params
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 20)
+    params = chat(defaults, temperature=0, top_p=1, top_k=-1).options.params
+    assert (params.temperature, params.top_p, params.top_k) == (0, 1, -1)
+    plain = chat().options.params
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (1.0, 1.0, 0, 0.0)
+
+
+def test_trap_27_every_field_that_is_honoured_arrives() -> None:
+    options = completion(
+        stream=True,
+        stream_options={"include_usage": True},
+        n=3,
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        min_p=0.125,
+        seed=11,
+        stop=["a", "b"],
+        stop_token_ids=[7],
+        ignore_eos=True,
+    ).options
+    params = options.params
+    assert (options.stream, options.include_usage, options.n, options.model) == (True, True, 3, "tiny")
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (9, 0.5, 0.25, 4)
+    assert (params.min_p, params.seed, params.stop) == (0.125, 11, ("a", "b"))
+    assert (params.stop_token_ids, params.ignore_eos) == ((7,), True)
+    assert completion(stop="x").options.params.stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (chat, {"tools": [{"type": "function"}]}),
+        (chat, {"tool_choice": "auto"}),
+        (chat, {"functions": [{}]}),
+        (chat, {"function_call": "auto"}),
+        (chat, {"response_format": {"type": "json_object"}}),
+        (chat, {"logprobs": True}),
+        (chat, {"top_logprobs": 2}),
+        (chat, {"audio": {}}),
+        (chat, {"modalities": ["audio"]}),
+        (chat, {"prediction": {"type": "content"}}),
+        (chat, {"reasoning_effort": "high"}),
+        (chat, {"store": True}),
+        *[
+            (parse, fields)
+            for parse in (chat, completion)
+            for fields in (
+                {"logit_bias": {"5": 1}},
+                {"presence_penalty": 0.1},
+                {"frequency_penalty": -1},
+                {"repetition_penalty": 1.1},
+                {"presence_penalty": False},
+            )
+        ],
+        (completion, {"best_of": 2}),
+        (completion, {"echo": True}),
+        (completion, {"suffix": "end"}),
+        (completion, {"logprobs": 0}),
+    ],
+)
+def test_trap_27_what_we_lack_is_refused_by_name(parse: Any, fields: dict[str, Any]) -> None:
+    error = refusal(parse, **fields)
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", next(iter(fields)))
+    assert next(iter(fields)) in error.message
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"),
+    [
+        (
+            chat,
+            {
+                "tools": [],
+                "tool_choice": "none",
+                "functions": None,
+                "response_format": {"type": "text"},
+                "logprobs": False,
+                "top_logprobs": 0,
+                "modalities": ["text"],
+                "audio": None,
+                "parallel_tool_calls": True,
+                "store": False,
+            },
+        ),
+        (completion, {"best_of": 1, "echo": False, "suffix": "", "logprobs": None}),
+        *[
+            (
+                parse,
+                {
+                    "n": 1,
+                    "logit_bias": {},
+                    "presence_penalty": 0,
+                    "frequency_penalty": 0.0,
+                    "repetition_penalty": 1.0,
+                    "user": "me",
+                    "metadata": {"a": "b"},
+                    "service_tier": "auto",
+                    "stop": None,
+                    "stream": None,
+                    "seed": None,
+                },
+            )
+            for parse in (chat, completion)
+        ],
+    ],
+)
+def test_neutral_and_harmless_fields_pass(parse: Any, fields: dict[str, Any]) -> None:
+    assert parse(**fields).options == parse().options
+
+
+def test_a_field_nobody_knows_is_refused_unless_null() -> None:
+    error = refusal(chat, temprature=0.5)
+    assert (error.code, error.param) == ("unknown_parameter", "temprature")
+    chat(temprature=None)
+    refusal(chat, prompt="for the other endpoint")
+
+
+def test_trap_27_all_roles_and_list_content_are_taken() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    call = chat(
+        messages=[
+            {"role": "developer", "content": "D"},
+            {"role": "system", "content": parts},
+            {"role": "user", "content": "U", "name": "Ann"},
+            {"role": "assistant", "content": "A", "refusal": None, "tool_calls": []},
+            {"role": "tool", "content": "T", "tool_call_id": "x"},
+        ]
+    )
+    assert call.messages == [
+        {"role": "system", "content": "D"},
+        {"role": "system", "content": "one two"},
+        {"role": "user", "content": "U", "name": "Ann"},
+        {"role": "assistant", "content": "A"},
+        {"role": "tool", "content": "T", "tool_call_id": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("Hi", "messages"),
+        (["Hi"], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([USER, {"content": "Hi"}], "messages[1].role"),
+        ([{"role": "robot", "content": "Hi"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "Hi"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": ["Hi"]}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "Hi", "mood": "good"}], "messages[0].mood"),
+        ([{"role": "user", "content": "Hi", "name": 5}], "messages[0].name"),
+    ],
+)
+def test_bad_messages_are_named(messages: Any, param: str) -> None:
+    error = refusal(chat, messages=messages)
+    assert (error.status, error.param) == (400, param)
+
+
+def test_the_four_forms_of_a_prompt() -> None:
+    assert completion(prompt="a").prompts == ["a"]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(prompt=[[1], [2, 3]]).prompts == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], [""], ["a", ""], [[]], [[1], []], ["a", 1], [1, "a"], [[1], "a"], [1.5], [True], [[1, "a"]]]
+    + [[-1], [VOCAB], [[VOCAB]], [10**30], [-(10**30)], None, 5, {"a": 1}],
+)
+def test_trap_23_bad_prompts_are_refused(prompt: Any) -> None:
+    error = refusal(completion, prompt=prompt)
+    assert error.status == 400
+    assert (error.param or "").startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_tokens", value) for value in (0, -1, 2.5, "5", True, [1])],
+        *[("temperature", value) for value in (-0.1, 101, 1e300, "hot", [1])],
+        *[("top_p", value) for value in (0, -1, 1.1, "x")],
+        *[("top_k", value) for value in (-2, 2**31, 10**30, 0.5)],
+        *[("min_p", value) for value in (-0.1, 1.1)],
+        *[("n", value) for value in (0, -1, 129, 10**30, "2")],
+        *[("seed", value) for value in (2**63, -(2**63) - 1, 10**30, 0.5, "x")],
+        *[("stop", value) for value in ("", [""], [1], {"a": 1}, ["x"] * 17)],
+        *[("stop_token_ids", value) for value in ([-1], [10**30], ["a"], 5)],
+        *[("stream", value) for value in (1, "yes")],
+        *[("model", value) for value in (5, ["tiny"])],
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_trap_23_values_out_of_range_or_of_the_wrong_type_are_named(field: str, value: Any) -> None:
+    for parse in (chat, completion):
+        error = refusal(parse, **{field: value})
+        assert (error.status, (error.param or "").split("[")[0]) == (400, field)
+
+
+def test_huge_max_tokens_are_fine_because_they_are_clamped() -> None:
+    assert chat(max_tokens=10**30).options.params.max_tokens == 10**30
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"text"',
+        b"null",
+        b"5",
+        b'{"a":NaN}',
+        b'{"a":1e999}',
+        b"\xff\xfe",
+        b'{"a":"\xed\xa0\x80"}',
+    ]
+    + [b'{"messages":[{"role":"user","content":"\\ud800"}]}', b"[" * 100_000, b'{"prompt":"a"} trailing'],
+)
+def test_what_is_not_a_json_object_is_a_400(body: bytes) -> None:
+    for parse in (lambda: parse_chat(body, NO_DEFAULTS), lambda: parse_completion(body, NO_DEFAULTS, VOCAB)):
+        with pytest.raises(RequestError) as caught:
+            parse()
+        assert caught.value.status == 400
+
+
+def test_what_is_missing_is_named() -> None:
+    for parse, param in (
+        (lambda: parse_chat(b"{}", NO_DEFAULTS), "messages"),
+        (lambda: parse_completion(b"{}", NO_DEFAULTS, VOCAB), "prompt"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse()
+        assert (caught.value.code, caught.value.param) == ("missing_required_parameter", param)
+
+
+FIELDS = st.sampled_from(
+    "model messages prompt stream stream_options n max_tokens temperature top_p stop seed top_k min_p tools "
+    "logprobs echo stop_token_ids max_completion_tokens response_format user".split()
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(USER),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(FIELDS | st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400)
+@given(fields=st.dictionaries(FIELDS, JSON, max_size=6), has_prompt=st.booleans())
+def test_any_json_is_understood_or_refused_with_a_400(fields: dict[str, Any], has_prompt: bool) -> None:
+    whole = {"messages": [USER], **fields} if has_prompt else fields
+    body = msgspec.json.encode(whole)
+    for parse in (lambda: parse_chat(body, NO_DEFAULTS), lambda: parse_completion(body, NO_DEFAULTS, VOCAB)):
+        try:
+            parse()
+        except RequestError as error:
+            assert error.status == 400
+            assert error.code
