@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minisgl.config import DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
+from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets
 from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine.device import find_device_facts, free_host_bytes
 from minisgl.engine.inputs import PrefillBatch
-from minisgl.engine.memory import free_host_bytes, plan_memory
+from minisgl.engine.memory import plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
@@ -51,7 +52,7 @@ class Engine:
         self.config = config
         self._scheduler = scheduler
         self._cache = cache
-        self._runner = runner
+        self.runner = runner
         self._compiled = compiled
         self._launched: deque[LaunchedStep] = deque()
 
@@ -83,12 +84,12 @@ class Engine:
         """Plan and launch a step, collect the one before (with overlap) or this one; what came of it."""
         plan = self._scheduler.plan()
         if plan is not None:
-            self._launched.append(self._runner.launch(plan))
+            self._launched.append(self.runner.launch(plan))
         # With overlap one step stays in flight while the next is planned; without a plan nothing can.
         keep_in_flight = 1 if self.config.overlap and plan is not None else 0
         while len(self._launched) > keep_in_flight:
             step = self._launched.popleft()
-            self._scheduler.apply(step.plan, self._runner.collect(step))
+            self._scheduler.apply(step.plan, self.runner.collect(step))
         return self._scheduler.take_outputs()
 
     def status(self, sequence: int) -> Status:
@@ -116,7 +117,7 @@ class Engine:
     def close(self) -> None:
         """Wait for launched steps and let go of them. Open requests get no answer any more."""
         while self._launched:
-            self._runner.collect(self._launched.popleft())
+            self.runner.collect(self._launched.popleft())
 
 
 def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engine:
@@ -128,9 +129,7 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
     """
     stages = _Stages(on_stage)
     model_config = read_model_config(folder)
-    has_cuda = torch.cuda.is_available()
-    facts = DeviceFacts(has_cuda=has_cuda, cuda_name=torch.cuda.get_device_name() if has_cuda else "")
-    config = resolve_engine_config(config, model_config, facts)
+    config = resolve_engine_config(config, model_config, find_device_facts())
     assert config.device is not None
     assert config.dtype is not None
     device = (

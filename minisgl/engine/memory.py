@@ -5,7 +5,6 @@ largest step's activations, the device tables and a reserve for graphs were take
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from minisgl.config import DTYPE_BYTES, GIB, MIB, EngineConfig, ModelConfig
 from minisgl.errors import ConfigError
@@ -101,14 +100,3 @@ def plan_memory(
         page_bytes=one_page,
         num_pages=num_pages,
     )
-
-
-def free_host_bytes() -> int:
-    """Memory this machine could still give a process (Linux: MemAvailable; elsewhere 8 GiB are assumed)."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 8 * GIB

@@ -37,7 +37,7 @@ class ModelRunner:
         device: torch.device,
         compiled: CompiledDecode | None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._rows = rows
         self._device = device
         self._pages = HostPageTable(rows.max_rows, rows.page_table.shape[1], page_size)
@@ -64,7 +64,7 @@ class ModelRunner:
             tokens.append(self._to_host(token_ids))
         if plan.chunks:
             batch = build_prefill(plan, self._pages, self._stager)
-            token_ids = prefill_step(self._model, self._rows, batch)
+            token_ids = prefill_step(self.model, self._rows, batch)
             if batch.sampling:
                 tokens.append(self._to_host(token_ids))
         done = None

@@ -1,0 +1,37 @@
+"""What this machine offers, found out once before settings are resolved."""
+
+from pathlib import Path
+
+import torch
+
+from minisgl.config import GIB, DeviceFacts
+
+
+def find_device_facts() -> DeviceFacts:
+    """The facts that `resolve_engine_config` decides by."""
+    has_cuda = torch.cuda.is_available()
+    return DeviceFacts(
+        has_cuda=has_cuda,
+        cuda_name=torch.cuda.get_device_name() if has_cuda else "",
+        cpu_has_bf16=cpu_has_bf16(),
+    )
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 (Linux on x86 tells; elsewhere False)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def free_host_bytes() -> int:
+    """Memory this machine could still give a process (Linux: MemAvailable; elsewhere 8 GiB are assumed)."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 * GIB
