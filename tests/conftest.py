@@ -1,6 +1,15 @@
 """Settings every test runs under."""
 
+import os
+import shutil
+
 from hypothesis import HealthCheck, settings
+
+if shutil.which("nvidia-smi") is None:
+    # Without a GPU the kernels run in Triton's interpreter. It must be chosen before the first import of a
+    # kernel, which may come from any test file, so it is chosen here; the engine's own CPU path runs the
+    # kernels' references and does not notice.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "minisgl", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -1,0 +1,24 @@
+"""The scatter at the end of a step."""
+
+import torch
+
+from triton_kernels.advance_rows import advance_rows, advance_rows_triton
+
+
+def test_real_rows_advance_and_padding_rows_change_nothing(device):
+    rng = torch.Generator().manual_seed(0)
+    for num_entries in (1, 5, 200):
+        max_rows = 210
+        row_ids = torch.randperm(max_rows + 3, generator=rng)[:num_entries].int()
+        row_ids[0] = max_rows
+        tokens = torch.randint(0, 1000, (num_entries,), generator=rng).int()
+        lengths = torch.randint(0, 1000, (num_entries,), generator=rng).int()
+        expected_token, expected_length = torch.full((2, max_rows + 3), -7, dtype=torch.int32)
+        for row, token, length in zip(row_ids.tolist(), tokens.tolist(), lengths.tolist(), strict=True):
+            if row < max_rows:
+                expected_token[row], expected_length[row] = token, length
+        for advance in (advance_rows, advance_rows_triton):
+            last_token, context_len = torch.full((2, max_rows + 3), -7, dtype=torch.int32, device=device)
+            advance(row_ids.to(device), tokens.to(device), lengths.to(device), last_token, context_len, max_rows)
+            assert torch.equal(last_token.cpu(), expected_token)
+            assert torch.equal(context_len.cpu(), expected_length)

@@ -1,0 +1,29 @@
+"""SiLU-mul: the reference against a float64 formula, the kernel against the reference."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triton_kernels.silu_mul import silu_mul, silu_mul_reference, silu_mul_triton
+
+
+def test_reference_equals_the_formula():
+    gate_up = torch.randn(6, 34)
+    gate, up = gate_up[:, :17].double(), gate_up[:, 17:].double()
+    torch.testing.assert_close(silu_mul(gate_up).double(), gate / (1 + torch.exp(-gate)) * up)
+
+
+@settings(max_examples=20)
+@given(tokens=st.integers(1, 9), width=st.integers(1, 1500), half=st.booleans())
+def test_kernel_equals_the_reference(tokens, width, half):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rng = torch.Generator().manual_seed(width)
+    gate_up = (3 * torch.randn((tokens, 2 * width + 1), generator=rng)).to(device)[:, :-1]
+    gate_up = gate_up.half() if half else gate_up
+    tolerance = {"atol": 2e-3, "rtol": 2e-3} if half else {"atol": 1e-6, "rtol": 1e-5}
+    torch.testing.assert_close(silu_mul_triton(gate_up), silu_mul_reference(gate_up), **tolerance)
+
+
+def test_large_gates_do_not_overflow(device):
+    gate_up = torch.tensor([[-1e4, 1e4, 0.0, 2.0, 2.0, 2.0]], device=device)
+    assert silu_mul_triton(gate_up).tolist() == [[0.0, 2e4, 0.0]]
