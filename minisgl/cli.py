@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from minisgl import __version__
 from minisgl.config import EngineConfig, ServerConfig
@@ -212,26 +212,25 @@ def _sampling(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Samp
 
 
 def _local_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> "LLM":
-    """An engine in this process; a line per start-up stage on stderr, and the sum at the end."""
+    """An engine in this process; a line per start-up stage on stderr, and the wall time at the end."""
     from minisgl.llm import LLM
+    from minisgl.server.startup_report import stage_line
     from minisgl.weights.progress import progress_on
 
     _start_log(arguments.log_level, "minisgl")
     settings = values_of(EngineConfig, arguments, environ)
     settings.pop("seed", None)  # --seed means the request's here
-    _stage_line(sys.stderr, "command line", 1000 * (time.monotonic() - started_at))
-    llm = LLM(
-        cache_dir=cache_dir(environ),
-        progress=progress_on(sys.stderr),
-        on_stage=lambda name, duration_ms: _stage_line(sys.stderr, name, duration_ms),
-        **settings,
-    )
-    _stage_line(sys.stderr, "ready", 1000 * (time.monotonic() - started_at))
+    # Held back until the first stage is over, so that a mistake in the settings is one line.
+    earlier = [("command line", 1000 * (time.monotonic() - started_at))]
+
+    def report(name: str, duration_ms: float) -> None:
+        for stage in (*earlier, (name, duration_ms)):
+            print(stage_line(*stage), file=sys.stderr)
+        earlier.clear()
+
+    llm = LLM(cache_dir=cache_dir(environ), progress=progress_on(sys.stderr), on_stage=report, **settings)
+    report("total", 1000 * (time.monotonic() - started_at))
     return llm
-
-
-def _stage_line(out: TextIO, name: str, duration_ms: float) -> None:
-    print(f"{name:<28} {duration_ms:8.0f} ms", file=out)
 
 
 def _start_log(level: str, process: str) -> None:

@@ -197,7 +197,12 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
     cpu = {"name": "cpu", "kind": platform.processor() or platform.machine(), "memory": _cpu_memory()}
     if torch is None:
         return [cpu], DeviceFacts(has_cuda=False)
-    if not torch.cuda.is_available():
+    from minisgl.engine.device import find_device_facts  # lazy: it imports torch
+
+    facts = find_device_facts()
+    if facts.cpu_has_bf16:
+        cpu["bfloat16"] = "multiplies bfloat16"
+    if not facts.has_cuda:
         if shutil.which("nvidia-smi") is not None:
             reason = (
                 "this torch is a CPU build"
@@ -205,7 +210,7 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
                 else "the driver may be too old for it"
             )
             warnings.append(f"nvidia-smi is here but torch sees no GPU: {reason}")
-        return [cpu], DeviceFacts(has_cuda=False)
+        return [cpu], facts
     found = [cpu]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -218,7 +223,7 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
                 "memory": f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free",
             }
         )
-    return found, DeviceFacts(has_cuda=True, cuda_name=torch.cuda.get_device_name(0))
+    return found, facts
 
 
 def _driver_version() -> str | None:
@@ -276,15 +281,15 @@ def _choices(
         return []
     on_cuda = resolved.device == "cuda"
     seen = f"torch sees a CUDA GPU ({facts.cuda_name})" if facts.has_cuda else "torch sees no CUDA GPU"
+    dtype_reason = f"the checkpoint's own ({model.checkpoint_dtype})"
+    if not on_cuda:
+        ability = "multiplies" if facts.cpu_has_bf16 else "has no instructions for"
+        dtype_reason = f"checkpoint in {model.checkpoint_dtype}; this processor {ability} bfloat16"
     reasons = {
         "device": seen,
-        "dtype": f"the checkpoint's own ({model.checkpoint_dtype})"
-        if on_cuda
-        else "faster than 16 bit on cpu",
-        "attention_backend": "paged Triton kernels" if on_cuda else "plain torch; Triton kernels need a GPU",
-        "compile_mode": "one CUDA graph per batch size"
-        if on_cuda
-        else "no CUDA graphs on cpu, answers sooner",
+        "dtype": dtype_reason,
+        "attention_backend": "paged Triton kernels" if on_cuda else "plain torch; Triton needs a GPU",
+        "compile_mode": "one CUDA graph per batch size" if on_cuda else "the first answer comes sooner",
         "max_context_tokens": "the model's own limit",
         "max_running_requests": f"default on {resolved.device}",
         "max_step_tokens": f"default on {resolved.device}",

@@ -146,7 +146,8 @@ def test_doctor_says_what_would_be_used_and_why(tmp_path: Path) -> None:
     report = json.loads(answer.stdout)
     choices = {choice["flag"]: (choice["value"], choice["why"]) for choice in report["choices"]}
     assert choices["--device"] == ("cpu", "asked for")
-    assert choices["--dtype"][0] == "float32"
+    assert choices["--dtype"][0] in ("float32", "bfloat16")
+    assert "this processor" in choices["--dtype"][1]
     assert choices["--attention-backend"][0] == "torch"
     assert choices["--max-context-tokens"] == ("512", "the model's own limit")
     assert report["packages"]["torch"]

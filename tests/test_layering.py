@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the user's door
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
-    "doctor": {"errors", "config", "model_config", "weights", "__init__", "triton_kernels", "compile_cache"},
+    "doctor": {"errors", "config", "model_config", "weights", "engine", "__init__"},
     "benchmark": SEAMS | {"offline", "llm", "text"},
     "cli": SEAMS | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "__init__"},
     "__init__": {"errors", "request", "offline", "llm"},
@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
     ("doctor", "weights"): {"minisgl.weights.sources"},
+    ("doctor", "engine"): {"minisgl.engine.device"},
     ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
     ("cli", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
 }

@@ -24,7 +24,8 @@ def llm() -> Iterator[LLM]:
         resolve_model_folder("smollm2-135m")
     except MinisglError as error:
         pytest.skip(f"the built-in model is not on this machine and can't be fetched: {error}")
-    with LLM(device="cpu", cpu_threads=1, max_context_tokens=MAX_CONTEXT, num_pages=256) as made:
+    settings = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
+    with LLM(max_context_tokens=MAX_CONTEXT, num_pages=256, **settings) as made:
         yield made
 
 
