@@ -13,6 +13,8 @@ A prompt with `@word rest` is a command; any other is answered with "ok":
   @freeze        stops answering anything (SIGSTOP)
   @fatal         says Fatal and exits
 
+SIGUSR1 does what @go does, for tests that may not send a request any more.
+
 `fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "exit", "context": tokens}.
 """
 
@@ -79,7 +81,7 @@ class FakeEngine:
         self.eos = self.encode("<|im_end|>")[0]
         self.running: dict[int, Answer] = {}
         self.bursts: set[int] = set()
-        self.seen: dict[str, Any] = {"added": 0, "aborted": [], "params": []}
+        self.seen: dict[str, Any] = {"added": 0, "aborted": 0, "params": []}
         self.extra: list[RequestOutput] = []
         self.num_steps = 0
 
@@ -97,7 +99,7 @@ class FakeEngine:
                 elif isinstance(message, AddRequest):
                     self.add(message)
                 elif isinstance(message, AbortRequest):
-                    self.seen["aborted"].append(message.request_id)
+                    self.seen["aborted"] += 1
                     if self.running.pop(message.request_id, None) is not None:
                         self.extra.append(RequestOutput(message.request_id, [], FinishReason.ABORT))
             self.step()
@@ -114,6 +116,11 @@ class FakeEngine:
         if outputs:
             self.num_steps += 1
             self.socket.send(StepOutput(outputs))
+
+    def go(self) -> None:
+        for answer in self.running.values():
+            if answer.waits:
+                answer.token_ids += [*self.encode("!"), self.eos]
 
     def add(self, request: AddRequest) -> None:
         self.seen["added"] += 1
@@ -139,12 +146,10 @@ class FakeEngine:
             )
             return
         elif word == "report":
-            self.seen["running"] = sorted(self.running)
+            self.seen["running"] = len(self.running)
             text = json.dumps(self.seen)
         elif word == "go":
-            for answer in self.running.values():
-                if answer.waits:
-                    answer.token_ids += [*self.encode("!"), self.eos]
+            self.go()
             text = "gone"
         num_cached = len(prompt_ids) // 2 if word == "cached" else 0
         end = [] if word == "wait" else [self.eos]
@@ -179,6 +184,7 @@ def main() -> None:
     engine = FakeEngine(socket, Tokenizer.from_folder(folder))
     socket.send(StartupStage("weights", 34.0))
     socket.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0, "weights": 34.0}))
+    signal.signal(signal.SIGUSR1, lambda *_: engine.go())
     engine.run()
     socket.close()
 

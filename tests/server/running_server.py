@@ -1,9 +1,12 @@
 """A real server process with the fake engine behind it, for tests."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -50,6 +53,7 @@ class RunningServer:
             "server": {"port": 0, "served_model_name": "tiny", **server},
             "worker": worker or [sys.executable, str(FAKE_ENGINE)],
         }
+        self.tmp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short, for the sockets in it
         self.errors = folder.parent / f"{folder.name}.stderr"
         self.out: list[str] = []
         self.port = 0
@@ -59,6 +63,7 @@ class RunningServer:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env={**os.environ, "TMPDIR": str(self.tmp)},
             )
 
     def __enter__(self) -> "RunningServer":
@@ -69,6 +74,7 @@ class RunningServer:
         self.process.wait(LIMIT_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        shutil.rmtree(self.tmp)
 
     def read_until(self, word: str) -> str:
         """The first line of its output with `word` in it; learns the port on the way."""
@@ -86,6 +92,10 @@ class RunningServer:
         """Wait for the start-up's last line."""
         self.read_until("curl ")
         return self
+
+    def ipc_dirs(self) -> list[Path]:
+        """The sockets' directories there are now."""
+        return list(self.tmp.iterdir())
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
