@@ -1,18 +1,23 @@
-"""The chat shell on a pipe, with a model that follows a script: what is asked, kept and forgotten."""
+"""The chat shell: what is asked, kept and forgotten; on a script, and on a terminal with a real model."""
 
 import io
+import os
+import pty
+import select
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from minisgl.errors import RequestError
+from minisgl.errors import MinisglError, RequestError
 from minisgl.llm import LLM
 from minisgl.offline import Delta
 from minisgl.request import FinishReason, SamplingParams
 from minisgl.shell import run_chat
+from minisgl.weights.sources import resolve_model_folder
 
 
 class ScriptedModel:
@@ -146,3 +151,46 @@ def test_the_end_of_the_input_leaves(tmp_path: Path, last: str) -> None:
     model = ScriptedModel("ok")
     talk(model, tmp_path, *([last] if last else []))
     assert len(model.asked) == (1 if last else 0)
+
+
+def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path: Path) -> None:
+    try:
+        model = resolve_model_folder("smollm2-135m")
+    except MinisglError as error:
+        pytest.skip(f"the built-in model is not on this machine and can't be fetched: {error}")
+    settings = ["--ignore-eos", "--max-tokens=400", "--max-context-tokens=512", "--cpu-threads=1"]
+    settings += ["--model", str(model), "--device=cpu", "--dtype=float32", "--log-level=error"]
+    child, terminal = pty.fork()
+    if child == 0:  # a session of its own, so that Ctrl-C reaches it alone
+        os.environ["MINISGL_CACHE"] = str(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "minisgl", "chat", *settings])
+    unread = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal unread
+        while text not in unread:
+            assert select.select([terminal], [], [], 120)[0], f"no {text!r} came after {unread!r}"
+            unread += os.read(terminal, 4096)
+        unread = unread.split(text, 1)[1]
+
+    try:
+        wait_for(b">>> ")
+        os.write(terminal, b"Tell me a long story\n")
+        wait_for(b"story\r\n")
+        wait_for(b" ")
+        os.write(terminal, b"\x03")
+        wait_for(b"[stopped]")
+        wait_for(b">>> ")
+        os.write(terminal, b"/stats\n")
+        wait_for(b"session: 1 answers")
+        wait_for(b">>> ")
+        os.write(terminal, b"\x04")
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        child = 0
+        assert code == 0
+        assert (tmp_path / "chat_history").read_text() == "Tell me a long story\n/stats\n"
+    finally:
+        os.close(terminal)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
