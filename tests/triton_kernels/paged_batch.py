@@ -52,7 +52,9 @@ def paged_batch(
             for pool in pools:
                 pool[page, :filled] = torch.randn((filled, num_kv_heads, head_dim), generator=rng)
     num_tokens = sum(new_tokens) + padding_tokens
-    qkv = torch.randn((num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), generator=rng).to(device, dtype)
+    qkv = torch.randn((num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), generator=rng).to(
+        device, dtype
+    )
     q = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
     row_start = torch.tensor([0, *new_tokens]).cumsum(0).int()
     return PagedBatch(
@@ -66,10 +68,8 @@ def paged_batch(
     )
 
 
-def attention_by_sdpa(
-    batch: PagedBatch, scale: float, window: int = 0, softcap: float = 0.0
-) -> Tensor:
-    """float64 [T, H, D]: torch's attention over each row's gathered keys, softcap by hand; zeros for padding."""
+def attention_by_sdpa(batch: PagedBatch, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
+    """float64 [T, H, D]: torch's attention over each row's gathered keys (softcap by hand), 0 for padding."""
     num_tokens, num_heads, head_dim = batch.q.shape
     out = torch.zeros((num_tokens, num_heads, head_dim), dtype=torch.float64)
     page_size = batch.k_cache.shape[1]

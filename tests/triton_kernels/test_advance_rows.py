@@ -19,6 +19,8 @@ def test_real_rows_advance_and_padding_rows_change_nothing(device):
                 expected_token[row], expected_length[row] = token, length
         for advance in (advance_rows, advance_rows_triton):
             last_token, context_len = torch.full((2, max_rows + 3), -7, dtype=torch.int32, device=device)
-            advance(row_ids.to(device), tokens.to(device), lengths.to(device), last_token, context_len, max_rows)
+            advance(
+                row_ids.to(device), tokens.to(device), lengths.to(device), last_token, context_len, max_rows
+            )
             assert torch.equal(last_token.cpu(), expected_token)
             assert torch.equal(context_len.cpu(), expected_length)

@@ -1,12 +1,19 @@
 """Decode attention: the reference against torch's own attention, the kernel against the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
 
-from triton_kernels.paged_decode import DecodeConfig, paged_decode, paged_decode_reference, paged_decode_triton
+from triton_kernels.paged_decode import (
+    DecodeConfig,
+    paged_decode,
+    paged_decode_reference,
+    paged_decode_triton,
+)
 
 TINY = DecodeConfig(block_n=16, split_tokens=16, max_splits=4, num_warps=4, num_stages=2, programs_per_sm=2)
 
@@ -15,7 +22,7 @@ def arguments(batch: PagedBatch):
     return batch.q, batch.k_cache, batch.v_cache, batch.page_table, batch.row_ids, batch.context_len
 
 
-def decode_batch(seed: int, contexts: list[int], *shape: int, **options) -> PagedBatch:
+def decode_batch(seed: int, contexts: list[int], *shape: Any, **options: Any) -> PagedBatch:
     return paged_batch(seed, contexts, [1] * len(contexts), *shape, **options)
 
 
@@ -42,7 +49,7 @@ def test_kernel_takes_every_head_dim(head_dim, dtype, device):
     assert (got - expected).norm() <= tolerance * expected.norm()
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     contexts=st.lists(st.integers(0, 150), min_size=1, max_size=5),
     group=st.sampled_from([1, 2, 3, 5, 7, 8, 16]),
@@ -89,8 +96,8 @@ def test_a_result_does_not_depend_on_how_many_pages_a_row_may_have(device):
 
 
 def test_more_rows_than_a_search_block(device):
-    contexts = [3] * 300
-    contexts[7], contexts[290] = 0, 40
+    contexts = [3] * 260
+    contexts[7], contexts[258] = 0, 40
     batch = decode_batch(7, contexts, 1, 1, 16, 16, 4, device=device)
     got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(programs_per_sm=1)).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)

@@ -41,13 +41,13 @@ def test_kernels_equal_the_reference(rows, width, half, extra):
     residual = torch.randn((rows, width), generator=rng).to(device, dtype)
     weight = torch.randn(width, generator=rng).to(device, dtype)
     # Half a last place of the result may flip where the sums of squares differ in their last place.
-    tolerance = {"atol": 2e-3, "rtol": 2e-3} if half else {"atol": 1e-5, "rtol": 1e-5}
+    tolerance = 2e-3 if half else 1e-5
     torch.testing.assert_close(
-        rms_norm_triton(x, weight, EPS), rms_norm_reference(x, weight, EPS), **tolerance
+        rms_norm_triton(x, weight, EPS), rms_norm_reference(x, weight, EPS), atol=tolerance, rtol=tolerance
     )
     y, new_residual = add_rms_norm_triton(x, residual, weight, EPS)
     expected_y, expected_residual = add_rms_norm_reference(x, residual, weight, EPS)
-    torch.testing.assert_close(y, expected_y, **tolerance)
+    torch.testing.assert_close(y, expected_y, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(new_residual, expected_residual, rtol=0, atol=0)
 
 

@@ -1,0 +1,74 @@
+"""What the interpreter cannot show, without a GPU: kernels compile for sm_90, launchers trace in Dynamo."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SHARED_MEMORY_LIMIT = 227 * 1024
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or sys.platform != "linux", reason="needs Triton's compiler"
+)
+
+
+def output_lines(program: str, *arguments: str) -> list[dict]:
+    """The JSON lines that a program beside this file prints, run with Triton's interpreter off."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(HERE.parents[1])
+    done = subprocess.run(
+        [sys.executable, HERE / program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers():
+    compiled = output_lines("compile_for_sm90.py")
+    assert {line["kernel"] for line in compiled} == {
+        "_rms_norm_kernel",
+        "_add_rms_norm_kernel",
+        "_silu_mul_kernel",
+        "_advance_rows_kernel",
+        "_rope_store_kernel",
+        "_paged_decode_splits_kernel",
+        "_merge_splits_kernel",
+        "_paged_prefill_kernel",
+        "_block_argmax_kernel",
+        "_sample_kernel",
+    }
+    for line in compiled:
+        assert line["shared_bytes"] <= SHARED_MEMORY_LIMIT, line
+        assert line.get("stack_bytes", 0) <= 64, f"spills: {line}"
+        if line["kernel"] == "_paged_prefill_kernel" and "float32" not in line["case"]:
+            assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
+        if line["kernel"] == "_paged_decode_splits_kernel" and "float32" not in line["case"]:
+            assert line["mma"] > 0, f"no matrix instructions: {line}"
+
+
+def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_says():
+    """A false 'written' would make torch.compile copy that tensor, a whole KV pool perhaps, at every call."""
+    traced = output_lines("trace_launchers.py")
+    written = {
+        line["launcher"]: sorted(name for kernel in line["kernels"] for name in kernel["written"])
+        for line in traced
+    }
+    assert written == {
+        "rms_norm": ["y_ptr"],
+        "add_rms_norm": ["new_residual_ptr", "y_ptr"],
+        "silu_mul": ["y_ptr"],
+        "advance_rows": ["context_len_ptr", "last_token_ptr"],
+        "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
+        "paged_decode": ["out_ptr", "partial_lse_ptr", "partial_out_ptr"],
+        "paged_prefill": ["out_ptr"],
+        "sample": ["block_id_ptr", "block_top_ptr", "out_ptr"],
+    }

@@ -1,0 +1,144 @@
+"""Traces every launcher with torch.compile, full graph, batch size symbolic; prints one JSON line for each.
+
+Run as a program, without a GPU and with Triton's interpreter off. Nothing is executed: Dynamo traces, its
+graph is looked at, and torch's analysis of each kernel says which of its arguments it takes for written.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch._dynamo.exc
+import torch._higher_order_ops.triton_kernel_wrap as wrap
+import torch.utils._triton
+import triton
+from triton.backends.compiler import GPUTarget
+
+from triton_kernels import advance_rows, paged_decode, paged_prefill, rms_norm, rope_store, sample, silu_mul
+
+
+class PretendDriver:
+    """Stands in for the GPU's driver: torch asks it what to generate Triton IR for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+class GraphSeen(Exception):
+    """Ends a compilation once its graph has been looked at."""
+
+
+def written_arguments(kernel, arguments: dict) -> list[str]:
+    """Names of the tensors that torch takes the kernel to write."""
+    real = {
+        name: torch.empty(1, dtype=value.meta["example_value"].dtype)
+        if isinstance(value, torch.fx.Node) and isinstance(value.meta["example_value"], torch.Tensor)
+        else (48 if isinstance(value, torch.fx.Node) else value)
+        for name, value in arguments.items()
+    }
+    mutated = getattr(wrap, "identify_mutated_tensors", None)  # before torch 2.12
+    if mutated is not None:
+        return sorted(mutated(kernel, real, {}))
+    return sorted(
+        access.name for access in wrap.identify_accessed_tensors(kernel, real, {}).read_writes.writes
+    )
+
+
+def trace(name: str, launcher: Any, *args: Any, dynamic: tuple[int, ...]) -> None:
+    """Compile launcher(*args) with dimension 0 of the `dynamic` args symbolic; print what was seen."""
+    kernels = []
+
+    def look(graph_module: torch.fx.GraphModule, _: Any) -> Any:
+        for node in graph_module.graph.nodes:
+            if node.target is wrap.triton_kernel_wrapper_mutation:
+                kernel: Any = wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+                constants = wrap.kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+                options = ("num_warps", "num_stages")
+                constants = {key: value for key, value in constants.items() if key not in options}
+                written = written_arguments(kernel, {**node.kwargs["kwargs"], **constants})
+                kernels.append({"kernel": kernel.fn.__name__, "written": written})
+        raise GraphSeen
+
+    for index in dynamic:
+        torch._dynamo.mark_dynamic(args[index], 0)
+    torch._dynamo.reset()
+    try:
+        torch.compile(launcher, fullgraph=True, dynamic=False, backend=look)(*args)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if "GraphSeen" not in str(error):
+            raise
+    print(json.dumps({"launcher": name, "kernels": kernels}), flush=True)  # noqa: T201 (a program's output)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def main() -> None:
+    """Trace each launcher once."""
+    torch.utils._triton.has_triton = lambda: True
+    driver: Any = PretendDriver()
+    triton.runtime.driver.set_active(driver)
+    x, weight = torch.randn(6, 64), torch.randn(64)
+    trace("rms_norm", lambda x, w: rms_norm.rms_norm_triton(x, w, 1e-5), x, weight, dynamic=(0,))
+    trace(
+        "add_rms_norm",
+        lambda x, w: rms_norm.add_rms_norm_triton(x, x, w, 1e-5),
+        x,
+        weight,
+        dynamic=(0,),
+    )
+    trace("silu_mul", silu_mul.silu_mul_triton, x, dynamic=(0,))
+    trace(
+        "advance_rows",
+        lambda *args: advance_rows.advance_rows_triton(*args, max_rows=8),
+        *(ints(6) for _ in range(3)),
+        ints(9),
+        ints(9),
+        dynamic=(0, 1, 2),
+    )
+    pools = (torch.randn(20, 16, 2, 64), torch.randn(20, 16, 2, 64))
+    trace(
+        "rope_store",
+        rope_store.rope_store_triton,
+        torch.randn(6, 10 * 64),
+        torch.randn(50, 64),
+        ints(6),
+        ints(6),
+        *pools,
+        dynamic=(0, 2, 3),
+    )
+    q, rows = torch.randn(6, 6, 64), (ints(9, 7), ints(6), ints(6))
+    trace(
+        "paged_decode",
+        lambda *args: paged_decode.paged_decode_triton(*args, scale=0.1),
+        q,
+        *pools,
+        *rows,
+        dynamic=(0, 4, 5),
+    )
+    trace(
+        "paged_prefill",
+        lambda *args: paged_prefill.paged_prefill_triton(*args, max_query_len=9, scale=0.1),
+        torch.randn(21, 6, 64),
+        *pools,
+        *rows,
+        ints(7),
+        dynamic=(0, 4, 5, 6),
+    )
+    columns = (
+        torch.rand(6),
+        ints(6),
+        torch.rand(6),
+        torch.rand(6),
+        ints(6).long(),
+        ints(6),
+    )
+    trace("sample", sample.sample_triton, torch.randn(6, 500), *columns, dynamic=tuple(range(7)))
+
+
+if __name__ == "__main__":
+    main()
