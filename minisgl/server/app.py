@@ -5,6 +5,7 @@ a client that leaves takes its requests out of the engine.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -94,18 +95,20 @@ class Api:
         with self._frontend.open(num_prompts * options.n) as stream:
             prompts = await self._work(num_bytes, lambda: self._encode(call))
             params = [_for_choice(options.params, rank) for rank in range(options.n)]
-            stream.submit([(prompt_ids, one) for prompt_ids in prompts for one in params])
-            shape = Shape(isinstance(call, ChatCall), self._model.name, options.include_usage)
+            chat = isinstance(call, ChatCall)
+            choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
+            stream.submit(choices, "messages" if chat else "prompt")
+            shape = Shape(chat, self._model.name, options.include_usage)
             tally = Tally(prompts, options.n)
             if options.stream:
                 return await self._send_stream(request, stream, shape, tally)
-            choices: list[list[str]] = [[] for _ in range(stream.num_choices)]
-            reasons = [""] * stream.num_choices
+            pieces: list[list[str]] = [[] for _ in choices]
+            reasons = [""] * len(choices)
             async for delta in stream.deltas():
                 tally.take(delta)
-                choices[delta.choice].append(delta.text)
+                pieces[delta.choice].append(delta.text)
                 reasons[delta.choice] = delta.finish_reason or ""
-        texts = ["".join(pieces) for pieces in choices]
+        texts = map("".join, pieces)
         return _answer(shape.whole(list(zip(texts, reasons, strict=True)), tally.usage()))
 
     async def _send_stream(
@@ -141,7 +144,8 @@ class Api:
                 raise
             if not isinstance(error, MinisglError):
                 log.exception("a stream failed in the server")
-            await response.write(sse(error_of(error)[1]))
+            with contextlib.suppress(ConnectionResetError):
+                await response.write(sse(error_of(error)[1]))
         finally:
             cut.cancel()
         return response

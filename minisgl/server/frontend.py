@@ -58,15 +58,19 @@ class Stream:
         late = RequestError(504, "request_timeout", f"the request did not end within {timeout_s:g} s")
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.fail, late)
 
-    def submit(self, choices: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+    def submit(
+        self, choices: Sequence[tuple[Sequence[int], SamplingParams]], prompt_field: str = "prompt"
+    ) -> None:
         """Send the requests, each (prompt ids, parameters), to the engine; once, `num_choices` of them.
+
+        `prompt_field` is what errors call the prompt.
 
         Raises:
             RequestError: 400 when a prompt is empty or too long; nothing was sent then.
             EngineDeadError: there is no engine any more.
         """
         if self._num_unfinished:  # not ended by an error while the prompt was tokenized
-            self._frontend.start(self, choices)
+            self._frontend.start(self, choices, prompt_field)
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """All choices' deltas as they come, until every choice has ended.
@@ -189,9 +193,12 @@ class Frontend:
         self._empty.clear()
         return stream
 
-    def start(self, stream: Stream, choices: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+    def start(
+        self, stream: Stream, choices: Sequence[tuple[Sequence[int], SamplingParams]], prompt_field: str
+    ) -> None:
         """What `Stream.submit` does."""
-        fitted = [(ids, _fit(len(ids), params, self._max_context_tokens)) for ids, params in choices]
+        limit = self._max_context_tokens
+        fitted = [(ids, _fit(len(ids), params, limit, prompt_field)) for ids, params in choices]
         for choice, (prompt_ids, params) in enumerate(fitted):
             request_id = next(self._ids)
             self._send(AddRequest(request_id, np.asarray(prompt_ids, "<i4").tobytes(), params))
@@ -260,10 +267,12 @@ class Frontend:
             log.debug("request %d: no engine left to tell", request_id)
 
 
-def _fit(num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int) -> SamplingParams:
+def _fit(
+    num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int, prompt_field: str
+) -> SamplingParams:
     """The same parameters with `max_tokens` set, to what was asked for or the room the prompt leaves."""
     if num_prompt_tokens == 0:
-        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", "prompt")
+        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", prompt_field)
     room = max_context_tokens - num_prompt_tokens
     if room < 1:
         raise RequestError(
@@ -271,7 +280,7 @@ def _fit(num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int
             "context_length_exceeded",
             f"the prompt has {num_prompt_tokens} tokens, prompt and answer together may have "
             f"{max_context_tokens}; shorten the prompt",
-            "messages",
+            prompt_field,
         )
     wanted = room if params.max_tokens is None else min(params.max_tokens, room)
     return msgspec.structs.replace(params, max_tokens=wanted)

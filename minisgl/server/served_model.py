@@ -46,7 +46,8 @@ def served_name(chosen: str | None, model: str) -> str:
     """The name clients send: the chosen one, else what --model says, of a local folder its last part."""
     if chosen:
         return chosen
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def _read_defaults(file: Path) -> SamplingDefaults:

@@ -220,6 +220,7 @@ def test_trap_28_the_length_rule(server: RunningServer, tokenizer: Tokenizer) ->
     one = tokenizer.encode("a", False)
     status, answer = server.complete(one * CONTEXT)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == "prompt"
     status, answer = server.complete(one * (CONTEXT - 1), max_tokens=10**30)
     assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
     long = {"model": "tiny", "messages": [{"role": "user", "content": "a " * 30_000}]}
