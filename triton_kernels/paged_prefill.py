@@ -86,10 +86,10 @@ def paged_prefill_reference(
         values = v_cache[pages].flatten(0, 1)[:length].to(dtype).transpose(0, 1)
         for low in range(first, end, _REFERENCE_QUERIES):
             high = min(end, low + _REFERENCE_QUERIES)
-            position = torch.arange(low, high) - end + length
+            position = torch.arange(low, high, device=q.device) - end + length
             seen_low = max(0, length - end + low - window + 1) if window else 0
             seen_high = length - end + high
-            key_position = torch.arange(seen_low, seen_high)
+            key_position = torch.arange(seen_low, seen_high, device=q.device)
             seen = key_position[None, :] <= position[:, None]
             if window:
                 seen &= key_position[None, :] > position[:, None] - window
