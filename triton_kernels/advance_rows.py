@@ -37,7 +37,7 @@ def advance_rows_reference(
     context_len[rows] = new_context_len[real]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _advance_rows_kernel(
     row_ids_ptr,
     tokens_ptr,

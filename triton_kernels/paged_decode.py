@@ -116,7 +116,7 @@ def _count_splits(num_splits, target, row, row_begin, total):
     return row, row_begin, total + tl.sum(num_splits, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _paged_decode_splits_kernel(
     q_ptr,
     k_cache_ptr,

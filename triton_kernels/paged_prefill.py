@@ -191,7 +191,7 @@ def _attend(
     return acc, mass, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _paged_prefill_kernel(
     q_ptr,
     k_cache_ptr,

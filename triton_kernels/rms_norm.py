@@ -34,7 +34,7 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(new_residual, weight, eps), new_residual
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -58,7 +58,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(dtype), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,

@@ -58,7 +58,7 @@ def compile_instead_of_launching(case: str):
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "i32"
-                if value % 16 == 0:
+                if value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages}
