@@ -125,9 +125,10 @@ def main() -> None:
         engine = build_engine(config, folder, stages.__setitem__)
     print({stage: round(ms) for stage, ms in stages.items()}, flush=True)
     model = engine.runner.model
-    for attention in model.attention_layers():
-        attention.k_cache.normal_()
-        attention.v_cache.normal_()
+    with torch.inference_mode():
+        for attention in model.attention_layers():
+            attention.k_cache.normal_()
+            attention.v_cache.normal_()
     shape = SHAPES[args.model]
     embedding = 0 if shape["tie_word_embeddings"] else model.embed_tokens.weight.numel() * 2
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - embedding

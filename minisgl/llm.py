@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MinisglError, RequestError
-from minisgl.offline import Completion, Delta, OfflineDriver, Reply, fit_to_context
+from minisgl.offline import Completion, Delta, OfflineDriver, Reply, check_prompt
 from minisgl.request import SamplingParams
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.reply import ReplyText
@@ -126,7 +126,7 @@ class LLM:
             prompt_ids = self._encode(cast(Prompt, prompt))
         else:
             prompt_ids = self._render(cast(Sequence[Message], prompt))
-        fitted = fit_to_context(prompt_ids, params or SamplingParams(), self.max_context_tokens)
+        fitted = check_prompt(prompt_ids, params or SamplingParams(), self.max_context_tokens)
         return self._deltas(prompt_ids, fitted)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class LLM:
             with_index = index if len(prompts) > 1 else None
             try:
                 prompt_ids = prompt()
-                ready.append((prompt_ids, fit_to_context(prompt_ids, own, self.max_context_tokens)))
+                ready.append((prompt_ids, check_prompt(prompt_ids, own, self.max_context_tokens)))
             except RequestError as error:
                 raise _named(error, with_index) from error
         collected: list[list[Delta]] = [[] for _ in ready]

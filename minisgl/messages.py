@@ -21,7 +21,7 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Server -> engine: nobody listens any more. Its final output says ABORT; unknown or ended ids are ignored."""
+    """Server -> engine: nobody listens any more. The final output says ABORT; ended ids are ignored."""
 
     request_id: int
 

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import AddRequest
-from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, fit_to_context
 from minisgl.text.reply import ReplyText
 
 
@@ -147,7 +146,7 @@ class OfflineDriver:
         self._failure: str | None = None
 
     def submit(self, prompt_ids: list[int], params: SamplingParams) -> Reply:
-        """Queue one request. `params` must have passed `fit_to_context`.
+        """Queue one request. `params` must have passed `check_prompt`.
 
         Raises:
             MinisglError: the driver is closed or its engine broke.
@@ -258,30 +257,18 @@ class OfflineDriver:
 CLOSED = "this LLM is closed"
 
 
-def fit_to_context(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> SamplingParams:
-    """The same parameters with `max_tokens` no larger than the room the prompt leaves.
+def check_prompt(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> SamplingParams:
+    """`fit_to_context`, for token ids that come from the caller's Python.
 
     Raises:
         RequestError: 400 when the prompt is empty, has something that is no token id, or leaves no room.
     """
-    if not prompt_ids:
-        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", "prompt")
     for token_id in prompt_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
             raise RequestError(
                 400, "invalid_value", f"a prompt of tokens needs ids >= 0, got {token_id!r}", "prompt"
             )
-    room = max_context_tokens - len(prompt_ids)
-    if room < 1:
-        raise RequestError(
-            400,
-            "context_length_exceeded",
-            f"the prompt has {len(prompt_ids)} tokens, prompt and answer together may have "
-            f"{max_context_tokens}; shorten it",
-            "prompt",
-        )
-    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-    return msgspec.structs.replace(params, max_tokens=wanted)
+    return fit_to_context(len(prompt_ids), params, max_context_tokens)
 
 
 @contextmanager

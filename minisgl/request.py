@@ -64,6 +64,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             refuse("stop_token_ids", "token ids >= 0", list(self.stop_token_ids))
 
 
+def fit_to_context(
+    num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int, param: str = "prompt"
+) -> SamplingParams:
+    """The same parameters with `max_tokens` set: to what was asked for, or the room the prompt leaves.
+
+    Raises:
+        RequestError: 400 when the prompt is empty or leaves no room; `param` names it in the request.
+    """
+    if num_prompt_tokens == 0:
+        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", param)
+    room = max_context_tokens - num_prompt_tokens
+    if room < 1:
+        raise RequestError(
+            400,
+            "context_length_exceeded",
+            f"the prompt has {num_prompt_tokens} tokens, prompt and answer together may have "
+            f"{max_context_tokens}; shorten the prompt to at most {max_context_tokens - 1}",
+            param,
+        )
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    return msgspec.structs.replace(params, max_tokens=wanted)
+
+
 class FinishReason(str, Enum):
     """Why a request ended. The first two are OpenAI's words; the others never reach a healthy client."""
 

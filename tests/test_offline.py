@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import AddRequest
-from minisgl.offline import OfflineDriver, Reply, fit_to_context, interrupts_deferred
+from minisgl.offline import OfflineDriver, Reply, check_prompt, interrupts_deferred
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.reply import ReplyText
 from minisgl.text.tokenizer import Tokenizer
@@ -287,14 +287,14 @@ def test_an_iterator_that_is_dropped_aborts_its_request(tokenizer: Tokenizer) ->
 @pytest.mark.parametrize("prompt", [[], [-1], [2**31], [True], ["text"]])
 def test_prompts_that_are_no_tokens_are_refused(prompt: list) -> None:
     with pytest.raises(RequestError) as caught:
-        fit_to_context(prompt, SamplingParams(), MAX_CONTEXT)
+        check_prompt(prompt, SamplingParams(), MAX_CONTEXT)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("length", [MAX_CONTEXT, MAX_CONTEXT + 1, 10 * MAX_CONTEXT])
 def test_a_prompt_that_leaves_no_room_is_refused(length: int) -> None:
     with pytest.raises(RequestError, match=str(MAX_CONTEXT)) as caught:
-        fit_to_context([1] * length, SamplingParams(), MAX_CONTEXT)
+        check_prompt([1] * length, SamplingParams(), MAX_CONTEXT)
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
@@ -303,6 +303,6 @@ def test_a_prompt_that_leaves_no_room_is_refused(length: int) -> None:
 )
 def test_max_tokens_is_the_room_at_most(asked: int | None, given: int) -> None:
     params = SamplingParams(max_tokens=asked, temperature=0.5, stop=("x",))
-    fitted = fit_to_context([1] * 10, params, MAX_CONTEXT)
+    fitted = check_prompt([1] * 10, params, MAX_CONTEXT)
     assert fitted.max_tokens == given
     assert (fitted.temperature, fitted.stop) == (0.5, ("x",))

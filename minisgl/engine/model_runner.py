@@ -38,10 +38,10 @@ class ModelRunner:
         compiled: CompiledDecode | None,
     ) -> None:
         self.model = model
-        self._rows = rows
+        self.rows = rows
         self._device = device
-        self._pages = HostPageTable(rows.max_rows, rows.page_table.shape[1], page_size)
-        self._stager = Stager(device)
+        self.pages = HostPageTable(rows.max_rows, rows.page_table.shape[1], page_size)
+        self.stager = Stager(device)
         self._decode = DecodeStep(model, rows, page_size)
         self._compiled = compiled
 
@@ -49,11 +49,11 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step: the rows' updates, then decodes, then chunks."""
         if plan.row_inits:
-            self._rows.init_rows(plan.row_inits)
-        change = self._pages.update(plan)
+            self.rows.init_rows(plan.row_inits)
+        change = self.pages.update(plan)
         if change is not None:
-            index, page_ids = self._stager.to_device([change.flat_index, change.page_ids])
-            self._rows.page_table.view(-1)[index] = page_ids
+            index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
+            self.rows.page_table.view(-1)[index] = page_ids
         tokens: list[Tensor] = []
         if plan.decode_rows:
             if self._compiled is not None:
@@ -63,8 +63,8 @@ class ModelRunner:
                 token_ids = self._decode(row_ids)
             tokens.append(self._to_host(token_ids))
         if plan.chunks:
-            batch = build_prefill(plan, self._pages, self._stager)
-            token_ids = prefill_step(self.model, self._rows, batch)
+            batch = build_prefill(plan, self.pages, self.stager)
+            token_ids = prefill_step(self.model, self.rows, batch)
             if batch.sampling:
                 tokens.append(self._to_host(token_ids))
         done = None

@@ -44,8 +44,9 @@ def main() -> int:
     started = time.perf_counter()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     _end_with_the_parent()
-    # The terminal's Ctrl-C goes to the whole process group; the server decides what it means.
+    # A terminal or an init system may signal the whole group; the server decides what it means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(config.log_level, "engine")
     socket = EngineSocket(config.ipc_dir)
     try:

@@ -4,6 +4,9 @@ Promise: nothing but the slots named in the step's inputs is written. T new toke
 heads, D head dim, P pages, S page size.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,11 +38,19 @@ class Attention(nn.Module):
     ) -> None:
         """Put a zeroed pool in place of the present one."""
         shape = (num_pages, page_size, self.num_kv_heads, self.head_dim)
-        self.k_cache = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.k_cache = _zeros(shape, dtype, torch.device(device))
+        self.v_cache = _zeros(shape, dtype, torch.device(device))
 
     def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D]."""
         q = rope_store(qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
         out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale)
         return out.view(-1, self.num_heads * self.head_dim)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU as memory that the system provides on first use, so a large pool costs no time."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

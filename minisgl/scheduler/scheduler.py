@@ -17,7 +17,14 @@ import numpy as np
 
 from minisgl.errors import RequestError
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
+from minisgl.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestState,
+    SamplingParams,
+    fit_to_context,
+)
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
 from minisgl.scheduler.policy import (
     PREFIX_WINDOW,
@@ -114,7 +121,8 @@ class Scheduler:
         """Take in a request; `prompt` is int32 [tokens]. A refusal is an output like any other."""
         assert request_id not in self._requests, f"request id {request_id} is in use"
         try:
-            self._check_prompt(prompt)
+            fitted = fit_to_context(len(prompt), params, self.config.max_context_tokens)
+            self._check_token_ids(prompt)
         except RequestError as error:
             self._outputs.append(
                 RequestOutput(
@@ -127,7 +135,7 @@ class Scheduler:
                 )
             )
             return
-        room = self.config.max_context_tokens - len(prompt)
+        assert fitted.max_tokens is not None
         stop_ids = frozenset(params.stop_token_ids)
         request = Request(
             request_id,
@@ -136,7 +144,7 @@ class Scheduler:
             priority=priority,
             arrival=self._num_arrivals,
             seed=params.seed if params.seed is not None else _mix_seed(self.config.seed, self._num_arrivals),
-            max_new_tokens=min(params.max_tokens or room, room),
+            max_new_tokens=fitted.max_tokens,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
         )
         self._num_arrivals += 1
@@ -256,17 +264,7 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_seniority), "a queue is out of order"
 
-    def _check_prompt(self, prompt: np.ndarray) -> None:
-        if len(prompt) == 0:
-            raise RequestError(400, "empty_prompt", "the prompt has no tokens; send at least one")
-        limit = self.config.max_context_tokens
-        if len(prompt) >= limit:
-            raise RequestError(
-                400,
-                "context_length_exceeded",
-                f"the prompt has {len(prompt)} tokens; prompt and output together may have {limit}, "
-                f"so shorten the prompt to at most {limit - 1}",
-            )
+    def _check_token_ids(self, prompt: np.ndarray) -> None:
         if int(prompt.min()) < 0 or int(prompt.max()) >= self.config.vocab_size:
             raise RequestError(
                 400, "invalid_token_id", f"token ids must be from 0 to {self.config.vocab_size - 1}"

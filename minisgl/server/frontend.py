@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import AbortRequest, AddRequest, StepOutput, ToEngine
-from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, fit_to_context
 from minisgl.text.reply import ReplyText
 from minisgl.text.tokenizer import Tokenizer
 
@@ -198,7 +197,7 @@ class Frontend:
     ) -> None:
         """What `Stream.submit` does."""
         limit = self._max_context_tokens
-        fitted = [(ids, _fit(len(ids), params, limit, prompt_field)) for ids, params in choices]
+        fitted = [(ids, fit_to_context(len(ids), params, limit, prompt_field)) for ids, params in choices]
         for choice, (prompt_ids, params) in enumerate(fitted):
             request_id = next(self._ids)
             self._send(AddRequest(request_id, np.asarray(prompt_ids, "<i4").tobytes(), params))
@@ -265,22 +264,3 @@ class Frontend:
             self._send(AbortRequest(request_id))
         except EngineDeadError:
             log.debug("request %d: no engine left to tell", request_id)
-
-
-def _fit(
-    num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int, prompt_field: str
-) -> SamplingParams:
-    """The same parameters with `max_tokens` set, to what was asked for or the room the prompt leaves."""
-    if num_prompt_tokens == 0:
-        raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", prompt_field)
-    room = max_context_tokens - num_prompt_tokens
-    if room < 1:
-        raise RequestError(
-            400,
-            "context_length_exceeded",
-            f"the prompt has {num_prompt_tokens} tokens, prompt and answer together may have "
-            f"{max_context_tokens}; shorten the prompt",
-            prompt_field,
-        )
-    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-    return msgspec.structs.replace(params, max_tokens=wanted)

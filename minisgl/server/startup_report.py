@@ -55,7 +55,7 @@ def curl_line(host: str, port: int, model: str, chat: bool) -> str:
     """A command that works when pasted into a shell on this machine."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     ask = {"messages": [{"role": "user", "content": "Hello!"}]} if chat else {"prompt": "Once upon a time"}
-    body = shlex.quote(json.dumps({"model": model, **ask}))
+    body = shlex.quote(json.dumps({"model": model, **ask, "temperature": 0}))
     return f"curl {base_url(host, port)}{path} -H 'Content-Type: application/json' -d {body}"
 
 

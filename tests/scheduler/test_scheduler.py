@@ -413,7 +413,7 @@ def test_the_batch_is_ordered_by_seniority_not_by_identity() -> None:  # trap 13
 @pytest.mark.parametrize(
     ("prompt", "code"),
     [
-        (prompt_of(), "empty_prompt"),
+        (prompt_of(), "invalid_value"),
         (prompt_of(*[5] * 252), "context_length_exceeded"),
         (prompt_of(*[5] * 5000), "context_length_exceeded"),
         (prompt_of(50), "invalid_token_id"),

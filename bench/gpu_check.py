@@ -1,0 +1,192 @@
+"""Is the engine right on this GPU? Golden prompts against transformers, then a server under load.
+
+    python bench/gpu_check.py --model FOLDER --out check.json
+
+1. Logits of our decoder (bfloat16, Triton kernels) on the golden prompts and answers, against transformers
+   in float32 on the same weights; transformers' own bfloat16 error beside it.
+2. Tokens that the engine generates (graphs, overlap): each must be within bfloat16's error of the best one.
+3. `minisgl serve` over loopback: golden prompts twice (the second time from the prefix cache), then a mixed
+   load of every batch size; afterwards no recompilation and no missing graph.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+import transformers
+
+from minisgl.attention.interface import AttentionInputs
+from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.inputs import build_prefill
+from minisgl.messages import AddRequest
+from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_golden.json"
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((ours.double() - reference.double()).norm() / reference.double().norm())
+
+
+def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy tokens of all prompts in one batch."""
+    got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    for index, prompt in enumerate(prompts):
+        engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
+    while engine.has_work:
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+    return list(got.values())
+
+
+@torch.inference_mode()
+def our_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
+    """[T, V] of the engine's own model, in its pool, as one prefill into row 0."""
+    runner, page_size = engine.runner, engine.config.page_size
+    num_pages = -(-len(tokens) // page_size)
+    plan = StepPlan(
+        step_id=0,
+        row_inits=(RowInit(0, 0.0, 0, 1.0, 0.0, 0),),
+        page_updates=(PageUpdate(0, 0, tuple(range(1, num_pages + 1))),),
+        decode_rows=(),
+        chunks=(Chunk(0, 0, np.asarray(tokens, dtype="<i4").tobytes(), True),),
+        sampled_rows=(0,),
+    )
+    runner.collect(runner.launch(plan))
+    batch = build_prefill(plan, runner.pages, runner.stager)
+    inputs = AttentionInputs(
+        runner.rows.page_table,
+        batch.row_ids,
+        batch.context_len,
+        batch.slot_mapping,
+        batch.row_start,
+        batch.max_query_len,
+    )
+    return runner.model(batch.token_ids, batch.positions, inputs)
+
+
+def check_numbers(folder: Path) -> dict[str, Any]:
+    """Parts 1 and 2."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    cases = golden["cases"]
+    config = EngineConfig(model=str(folder), max_running_requests=16, strict_compile=True)
+    engine = build_engine(config, folder, lambda name, ms: print(f"  {name}: {ms:.0f} ms", flush=True))
+    answers = generate(engine, [case["prompt_ids"] for case in cases], golden["max_new_tokens"])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    precise: torch.nn.Module = load(folder, dtype=torch.float32, device_map="cuda").eval()
+    coarse: torch.nn.Module = load(folder, dtype=torch.bfloat16, device_map="cuda").eval()
+    worst, worst_peer, worst_gap, tolerance = 0.0, 0.0, 0.0, 0.0
+    same_tokens = 0
+    for case, answer in zip(cases, answers, strict=True):
+        prompt = case["prompt_ids"]
+        tokens = prompt + answer
+        ids = torch.tensor([tokens], device="cuda")
+        with torch.inference_mode():
+            reference = precise(ids).logits[0]
+            peer = coarse(ids).logits[0]
+        ours = our_logits(engine, tokens)
+        worst = max(worst, relative_error(ours, reference))
+        worst_peer = max(worst_peer, relative_error(peer, reference))
+        tolerance = max(tolerance, 2 * float((peer.float() - reference).abs().max()))
+        steps = reference[len(prompt) - 1 : -1]
+        chosen = steps.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+        worst_gap = max(worst_gap, float((steps.max(1).values - chosen).max()))
+        same_tokens += sum(a == b for a, b in zip(answer, case["float32"]["ids"], strict=False))
+    status = engine.status(0)
+    engine.close()
+    total = sum(len(case["float32"]["ids"]) for case in cases)
+    return {
+        "logits_relative_error": worst,
+        "logits_relative_error_of_transformers_bf16": worst_peer,
+        "worst_gap_of_a_chosen_token": worst_gap,
+        "allowed_gap": tolerance,
+        "tokens_equal_to_float32_golden": f"{same_tokens} of {total}",
+        "num_recompiles": status.num_recompiles,
+        "num_graph_misses": status.num_graph_misses,
+        "ok": worst < 2e-2 and worst_gap <= tolerance and status.num_graph_misses == 0,
+    }
+
+
+async def drive(url: str, model: str) -> dict[str, Any]:
+    """Part 3, against a running server."""
+    cases = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def complete(prompt: Any, **fields: Any) -> dict[str, Any]:
+            body = {"model": model, "prompt": prompt, **fields}
+            async with session.post(url + "/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                return await response.json()
+
+        cached = []
+        for _ in range(2):
+            greedy = [complete(case["prompt_ids"], temperature=0, max_tokens=64) for case in cases]
+            answers = await asyncio.gather(*greedy)
+            cached.append(sum(a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers))
+        load = []
+        for index in range(300):
+            prompt = [100 + index % 50] * (1 + index * 7 % 900)
+            load.append(complete(prompt, temperature=index % 3 / 2, max_tokens=2 + index % 120))
+        await asyncio.gather(*load)
+        async with session.get(url + "/health") as response:
+            health = await response.json()
+    engine = health["engine"]
+    return {
+        "cached_tokens_first_and_second_time": cached,
+        "engine": engine,
+        "ok": cached[1] > 0 and engine["num_recompiles"] == 0 and engine["num_graph_misses"] == 0,
+    }
+
+
+def check_server(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "minisgl", "serve", "--model", str(folder), "--port", "0"]
+    command += ["--max-running-requests", "128", "--served-model-name", "golden"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = None
+        for line in process.stdout:
+            print("  " + line, end="", flush=True)
+            if line.startswith("curl "):
+                address = re.search(r"http://[^/ ]+", line)
+                break
+        assert address is not None, "the server did not start"
+        result = asyncio.run(drive(address[0], "golden"))
+    finally:
+        process.terminate()
+        exit_code = process.wait(60)
+    return result | {"exit_code": exit_code, "ok": result["ok"] and exit_code == 0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder of the built-in model")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numbers": check_numbers(args.model),
+    }
+    print(json.dumps(report, indent=1), flush=True)
+    report["server"] = check_server(args.model)
+    print(json.dumps(report["server"], indent=1), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if report["numbers"]["ok"] and report["server"]["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
