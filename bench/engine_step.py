@@ -10,6 +10,7 @@ The floor is (bytes of weights read + bytes of K/V read) / copy bandwidth.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -148,6 +149,8 @@ def main() -> None:
     status = engine.status(0)
     print(f"recompiles {status.num_recompiles}, graph misses {status.num_graph_misses}")
     report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
         "model": args.model,
         "context": args.context,
         "gpu": torch.cuda.get_device_name(),
