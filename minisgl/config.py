@@ -111,6 +111,9 @@ class EngineConfig:
     """Make a recompilation or a missing graph after warm-up an error instead of a counter."""
     cpu_threads: int | None = None
     """Threads of torch on cpu. Auto: torch's own choice (the physical cores)."""
+    kernel: tuple[str, ...] = ()
+    """Replace an op for an experiment: op=module:function, for example rms_norm=my_module:my_norm; the
+    module may lie in the current directory (docs/kernels.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,19 @@ T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
 from torch import Tensor
 
 from minisgl.attention.interface import AttentionInputs
-from triton_kernels.paged_decode import paged_decode
-from triton_kernels.paged_prefill import paged_prefill
+from triton_kernels.registry import KERNELS, Kernels
 
 
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+    kernels: Kernels = KERNELS,
+) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
     where = (inputs.page_table, inputs.row_ids, inputs.context_len)
     if inputs.max_query_len == 1:
-        return paged_decode(q, k_cache, v_cache, *where, scale)
-    return paged_prefill(q, k_cache, v_cache, *where, inputs.row_start, inputs.max_query_len, scale)
+        return kernels.paged_decode(q, k_cache, v_cache, *where, scale)
+    return kernels.paged_prefill(q, k_cache, v_cache, *where, inputs.row_start, inputs.max_query_len, scale)

@@ -20,6 +20,7 @@ from minisgl.engine.device import find_device_facts, free_host_bytes
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.memory import plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.kvcache.manager import KVCacheManager
@@ -191,6 +192,7 @@ def _assemble(
     assert config.max_graph_batch is not None
     page_size = config.page_size
     rows = Rows(config.max_running_requests, -(-config.max_context_tokens // page_size), device)
+    replace_kernels(model, rows, config.kernel)
     weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     activation_bytes = _activation_bytes(config, model_config, model, rows, device, dtype)
     budget = plan_memory(
@@ -264,7 +266,7 @@ def _activation_bytes(
         row_start=row_start,
         logit_index=row_start[1:] - 1,
         max_query_len=row_tokens,
-        sampling=list(range(num_rows)),
+        sampling=torch.arange(num_rows, dtype=torch.int32, device=device),
     )
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -6,11 +6,11 @@ nobody and is what padding rows use (length 0, all its pages the scratch page, g
 B = max_rows + 1 rows, C pages a row may have.
 """
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.scheduler.plan import SCRATCH_PAGE, RowInit
+from minisgl.scheduler.plan import SCRATCH_PAGE
+from triton_kernels.registry import KERNELS
 
 
 class Rows(nn.Module):
@@ -28,6 +28,7 @@ class Rows(nn.Module):
     def __init__(self, max_rows: int, max_pages_per_row: int, device: torch.device) -> None:
         super().__init__()
         self.max_rows = max_rows
+        self.sample = KERNELS.sample  # what draws from the tables; --kernel may put another in its place
         num_lines = max_rows + 1
 
         def table(name: str, dtype: torch.dtype, *shape: int) -> None:
@@ -48,15 +49,11 @@ class Rows(nn.Module):
     def num_bytes(self) -> int:
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
-    def init_rows(self, inits: tuple[RowInit, ...]) -> None:
-        """Write the sampling parameters of rows that change hands."""
-        device = self.seed.device
-        index = torch.tensor([init.row for init in inits]).to(device)
-        floats = torch.tensor([(init.temperature, init.top_p, init.min_p) for init in inits]).to(device)
-        integers = torch.from_numpy(np.array([(init.top_k, init.seed) for init in inits], dtype=np.int64))
-        integers = integers.to(device)
-        self.temperature[index] = floats[:, 0]
-        self.top_p[index] = floats[:, 1]
-        self.min_p[index] = floats[:, 2]
-        self.top_k[index] = integers[:, 0].int()
-        self.seed[index] = integers[:, 1]
+    def init_rows(self, staged: list[Tensor]) -> None:
+        """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""
+        row, temperature, top_k, top_p, min_p, seed_low, seed_high = staged
+        self.temperature[row] = temperature.view(torch.float32)
+        self.top_k[row] = top_k
+        self.top_p[row] = top_p.view(torch.float32)
+        self.min_p[row] = min_p.view(torch.float32)
+        self.seed[row] = (seed_high.long() << 32) | (seed_low.long() & 0xFFFFFFFF)

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from minisgl.engine.rows import Rows
-from triton_kernels.sample import sample
 
 
 def sample_rows(logits: Tensor, rows: Rows, row_index: Tensor, context_len: Tensor) -> Tensor:
@@ -13,7 +12,7 @@ def sample_rows(logits: Tensor, rows: Rows, row_index: Tensor, context_len: Tens
         row_index: int64 [R], the rows' lines in the tables.
         context_len: int32 [R], tokens in the pool: the new token's position, which keys its random number.
     """
-    return sample(
+    return rows.sample(
         logits,
         rows.temperature[row_index],
         rows.top_k[row_index],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs
-from triton_kernels.rope_store import rope_store
+from triton_kernels.registry import KERNELS
 
 
 class Attention(nn.Module):
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.attend = attend
+        self.kernels = KERNELS
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(0, 1, num_kv_heads, head_dim), persistent=False)
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D]."""
-        q = rope_store(qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
+        q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
         out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale)
         return out.view(-1, self.num_heads * self.head_dim)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.linear import FusedLinear, Linear
-from triton_kernels.silu_mul import silu_mul
+from triton_kernels.registry import KERNELS
 
 
 class GatedMLP(nn.Module):
@@ -17,7 +17,8 @@ class GatedMLP(nn.Module):
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = FusedLinear(hidden_size, parts, dtype, device)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, device)
+        self.kernels = KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.kernels.silu_mul(self.gate_up_proj(x)))

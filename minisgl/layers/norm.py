@@ -6,7 +6,7 @@ N rows, M model width.
 import torch
 from torch import Tensor, nn
 
-from triton_kernels.rms_norm import add_rms_norm, rms_norm
+from triton_kernels.registry import KERNELS
 
 
 class RMSNorm(nn.Module):
@@ -16,11 +16,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.eps = eps
+        self.kernels = KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, M] -> [N, M]."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), each [N, M]."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,221 @@
+"""Launch configurations found by measuring: one JSON table per GPU in `tuned/`, looked up by shape.
+
+    config = tuned(default_decode_config(...), "paged_decode", q.device, q.dtype, exact=(D, G), near=(K, S))
+
+An entry fits if op, dtype and `exact` are equal; among those the one whose `near` is nearest counts (sum of
+|log2 ratio|, at most NEAR_ENOUGH). A `size` (tokens, rows) picks the nearest measured size, in log space too;
+without one, and in code that torch.compile traces, where sizes are symbols, the entry's config for all sizes
+is taken. Nothing fits: the default.
+
+Promise: a lookup never raises, costs a dictionary look-up when it runs and nothing when it is traced. Entries
+that were measured with another Triton or another version of the kernel are ignored, and said to be, once.
+"""
+
+import ast
+import functools
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import tokenize
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent / "tuned"
+FORMAT = 1
+NEAR_ENOUGH = 3.0
+"""Sum of |log2 ratio| over `near` up to which an entry is taken for another shape: a factor of 8 in all."""
+ADVICE = "run: minisgl tune --model MODEL"
+
+Config = TypeVar("Config", bound=tuple)
+
+
+def tuned(
+    default: Config,
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: tuple[int, ...],
+    near: tuple[int, ...],
+    size: int | None = None,
+) -> Config:
+    """The measured configuration for this shape on this GPU, of the default's type; else the default."""
+    fields = _fields(op, device, dtype, exact, near, None if torch.compiler.is_compiling() else size)
+    return default if fields is None else type(default)(*fields)
+
+
+@torch.compiler.assume_constant_result
+def _fields(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: tuple[int, ...],
+    near: tuple[int, ...],
+    size: int | None,
+) -> tuple[Any, ...] | None:
+    """The configuration's values in their order; None = there is none."""
+    choice = _choice(op, device, dtype, exact, near)
+    return None if choice is None else choice.at(size)
+
+
+class Choice(NamedTuple):
+    """What an entry says: one configuration for all sizes, and others for single ones."""
+
+    for_all: tuple[Any, ...]
+    by_size: tuple[tuple[float, tuple[Any, ...]], ...]  # (log2 of the size, configuration)
+
+    def at(self, size: int | None) -> tuple[Any, ...]:
+        """The configuration of the nearest size; None = the one for all."""
+        if size is None or not self.by_size:
+            return self.for_all
+        wanted = math.log2(max(1, size))
+        return min(self.by_size, key=lambda pair: abs(pair[0] - wanted))[1]
+
+
+@functools.cache
+def _choice(
+    op: str, device: torch.device, dtype: torch.dtype, exact: tuple[int, ...], near: tuple[int, ...]
+) -> Choice | None:
+    if device.type != "cuda":
+        return None
+    entries = _entries_in_use(torch.cuda.get_device_name(device))
+    return find_choice(entries, op, dtype_name(dtype), exact, near)
+
+
+@functools.cache
+def _entries_in_use(gpu: str) -> list[dict[str, Any]]:
+    """The usable entries of a GPU's table, read once; says in one line why there are none or fewer."""
+    path = table_path(gpu)
+    if not path.is_file():
+        logger.warning("no tuned kernel configurations for %s, taking the defaults; %s", gpu, ADVICE)
+        return []
+    try:
+        return usable_entries(read_table(path))
+    except (OSError, ValueError) as error:
+        logger.warning("%s can't be read (%s), taking default configurations; %s", path, error, ADVICE)
+        return []
+
+
+def usable_entries(table: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries that belong to this Triton and to the kernels as they are; one log line if any do not."""
+    if table["triton"] != triton.__version__:
+        logger.warning(
+            "kernel configurations for %s were tuned with Triton %s, this is %s: taking the defaults; %s",
+            table["gpu"], table["triton"], triton.__version__, ADVICE,
+        )  # fmt: skip
+        return []
+    fresh = [entry for entry in table["entries"] if is_fresh(table, entry["op"])]
+    stale = sorted({entry["op"] for entry in table["entries"]} - {entry["op"] for entry in fresh})
+    if stale:
+        logger.warning(
+            "the kernels %s changed since they were tuned for %s: taking their defaults; %s",
+            ", ".join(stale), table["gpu"], ADVICE,
+        )  # fmt: skip
+    return fresh
+
+
+def is_fresh(table: dict[str, Any], op: str) -> bool:
+    """Whether `op`'s entries in a table of this Triton belong to the kernel as it is."""
+    known = table["kernels"].get(op)
+    return known is not None and known["hash"] == kernel_hash(tuple(known["files"]))
+
+
+def find_choice(
+    entries: list[dict[str, Any]], op: str, dtype: str, exact: tuple[int, ...], near: tuple[int, ...]
+) -> Choice | None:
+    """The nearest entry that is near enough."""
+
+    def distance(entry: dict[str, Any]) -> float:
+        theirs = tuple(entry["near"].values())
+        return sum(abs(math.log2(a / b)) for a, b in zip(near, theirs, strict=True))
+
+    fitting = [
+        entry
+        for entry in entries
+        if (entry["op"], entry["dtype"], tuple(entry["exact"].values())) == (op, dtype, exact)
+        and len(entry["near"]) == len(near)
+    ]
+    best = min(fitting, key=distance, default=None)
+    if best is None or distance(best) > NEAR_ENOUGH:
+        return None
+    by_size = [(math.log2(one["size"]), tuple(one["config"].values())) for one in best["sizes"]]
+    for_all = tuple(best["config"].values())
+    if all(config == for_all for _, config in by_size):
+        by_size = []
+    return Choice(for_all, tuple(by_size))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """For example "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def table_path(gpu: str, folder: Path = FOLDER) -> Path:
+    """Where the table of a GPU with this name lies, for example tuned/nvidia-h200.json."""
+    return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table in `path`.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it holds no table of this format.
+    """
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f"no table of format {FORMAT}")
+    return table
+
+
+def new_table(gpu: str) -> dict[str, Any]:
+    """An empty table for this Triton and torch."""
+    return {
+        "format": FORMAT,
+        "gpu": gpu,
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "date": "",
+        "kernels": {},
+        "entries": [],
+    }
+
+
+def write_table(path: Path, table: dict[str, Any]) -> None:
+    """Put the table in place in one piece, whatever interrupts it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+@functools.cache
+def kernel_hash(files: tuple[str, ...]) -> str:
+    """Of the code in these files of this package; comments, docstrings and blank lines do not count."""
+    digest = hashlib.sha256()
+    for file in files:
+        path = Path(__file__).parent / file
+        digest.update(code_only(path.read_text(encoding="utf-8")).encode() if path.is_file() else b"")
+    return digest.hexdigest()[:16]
+
+
+def code_only(source: str) -> str:
+    """Python source without comments, docstrings, blank lines and space at the ends of lines."""
+    lines = [line.encode() for line in source.splitlines()]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.end_lineno:
+            for number in range(node.lineno - 1, node.end_lineno):
+                lines[number] = b""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            number, column = token.start[0] - 1, len(token.line[: token.start[1]].encode())
+            lines[number] = lines[number][:column]
+    return "\n".join(line.decode().rstrip() for line in lines if line.strip())
