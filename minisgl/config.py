@@ -172,30 +172,34 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     on_cuda = device == "cuda"
     dtype = config.dtype or _auto_dtype(model, facts, on_cuda)
     check(dtype in DTYPE_BYTES, "dtype", "one of " + ", ".join(DTYPE_BYTES), dtype)
-    max_context_tokens = config.max_context_tokens or model.max_position
+
+    def given(value: int | None, auto: int) -> int:
+        return auto if value is None else value
+
+    max_context_tokens = given(config.max_context_tokens, model.max_position)
     check(
         2 <= max_context_tokens <= model.max_position,
         "max_context_tokens",
         f"between 2 and the model's {model.max_position}",
-        config.max_context_tokens,
+        max_context_tokens,
     )
-    max_running = config.max_running_requests or (256 if on_cuda else 32)
+    max_running = given(config.max_running_requests, 256 if on_cuda else 32)
     check(1 <= max_running <= 4096, "max_running_requests", "between 1 and 4096", max_running)
-    max_step_tokens = config.max_step_tokens or (8192 if on_cuda else max(512, max_running))
+    max_step_tokens = given(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
     check(
         max_running <= max_step_tokens <= 1 << 20,
         "max_step_tokens",
         f"at least max_running_requests ({max_running}) and at most {1 << 20}",
         max_step_tokens,
     )
-    chunk_tokens = config.chunk_tokens or max_step_tokens
+    chunk_tokens = given(config.chunk_tokens, max_step_tokens)
     check(
         1 <= chunk_tokens <= max_step_tokens,
         "chunk_tokens",
         f"between 1 and max_step_tokens ({max_step_tokens})",
         chunk_tokens,
     )
-    mixed_step_tokens = config.mixed_step_tokens or min(max_step_tokens, 2048 if on_cuda else 128)
+    mixed_step_tokens = given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128))
     check(
         1 <= mixed_step_tokens <= max_step_tokens,
         "mixed_step_tokens",
@@ -209,6 +213,12 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         "a power of two from 1 to 256 (16 suits most models)",
         page,
     )
+    pages_per_row = -(-max_context_tokens // page)
+    if (max_running + 1) * pages_per_row >= 1 << 31:
+        raise ConfigError(
+            f"{max_running} requests of {pages_per_row} pages are more than a page table can hold; "
+            "raise --page-size, or lower --max-context-tokens or --max-running-requests"
+        )
     check(config.num_pages is None or config.num_pages >= 2, "num_pages", "at least 2", config.num_pages)
     check(
         config.output_reserve_tokens >= 0, "output_reserve_tokens", "at least 0", config.output_reserve_tokens
@@ -219,24 +229,32 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         "between 0.1 and 0.98",
         config.memory_fraction,
     )
-    compile_mode = config.compile_mode or ("full" if on_cuda else "off")
+    backend = config.attention_backend or ("triton" if on_cuda else "torch")
+    check(backend in ("triton", "torch"), "attention_backend", '"triton" or "torch"', backend)
+    if backend == "triton" and not on_cuda:
+        raise ConfigError("--attention-backend triton needs --device cuda; use --attention-backend torch")
+    can_compile = on_cuda and backend == "triton"
+    compile_mode = config.compile_mode or ("full" if can_compile else "off")
     check(compile_mode in ("full", "off"), "compile_mode", '"full" or "off"', compile_mode)
-    max_graph_batch = config.max_graph_batch if config.max_graph_batch is not None else max_running
+    if compile_mode == "full" and not can_compile:
+        raise ConfigError(
+            "--compile-mode full needs --device cuda and --attention-backend triton (the plain references "
+            "look at tensor values, which no graph can); use --compile-mode off"
+        )
+    max_graph_batch = given(config.max_graph_batch, max_running)
     check(
         0 <= max_graph_batch <= max_running,
         "max_graph_batch",
         f"between 0 and max_running_requests ({max_running})",
         max_graph_batch,
     )
-    backend = config.attention_backend or ("triton" if on_cuda else "torch")
-    check(backend in ("triton", "torch"), "attention_backend", '"triton" or "torch"', backend)
-    if backend == "triton" and not on_cuda:
-        raise ConfigError(
-            "--attention-backend triton needs --device cuda; on cpu use --attention-backend torch"
-        )
     check(
-        config.cpu_threads is None or config.cpu_threads >= 1, "cpu_threads", "at least 1", config.cpu_threads
+        config.cpu_threads is None or 1 <= config.cpu_threads <= 1024,
+        "cpu_threads",
+        "between 1 and 1024",
+        config.cpu_threads,
     )
+    check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
     return replace(
         config,
         device=device,

@@ -124,10 +124,14 @@ def _refuse_what_is_missing(raw: dict[str, Any]) -> None:
 
 def _rope(raw: dict[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
-        raise ModelError("config.json: RoPE settings that differ by layer type are not supported")
-    theta = _number(parameters, "rope_theta", _number(raw, "rope_theta", 10000.0))
+    older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    for settings in (older, newer):
+        if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
+            raise ModelError("config.json: RoPE settings that differ by layer type are not supported")
+    # Where a folder has both, transformers follows rope_scaling; theta may still lie in the other.
+    parameters = older or newer
+    theta = _number(newer, "rope_theta", _number(raw, "rope_theta", 10000.0))
+    theta = _number(parameters, "rope_theta", theta)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("config.json: a partial_rotary_factor other than 1 is not supported")
     kind = parameters.get("rope_type", parameters.get("type", "default"))

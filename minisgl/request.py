@@ -159,6 +159,7 @@ class Request:
         "state",
         "steps_in_flight",
         "stop_ids",
+        "was_admitted",
     )
 
     def __init__(
@@ -185,6 +186,7 @@ class Request:
         self.output: list[int] = []
         self.feed = prompt
         self.num_cached_tokens = 0  # found in the tree at the first admission
+        self.was_admitted = False
         self.num_times_skipped = 0  # while waiting: how often a better prefix went first
         self.row = -1
         self.lease: Any = None  # kvcache.manager.Lease while it holds pages

@@ -5,6 +5,9 @@ import shutil
 
 from hypothesis import HealthCheck, settings
 
+# Tests share few cores with the servers they start: threads that wait must not spin. Before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 if shutil.which("nvidia-smi") is None:
     # Without a GPU the kernels run in Triton's interpreter. It must be chosen before the first import of a
     # kernel, which may come from any test file, so it is chosen here; the engine's own CPU path runs the

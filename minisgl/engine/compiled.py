@@ -5,7 +5,6 @@ whatever does all the same is counted, and an error with --strict-compile. Use f
 CUDA graph trees keep their state per thread.
 """
 
-import copy
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from torch import Tensor
+from triton import knobs
 
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.steps import DecodeStep
@@ -51,6 +51,7 @@ class CompiledDecode:
             self._row_ids[bucket] = row_ids
         self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
         self._expected = (0, 0)
+        self._num_probes = 0
         self.num_recompiles = 0
         self.num_graph_misses = 0
 
@@ -97,5 +98,20 @@ class CompiledDecode:
 
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         manager = cudagraph_trees.get_manager(self._device.index or 0, create_if_none_exists=False)
-        recorded = 0 if manager is None else next(copy.copy(manager.graph_counter))
+        if manager is None:
+            return compiled, 0
+        # Every graph takes the next id, and so does this look at it.
+        recorded = manager.new_graph_id().id - self._num_probes
+        self._num_probes += 1
         return compiled, recorded
+
+
+class KernelCompilations:
+    """Counts Triton kernels that are compiled outside torch.compile, which after warm-up should be none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        knobs.runtime.jit_post_compile_hook = self._note
+
+    def _note(self, *, is_manual_warmup: bool = False, **_: object) -> None:
+        self.count += 1

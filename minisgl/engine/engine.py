@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,15 @@ import torch
 
 from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine.compiled import CompiledDecode, KernelCompilations
 from minisgl.engine.device import find_device_facts, free_host_bytes
-from minisgl.engine.inputs import PrefillBatch
-from minisgl.engine.memory import plan_memory
+from minisgl.engine.memory import GRAPH_BYTES, LIBRARY_RESERVE_BYTES, check_weights_fit, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.steps import DecodeStep
+from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.messages import AddRequest, Status
 from minisgl.model_config import read_model_config
@@ -49,12 +51,14 @@ class Engine:
         cache: KVCacheManager,
         runner: ModelRunner,
         compiled: CompiledDecode | None,
+        kernels: KernelCompilations | None,
     ) -> None:
         self.config = config
         self._scheduler = scheduler
         self._cache = cache
         self.runner = runner
         self._compiled = compiled
+        self._kernels = kernels
         self._launched: deque[LaunchedStep] = deque()
 
     @property
@@ -96,6 +100,8 @@ class Engine:
     def status(self, sequence: int) -> Status:
         """The answer to a ping."""
         stats = self._scheduler.stats
+        num_recompiles = self._compiled.num_recompiles if self._compiled else 0
+        num_recompiles += self._kernels.count if self._kernels else 0
         return Status(
             sequence,
             num_steps=stats.num_steps,
@@ -104,7 +110,7 @@ class Engine:
             num_free_pages=self._cache.num_free_pages,
             num_cached_pages=self._cache.num_cached_pages,
             num_preemptions=stats.num_preemptions,
-            num_recompiles=self._compiled.num_recompiles if self._compiled else 0,
+            num_recompiles=num_recompiles,
             num_graph_misses=self._compiled.num_graph_misses if self._compiled else 0,
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
@@ -147,18 +153,25 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
     stages.done("settings and device")
 
     assert config.attention_backend is not None
-    model = build_model(model_config, attention_backend=config.attention_backend, dtype=dtype, device=device)
-    model.requires_grad_(False)
-    stages.done("allocate the model")
-    if config.dummy_weights:
-        fill_dummy(model, config.seed)
-    else:
-        load_weights(model, folder, model_config, dtype=dtype, device=device)
-    stages.done("dummy weights" if config.dummy_weights else "load weights")
-
-    with torch.inference_mode():
-        engine = _assemble(config, model_config, model, device, dtype, available_bytes, stages)
-    return engine
+    build = partial(build_model, model_config, attention_backend=config.attention_backend, dtype=dtype)
+    check_weights_fit(bytes_of(build(device="meta")), available_bytes, config)
+    try:
+        model = build(device=device)
+        model.requires_grad_(False)
+        stages.done("allocate the model")
+        if config.dummy_weights:
+            fill_dummy(model, config.seed)
+        else:
+            load_weights(model, folder, model_config, dtype=dtype, device=device)
+        stages.done("dummy weights" if config.dummy_weights else "load weights")
+        with torch.inference_mode():
+            return _assemble(config, model_config, model, device, dtype, available_bytes, stages)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory did not suffice for the start; lower --max-step-tokens "
+            f"({config.max_step_tokens}), --max-running-requests ({config.max_running_requests}) or "
+            f"--memory-fraction ({config.memory_fraction}). CUDA said: {error}"
+        ) from error
 
 
 class _Stages:
@@ -193,27 +206,35 @@ def _assemble(
     page_size = config.page_size
     rows = Rows(config.max_running_requests, -(-config.max_context_tokens // page_size), device)
     replace_kernels(model, rows, config.kernel)
-    weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    activation_bytes = _activation_bytes(config, model_config, model, rows, device, dtype)
+    buckets = decode_buckets(config.max_graph_batch) if config.compile_mode == "full" else ()
+    peaks = measure_peaks(config, model_config, model, rows, device, dtype)
     budget = plan_memory(
         model_config,
         config,
         available_bytes=available_bytes,
-        weights_bytes=weights_bytes,
-        activation_bytes=activation_bytes,
-        tables_bytes=rows.num_bytes,
+        weights_bytes=bytes_of(model),
+        activation_bytes=peaks.prefill_bytes,
+        tables_bytes=bytes_of(rows),
+        reserve_bytes=peaks.decode_bytes + LIBRARY_RESERVE_BYTES + GRAPH_BYTES * len(buckets)
+        if device.type == "cuda"
+        else 0,
     )
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, dtype, device)
     stages.done("memory profile and KV pool")
 
     compiled = None
-    if config.compile_mode == "full" and config.max_graph_batch:
-        buckets = decode_buckets(config.max_graph_batch)
+    if buckets:
         step = DecodeStep(model, rows, page_size)
         compiled = CompiledDecode(step, buckets, device, strict=config.strict_compile)
         compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
         stages.done(f"compile decode, record {len(buckets)} graphs")
+    runner = ModelRunner(model, rows, page_size, device, compiled)
+    kernels = None
+    if device.type == "cuda":
+        warm_up_prefill(model, rows, device)
+        kernels = KernelCompilations()
+        stages.done("compile prefill kernels")
 
     cache = KVCacheManager(num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache)
     scheduler_config = SchedulerConfig(
@@ -227,52 +248,10 @@ def _assemble(
         eos_token_ids=model_config.eos_token_ids,
         seed=config.seed,
     )
-    runner = ModelRunner(model, rows, page_size, device, compiled)
-    return Engine(config, Scheduler(scheduler_config, cache), cache, runner, compiled)
-
-
-def _activation_bytes(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: Decoder,
-    rows: Rows,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> int:
-    """Peak memory of the largest step beyond weights: measured on CUDA, estimated on CPU."""
-    assert config.max_running_requests is not None
-    assert config.max_step_tokens is not None
-    assert config.max_context_tokens is not None
-    num_tokens = config.max_step_tokens
-    if device.type == "cpu":
-        per_token = 8 * model_config.hidden_size + 3 * model_config.intermediate_size
-        return 4 * (num_tokens * per_token + 3 * config.max_running_requests * model_config.vocab_size)
-    # As many rows as there can be, all of them padding: their keys lie in the scratch page.
-    model.allocate_kv(1, config.page_size, dtype, device)
-    num_rows = config.max_running_requests
-    row_tokens = min(num_tokens // num_rows, config.max_context_tokens)
-    num_tokens = num_rows * row_tokens
-
-    def full(count: int, value: int) -> torch.Tensor:
-        return torch.full((count,), value, dtype=torch.int32, device=device)
-
-    row_start = torch.arange(0, num_tokens + 1, row_tokens, dtype=torch.int32, device=device)
-    batch = PrefillBatch(
-        token_ids=full(num_tokens, 0),
-        positions=full(num_tokens, 0),
-        slot_mapping=full(num_tokens, -1),
-        row_ids=full(num_rows, rows.max_rows),
-        context_len=full(num_rows, row_tokens),
-        row_start=row_start,
-        logit_index=row_start[1:] - 1,
-        max_query_len=row_tokens,
-        sampling=torch.arange(num_rows, dtype=torch.int32, device=device),
-    )
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    prefill_step(model, rows, batch)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    return peak
+    if scheduler_config.max_context_tokens < config.max_context_tokens:
+        logger.warning(
+            "the KV pool holds %d tokens: requests may have that many, not %d; see --num-pages",
+            scheduler_config.max_context_tokens,
+            config.max_context_tokens,
+        )
+    return Engine(config, Scheduler(scheduler_config, cache), cache, runner, compiled, kernels)

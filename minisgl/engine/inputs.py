@@ -12,16 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.scheduler.plan import SCRATCH_PAGE, StepPlan
+from minisgl.scheduler.plan import SCRATCH_PAGE, RowInit, StepPlan
 
 STAGING_BUFFERS = 3
 """One being filled, and one for each step that may be in flight."""
+
+ALIGNMENT = 4
+"""Staged arrays start at multiples of 16 bytes: Triton compiles another kernel for pointers that don't."""
 
 
 class PageTableChange(NamedTuple):
     """Entries of the flattened page table to overwrite, each named once."""
 
-    flat_index: np.ndarray  # int32 [U]
+    flat_index: np.ndarray  # int32 [U]; the resolver keeps rows * pages below 2**31
     page_ids: np.ndarray  # int32 [U]
 
 
@@ -35,8 +38,8 @@ class PrefillBatch(NamedTuple):
     context_len: Tensor  # int32 [R]  this step's tokens included
     row_start: Tensor  # int32 [R + 1]
     logit_index: Tensor  # int32 [R]  each row's last token
+    sampling: Tensor  # int32 [N]  which of the R rows sample, ascending
     max_query_len: int
-    sampling: list[int]  # which of the R rows sample
 
 
 class HostPageTable:
@@ -77,10 +80,17 @@ class Stager:
 
     def to_device(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """int32 arrays -> int32 tensors on the device, views of one copy."""
-        lengths = [len(array) for array in arrays]
-        if self._device.type == "cpu":
-            return list(torch.from_numpy(np.concatenate(arrays)).split(lengths))
-        total = sum(lengths)
+        padded = [-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]
+        total = sum(padded)
+        packed = np.zeros(total, dtype=np.int32)
+        starts = [0, *np.cumsum(padded).tolist()]
+        for array, start in zip(arrays, starts, strict=False):
+            packed[start : start + len(array)] = array
+        tensor = torch.from_numpy(packed) if self._device.type == "cpu" else self._copy(packed)
+        return [tensor[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
+
+    def _copy(self, packed: np.ndarray) -> Tensor:
+        total = len(packed)
         buffer = self._buffers[self._next]
         copied = self._copied[self._next]
         if copied is not None:
@@ -88,13 +98,13 @@ class Stager:
         if buffer is None or buffer.numel() < total:
             buffer = torch.empty(max(total, 1024) * 2, dtype=torch.int32, pin_memory=True)
             self._buffers[self._next] = buffer
-        np.concatenate(arrays, out=buffer.numpy()[:total])
-        tensors = buffer[:total].to(self._device, non_blocking=True)
+        buffer.numpy()[:total] = packed
+        tensor = buffer[:total].to(self._device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copied[self._next] = event
         self._next = (self._next + 1) % STAGING_BUFFERS
-        return list(tensors.split(lengths))
+        return tensor
 
 
 def build_prefill(plan: StepPlan, pages: HostPageTable, stager: Stager) -> PrefillBatch:
@@ -107,6 +117,7 @@ def build_prefill(plan: StepPlan, pages: HostPageTable, stager: Stager) -> Prefi
     ]
     row_start = np.zeros(len(chunks) + 1, dtype=np.int32)
     np.cumsum(lengths, out=row_start[1:])
+    sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
     tensors = stager.to_device(
         [
             np.concatenate([np.frombuffer(chunk.token_ids, dtype="<i4") for chunk in chunks]),
@@ -116,7 +127,17 @@ def build_prefill(plan: StepPlan, pages: HostPageTable, stager: Stager) -> Prefi
             np.array([p[-1] + 1 for p in positions], dtype=np.int32),
             row_start,
             row_start[1:] - 1,
+            np.array(sampling, dtype=np.int32),
         ]
     )
-    sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
-    return PrefillBatch(*tensors, max_query_len=max(lengths), sampling=sampling)
+    return PrefillBatch(*tensors, max_query_len=max(lengths))
+
+
+def pack_row_inits(inits: tuple[RowInit, ...]) -> list[np.ndarray]:
+    """int32 [N] each: row, temperature, top_k, top_p, min_p (floats as bits), seed's low and high half."""
+    floats = np.array([(init.temperature, init.top_p, init.min_p) for init in inits], dtype=np.float32)
+    temperature, top_p, min_p = floats.T.copy().view(np.int32)
+    seed = np.array([init.seed for init in inits], dtype="<i8").view("<i4").reshape(-1, 2)
+    row = np.array([init.row for init in inits], dtype=np.int32)
+    top_k = np.array([init.top_k for init in inits], dtype=np.int32)
+    return [row, temperature, top_k, top_p, min_p, seed[:, 0], seed[:, 1]]

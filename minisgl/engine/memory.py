@@ -10,8 +10,10 @@ from minisgl.config import DTYPE_BYTES, GIB, MIB, EngineConfig, ModelConfig
 from minisgl.errors import ConfigError
 
 CPU_POOL_BYTES = 1 * GIB
-GRAPH_RESERVE_BYTES = 1 * GIB
-"""Kept free on CUDA for recorded graphs and what the libraries take on first use."""
+LIBRARY_RESERVE_BYTES = GIB // 2
+"""Kept free on CUDA for what the libraries take on first use."""
+GRAPH_BYTES = 24 * MIB
+"""Kept free for each recorded graph (measured by others: 6 to 26 MiB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +24,10 @@ class MemoryBudget:
     """What the engine may take: memory_fraction of what was free before it started."""
     weights_bytes: int
     activation_bytes: int
-    """Peak of the largest step beyond weights."""
+    """Peak of the largest prefill step beyond weights."""
     tables_bytes: int
     reserve_bytes: int
+    """For recorded graphs and their memory, and the libraries."""
     page_bytes: int
     num_pages: int
 
@@ -42,6 +45,20 @@ class MemoryBudget:
         )
 
 
+def check_weights_fit(weights_bytes: int, available_bytes: int, config: EngineConfig) -> None:
+    """Refuse a model that is too large before anything is allocated.
+
+    Raises:
+        ConfigError: weights alone take more than the engine may have.
+    """
+    if weights_bytes > available_bytes:
+        raise ConfigError(
+            f"the weights take {weights_bytes / GIB:.2f} GiB in {config.dtype}, but the engine may use "
+            f"{available_bytes / GIB:.2f} GiB; use a smaller model or dtype, or raise --memory-fraction "
+            f"({config.memory_fraction})"
+        )
+
+
 def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one page: K and V of page_size tokens in all layers."""
     assert config.dtype is not None
@@ -56,6 +73,7 @@ def plan_memory(
     weights_bytes: int,
     activation_bytes: int,
     tables_bytes: int,
+    reserve_bytes: int,
 ) -> MemoryBudget:
     """Size the pool, or check the --num-pages that was asked for.
 
@@ -65,7 +83,6 @@ def plan_memory(
     assert config.max_context_tokens is not None
     assert config.max_running_requests is not None
     on_cuda = config.device == "cuda"
-    reserve_bytes = GRAPH_RESERVE_BYTES if on_cuda else 0
     one_page = page_bytes(model, config)
     free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes
     fitting = max(free_bytes, 0) // one_page
@@ -84,7 +101,12 @@ def plan_memory(
         # More than every row at full length is of no use, with as much again for the prefix cache.
         pages_per_row = -(-config.max_context_tokens // config.page_size)
         num_pages = min(num_pages, 2 * config.max_running_requests * pages_per_row + 1)
-    if num_pages < 2:
+    if config.num_pages is not None and (num_pages - 1) * config.page_size < 2:
+        raise ConfigError(
+            f"--num-pages {num_pages} of {config.page_size} tokens can't hold a request: one page is "
+            "scratch, and a request needs at least 2 tokens"
+        )
+    if (num_pages - 1) * config.page_size < 2:
         raise ConfigError(
             f"no memory is left for the KV cache: of {available_bytes / GIB:.2f} GiB the weights take "
             f"{weights_bytes / GIB:.2f} and the largest step {activation_bytes / GIB:.2f}; raise "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.compiled import CompiledDecode
-from minisgl.engine.inputs import HostPageTable, Stager, build_prefill
+from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.models.decoder import Decoder
@@ -49,7 +49,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step: the rows' updates, then decodes, then chunks."""
         if plan.row_inits:
-            self.rows.init_rows(plan.row_inits)
+            self.rows.init_rows(self.stager.to_device(pack_row_inits(plan.row_inits)))
         change = self.pages.update(plan)
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
@@ -65,7 +65,7 @@ class ModelRunner:
         if plan.chunks:
             batch = build_prefill(plan, self.pages, self.stager)
             token_ids = prefill_step(self.model, self.rows, batch)
-            if batch.sampling:
+            if len(batch.sampling):
                 tokens.append(self._to_host(token_ids))
         done = None
         if self._device.type == "cuda":

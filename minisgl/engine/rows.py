@@ -45,10 +45,6 @@ class Rows(nn.Module):
         table("seed", torch.int64)
         self.top_p.fill_(1.0)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
-
     def init_rows(self, staged: list[Tensor]) -> None:
         """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""
         row, temperature, top_k, top_p, min_p, seed_low, seed_high = staged

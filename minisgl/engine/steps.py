@@ -62,6 +62,4 @@ def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
     advance_rows(
         batch.row_ids, token_ids, batch.context_len, rows.last_token, rows.context_len, rows.max_rows
     )
-    if len(batch.sampling) == len(batch.row_ids):
-        return token_ids
-    return token_ids[torch.tensor(batch.sampling, dtype=torch.long).to(token_ids.device)]
+    return token_ids[batch.sampling]

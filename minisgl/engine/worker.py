@@ -75,33 +75,31 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
 
     on_stage("import torch", (time.perf_counter() - started) * 1e3)
     engine = build_engine(config.engine, Path(config.model_folder), on_stage)
-    try:
-        socket.send(
-            Ready(
-                max_context_tokens=engine.max_context_tokens,
-                num_pages=engine.num_pages,
-                page_size=engine.config.page_size,
-                max_rows=engine.config.max_running_requests or 0,
-                device=engine.config.device or "",
-                startup_ms=stages,
-            )
+    socket.send(
+        Ready(
+            max_context_tokens=engine.max_context_tokens,
+            num_pages=engine.num_pages,
+            page_size=engine.config.page_size,
+            max_rows=engine.config.max_running_requests or 0,
+            device=engine.config.device or "",
+            startup_ms=stages,
         )
-        while True:
-            for message in socket.receive(0 if engine.has_work else IDLE_WAIT_MS):
-                match message:
-                    case AddRequest():
-                        engine.add(message)
-                    case AbortRequest(request_id):
-                        engine.abort(request_id)
-                    case Ping(sequence):
-                        socket.send(engine.status(sequence))
-                    case Shutdown():
-                        return
-            outputs = engine.step()
-            if outputs:
-                socket.send(StepOutput(outputs))
-    finally:
-        engine.close()
+    )
+    while True:
+        for message in socket.receive(0 if engine.has_work else IDLE_WAIT_MS):
+            match message:
+                case AddRequest():
+                    engine.add(message)
+                case AbortRequest(request_id):
+                    engine.abort(request_id)
+                case Ping(sequence):
+                    socket.send(engine.status(sequence))
+                case Shutdown():
+                    engine.close()
+                    return
+        outputs = engine.step()
+        if outputs:
+            socket.send(StepOutput(outputs))
 
 
 def _end_with_the_parent() -> None:

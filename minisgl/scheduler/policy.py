@@ -31,11 +31,3 @@ def choose_waiting(match_lengths: Sequence[int], head_skips: int) -> int:
     if head_skips >= PREFIX_WINDOW:
         return 0
     return max(range(len(match_lengths)), key=lambda index: (match_lengths[index], -index))
-
-
-def reserve_pages(remaining_tokens: int, output_reserve_tokens: int, page_size: int) -> int:
-    """Pages an admission keeps free for the output of one request that may still generate so much.
-
-    An estimate, not the whole max_tokens, which would leave the pool idle; preemption meets the rest.
-    """
-    return pages_for(min(remaining_tokens, output_reserve_tokens), page_size)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.errors import RequestError
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.request import (
     FinishReason,
     Request,
@@ -31,7 +31,6 @@ from minisgl.scheduler.policy import (
     choose_waiting,
     pages_for,
     prefill_budget_tokens,
-    reserve_pages,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,8 @@ class SchedulerConfig:
     """Prompt and output of one request; at most what the pool holds."""
     vocab_size: int
     output_reserve_tokens: int = 64
-    """Room an admission leaves for the output of each running request; more gets less preemption."""
+    """Room an admission leaves for the output of each running request: an estimate, not the whole
+    max_tokens, which would leave the pool idle; preemption meets the rest."""
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
 
@@ -343,19 +343,22 @@ class Scheduler:
         if len(window) > 1:
             lengths = [self._cache.match_length(request.feed) for request in window]
             index = choose_waiting(lengths, head.num_times_skipped)
-        request = window[index]
-        lease = self._cache.admit(request.feed)
-        if self._running and not self._fits(request, len(lease.page_ids)):
-            self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
+        lease = self._lease_if_it_fits(window[index])
+        if lease is None and index:  # who comes first must not wait for room that another needs
+            index = 0
+            lease = self._lease_if_it_fits(head)
+        if lease is None:
             self._blocked_admission = (head.request_id, available)
             return None
+        request = window[index]
         self._blocked_admission = None
         if index:
             head.num_times_skipped += 1
         del self._waiting[index]
         insort(self._running, request, key=_seniority)
         num_cached = len(lease.page_ids) * self._page_size
-        if not request.output:  # the first time, not the return after a preemption
+        if not request.was_admitted:  # not the return after a preemption
+            request.was_admitted = True
             request.num_cached_tokens = num_cached
             self.stats.num_prompt_tokens += len(request.prompt)
             self.stats.num_cached_tokens += num_cached
@@ -379,18 +382,24 @@ class Scheduler:
             self._page_updates.append(PageUpdate(request.row, 0, tuple(lease.page_ids)))
         return request
 
-    def _fits(self, request: Request, num_held_pages: int) -> bool:
-        """Whether the rest of the prompt and some output fit beside what the running ones still need."""
-        reserve = self.config.output_reserve_tokens
-        needed = pages_for(len(request.feed), self._page_size) - num_held_pages
-        needed += reserve_pages(request.max_new_tokens - len(request.output), reserve, self._page_size)
-        for other in self._running:
-            unfed = pages_for(len(other.feed), self._page_size) - len(other.lease.page_ids)
-            needed += max(unfed, 0)
-            needed += reserve_pages(
-                other.last_fed_tokens - other.num_planned_tokens, reserve, self._page_size
-            )
-        return needed <= self._cache.num_free_pages + self._cache.num_evictable_pages
+    def _lease_if_it_fits(self, request: Request) -> Lease | None:
+        """Lock a waiting request's cached prefix, if the rest fits beside what the running ones need."""
+        lease = self._cache.admit(request.feed)
+        if self._running:
+            needed = self._pages_to_come(request, 0, len(lease.page_ids))
+            for other in self._running:
+                needed += self._pages_to_come(other, other.num_planned_tokens, len(other.lease.page_ids))
+            if needed > self._cache.num_free_pages + self._cache.num_evictable_pages:
+                self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
+                return None
+        return lease
+
+    def _pages_to_come(self, request: Request, num_planned_tokens: int, num_held_pages: int) -> int:
+        """Pages a request will still take: for the rest of its feed and an estimate of its output."""
+        fed = max(num_planned_tokens, len(request.feed))
+        remaining = request.last_fed_tokens - fed
+        tokens = fed + min(remaining, self.config.output_reserve_tokens)
+        return max(pages_for(tokens, self._page_size) - num_held_pages, 0)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """A chunk is in the pool: share its full pages, and use the tree's where somebody was faster."""

@@ -86,6 +86,7 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan) -> list[int]:
         """One token per `plan.sampled_rows`."""
+        assert len({init.row for init in plan.row_inits}) == len(plan.row_inits), "a row is initialised twice"
         for init in plan.row_inits:
             self._seed[init.row] = init.seed
             self._pages[init.row] = {}

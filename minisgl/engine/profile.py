@@ -1,0 +1,99 @@
+"""Runs the model on padding before it serves: to measure memory, and to compile prefill's kernels.
+
+Promise: nothing real is touched: all rows are the padding row, all new tokens go to no slot.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from minisgl.config import EngineConfig, ModelConfig
+from minisgl.engine.inputs import PrefillBatch, Stager
+from minisgl.engine.rows import Rows
+from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.models.decoder import Decoder
+
+
+class Peaks(NamedTuple):
+    """Memory of the largest steps beyond weights, pool and tables, in bytes."""
+
+    prefill_bytes: int
+    decode_bytes: int
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Parameters and buffers, shared ones once."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def measure_peaks(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    rows: Rows,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Peaks:
+    """Measured on CUDA with as many rows as there can be; a generous estimate on CPU."""
+    assert config.max_running_requests is not None
+    assert config.max_step_tokens is not None
+    assert config.max_context_tokens is not None
+    num_rows = config.max_running_requests
+    if device.type == "cpu":
+        per_token = 8 * model_config.hidden_size + 3 * model_config.intermediate_size
+        return Peaks(4 * (config.max_step_tokens * per_token + 3 * num_rows * model_config.vocab_size), 0)
+    model.allocate_kv(1, config.page_size, dtype, device)
+    row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
+    batch = padding_batch(num_rows, row_tokens, rows, device)
+    row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
+    decode = DecodeStep(model, rows, config.page_size)
+    return Peaks(
+        peak_bytes(lambda: prefill_step(model, rows, batch), device),
+        peak_bytes(lambda: decode(row_ids), device),
+    )
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """How much memory the allocator hands out during `run` beyond what was taken before, at most."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+def warm_up_prefill(model: Decoder, rows: Rows, device: torch.device) -> None:
+    """Compile the kernels of a prefill step: for chunks of several tokens, and for chunks of one.
+
+    Sizes are chosen for what Triton compiles anew: a count of 1, a multiple of 16, and any other.
+    """
+    for num_rows in (1, 3, 16):
+        for row_tokens in (1, 3, 16):
+            prefill_step(model, rows, padding_batch(num_rows, row_tokens, rows, device))
+    torch.cuda.synchronize(device)
+
+
+def padding_batch(num_rows: int, row_tokens: int, rows: Rows, device: torch.device) -> PrefillBatch:
+    """A prefill of `num_rows` chunks that are all padding: their keys lie in the scratch page."""
+    num_tokens = num_rows * row_tokens
+    row_start = np.arange(0, num_tokens + 1, row_tokens, dtype=np.int32)
+    tensors = Stager(device).to_device(
+        [
+            np.zeros(num_tokens, dtype=np.int32),
+            np.zeros(num_tokens, dtype=np.int32),
+            np.full(num_tokens, -1, dtype=np.int32),
+            np.full(num_rows, rows.max_rows, dtype=np.int32),
+            np.full(num_rows, row_tokens, dtype=np.int32),
+            row_start,
+            row_start[1:] - 1,
+            np.arange(num_rows, dtype=np.int32),
+        ]
+    )
+    return PrefillBatch(*tensors, max_query_len=row_tokens)
