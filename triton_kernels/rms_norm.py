@@ -13,12 +13,28 @@ Cost: 2*T*M elements moved for rms_norm, 4*T*M for add_rms_norm, about 4 FLOP an
 # Launching a kernel looks like calling it, but takes options that it does not declare.
 # pyright: reportCallIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.tuning import tuned
+
+
+class NormConfig(NamedTuple):
+    """A launch configuration of both norms; one for all T, because num_warps changes the last bits."""
+
+    block_t: int  # rows per program
+    num_warps: int
+
+
+def default_norm_config(width: int) -> NormConfig:
+    """The configuration used where no other is given or tuned."""
+    block_m = next_power_of_2(width)
+    return NormConfig(max(1, 1024 // block_m), min(16, max(4, block_m // 1024)))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,32 +105,43 @@ def _add_rms_norm_kernel(
     tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(dtype), mask)
 
 
-def _launch_shape(width: int) -> tuple[int, int, int]:
-    """BLOCK_T, BLOCK_M and num_warps; a function of the width alone, so that T can be symbolic."""
-    block_m = next_power_of_2(width)
-    block_t = max(1, 1024 // block_m)
-    return block_t, block_m, min(16, max(4, block_m // 1024))
+def _config(op: str, x: Tensor) -> NormConfig:
+    width = x.shape[1]
+    return tuned(
+        default_norm_config(width), op, x.device, x.dtype, exact=(next_power_of_2(width),), near=(width,)
+    )
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, config: NormConfig | None = None) -> Tensor:
     """The kernel, whatever the device."""
+    config = config or _config("rms_norm", x)
     num_rows, width = x.shape
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    block_t, block_m, num_warps = _launch_shape(width)
-    grid = (ceil_div(num_rows, block_t),)
+    grid = (ceil_div(num_rows, config.block_t),)
     _rms_norm_kernel[grid](
-        x, weight, y, num_rows, x.stride(0), width, eps, block_t, block_m, num_warps=num_warps
+        x,
+        weight,
+        y,
+        num_rows,
+        x.stride(0),
+        width,
+        eps,
+        config.block_t,
+        next_power_of_2(width),
+        num_warps=config.num_warps,
     )
     return y
 
 
-def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, config: NormConfig | None = None
+) -> tuple[Tensor, Tensor]:
     """The kernel, whatever the device."""
+    config = config or _config("add_rms_norm", x)
     num_rows, width = x.shape
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     new_residual = torch.empty_like(y)
-    block_t, block_m, num_warps = _launch_shape(width)
-    grid = (ceil_div(num_rows, block_t),)
+    grid = (ceil_div(num_rows, config.block_t),)
     _add_rms_norm_kernel[grid](
         x,
         residual,
@@ -126,9 +153,9 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
         residual.stride(0),
         width,
         eps,
-        block_t,
-        block_m,
-        num_warps=num_warps,
+        config.block_t,
+        next_power_of_2(width),
+        num_warps=config.num_warps,
     )
     return y, new_residual
 

@@ -10,15 +10,22 @@ Cost: 3*T*F elements moved, about 6 FLOP an output element: memory bound.
 # Launching a kernel looks like calling it, but takes options that it does not declare.
 # pyright: reportCallIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.launch import ceil_div
+from triton_kernels.tuning import tuned
 
-_BLOCK_F = 1024
-_NUM_WARPS = 4
+
+class SiluMulConfig(NamedTuple):
+    """A launch configuration of silu_mul."""
+
+    block_f: int = 1024  # columns per program
+    num_warps: int = 4
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -39,13 +46,23 @@ def _silu_mul_kernel(gate_up_ptr, y_ptr, row_stride, width: tl.constexpr, BLOCK_
     tl.store(y_ptr + row * width + columns, y.to(y_ptr.dtype.element_ty), mask)
 
 
-def silu_mul_triton(gate_up: Tensor) -> Tensor:
+def silu_mul_triton(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
     """The kernel, whatever the device."""
     num_tokens, double_width = gate_up.shape
     width = double_width // 2
+    if config is None:
+        config = tuned(
+            SiluMulConfig(),
+            "silu_mul",
+            gate_up.device,
+            gate_up.dtype,
+            exact=(),
+            near=(width,),
+            size=num_tokens,
+        )
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-    grid = (num_tokens, ceil_div(width, _BLOCK_F))
-    _silu_mul_kernel[grid](gate_up, y, gate_up.stride(0), width, _BLOCK_F, num_warps=_NUM_WARPS)
+    grid = (num_tokens, ceil_div(width, config.block_f))
+    _silu_mul_kernel[grid](gate_up, y, gate_up.stride(0), width, config.block_f, num_warps=config.num_warps)
     return y
 
 
