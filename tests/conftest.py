@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -13,6 +14,9 @@ if shutil.which("nvidia-smi") is None:
     # kernel, which may come from any test file, so it is chosen here; the engine's own CPU path runs the
     # kernels' references and does not notice.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "minisgl", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

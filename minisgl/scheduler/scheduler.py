@@ -460,7 +460,6 @@ class Scheduler:
         self._cache.release(request.lease, tokens, min(request.num_planned_tokens, len(tokens)))
         # The next plan must not carry news of a row that changes hands: one value per table entry.
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
-        self._row_inits = [init for init in self._row_inits if init.row != request.row]
         self._free_rows.append(request.row)
         request.lease = None
         request.row = -1

@@ -451,6 +451,102 @@ def test_stop_token_ids_end_a_request_and_ignore_eos_does_not() -> None:
     assert outputs[1].finish_reason is FinishReason.STOP
 
 
+def test_a_preempting_request_is_in_no_further_plan() -> None:
+    scheduler, executor, _ = build(num_pages=11, page_size=4, max_rows=3, output_reserve_tokens=0)
+    for request_id in range(3):  # the youngest has room in its page when the others need a new one
+        prompt = prompt_of(*[10 + request_id] * (3 if request_id == 2 else 4))
+        scheduler.add(request_id, prompt, SamplingParams(max_tokens=30, ignore_eos=True))
+    pending = scheduler.plan()
+    assert pending is not None
+    results = executor.execute(pending)
+    while scheduler.stats.num_preemptions == 0:  # one step in flight, so nobody can be vacated at once
+        plan = scheduler.plan()
+        assert plan is not None
+        next_results = executor.execute(plan)
+        victim_row = 2
+        if scheduler.stats.num_preemptions:
+            assert victim_row not in plan.decode_rows
+            assert all(chunk.row != victim_row for chunk in plan.chunks)
+        scheduler.apply(pending, results)
+        pending, results = plan, next_results
+    scheduler.apply(pending, results)
+    scheduler.check_invariants()
+
+
+def test_a_low_priority_request_with_a_long_prefix_does_not_pass_a_higher_one() -> None:
+    scheduler, executor, _ = build(max_rows=1, num_pages=200)
+    hot = prompt_of(*range(4, 24))
+    scheduler.add(0, hot, SamplingParams(max_tokens=1))
+    drain(scheduler, executor)
+    scheduler.add(1, hot, SamplingParams(max_tokens=1), priority=0)
+    scheduler.add(2, prompt_of(40, 41), SamplingParams(max_tokens=1), priority=1)
+    order = [output.request_id for output in drain(scheduler, executor) if output.finish_reason is not None]
+    assert order == [2, 1]
+
+
+def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_cache() -> None:
+    scheduler, executor, _ = build(page_size=4)
+    prompt = list(range(4, 11))
+    scheduler.add(0, prompt_of(*prompt), SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+    answer = tokens_of(drain(scheduler, executor), 0)
+    scheduler.add(1, prompt_of(*prompt, *answer, 4, 5), SamplingParams(max_tokens=1))
+    # 7 + 6 tokens, of which the last was never fed: three full pages.
+    assert drain(scheduler, executor)[-1].num_cached_tokens == 12
+
+
+def test_the_sampling_parameters_reach_the_row() -> None:
+    scheduler, _, _ = build()
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=-(2**63))
+    scheduler.add(0, prompt_of(4), params)
+    scheduler.add(1, prompt_of(5), SamplingParams(top_k=-1))
+    scheduler.add(2, prompt_of(6), SamplingParams())
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.row_inits[0][1:] == (0.5, 7, 0.8, 0.1, -(2**63))
+    assert plan.row_inits[1].top_k == 0
+    assert plan.row_inits[1].seed != plan.row_inits[2].seed
+
+
+def test_a_small_head_is_not_blocked_by_a_larger_request_with_a_better_prefix() -> None:
+    scheduler, executor, _ = build(num_pages=41, page_size=4, max_rows=8, output_reserve_tokens=0)
+    hot = list(range(4, 44))
+    scheduler.add(0, prompt_of(*hot), SamplingParams(max_tokens=1))
+    drain(scheduler, executor)
+    scheduler.add(1, prompt_of(*[45] * 60), SamplingParams(max_tokens=60, ignore_eos=True))
+    first = scheduler.plan()
+    assert first is not None
+    scheduler.add(2, prompt_of(46, 47), SamplingParams(max_tokens=2, ignore_eos=True))
+    scheduler.add(3, prompt_of(*hot, *[48] * 80), SamplingParams(max_tokens=2, ignore_eos=True))
+    second = scheduler.plan()
+    scheduler.apply(first, executor.execute(first))
+    second = second or scheduler.plan()
+    assert second is not None
+    fed = [np.frombuffer(chunk.token_ids, dtype="<i4")[0] for chunk in second.chunks]
+    assert 46 in fed
+
+
+def test_large_pages_admit_as_many_as_really_fit() -> None:
+    scheduler, _, _ = build(
+        num_pages=129, page_size=256, max_rows=256, max_step_tokens=8192, chunk_tokens=8192, vocab_size=1000
+    )
+    for request_id in range(200):
+        scheduler.add(request_id, prompt_of(*[4 + request_id] * 40), SamplingParams(max_tokens=10))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert len(plan.chunks) == 128
+
+
+def test_a_request_preempted_before_its_first_token_is_counted_once() -> None:
+    scheduler, executor, _ = build(
+        num_pages=12, page_size=4, max_rows=2, chunk_tokens=4, output_reserve_tokens=0
+    )
+    scheduler.add(0, prompt_of(*range(4, 20)), SamplingParams(max_tokens=25, ignore_eos=True))
+    scheduler.add(1, prompt_of(*range(20, 44)), SamplingParams(max_tokens=2, ignore_eos=True))
+    outputs = drain(scheduler, executor)
+    assert {output.num_cached_tokens for output in outputs} == {0}
+    assert scheduler.stats.num_prompt_tokens == 16 + 24
+
+
 def test_higher_priority_is_admitted_first() -> None:
     scheduler, _, _ = build(max_rows=1)
     scheduler.add(0, prompt_of(1), SamplingParams(max_tokens=3), priority=0)
