@@ -1,0 +1,128 @@
+"""A mixture of SwiGLU experts: from the router's logits and the tokens to the layer's output.
+
+    p[t]      = softmax(router_logits[t])                         over the E experts, in float32
+    S(t)      = the top_k experts with the largest logits, the lowest id first among equals
+    w[t, e]   = p[t, e] / (renormalize ? sum over S(t) of p[t] : 1)
+    out[t]    = sum over e in S(t) of w[t, e] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
+
+T tokens, E experts, M model width, F expert width (both multiples of 16); gate[e] and up[e] are the upper and
+lower F rows of gate_up[e]. T may be 0; rows of x and of the logits may be strided. NaN logits count as -inf,
+and a token all of whose logits are -inf goes to no expert and yields zeros: give padding tokens such logits,
+and they cost nothing. Weights of experts that no token goes to are never read (they may hold NaN).
+
+How: one to four tokens take moe_pairs.py (two launches, every pair by itself); more are sorted by expert
+(moe_route.py, two launches) and multiplied in tiles (moe_gemm.py, three). No host sync, no atomics: grids
+depend on T alone, so one captured graph serves every routing, and equal inputs give equal bits. The last
+bits depend on T (through the configuration), not on what else is in the batch at the same T.
+
+Cost: 3 * M * F elements for every expert hit (decode: memory bound), 6 * T * top_k * M * F FLOP (prefill).
+Scratch: T * top_k * (M + F) elements.
+
+The launcher is a custom op, so that torch.compile with a symbolic T leaves the choice of configuration to the
+run (for a CUDA graph: to its capture).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, sum_slots_triton
+from triton_kernels.moe_pairs import PairsConfig, moe_pairs_triton
+from triton_kernels.moe_route import route_triton, top_k_reference
+
+
+class MoeConfig(NamedTuple):
+    """A launch configuration of fused_moe: the pairs' where `pairs` is given, the products' otherwise."""
+
+    gate_up: GemmConfig
+    down: GemmConfig
+    pairs: PairsConfig | None = None
+
+
+_SMALL = MoeConfig(GemmConfig(16, 32, 128, 4, 4, 1), GemmConfig(16, 64, 128, 4, 4, 1))
+_TABLE = (  # (pairs per expert up to which it is used, configuration)
+    (12, _SMALL),
+    (24, MoeConfig(GemmConfig(32, 64, 128, 4, 3, 1), GemmConfig(32, 128, 64, 4, 4, 1))),
+    (96, MoeConfig(GemmConfig(64, 64, 64, 4, 4, 4), GemmConfig(64, 128, 64, 4, 4, 4))),
+    (1 << 62, MoeConfig(GemmConfig(128, 128, 64, 8, 4, 8), GemmConfig(128, 256, 64, 8, 3, 8))),
+)
+_MOST_PAIR_TOKENS = 4
+
+
+def default_moe_config(num_tokens: int, num_experts: int, top_k: int, element_size: int) -> MoeConfig:
+    """The configuration used where no other is given."""
+    if num_tokens <= _MOST_PAIR_TOKENS:
+        return _SMALL._replace(pairs=PairsConfig())
+    if element_size > 2:
+        return MoeConfig(GemmConfig(32, 32, 32, 4, 2, 4), GemmConfig(32, 64, 32, 4, 2, 4))
+    per_expert = num_tokens * top_k / num_experts
+    return next(config for most, config in _TABLE if per_expert <= most)
+
+
+def fused_moe_reference(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool = True
+) -> Tensor:
+    """What fused_moe means, in plain torch, one expert at a time; float64 if x is."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    experts, weights = top_k_reference(router_logits.to(dtype), top_k, renormalize)
+    slots = torch.zeros((*experts.shape, x.shape[1]), dtype=dtype, device=x.device)
+    for expert in experts.unique().tolist():
+        if expert == down.shape[0]:
+            continue
+        token, slot = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (x[token].to(dtype) @ gate_up[expert].to(dtype).T).chunk(2, dim=-1)
+        y = (torch.nn.functional.silu(gate) * up) @ down[expert].to(dtype).T
+        slots[token, slot] = y * weights[token, slot, None]
+    return slots.sum(1).to(x.dtype)
+
+
+def fused_moe_triton(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool = True,
+    config: MoeConfig | None = None,
+) -> Tensor:
+    """The kernels, whatever the device."""
+    num_tokens = x.shape[0]
+    num_experts = router_logits.shape[1]
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    if config is None:
+        config = default_moe_config(num_tokens, num_experts, top_k, x.element_size())
+    if config.pairs is not None:
+        return moe_pairs_triton(x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
+    routing = route_triton(router_logits, top_k, renormalize)
+    hidden = gate_up_triton(x, gate_up, routing, config.gate_up)
+    partial = down_triton(hidden, down, routing, config.down)
+    return sum_slots_triton(partial, routing, num_experts)
+
+
+@torch.library.custom_op("triton_kernels::fused_moe", mutates_args=())
+def _fused_moe(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
+) -> Tensor:
+    if x.device.type == "cpu":
+        return fused_moe_reference(x, router_logits, gate_up, down, top_k, renormalize)
+    return fused_moe_triton(x, router_logits, gate_up, down, top_k, renormalize)
+
+
+@_fused_moe.register_fake
+def _(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
+) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def fused_moe(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool = True
+) -> Tensor:
+    """The mixture's output, a contiguous [T, M] of x's dtype.
+
+    x [T, M], router_logits [T, E] (any float dtype), gate_up [E, 2F, M] (gate first) and down [E, M, F], both
+    contiguous. renormalize: the chosen experts' weights sum to 1 (Qwen3's norm_topk_prob, Mixtral).
+    """
+    return _fused_moe(x, router_logits, gate_up, down, top_k, renormalize)

@@ -1,0 +1,280 @@
+"""The matrix products of a mixture of experts, over (token, expert) pairs sorted by expert.
+
+    hidden[i]    = silu(x[t] @ gate[e].T) * (x[t] @ up[e].T)       i-th pair in sorted order: token t, expert e
+    partial[p]   = weight[p] * hidden[i] @ down[e].T               p = t * top_k + s, its place before the sort
+    out[t]       = sum over s of partial[t, s], s ascending
+
+P pairs, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
+gate_up[e]. Float32 inside; hidden, partial and out are each rounded once to x's dtype. Any M and F that are
+multiples of 16.
+
+How: an expert's rows are cut into tiles of BLOCK_M, and a program finds its tile by a prefix sum over
+`expert_end` (one vector load), so nothing depends on the tile size but the kernel, and a grid sized by an
+upper bound serves every routing: programs without a tile leave at once. A tile's rows past the expert's last
+are neither loaded from memory of their own nor stored; experts without rows are never touched. Tiles go in
+groups of GROUP_M along M, so that those running together share weights and tokens in L2.
+
+Cost: weights of the experts hit, once (decode: memory bound); 6 * P * M * F FLOP (prefill: arithmetic).
+"""
+
+# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int
+# in a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.moe_route import Routing
+
+
+class GemmConfig(NamedTuple):
+    """A launch configuration of one of the two products."""
+
+    block_m: int  # pairs; from 64 on, Hopper's matrix instructions
+    block_n: int  # columns of hidden (each a gate and an up column) or of out
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    tma: bool = True  # weights by tensor descriptors
+
+
+@triton.jit
+def _find_tile(
+    starts, ends, experts, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """(expert, first row, end of the expert's rows, column block) of a tile; the expert is -1 past the last."""
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    tile_ends = tl.cumsum(tiles, 0)
+    num_m = tl.sum(tiles, 0)
+    group = tile // (GROUP_M * NUM_N)
+    group_size = tl.maximum(tl.minimum(num_m - group * GROUP_M, GROUP_M), 1)
+    within = tile % (GROUP_M * NUM_N)
+    m = group * GROUP_M + within % group_size
+    n = within // group_size
+    expert = tl.sum((tile_ends <= m).to(tl.int32), 0)
+    mine = experts == expert
+    row_start = tl.sum(tl.where(mine, starts, 0), 0)
+    row_end = tl.sum(tl.where(mine, ends, 0), 0)
+    first_tile = tl.sum(tl.where(mine, tile_ends - tiles, 0), 0)
+    expert = tl.where(tile < num_m * NUM_N, expert, -1)
+    return expert, row_start + (m - first_tile) * BLOCK_M, row_end, n
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    weight,
+    hidden_ptr,
+    order_ptr,
+    expert_end_ptr,
+    x_stride,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    NUM_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    experts = tl.arange(0, BLOCK_E)
+    ends = tl.load(expert_end_ptr + experts, experts < E, other=0)
+    starts = tl.load(expert_end_ptr + experts - 1, (experts > 0) & (experts < E), other=0)
+    expert, row, row_end, n = _find_tile(starts, ends, experts, tl.program_id(0), NUM_N, BLOCK_M, GROUP_M)
+    if expert >= 0:
+        rows = row + tl.arange(0, BLOCK_M)
+        # Rows past the expert's last stand for its last: read where something is read anyway.
+        pairs = tl.load(order_ptr + tl.minimum(rows, row_end - 1))
+        lanes = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride + lanes[None, :]
+        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        gate_row = expert * (2 * F) + n * BLOCK_N
+        if not TMA:
+            weight_rows = expert.to(tl.int64) * (2 * F) + columns
+            gate_ptrs = weight + weight_rows[:, None] * M + lanes[None, :]
+        gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k0 in range(0, M, BLOCK_K):
+            if M % BLOCK_K == 0:
+                x = tl.load(x_ptrs + k0)
+            else:
+                x = tl.load(x_ptrs + k0, (k0 + lanes < M)[None, :], other=0.0)
+            if TMA:
+                gate = weight.load([gate_row, k0])
+                up = weight.load([gate_row + F, k0])
+            elif M % BLOCK_K == 0 and F % BLOCK_N == 0:
+                gate = tl.load(gate_ptrs + k0)
+                up = tl.load(gate_ptrs + F * M + k0)
+            else:
+                mask = (columns < F)[:, None] & (k0 + lanes < M)[None, :]
+                gate = tl.load(gate_ptrs + k0, mask, other=0.0)
+                up = tl.load(gate_ptrs + F * M + k0, mask, other=0.0)
+            gate_acc = tl.dot(x, tl.trans(gate), gate_acc, input_precision="ieee")
+            up_acc = tl.dot(x, tl.trans(up), up_acc, input_precision="ieee")
+        hidden = (gate_acc * tl.sigmoid(gate_acc) * up_acc).to(hidden_ptr.dtype.element_ty)
+        mask = (rows < row_end)[:, None] & (columns < F)[None, :]
+        tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * F + columns[None, :], hidden, mask)
+
+
+@triton.jit
+def _down_kernel(
+    hidden,
+    weight,
+    partial_ptr,
+    order_ptr,
+    pair_weight_ptr,
+    expert_end_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    NUM_N: tl.constexpr = (M + BLOCK_N - 1) // BLOCK_N
+    experts = tl.arange(0, BLOCK_E)
+    ends = tl.load(expert_end_ptr + experts, experts < E, other=0)
+    starts = tl.load(expert_end_ptr + experts - 1, (experts > 0) & (experts < E), other=0)
+    expert, row, row_end, n = _find_tile(starts, ends, experts, tl.program_id(0), NUM_N, BLOCK_M, GROUP_M)
+    if expert >= 0:
+        rows = row + tl.arange(0, BLOCK_M)
+        lanes = tl.arange(0, BLOCK_K)
+        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if not TMA:
+            there = tl.minimum(rows, row_end - 1).to(tl.int64)
+            hidden_ptrs = hidden + there[:, None] * F + lanes[None, :]
+            weight_rows = expert.to(tl.int64) * M + columns
+            weight_ptrs = weight + weight_rows[:, None] * F + lanes[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k0 in range(0, F, BLOCK_K):
+            if TMA:
+                h = hidden.load([row, k0])
+                w = weight.load([expert * M + n * BLOCK_N, k0])
+            elif F % BLOCK_K == 0 and M % BLOCK_N == 0:
+                h = tl.load(hidden_ptrs + k0)
+                w = tl.load(weight_ptrs + k0)
+            else:
+                h = tl.load(hidden_ptrs + k0, (k0 + lanes < F)[None, :], other=0.0)
+                mask = (columns < M)[:, None] & (k0 + lanes < F)[None, :]
+                w = tl.load(weight_ptrs + k0, mask, other=0.0)
+            acc = tl.dot(h, tl.trans(w), acc, input_precision="ieee")
+        there = rows < row_end
+        pairs = tl.load(order_ptr + rows, there, other=0)
+        acc = acc * tl.load(pair_weight_ptr + pairs, there, other=0.0)[:, None]
+        out_ptrs = partial_ptr + pairs.to(tl.int64)[:, None] * M + columns[None, :]
+        tl.store(out_ptrs, acc.to(partial_ptr.dtype.element_ty), there[:, None] & (columns < M)[None, :])
+
+
+@triton.jit
+def _sum_slots_kernel(
+    partial_ptr,
+    experts_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        pair = token * TOP_K + slot
+        routed = tl.load(experts_ptr + pair) < E
+        mask = (columns < M) & routed
+        acc += tl.load(partial_ptr + pair * M + columns, mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * M + columns, acc.to(out_ptr.dtype.element_ty), columns < M)
+
+
+def _most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Tiles that the pairs can need at most: every expert hit may leave a last tile nearly empty."""
+    hit = min(num_pairs, num_experts)
+    return min(num_pairs, (num_pairs + hit * (block_m - 1)) // block_m)
+
+
+def _rows_of(matrices: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """A descriptor of the last dimension's rows, all of them in one column."""
+    return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[-1]), [block_rows, block_columns])
+
+
+def gate_up_triton(x: Tensor, gate_up: Tensor, routing: Routing, config: GemmConfig) -> Tensor:
+    """hidden [P, F], in sorted order, of x [T, M] and gate_up [E, 2F, M]; rows past the sorted pairs are left."""
+    num_experts, double_width, width = gate_up.shape
+    expert_width = double_width // 2
+    num_pairs = routing.order.shape[0]
+    hidden = torch.empty((num_pairs, expert_width), dtype=x.dtype, device=x.device)
+    tiles = _most_tiles(num_pairs, num_experts, config.block_m)
+    _gate_up_kernel[(tiles * ceil_div(expert_width, config.block_n),)](
+        x,
+        _rows_of(gate_up, config.block_n, config.block_k) if config.tma else gate_up,
+        hidden,
+        routing.order,
+        routing.expert_end,
+        x.stride(0),
+        width,
+        expert_width,
+        num_experts,
+        routing.experts.shape[1],
+        config.tma,
+        next_power_of_2(num_experts),
+        config.block_m,
+        config.block_n,
+        config.block_k,
+        config.group_m,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return hidden
+
+
+def down_triton(hidden: Tensor, down: Tensor, routing: Routing, config: GemmConfig) -> Tensor:
+    """partial [P, M], by token and slot, of hidden [P, F] and down [E, M, F]."""
+    num_experts, width, expert_width = down.shape
+    num_pairs = routing.order.shape[0]
+    partial = torch.empty((num_pairs, width), dtype=hidden.dtype, device=hidden.device)
+    tiles = _most_tiles(num_pairs, num_experts, config.block_m)
+    _down_kernel[(tiles * ceil_div(width, config.block_n),)](
+        _rows_of(hidden, config.block_m, config.block_k) if config.tma else hidden,
+        _rows_of(down, config.block_n, config.block_k) if config.tma else down,
+        partial,
+        routing.order,
+        routing.weights,
+        routing.expert_end,
+        width,
+        expert_width,
+        num_experts,
+        config.tma,
+        next_power_of_2(num_experts),
+        config.block_m,
+        config.block_n,
+        config.block_k,
+        config.group_m,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return partial
+
+
+def sum_slots_triton(partial: Tensor, routing: Routing, num_experts: int) -> Tensor:
+    """out [T, M] of partial [T * top_k, M]."""
+    num_tokens, top_k = routing.experts.shape
+    width = partial.shape[1]
+    out = torch.empty((num_tokens, width), dtype=partial.dtype, device=partial.device)
+    block_n = min(1024, next_power_of_2(width))
+    _sum_slots_kernel[(num_tokens, ceil_div(width, block_n))](
+        partial, routing.experts, out, width, num_experts, top_k, block_n, num_warps=4
+    )
+    return out

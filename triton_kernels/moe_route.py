@@ -1,0 +1,203 @@
+"""Which experts a token goes to, and the (token, expert) pairs sorted by expert, all on the device.
+
+    p[t]                = softmax(logits[t])                    over the experts, in float32
+    expert[t, s]        = the expert with the s-th largest logit, the lowest id first among equals
+    weight[t, s]        = p[t, expert[t, s]], divided by their sum over s if renormalize
+    order               = the pairs t * top_k + s, sorted by expert, by token within an expert
+    expert_end[e]       = pairs of the experts 0..e: expert e owns order[expert_end[e-1] : expert_end[e]]
+
+T tokens, E experts, P = T * top_k pairs. NaN logits count as -inf; a token all of whose logits are -inf (a
+padding token, say) goes to no expert: its pairs carry expert E and are not in `order`, which then ends
+earlier. 1 <= top_k <= E <= 1024.
+
+How: a counting sort. Blocks of tokens pick their experts, rank them within the block and leave a histogram;
+then, in a second launch unless there is but one block (T <= 64), each block adds up the histograms before it
+and writes its pairs to their places. No atomics, no host sync: the grid depends on T alone.
+
+Cost: T * E logits read, 16 bytes a pair, and (T / BLOCK_T)^2 * E * 4 bytes of histograms from L2.
+"""
+
+# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int
+# in a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.launch import ceil_div, next_power_of_2
+
+
+class Routing(NamedTuple):
+    """Where the tokens go. T tokens, E experts."""
+
+    experts: Tensor  # int32 [T, top_k]; E = none
+    weights: Tensor  # float32 [T, top_k]
+    order: Tensor  # int32 [T * top_k], the pairs by expert
+    expert_end: Tensor  # int32 [E]
+
+
+def top_k_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """(experts int32 [T, top_k], weights float32 or float64 [T, top_k]) in plain torch."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = wide.masked_fill(wide.isnan(), float("-inf"))
+    experts = wide.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    weights = wide.softmax(1).gather(1, experts)
+    if renormalize:
+        weights = weights / weights.sum(1, keepdim=True)
+    nowhere = wide.amax(1, keepdim=True) == float("-inf")
+    experts = experts.masked_fill(nowhere, logits.shape[1])
+    return experts.int(), weights.masked_fill(nowhere, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _top_k_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    ranks_ptr,
+    counts_ptr,
+    order_ptr,
+    num_tokens,
+    logits_stride,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0)
+    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    lanes = tl.arange(0, BLOCK_E)
+    in_range = (tokens < num_tokens)[:, None] & (lanes < E)[None, :]
+    offsets = tokens.to(tl.int64)[:, None] * logits_stride + lanes[None, :]
+    logits = tl.load(logits_ptr + offsets, in_range, other=float("-inf")).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("-inf"))
+    # Integers in the order of the floats (-0 as 0): a warp's maximum is one instruction. Only lanes of no
+    # expert and lanes that were picked hold the smallest integer, so that no expert is picked twice.
+    keys = (logits + 0.0).to(tl.int32, bitcast=True)
+    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
+    keys = tl.where(in_range, keys, -(2**31))
+    top_key = tl.max(keys, 1)
+    top = (top_key ^ ((top_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    somewhere = (top > float("-inf")) & (tokens < num_tokens)
+    mass = tl.exp(logits - tl.where(somewhere, top, 0.0)[:, None])
+    slots = tl.full([BLOCK_T, BLOCK_E], TOP_K, tl.int32)
+    for slot in range(TOP_K):
+        best = keys == tl.max(keys, 1)[:, None]
+        lowest = tl.min(tl.where(best, lanes[None, :], BLOCK_E), 1)
+        picked = lanes[None, :] == lowest[:, None]
+        slots = tl.where(picked, slot, slots)
+        keys = tl.where(picked, -(2**31), keys)
+    chosen = (slots < TOP_K) & in_range
+    total = tl.sum(tl.where(chosen, mass, 0.0), 1) if RENORMALIZE else tl.sum(mass, 1)
+    weights = tl.where(somewhere[:, None], mass / tl.where(somewhere, total, 1.0)[:, None], 0.0)
+    routed = (chosen & somewhere[:, None]).to(tl.int32)
+    ranks = tl.cumsum(routed, 0) - routed
+    counts = tl.sum(routed, 0)
+    pairs = tokens[:, None] * TOP_K + slots
+    expert = tl.where(somewhere[:, None], lanes[None, :], E)
+    tl.store(experts_ptr + pairs, expert, chosen)
+    tl.store(weights_ptr + pairs, weights, chosen)
+    if ONE_BLOCK:
+        ends = tl.cumsum(counts, 0)
+        tl.store(counts_ptr + lanes, ends, lanes < E)
+        tl.store(order_ptr + (ends - counts)[None, :] + ranks, pairs, routed > 0)
+    else:
+        tl.store(counts_ptr + block * E + lanes, counts, lanes < E)
+        tl.store(ranks_ptr + pairs, ranks, chosen)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _sort_kernel(
+    experts_ptr,
+    ranks_ptr,
+    counts_ptr,
+    order_ptr,
+    expert_end_ptr,
+    num_pairs,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    block = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_E)
+    total = tl.zeros([BLOCK_E], tl.int32)
+    before = tl.zeros([BLOCK_E], tl.int32)
+    for b0 in range(0, num_blocks, BLOCK_B):
+        blocks = b0 + tl.arange(0, BLOCK_B)
+        mask = (blocks < num_blocks)[:, None] & (lanes < E)[None, :]
+        counts = tl.load(counts_ptr + blocks[:, None] * E + lanes[None, :], mask, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((blocks < block)[:, None], counts, 0), 0)
+    ends = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(expert_end_ptr + lanes, ends, lanes < E)
+    begin = ends - total + before
+    within = tl.arange(0, PAIRS)
+    pairs = block * BLOCK_PAIRS + within
+    mask = (within < BLOCK_PAIRS) & (pairs < num_pairs)
+    expert = tl.load(experts_ptr + pairs, mask, other=E)
+    rank = tl.load(ranks_ptr + pairs, mask, other=0)
+    routed = mask & (expert < E)
+    place = rank + tl.gather(begin, tl.where(routed, expert, 0), 0)
+    tl.store(order_ptr + place, pairs, routed)
+
+
+def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
+    """Routing of logits [T, E], T >= 1, rows may be strided."""
+    num_tokens, num_experts = logits.shape
+    num_pairs = num_tokens * top_k
+    block_t = min(64, max(16, next_power_of_2(num_tokens))) if num_tokens <= 64 else 32
+    block_e = next_power_of_2(num_experts)
+    num_blocks = ceil_div(num_tokens, block_t)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+    experts, order, expert_end = ints(num_tokens, top_k), ints(num_pairs), ints(num_experts)
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    one_block = num_blocks == 1
+    ranks = experts if one_block else torch.empty_like(experts)
+    counts = expert_end if one_block else ints(num_blocks, num_experts)
+    _top_k_kernel[(num_blocks,)](
+        logits,
+        experts,
+        weights,
+        ranks,
+        counts,
+        order,
+        num_tokens,
+        logits.stride(0),
+        num_experts,
+        top_k,
+        renormalize,
+        one_block,
+        block_t,
+        block_e,
+        num_warps=16 if block_t * block_e > 4096 else 8,
+    )
+    if not one_block:
+        _sort_kernel[(num_blocks,)](
+            experts,
+            ranks,
+            counts,
+            order,
+            expert_end,
+            num_pairs,
+            num_blocks,
+            num_experts,
+            block_t * top_k,
+            next_power_of_2(block_t * top_k),
+            block_e,
+            max(1, 8192 // block_e),
+            num_warps=8,
+        )
+    return Routing(experts, weights, order, expert_end)
