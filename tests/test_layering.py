@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
     "doctor": {"errors", "config", "model_config", "weights", "engine", "__init__"},
-    "benchmark": SEAMS | {"offline", "llm", "text"},
+    "benchmark": SEAMS | {"offline", "llm", "text", "triton_kernels"},
     "cli": SEAMS | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "__init__"},
     "__init__": {"errors", "request", "offline", "llm"},
     "__main__": {"cli"},

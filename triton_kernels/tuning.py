@@ -146,11 +146,24 @@ def find_choice(
     best = min(fitting, key=distance, default=None)
     if best is None or distance(best) > NEAR_ENOUGH:
         return None
-    by_size = [(math.log2(one["size"]), tuple(one["config"].values())) for one in best["sizes"]]
-    for_all = tuple(best["config"].values())
+    by_size = [(math.log2(one["size"]), _values(one["config"])) for one in best["sizes"]]
+    for_all = _values(best["config"])
     if all(config == for_all for _, config in by_size):
         by_size = []
     return Choice(for_all, tuple(by_size))
+
+
+def _values(config: dict[str, Any]) -> tuple[Any, ...]:
+    """The values in their order, those of configurations inside it as tuples."""
+    return tuple(_values(value) if isinstance(value, dict) else value for value in config.values())
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration (a NamedTuple, perhaps of others) as a table holds it."""
+    return {
+        name: as_dict(value) if isinstance(value, tuple) else value
+        for name, value in config._asdict().items()
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,149 @@
+"""Decode and prefill attention as problems to time: paged batches in pools that hold NaN elsewhere.
+
+H query heads, K KV heads, D head dim, S page size, R rows, T new tokens.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
+from triton_kernels.paged_decode import paged_decode_reference
+from triton_kernels.paged_prefill import paged_prefill_reference
+
+LONGEST_TOKENS = 131072
+"""What a row of the page tables holds, as in an engine that serves long contexts."""
+
+
+class AttentionShape(NamedTuple):
+    """Rows of (context, new tokens), and a model's heads."""
+
+    label: str
+    contexts: list[int]
+    new_tokens: list[int]
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values seen, in bfloat16."""
+        return 4 * sum(self.contexts) * self.kv_heads * self.head_dim
+
+    @property
+    def flop(self) -> float:
+        """Of both products, for pairs that causality lets through."""
+        pairs = sum(
+            new * (context - new) + new * (new + 1) / 2
+            for context, new in zip(self.contexts, self.new_tokens, strict=True)
+        )
+        return 4.0 * self.heads * self.head_dim * pairs
+
+
+class AttentionSet(NamedTuple):
+    """One input set: its own pages of the common pools."""
+
+    q: Tensor  # [T, H, D]
+    page_table: Tensor  # int32 [B, C]
+    row_ids: Tensor  # int32 [R]
+    context_len: Tensor  # int32 [R]
+    row_start: Tensor  # int32 [R + 1]
+
+
+def decode_shape(label: str, contexts: list[int], **heads: int) -> AttentionShape:
+    """One new token for each row."""
+    return AttentionShape(label, contexts, [1] * len(contexts), **heads)
+
+
+def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Checked against float32, and a row alone against the row in the batch, which must be bitwise equal."""
+    k_cache, v_cache, sets = attention_sets(shape, device, dtype)
+    scale = shape.head_dim**-0.5
+    arguments = [(one.q, k_cache, v_cache, *one[1:4], scale) for one in sets]
+    known: list[Tensor] = []
+
+    def check(function: Any) -> float:
+        one = sets[0]
+        poison(one.q.nbytes, device)
+        got = function(*arguments[0])
+        for r in {0, len(shape.contexts) // 2, len(shape.contexts) - 1}:
+            row = slice(r, r + 1)
+            alone = function(
+                one.q[row], k_cache, v_cache, one.page_table, one.row_ids[row], one.context_len[row], scale
+            )
+            if not torch.equal(alone[0], got[r]):
+                raise ValueError(f"row {r} alone differs from row {r} in the batch")
+        if not known:
+            known.append(paged_decode_reference(one.q.float(), k_cache, v_cache, *one[1:4], scale))
+        return relative_error(got, known[0])
+
+    moved = shape.kv_bytes * dtype.itemsize / 2
+    return Problem(
+        "paged_decode", shape.label, len(shape.contexts), moved, shape.flop, arguments, int(moved), check
+    )
+
+
+def prefill_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Checked against float32."""
+    k_cache, v_cache, sets = attention_sets(shape, device, dtype)
+    scale = shape.head_dim**-0.5
+    longest = max(shape.new_tokens)
+    arguments = [(one.q, k_cache, v_cache, *one[1:5], longest, scale) for one in sets]
+    known: list[Tensor] = []
+
+    def check(function: Any) -> float:
+        one = sets[0]
+        poison(one.q.nbytes, device)
+        got = function(*arguments[0])
+        if not known:
+            known.append(paged_prefill_reference(one.q.float(), k_cache, v_cache, *one[1:5], longest, scale))
+        return relative_error(got, known[0])
+
+    tokens = sum(shape.new_tokens)
+    kv_bytes = shape.kv_bytes * dtype.itemsize / 2
+    moved = kv_bytes + 2 * tokens * shape.heads * shape.head_dim * dtype.itemsize
+    return Problem("paged_prefill", shape.label, tokens, moved, shape.flop, arguments, int(moved), check)
+
+
+def attention_sets(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, most: int = 64
+) -> tuple[Tensor, Tensor, list[AttentionSet]]:
+    """Common K and V pools, NaN outside the rows' tokens, and at most `most` sets with pages of their own."""
+    size = shape.page_size
+    sets = min(most, num_sets(shape.kv_bytes, device))
+    pages_per_row = [math.ceil(n / size) for n in shape.contexts]
+    num_pages = sets * sum(pages_per_row) + 1
+    pools = []
+    for _ in range(2):
+        pool = torch.empty((num_pages, size, shape.kv_heads, shape.head_dim), device=device, dtype=dtype)
+        pool.normal_()
+        pool[0] = float("nan")
+        pools.append(pool)
+    order = 1 + torch.randperm(num_pages - 1, device=device, dtype=torch.int32)
+    rows = len(shape.contexts)
+    table_pages = math.ceil(max(LONGEST_TOKENS if device.type == "cuda" else 0, *shape.contexts, 1) / size)
+    result = []
+    taken = 0
+    for _ in range(sets):
+        page_table = torch.zeros((rows + 1, table_pages), device=device, dtype=torch.int32)
+        row_ids = torch.randperm(rows + 1)[:rows].int()
+        for row, pages, length in zip(row_ids.tolist(), pages_per_row, shape.contexts, strict=True):
+            page_table[row, :pages] = order[taken : taken + pages]
+            if length % size:
+                for pool in pools:
+                    pool[order[taken + pages - 1].long(), length % size :] = float("nan")
+            taken += pages
+        q = torch.randn((sum(shape.new_tokens), shape.heads, shape.head_dim), device=device, dtype=dtype)
+        result.append(
+            AttentionSet(
+                q,
+                page_table,
+                row_ids.to(device),
+                torch.tensor(shape.contexts, dtype=torch.int32, device=device),
+                torch.tensor([0, *shape.new_tokens], device=device).cumsum(0).int(),
+            )
+        )
+    return pools[0], pools[1], result

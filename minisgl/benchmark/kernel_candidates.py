@@ -1,0 +1,261 @@
+"""What `minisgl tune` tries: for each op its shapes in a model, the problems to time, the configurations.
+
+Promise: the names, order and values of `exact` and `near` are those with which the op's launcher looks its
+configuration up.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from minisgl.benchmark.attention_problems import (
+    AttentionShape,
+    decode_problem,
+    decode_shape,
+    prefill_problem,
+)
+from minisgl.benchmark.kernel_timing import Problem
+from minisgl.benchmark.model_shapes import ModelShape
+from minisgl.benchmark.token_problems import (
+    add_rms_norm_problem,
+    fused_moe_problem,
+    rms_norm_problem,
+    silu_mul_problem,
+)
+from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_triton
+from triton_kernels.launch import next_power_of_2
+from triton_kernels.moe_gemm import GemmConfig
+from triton_kernels.moe_pairs import PairsConfig
+from triton_kernels.paged_decode import DecodeConfig, default_decode_config, paged_decode_triton
+from triton_kernels.paged_prefill import PrefillConfig, default_prefill_config, paged_prefill_triton
+from triton_kernels.rms_norm import (
+    NormConfig,
+    add_rms_norm_triton,
+    default_norm_config,
+    rms_norm_triton,
+)
+from triton_kernels.silu_mul import SiluMulConfig, silu_mul_triton
+
+PAGE_SIZE = 16
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+FEW_TOKENS = (1, 5)
+"""For the CPU, where kernels run in Triton's interpreter."""
+
+
+class Case(NamedTuple):
+    """A problem that has not been built yet."""
+
+    label: str
+    size: int
+    build: Callable[[torch.device, torch.dtype], Problem]
+
+
+class TunableOp(NamedTuple):
+    """One op with a configuration."""
+
+    op: str
+    files: tuple[str, ...]  # of triton_kernels: a change of their code makes measurements stale
+    by_size: bool  # each size may have a configuration of its own: it does not change results
+    exact: Callable[[ModelShape], dict[str, int]]
+    near: Callable[[ModelShape], dict[str, int]]
+    cases: Callable[[ModelShape, bool], list[Case]]  # the flag: on a GPU
+    default: Callable[[ModelShape, int, int], Any]  # of (shape, size, bytes of an element)
+    candidates: Callable[[ModelShape], Iterable[Any]]
+    launcher: Callable[..., Any]  # takes `config`
+
+    def function(self, config: Any) -> Callable[..., Any]:
+        """The op with one configuration."""
+        return functools.partial(self.launcher, config=config)
+
+
+def _attention_exact(shape: ModelShape) -> dict[str, int]:
+    return {"D": shape.head_dim, "G": shape.heads // shape.kv_heads}
+
+
+def _attention_near(shape: ModelShape) -> dict[str, int]:
+    return {"K": shape.kv_heads, "S": PAGE_SIZE}
+
+
+def _heads(shape: ModelShape) -> dict[str, int]:
+    return {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+
+
+def _decode_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+    batches = [(1, 1024), (1, 32768), (8, 8192), (64, 4096), (256, 1024)] if on_gpu else [(1, 40), (3, 70)]
+    return [
+        Case(
+            f"{rows}x{context}",
+            rows,
+            functools.partial(
+                decode_problem, decode_shape(f"{rows}x{context}", [context] * rows, **_heads(shape))
+            ),
+        )
+        for rows, context in batches
+    ]
+
+
+def _prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+    batches = {"1x2048": ([2048], [2048]), "1x8192": ([8192], [8192])}
+    batches |= {"8x2048": ([2048] * 8, [2048] * 8), "512 on 32k": ([32768 + 512], [512])}
+    if not on_gpu:
+        batches = {"5 on 20": ([25], [5])}
+    return [
+        Case(
+            label,
+            sum(new),
+            functools.partial(
+                prefill_problem, AttentionShape(label, contexts, new, **_heads(shape), page_size=PAGE_SIZE)
+            ),
+        )
+        for label, (contexts, new) in batches.items()
+    ]
+
+
+def _token_cases(
+    build: Callable[[int, ModelShape, torch.device, torch.dtype], Problem],
+) -> Callable[[ModelShape, bool], list[Case]]:
+    def cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+        return [
+            Case(f"{tokens} tokens", tokens, functools.partial(build, tokens, shape))
+            for tokens in (TOKENS if on_gpu else FEW_TOKENS)
+        ]
+
+    return cases
+
+
+def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
+    elements = next_power_of_2(shape.hidden)
+    return [
+        NormConfig(block_t, warps)
+        for block_t, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32))
+        if 2 <= block_t * elements / (32 * warps) <= 64 or block_t == 1
+    ]
+
+
+def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
+    tiles = [(64, 3, 3), (64, 3, 2), (64, 4, 2), (64, 5, 1), (32, 4, 4), (32, 3, 4), (32, 5, 3), (128, 3, 1)]
+    return [
+        DecodeConfig(block_n, split, 128, 4, stages, programs)
+        for (block_n, stages, programs), split in itertools.product(tiles, (256, 512, 1024))
+    ]
+
+
+def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:
+    tiles = [
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 32, 8, 3),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+    ]
+    return [PrefillConfig(*tile) for tile in tiles]
+
+
+def _moe_candidates(shape: ModelShape) -> list[MoeConfig]:
+    return [
+        *(
+            MoeConfig(GemmConfig(16, 32, 128, 4, 4, 1), GemmConfig(16, 64, 128, 4, 4, 1), PairsConfig(*pairs))
+            for pairs in ((16, 512, 4, 8, 256, 8), (16, 256, 4, 16, 256, 4), (32, 256, 8, 16, 256, 8))
+        ),
+        *(
+            MoeConfig(GemmConfig(*up), GemmConfig(*down))
+            for up, down in (
+                ((16, 32, 128, 4, 4, 1), (16, 64, 128, 4, 4, 1)),
+                ((16, 64, 128, 4, 3, 1), (16, 64, 128, 4, 4, 1)),
+                ((32, 64, 64, 4, 4, 1), (32, 128, 64, 4, 4, 1)),
+                ((32, 64, 128, 4, 3, 1), (32, 128, 64, 4, 4, 1)),
+                ((64, 64, 64, 4, 4, 4), (64, 128, 64, 4, 4, 4)),
+                ((64, 128, 64, 4, 3, 8), (64, 256, 64, 8, 3, 8)),
+                ((128, 64, 64, 4, 4, 8), (128, 128, 64, 4, 4, 8)),
+                ((128, 128, 64, 8, 4, 8), (128, 256, 64, 8, 3, 8)),
+            )
+        ),
+    ]
+
+
+TUNABLE = {
+    tunable.op: tunable
+    for tunable in (
+        TunableOp(
+            op="paged_decode",
+            files=("paged_decode.py",),
+            by_size=False,
+            exact=_attention_exact,
+            near=_attention_near,
+            cases=_decode_cases,
+            default=lambda shape, size, element: default_decode_config(shape.head_dim, element),
+            candidates=_decode_candidates,
+            launcher=paged_decode_triton,
+        ),
+        TunableOp(
+            op="paged_prefill",
+            files=("paged_prefill.py",),
+            by_size=False,
+            exact=_attention_exact,
+            near=_attention_near,
+            cases=_prefill_cases,
+            default=lambda shape, size, element: default_prefill_config(shape.head_dim, element),
+            candidates=_prefill_candidates,
+            launcher=paged_prefill_triton,
+        ),
+        TunableOp(
+            op="rms_norm",
+            files=("rms_norm.py",),
+            by_size=False,
+            exact=lambda shape: {"block_m": next_power_of_2(shape.hidden)},
+            near=lambda shape: {"M": shape.hidden},
+            cases=_token_cases(lambda tokens, shape, *where: rms_norm_problem(tokens, shape.hidden, *where)),
+            default=lambda shape, size, element: default_norm_config(shape.hidden),
+            candidates=_norm_candidates,
+            launcher=rms_norm_triton,
+        ),
+        TunableOp(
+            op="add_rms_norm",
+            files=("rms_norm.py",),
+            by_size=False,
+            exact=lambda shape: {"block_m": next_power_of_2(shape.hidden)},
+            near=lambda shape: {"M": shape.hidden},
+            cases=_token_cases(
+                lambda tokens, shape, *where: add_rms_norm_problem(tokens, shape.hidden, *where)
+            ),
+            default=lambda shape, size, element: default_norm_config(shape.hidden),
+            candidates=_norm_candidates,
+            launcher=add_rms_norm_triton,
+        ),
+        TunableOp(
+            op="silu_mul",
+            files=("silu_mul.py",),
+            by_size=True,
+            exact=lambda shape: {},
+            near=lambda shape: {"F": shape.intermediate},
+            cases=_token_cases(
+                lambda tokens, shape, *where: silu_mul_problem(tokens, shape.intermediate, *where)
+            ),
+            default=lambda shape, size, element: SiluMulConfig(),
+            candidates=lambda shape: [
+                SiluMulConfig(block_f, warps)
+                for block_f, warps in itertools.product((256, 512, 1024, 2048, 4096), (2, 4, 8))
+            ],
+            launcher=silu_mul_triton,
+        ),
+        TunableOp(
+            op="fused_moe",
+            files=("fused_moe.py", "moe_gemm.py", "moe_pairs.py", "moe_route.py"),
+            by_size=True,
+            exact=lambda shape: {"top_k": shape.experts_per_token},
+            near=lambda shape: {"E": shape.experts, "M": shape.hidden, "F": shape.expert_width},
+            cases=lambda shape, on_gpu: (
+                _token_cases(fused_moe_problem)(shape, on_gpu) if shape.experts else []
+            ),
+            default=lambda shape, size, element: default_moe_config(
+                size, shape.experts, shape.experts_per_token, element
+            ),
+            candidates=_moe_candidates,
+            launcher=fused_moe_triton,
+        ),
+    )
+}

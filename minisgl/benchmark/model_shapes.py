@@ -1,0 +1,145 @@
+"""The numbers of a model that decide what its kernels have to do; a table of public models, or config.json.
+
+Promise: knows nothing of how a model runs, so kernels can be measured for models that the engine has not got.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minisgl.errors import ConfigError
+
+
+class ModelShape(NamedTuple):
+    """A decoder's sizes, of one rank where it is split."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+
+
+def _dense(
+    name: str, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> ModelShape:
+    return ModelShape(name, hidden, intermediate, heads, kv_heads, head_dim, vocab, name.startswith("qwen3"))
+
+
+MODEL_SHAPES = {
+    shape.name: shape
+    for shape in (
+        _dense("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256),
+        _dense("llama-3.1-70b", 8192, 28672, 64, 8, 128, 128256),
+        _dense("mistral-7b", 4096, 14336, 32, 8, 128, 32768),
+        _dense("qwen2.5-7b", 3584, 18944, 28, 4, 128, 152064),
+        _dense("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936),
+        _dense("qwen3-8b", 4096, 12288, 32, 8, 128, 151936),
+        _dense("qwen3-14b", 5120, 17408, 40, 8, 128, 151936),
+        _dense("qwen3-32b", 5120, 25600, 64, 8, 128, 151936),
+        ModelShape("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936, True, 128, 8, 768),
+        _dense("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
+    )
+}
+"""By the name `--model` takes; "/tp4" behind a name is one of four ranks."""
+
+TO_SERVE = (
+    "llama-3.1-8b",
+    "qwen3-0.6b",
+    "qwen3-30b-a3b",
+    "llama-3.1-70b/tp4",
+    "qwen2.5-7b",
+    "qwen3-8b",
+    "qwen3-14b",
+    "qwen3-32b",
+    "smollm2-135m",
+    "mistral-7b",
+)
+"""What shipped tables are made for: `--model all`."""
+
+
+def find_shapes(models: str) -> list[ModelShape]:
+    """The shapes of models separated by commas; "all" is TO_SERVE.
+
+    Raises:
+        ConfigError: as find_shape.
+    """
+    names = TO_SERVE if models == "all" else [name.strip() for name in models.split(",")]
+    return [find_shape(name) for name in names]
+
+
+def find_shape(model: str) -> ModelShape:
+    """The shape of a model named in the table, or of a folder with config.json; "/tpN" splits it.
+
+    Raises:
+        ConfigError: there is no such model, or it can't be split so.
+    """
+    base, slash, split = model.rpartition("/tp")
+    ranks = int(split) if slash and split.isdigit() else 1
+    name = base if slash and split.isdigit() else model
+    if name.lower() in MODEL_SHAPES:
+        shape = MODEL_SHAPES[name.lower()]
+    elif (Path(name).expanduser() / "config.json").is_file():
+        shape = shape_of_config(Path(name).expanduser())
+    else:
+        raise ConfigError(
+            f"--model {name!r} is neither a folder with config.json nor one of {', '.join(MODEL_SHAPES)}"
+        )
+    return shape if ranks == 1 else split_over_ranks(shape, ranks)
+
+
+def split_over_ranks(shape: ModelShape, ranks: int) -> ModelShape:
+    """One rank's share: heads and MLP width divided, KV heads at least one.
+
+    Raises:
+        ConfigError: the heads or the width can't be divided.
+    """
+    for name, number in (("heads", shape.heads), ("intermediate size", shape.intermediate)):
+        if ranks < 1 or number % ranks:
+            raise ConfigError(f"{shape.name} has {number} {name}, which {ranks} ranks can't share")
+    return shape._replace(
+        name=f"{shape.name}/tp{ranks}",
+        intermediate=shape.intermediate // ranks,
+        heads=shape.heads // ranks,
+        kv_heads=max(1, shape.kv_heads // ranks),
+        vocab=-(-shape.vocab // ranks),
+        expert_width=shape.expert_width // ranks,
+    )
+
+
+def shape_of_config(folder: Path) -> ModelShape:
+    """From a Hugging Face config.json.
+
+    Raises:
+        ConfigError: it can't be read, or a number is missing.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+        return ModelShape(
+            name=folder.resolve().name,
+            hidden=hidden,
+            intermediate=int(raw["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            vocab=int(raw["vocab_size"]),
+            qk_norm=str(raw.get("model_type", "")).startswith("qwen3"),
+            experts=_first(raw, "num_experts", "num_local_experts"),
+            experts_per_token=_first(raw, "num_experts_per_tok"),
+            expert_width=_first(raw, "moe_intermediate_size")
+            or (int(raw["intermediate_size"]) if _first(raw, "num_local_experts") else 0),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not say a model's sizes: {type(error).__name__} {error}") from error
+
+
+def _first(raw: dict[str, Any], *names: str) -> int:
+    return next((int(raw[name]) for name in names if raw.get(name)), 0)
