@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minisgl import __version__
+from minisgl.benchmark.settings import KernelBenchSettings, TuneSettings
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.flags import add_flags, values_of
@@ -73,8 +74,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
+    def command(
+        name: str, summary: str, run: Callable[..., int] | None, among: Any = commands
+    ) -> argparse.ArgumentParser:
+        sub = among.add_parser(name, help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
         sub.set_defaults(run=run)
         return sub
 
@@ -95,6 +98,15 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     pull = command("pull", "Fetch a model, so that everything afterwards works offline.", _pull)
     pull.add_argument("name", nargs="?", help="A built-in model or a hub name.")
     pull.add_argument("--list", action="store_true", help="Show the built-in models.")
+
+    tune = command("tune", "Measure the kernels' launch configurations for a model on this GPU.", _tune)
+    add_flags(tune, "tuning", TuneSettings, environ)
+
+    bench = command("bench", "Measure something.", None)
+    benches = bench.add_subparsers(metavar="WHAT", required=True, help="What to measure.")
+    kernel = command("kernel", "Check and time the Triton kernels on this GPU.", _bench_kernel, benches)
+    kernel.add_argument("names", nargs="*", help='Ops, or parts of "op shape", to measure; none is all.')
+    add_flags(kernel, "measuring", KernelBenchSettings, environ)
 
     doctor = command("doctor", "Show what is installed, what would be used, and why.", _doctor)
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
@@ -191,6 +203,30 @@ def _pull(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
     _start_log("info", "pull")
     print(_folder(arguments.name, environ))
     return EXIT_OK
+
+
+def _tune(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = TuneSettings(**values_of(TuneSettings, arguments, environ))
+    _choose_interpreter(settings.device)
+    from minisgl.benchmark.tune import run_tune
+
+    return run_tune(settings, sys.stdout)
+
+
+def _bench_kernel(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = KernelBenchSettings(**values_of(KernelBenchSettings, arguments, environ))
+    _choose_interpreter(settings.device)
+    from minisgl.benchmark.kernel_bench import run_kernel_bench
+
+    return run_kernel_bench(settings, tuple(arguments.names), sys.stdout)
+
+
+def _choose_interpreter(device: str) -> None:
+    """On cpu, have Triton interpret its kernels; it decides when they are imported, so this goes first."""
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f'--device must be "cuda" or "cpu", got {device}')
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from minisgl.benchmark.settings import KernelBenchSettings, TuneSettings
 from minisgl.cli import build_parser
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
@@ -31,20 +32,37 @@ SAMPLING = """
     --ignore-eos --max-tokens --min-p --no-ignore-eos --seed --stop --stop-token-ids --temperature
     --top-k --top-p
 """
+TUNE = """
+    --again --device --dry-run --gpu --model --no-again --no-dry-run --ops --out --plot
+"""
+BENCH_KERNEL = """
+    --baselines --device --kernel --model --no-baselines --out --plot
+"""
 
 FLAGS = {
     "serve": {*SERVER.split(), *ENGINE.split()},
     "chat": {"--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},
+    "tune": set(TUNE.split()),
+    "bench": set(),
+    "bench kernel": set(BENCH_KERNEL.split()),
     "doctor": {"--json", *ENGINE.split()},
 }
 
 
 def subparsers(environ: Mapping[str, str] | None = None) -> dict[str, argparse.ArgumentParser]:
-    parser = build_parser(environ or {})
-    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return cast("dict[str, argparse.ArgumentParser]", actions[0].choices)
+    """Every command and what is below it, as "bench kernel"."""
+    return parsers_below(build_parser(environ or {}), "")
+
+
+def parsers_below(parser: argparse.ArgumentParser, prefix: str) -> dict[str, argparse.ArgumentParser]:
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in cast("dict[str, argparse.ArgumentParser]", action.choices).items():
+                found |= {prefix + name: below, **parsers_below(below, f"{prefix}{name} ")}
+    return found
 
 
 def test_the_commands_are_these() -> None:
@@ -65,12 +83,16 @@ def test_every_flag_has_help_and_the_help_can_be_printed(command: str) -> None:
     assert "usage: minisgl " + command in parser.format_help()
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+@pytest.mark.parametrize(
+    "cls", [EngineConfig, ServerConfig, SamplingParams, TuneSettings, KernelBenchSettings]
+)
 def test_every_setting_has_a_docstring(cls: type) -> None:
     assert [field.name for field in fields_of(cls) if not field.doc] == []
 
 
-@pytest.mark.parametrize("cls", [EngineConfig, ServerConfig, SamplingParams])
+@pytest.mark.parametrize(
+    "cls", [EngineConfig, ServerConfig, SamplingParams, TuneSettings, KernelBenchSettings]
+)
 def test_no_flags_means_the_classes_own_defaults(cls: type) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, "settings", cls, {})

@@ -47,15 +47,17 @@ def documented(command: str) -> list[tuple[str, str]]:
 
 
 def known_flags() -> set[str]:
-    actions = [
-        action for action in build_parser({})._actions if isinstance(action, argparse._SubParsersAction)
-    ]
-    return {
-        option
-        for parser in actions[0].choices.values()
-        for action in parser._actions
-        for option in action.option_strings
-    }
+    return {option for parser in all_parsers(build_parser({})) for option in options_of(parser)}
+
+
+def all_parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    below = [inner for action in actions for inner in action.choices.values()]
+    return [parser, *(found for inner in below for found in all_parsers(inner))]
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings]
 
 
 @pytest.mark.parametrize(("document", "line"), documented("minisgl"))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import triton_kernels.fused_moe as moe
 import triton_kernels.paged_decode as decode
 import triton_kernels.paged_prefill as prefill
 import triton_kernels.rms_norm as norm
@@ -28,6 +29,7 @@ class Kernels(NamedTuple):
     rope_store: Callable[..., Any] = rope.rope_store
     paged_decode: Callable[..., Any] = decode.paged_decode
     paged_prefill: Callable[..., Any] = prefill.paged_prefill
+    fused_moe: Callable[..., Any] = moe.fused_moe
     sample: Callable[..., Any] = sampling.sample
 
 

@@ -25,6 +25,7 @@ from minisgl.benchmark.kernel_timing import (
     wall_microseconds,
 )
 from minisgl.benchmark.model_shapes import ModelShape, find_shapes
+from minisgl.benchmark.settings import TuneSettings
 from minisgl.errors import ConfigError
 from triton_kernels.tuning import (
     FOLDER,
@@ -46,19 +47,6 @@ DECODE_TOKENS = 512
 """Sizes up to this one count for the configuration that compiled decode steps use."""
 COMPILE_THREADS = 16
 CPU_CANDIDATES = 2
-
-
-class TuneSettings(NamedTuple):
-    """What to tune and where to; see `minisgl tune --help`."""
-
-    model: str
-    ops: str | None = None
-    device: str = "cuda"
-    gpu: int = 0
-    out: Path | None = None
-    plot: Path | None = None
-    dry_run: bool = False
-    again: bool = False
 
 
 class Timed(NamedTuple):
@@ -89,15 +77,16 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
     """
     shapes = find_shapes(settings.model)
     ops = _wanted_ops(settings.ops)
-    if settings.plot is not None:
-        check_chart_path(settings.plot)
+    plot = Path(settings.plot) if settings.plot else None
+    if plot is not None:
+        check_chart_path(plot)
     on_gpu = settings.device == "cuda"
     if settings.dry_run:
         _print_plan(shapes, ops, on_gpu, out)
         return 0
     device, gpu_name = _device(settings)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    path = table_path(gpu_name, settings.out or FOLDER)
+    path = table_path(gpu_name, Path(settings.out) if settings.out else FOLDER)
     table = _table_to_go_on_with(path, gpu_name)
     timer = timer or (quick_graph_microseconds if on_gpu else wall_microseconds)
     begin = time.perf_counter()
@@ -120,9 +109,9 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
                     _put(table, tunable, entry, path)
                 _print_entry(entry, out)
     print(f"{time.perf_counter() - begin:.0f} s; {path}", file=out)
-    if settings.plot is not None:
-        _plot(table, settings.plot, {shape.name for shape in shapes}, {op.op for op in ops})
-        print(settings.plot, file=out)
+    if plot is not None:
+        _plot(table, plot, {shape.name for shape in shapes}, {op.op for op in ops})
+        print(plot, file=out)
     return 0
 
 
