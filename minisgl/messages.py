@@ -79,6 +79,8 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_broken_counts: int = 0
+    """Times the pages did not add up while nothing ran; 0 unless there is a bug."""
 
 
 class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):

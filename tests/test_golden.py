@@ -179,6 +179,25 @@ def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine: Engi
     assert len({tuple(tokens) for tokens in together.values()}) > 1
 
 
+def test_a_lost_page_is_noticed_at_idle_and_the_engine_goes_on(engine: Engine) -> None:  # trap 7
+    engine.check_at_idle()
+    assert engine.num_broken_counts == 0
+    engine.cache.admit(np.arange(50, dtype=np.int32))  # a lease that nobody gives back
+    engine.cache.grow(engine.cache.admit(np.arange(50, dtype=np.int32)), 50)
+    engine.check_at_idle()
+    assert engine.num_broken_counts == 1
+    assert engine.status(0).num_free_pages == engine.num_pages
+    case = CASES[0]
+    prompt_ids = np.asarray(case["prompt_ids"], dtype="<i4").tobytes()
+    engine.add(AddRequest(3000, prompt_ids, SamplingParams(temperature=0, max_tokens=case["limit"])))
+    got = []
+    while engine.has_work:
+        got += [token for output in engine.step() for token in output.token_ids]
+    assert got == case["ids"]
+    engine.check_at_idle()
+    assert engine.num_broken_counts == 1
+
+
 def test_an_abort_in_the_middle_leaves_the_engine_as_it_was(engine: Engine) -> None:
     engine.flush_prefix_cache()
     free = engine.status(0).num_free_pages

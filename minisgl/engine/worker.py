@@ -27,6 +27,8 @@ from minisgl.transport import EngineSocket
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 500
+CHECK_INTERVAL_S = 60
+"""How often the pages are recounted, at most, and only while nothing runs."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -85,8 +87,13 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             startup_ms=stages,
         )
     )
+    next_check = time.monotonic() + CHECK_INTERVAL_S
     while True:
-        for message in socket.receive(0 if engine.has_work else IDLE_WAIT_MS):
+        messages = socket.receive(0 if engine.has_work else IDLE_WAIT_MS)
+        if not messages and not engine.has_work and time.monotonic() > next_check:
+            engine.check_at_idle()
+            next_check = time.monotonic() + CHECK_INTERVAL_S
+        for message in messages:
             match message:
                 case AddRequest():
                     engine.add(message)

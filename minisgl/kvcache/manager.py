@@ -157,6 +157,15 @@ class KVCacheManager:
         self._tree.unlock(lease.node)
         lease.page_ids.clear()
 
+    def start_over(self) -> None:
+        """Forget every lease and every cached prefix: all pages are free. Only when nothing runs.
+
+        For a caller that found a broken count and would rather go on than end.
+        """
+        self._allocator = PageAllocator(self._allocator.num_usable_pages + 1)
+        self._tree = RadixTree(self.page_size)
+        self._leases = {}
+
     def flush(self) -> int:
         """Drop every cached page that no lease has locked; returns how many are free now because of it."""
         page_ids = self._tree.evict(self.num_evictable_pages)
