@@ -12,7 +12,8 @@ def setup_logging(level: str, process: str) -> None:
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s {process} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     )
-    root = logging.getLogger("minisgl")
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    root.propagate = False
+    for name in ("minisgl", "triton_kernels"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False

@@ -203,10 +203,13 @@ def new_table(gpu: str) -> dict[str, Any]:
 
 
 def write_table(path: Path, table: dict[str, Any]) -> None:
-    """Put the table in place in one piece, whatever interrupts it."""
+    """Put the table in place in one piece, whatever interrupts it; a line for each entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    first = {name: value for name, value in table.items() if name != "entries"}
+    head = json.dumps({**first, "entries": []}, indent=1).removesuffix("[]\n}")
+    entries = ",\n".join(f"  {json.dumps(entry)}" for entry in table["entries"])
+    beside.write_text(f"{head}[\n{entries}\n ]\n}}\n", encoding="utf-8")
     os.replace(beside, path)
 
 

@@ -117,6 +117,7 @@ def _write_png(path: Path, title: str, series: tuple[str, ...], groups: list[Gro
     )
     axes.set_xlim(0, limit * 1.12)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontweight="bold")
     axes.legend(loc="lower right", fontsize=8)

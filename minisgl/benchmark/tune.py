@@ -106,7 +106,7 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
                 entry = _known_entry(table, tunable, shape, dtype)
                 if entry is None or settings.again:
                     entry = _tune_shape(tunable, shape, device, dtype, ceilings, timer)
-                    _put(table, tunable, entry, path)
+                _put(table, tunable, entry, path)
                 _print_entry(entry, out)
     print(f"{time.perf_counter() - begin:.0f} s; {path}", file=out)
     if plot is not None:
@@ -182,7 +182,7 @@ def _table_to_go_on_with(path: Path, gpu_name: str) -> dict[str, Any]:
     if table["triton"] != fresh["triton"]:
         return fresh
     table["entries"] = [entry for entry in table["entries"] if is_fresh(table, entry["op"])]
-    return table | {"torch": fresh["torch"]}
+    return table
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -208,6 +208,7 @@ def _put(table: dict[str, Any], tunable: TunableOp, entry: dict[str, Any], path:
     table["entries"] = [*kept, entry]
     table["kernels"][tunable.op] = {"files": list(tunable.files), "hash": kernel_hash(tunable.files)}
     table["date"] = time.strftime("%Y-%m-%d")
+    table["torch"] = torch.__version__
     write_table(path, table)
 
 

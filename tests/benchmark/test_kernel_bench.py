@@ -1,0 +1,132 @@
+"""`minisgl bench kernel` in Triton's interpreter, and the chart it draws."""
+
+import json
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from minisgl.benchmark.bar_chart import Group, svg, write_chart
+from minisgl.benchmark.kernel_baselines import PLAIN_TORCH
+from minisgl.benchmark.kernel_bench import LAUNCHERS
+from minisgl.benchmark.kernel_timing import Ceilings, Problem
+from minisgl.benchmark.model_shapes import find_shape
+from minisgl.benchmark.token_problems import fused_moe_problem, rope_store_problem
+from minisgl.cli import main
+from minisgl.errors import ConfigError
+from triton_kernels.fused_moe import fused_moe_reference
+from triton_kernels.registry import Kernels
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+
+CPU = torch.device("cpu")
+
+
+def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "k.json", tmp_path / "k.svg"
+    names = ["norm", "silu_mul", "rope", "paged", "greedy"]
+    words = ["bench", "kernel", *names, "--device", "cpu", "--model", "smollm2-135m"]
+    assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
+    report = json.loads(out.read_text())
+    assert {result["op"] for result in report["results"]} == LAUNCHERS.keys() - {"fused_moe"}
+    for result in report["results"]:
+        assert result["error"] < 1e-4
+        assert result["us"] > 0
+        assert result["unit"] in ("TB/s", "TFLOP/s")
+    assert (report["gpu"], report["model"]) == ("CPU interpreter", "smollm2-135m")
+    assert report["torch"] == torch.__version__
+    said = capsys.readouterr().out
+    assert f"{len(report['results'])} results, 0 failed" in said
+    assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_a_replacement_is_timed_in_the_ops_place_and_a_wrong_one_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = ModuleType("experiment")
+    exec("def norm(x, weight, eps): return x", experiment.__dict__)
+    monkeypatch.setitem(sys.modules, "experiment", experiment)
+    words = ["bench", "kernel", "rms_norm 5x", "--device", "cpu", "--model", "smollm2-135m"]
+    assert main([*words, "--kernel", "rmsnorm=experiment:norm"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "FAILED: relative error" in line] == ["rms_norm"]
+    assert main([*words, "--kernel", "rmsnorm=experiment:other"]) == 2
+
+
+def test_an_unknown_name_says_which_kernels_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernel", "dance", "--device", "cpu"]) == 2
+    assert "no kernel and no shape is called 'dance'; the kernels: rms_norm, " in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernel"]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_every_op_that_can_be_replaced_can_be_timed() -> None:
+    assert set(Kernels._fields) == LAUNCHERS.keys()
+
+
+def test_the_floor_is_the_larger_of_the_two_limits() -> None:
+    ceilings = Ceilings(copy_tb_s=4.0, matmul_tflop_s=800.0)
+    copy = Problem("", "", 1, 4e9, 8e9, [], 0, lambda function: 0.0)
+    multiply = copy._replace(flop=8e12)
+    assert (ceilings.limit(copy), ceilings.limit(multiply)) == ("TB/s", "TFLOP/s")
+    assert ceilings.floor_us(copy) == pytest.approx(1e3)
+    assert ceilings.floor_us(multiply) == pytest.approx(1e4)
+    assert ceilings.rate(multiply, 2e4) == pytest.approx(400.0)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "silu_mul", "rope_store", "paged_decode"])
+def test_baselines_compute_what_our_ops_do(op: str) -> None:
+    from minisgl.benchmark.kernel_bench import _cases_of
+
+    case = next(case for case in _cases_of(find_shape("smollm2-135m"), False) if case.op == op)
+    problem = case.build(CPU, torch.float32)
+    plain = PLAIN_TORCH[op]
+    if op == "paged_decode":  # the check calls it with single rows, too, which may differ in the last bits
+        got = plain(*problem.arguments[0])
+        assert torch.allclose(got, LAUNCHERS[op](*problem.arguments[0]), atol=1e-5)
+    else:
+        assert problem.check(plain) < 1e-5
+
+
+def test_the_experts_problem_counts_the_experts_that_are_hit() -> None:
+    shape = find_shape("qwen3-30b-a3b")._replace(hidden=32, experts=6, experts_per_token=2, expert_width=16)
+    problem = fused_moe_problem(1, shape, CPU, torch.float32)
+    assert problem.check(fused_moe_reference) < 1e-6
+    assert problem.num_bytes == 2 * 3 * 32 * 16 * 4 + 2 * 32 * 4
+    assert problem.flop == 2 * 6 * 32 * 16
+    with pytest.raises(ValueError, match="finite"):
+        problem.check(lambda x, *rest: x * float("nan"))
+
+
+def test_a_store_to_a_wrong_slot_is_found() -> None:
+    problem = rope_store_problem(4, find_shape("smollm2-135m"), CPU, torch.float32)
+
+    def shifted(
+        qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, *pools
+    ):
+        return LAUNCHERS["rope_store"](qkv, cos_sin, positions, slots.roll(1) // 2, *pools)
+
+    with pytest.raises(ValueError, match="wrong slots"):
+        problem.check(shifted)
+
+
+def test_a_chart_has_a_bar_for_each_value_and_its_text_is_escaped() -> None:
+    groups = [Group("a < b", (0.5, None, 2.0), ("x", "", "z")), Group("c", (0.1, 0.2, 0.3), ("1", "2", "3"))]
+    root = xml.etree.ElementTree.fromstring(svg("title & more", ("p", "q", "r"), groups, 1.0))
+    rectangles = list(root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(rectangles) == 1 + 3 + 5
+    widths = [float(one.attrib["width"]) for one in rectangles[4:]]
+    assert widths[1] == 2 * widths[0], "a value beyond the limit ends at it"
+    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"title & more", "a < b", "100%"} <= set(texts)
+
+
+def test_a_chart_needs_a_name_it_knows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.svg or \.png"):
+        write_chart(tmp_path / "a.pdf", "", ("p",), [], 1.0)
