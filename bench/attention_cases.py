@@ -6,6 +6,7 @@ H query heads, K KV heads, D head dim, R rows, T new tokens.
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,13 @@ from kernel_case import Case, num_sets, poison, relative_error
 from torch import Tensor
 
 from triton_kernels.paged_decode import DecodeConfig, paged_decode_reference, paged_decode_triton
-from triton_kernels.paged_prefill import PrefillConfig, paged_prefill_reference, paged_prefill_triton
+from triton_kernels.paged_prefill import (
+    PrefillConfig,
+    paged_prefill,
+    paged_prefill_reference,
+    paged_prefill_triton,
+)
+from triton_kernels.paged_prefill_hopper import HopperPrefillConfig, paged_prefill_hopper
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
@@ -155,13 +162,19 @@ def decode_case(shape: AttentionShape, config: DecodeConfig | None = None) -> Ca
     return Case("decode", shape.label, kv_bytes(shape), "TB/s", check, calls, kv_bytes(shape))
 
 
-def prefill_case(shape: AttentionShape, config: PrefillConfig | None = None) -> Case:
+def prefill_case(shape: AttentionShape, config: PrefillConfig | HopperPrefillConfig | None = None) -> Case:
+    """Without a configuration what the engine calls, with one the kernel that it belongs to."""
     k_cache, v_cache, sets = attention_sets(shape, num_sets(kv_bytes(shape)))
     scale = shape.head_dim**-0.5
     longest = max(shape.new_tokens)
 
+    launch: Any = paged_prefill
+    if config is not None:
+        kernel = paged_prefill_triton if isinstance(config, PrefillConfig) else paged_prefill_hopper
+        launch = partial(kernel, config=config)
+
     def run(one: AttentionSet) -> Tensor:
-        return paged_prefill_triton(
+        return launch(
             one.q,
             k_cache,
             v_cache,
@@ -171,7 +184,6 @@ def prefill_case(shape: AttentionShape, config: PrefillConfig | None = None) -> 
             one.row_start,
             longest,
             scale,
-            config=config,
         )
 
     def check() -> float:
@@ -202,8 +214,9 @@ def decode_variants() -> list[DecodeConfig]:
     ]
 
 
-def prefill_variants() -> list[PrefillConfig]:
-    return [
+def prefill_variants() -> list[PrefillConfig | HopperPrefillConfig]:
+    hopper = ((128, 2, 1), (128, 2, 2), (128, 2, 4), (64, 4, 1), (64, 4, 4), (64, 2, 1))
+    return [HopperPrefillConfig(*values) for values in hopper] + [
         PrefillConfig(block_m, block_n, warps, stages)
         for block_m, block_n, warps, stages in (
             (128, 64, 8, 2),

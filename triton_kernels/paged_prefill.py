@@ -13,19 +13,24 @@ Tokens from row_start[R] on are padding and yield zeros. Memory outside the seen
 hold NaN). H a multiple of K, G <= 16, D <= 256 and a multiple of 8, S any power of two. q's rows and heads
 and the pools' pages, tokens and heads may be strided; the D elements of a head lie next to each other.
 
+On a Hopper GPU the calls that paged_prefill_hopper.py takes run there; the kernel below is for all others
+and runs anywhere that Triton does, its interpreter included.
+
 How: a program takes BLOCK_M / G neighbouring queries of one row times the G heads that share a KV head, so
 that keys and values are read once for all of them; it finds its row by a prefix sum over row_start, so the
 grid depends on T and R only. Key tiles beyond the last query's position (and before its window) are skipped,
 those that every query sees entirely are not masked. Long tiles start first. Softmax runs in base 2.
 
-Cost: 4 * H * D FLOP per (query, seen key) pair: compute bound for chunks above about 50 tokens (G = 4).
+Cost: 4 * H * D FLOP per (query, seen key) pair: compute bound for chunks above about 50 tokens (G = 4). A row
+of one token costs a whole tile of products, which its keys' way from memory hides (in both kernels), but its
+keys are not split: a few long decode rows belong in paged_decode.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
 # another looks like the call that raises outside of a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.paged_prefill_hopper import paged_prefill_hopper, takes
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 128
@@ -366,6 +372,36 @@ def paged_prefill_triton(
     return out
 
 
+def _attend_on_gpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rows_and_options: Any) -> Tensor:
+    """The kernel that suits the GPU and the call."""
+    launch = paged_prefill_hopper if takes(q, k_cache, v_cache) else paged_prefill_triton
+    return launch(q, k_cache, v_cache, *rows_and_options)
+
+
+@torch.library.custom_op("triton_kernels::paged_prefill", mutates_args=())
+def _paged_prefill_op(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    row_start: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """_attend_on_gpu as an op, because torch.compile cannot look into Gluon."""
+    rows = (page_table, row_ids, context_len, row_start)
+    return _attend_on_gpu(q, k_cache, v_cache, *rows, max_query_len, scale, window, softcap)
+
+
+@_paged_prefill_op.register_fake
+def _(q: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
 def paged_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -398,16 +434,6 @@ def paged_prefill(
             window,
             softcap,
         )
-    return paged_prefill_triton(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_ids,
-        context_len,
-        row_start,
-        max_query_len,
-        scale,
-        window,
-        softcap,
-    )
+    rows = (page_table, row_ids, context_len, row_start)
+    attend = _paged_prefill_op if torch.compiler.is_compiling() else _attend_on_gpu
+    return attend(q, k_cache, v_cache, *rows, max_query_len, scale, window, softcap)

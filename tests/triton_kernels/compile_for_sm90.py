@@ -15,8 +15,21 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels import advance_rows, paged_decode, paged_prefill, rms_norm, rope_store, sample, silu_mul
+from triton_kernels import (
+    advance_rows,
+    fused_moe,
+    paged_decode,
+    paged_prefill,
+    paged_prefill_hopper,
+    rms_norm,
+    rope_store,
+    sample,
+    silu_mul,
+)
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -56,11 +69,18 @@ def compile_instead_of_launching(case: str):
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = TYPES[value.dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, TensorDescriptor):
+                block = ", ".join(str(n) for n in value.block_shape)
+                signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{block}]>"
+            elif isinstance(value, GluonTensorDescriptor):
+                element = TYPES[value.base.dtype][1:]
+                signature[parameter.name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
             else:
                 signature[parameter.name] = "i32"
                 if value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self, signature, constants, attributes)
+        source_type = GluonASTSource if self.is_gluon() else ASTSource
+        source = source_type(self, signature, constants, attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages}
         begin = time.perf_counter()
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -107,6 +127,22 @@ def prefill(heads: int, kv_heads: int, head_dim: int, page: int, **options):
     return lambda: paged_prefill.paged_prefill_triton(*inputs, ints(65), 512, 0.1, **options)
 
 
+def moe(
+    tokens: int, experts: int = 128, top_k: int = 8, width: int = 2048, expert_width: int = 768, **options
+):
+    dtype = options.pop("dtype", torch.bfloat16)
+    x, logits = empty(tokens, width, dtype=dtype), empty(tokens, experts, dtype=dtype)
+    gate_up = empty(experts, 2 * expert_width, width, dtype=dtype)
+    down = empty(experts, width, expert_width, dtype=dtype)
+    return lambda: fused_moe.fused_moe_triton(x, logits, gate_up, down, top_k, **options)
+
+
+def prefill_hopper(heads: int, kv_heads: int, head_dim: int, page: int, **options):
+    dtype = options.pop("dtype", torch.bfloat16)
+    inputs = attention_inputs(heads, kv_heads, head_dim, page, 4096, dtype)
+    return lambda: paged_prefill_hopper.paged_prefill_hopper(*inputs, ints(65), 512, 0.1, **options)
+
+
 def cases():
     bf16 = torch.bfloat16
     yield "rms_norm 4096", lambda: rms_norm.rms_norm_triton(empty(64, 4096), empty(4096), 1e-5)
@@ -135,6 +171,16 @@ def cases():
     yield "prefill 28/4/80 page 1 window softcap", prefill(28, 4, 80, 1, window=1024, softcap=30.0)
     yield "prefill 16/1/256 page 256", prefill(16, 1, 256, 256)
     yield "prefill 32/8/128 float32", prefill(32, 8, 128, 16, dtype=torch.float32)
+    for tokens in (1, 64, 512, 1024, 8192):
+        yield f"moe {tokens} tokens", moe(tokens)
+    yield "moe odd fp16", moe(64, 60, 4, 720, 208, dtype=torch.float16)
+    yield "moe 512 tokens float32", moe(512, dtype=torch.float32)
+    yield "prefill hopper 32/8/128 page 16", prefill_hopper(32, 8, 128, 16)
+    one_head = paged_prefill_hopper.HopperPrefillConfig(128, 2, 1)
+    yield "prefill hopper 32/8/128, a head a program", prefill_hopper(32, 8, 128, 16, config=one_head)
+    yield "prefill hopper 9/3/64 page 64 fp16", prefill_hopper(9, 3, 64, 64, dtype=torch.float16)
+    yield "prefill hopper 28/4/128 window softcap", prefill_hopper(28, 4, 128, 16, window=1024, softcap=30.0)
+    yield "prefill hopper 16/1/256 page 256", prefill_hopper(16, 1, 256, 256)
     f32 = torch.float32
     for dtype in (bf16, f32):
         arguments = (

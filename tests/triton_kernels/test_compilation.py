@@ -43,13 +43,16 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         "_paged_decode_splits_kernel",
         "_merge_splits_kernel",
         "_paged_prefill_kernel",
+        "_paged_prefill_hopper_kernel",
         "_block_argmax_kernel",
         "_sample_kernel",
     }
     for line in compiled:
         assert line["shared_bytes"] <= SHARED_MEMORY_LIMIT, line
-        assert line.get("stack_bytes", 0) <= 64, f"spills: {line}"
-        if line["kernel"] == "_paged_prefill_kernel" and "float32" not in line["case"]:
+        # The warps that only fetch queries have few registers, and time enough.
+        spills_allowed = 256 if line["kernel"] == "_paged_prefill_hopper_kernel" else 64
+        assert line.get("stack_bytes", 0) <= spills_allowed, f"spills: {line}"
+        if line["kernel"].startswith("_paged_prefill") and "float32" not in line["case"]:
             assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
         if line["kernel"] == "_paged_decode_splits_kernel" and "float32" not in line["case"]:
             assert line["mma"] > 0, f"no matrix instructions: {line}"

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
 
+from triton_kernels import paged_prefill_hopper as hopper
 from triton_kernels.paged_prefill import (
     PrefillConfig,
     paged_prefill,
@@ -96,3 +97,92 @@ def test_more_rows_than_a_search_block(device):
     batch = paged_batch(4, contexts, new_tokens, 1, 1, 16, 16, 4, device=device)
     got = paged_prefill_triton(*arguments(batch), 0.25, config=TINY).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def assert_hopper_kernel_is_right(batch: PagedBatch, window=0, softcap=0.0, heads=1):
+    """Against the float32 reference, by norm: over the batch, and more loosely over each token."""
+    scale = batch.q.shape[2] ** -0.5
+    assert hopper.takes(*batch[:3])
+    config = hopper.HopperPrefillConfig(64 if batch.q.shape[2] > 128 else 128, 2, heads)
+    poison = torch.full((batch.q.numel(),), float("nan"), device="cuda")
+    del poison  # the output's memory held NaN
+    got = hopper.paged_prefill_hopper(*arguments(batch), scale, window, softcap, config).float()
+    in_float32 = batch._replace(q=batch.q.float())
+    expected = paged_prefill_reference(*arguments(in_float32), scale, window, softcap)
+    end = int(batch.row_start[-1])
+    assert (got[end:] == 0).all()
+    assert (got - expected).norm() < 5e-3 * expected.norm()
+    each = (got - expected)[:end].norm(dim=(1, 2)) / expected[:end].norm(dim=(1, 2))
+    assert (each < 2e-2).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (128, 16), (256, 64), (128, 256)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_hopper_kernel_takes_every_group_head_dim_and_page_size(group, head_dim, page_size, heads):
+    contexts, new_tokens = [700, 129, 0, 1, 385, 256, 300], [333, 129, 0, 1, 1, 128, 17]
+    batch = paged_batch(
+        group, contexts, new_tokens, group * 2, 2, head_dim, page_size, -(-768 // page_size),
+        dtype=torch.bfloat16, device="cuda", padding_tokens=37,
+    )  # fmt: skip
+    assert_hopper_kernel_is_right(batch, heads=heads)
+
+
+@on_hopper
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 300)), min_size=1, max_size=8),
+    many=st.booleans(),
+    options=st.sampled_from([(0, 0.0), (0, 0.0), (0, 0.0), (200, 0.0), (0, 5.0), (1, 2.0)]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    padding_tokens=st.sampled_from([0, 1, 100]),
+    seed=st.integers(0, 1000),
+)
+def test_hopper_kernel_takes_any_ragged_batch(rows, many, options, dtype, padding_tokens, seed):
+    if many:  # decode rows among them
+        rows = [*rows, *([(seed, 1)] * (64 - len(rows)))]
+    new_tokens = [new for _, new in rows]
+    contexts = [prefix + new if new else 0 for prefix, new in rows]
+    if not sum(new_tokens):
+        return
+    batch = paged_batch(
+        seed, contexts, new_tokens, 8, 2, 128, 16, 128, dtype=dtype, device="cuda",
+        padding_tokens=padding_tokens,
+    )  # fmt: skip
+    assert_hopper_kernel_is_right(batch, *options)
+
+
+@on_hopper
+def test_public_launcher_takes_the_hopper_kernel_in_a_cuda_graph_and_under_compile():
+    batch = paged_batch(
+        5, [900, 40], [200, 40], 8, 2, 128, 16, 64, dtype=torch.bfloat16, device="cuda", padding_tokens=3
+    )
+    expected = hopper.paged_prefill_hopper(*arguments(batch), 0.1)
+    assert torch.equal(paged_prefill(*arguments(batch), 0.1), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_prefill(*arguments(batch), 0.1)
+    got.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(got, expected)
+    compiled = torch.compile(lambda: paged_prefill(*arguments(batch), 0.1) * 1, fullgraph=True)
+    assert torch.equal(compiled(), expected)
+
+
+@on_hopper
+def test_strides_that_the_copy_engine_cannot_follow_are_left_to_the_portable_kernel():
+    batch = paged_batch(6, [90], [20], 4, 2, 128, 16, 8, dtype=torch.bfloat16, device="cuda")
+    assert hopper.takes(*batch[:3])
+    interleaved = torch.stack([batch.k_cache, batch.v_cache], 1)
+    q, k_cache, v_cache = batch.q, interleaved[:, 0], interleaved[:, 1]
+    assert not hopper.takes(q, k_cache, v_cache)
+    assert not hopper.takes(q.float(), batch.k_cache.float(), batch.v_cache.float())
+    got = paged_prefill(q, k_cache, v_cache, *arguments(batch)[3:], 0.1).cpu().double()
+    expected = attention_by_sdpa(batch, 0.1)
+    assert (got - expected).norm() < 5e-3 * expected.norm()
