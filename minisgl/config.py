@@ -4,13 +4,21 @@ Promise: the dataclasses are frozen and nobody writes to them after `resolve_eng
 of the command line are generated from the fields and their docstrings (`minisgl/cli.py`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 from minisgl.errors import ConfigError
+from minisgl.log import LEVELS
 
 MIB = 1 << 20
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LARGEST = (1 << 31) - 1
+"""Bound of counts that have no smaller one of their own."""
+SHORTEST_S = 0.01
+LONGEST_S = 1e8
+SECONDS = f"a number of seconds up to {LONGEST_S:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +138,10 @@ class ServerConfig:
     """Open requests beyond which new ones get 429."""
     max_body_bytes: int = 16 * MIB
     """Largest request body; larger gets 413."""
+    max_upload_bytes: int = 256 * MIB
+    """Bodies that are being read and tokenized, all together, in bytes; beyond it new ones get 429."""
+    upload_timeout_s: float = 60.0
+    """A body that has not arrived after this long gets 408."""
     request_timeout_s: float = 600.0
     """A request that has not ended after this long is aborted and gets an error."""
     drain_timeout_s: float = 30.0
@@ -158,117 +170,170 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     Raises:
         ConfigError: a value is out of range, or two of them contradict.
     """
-
-    def check(ok: bool, flag: str, needed: str, got: object) -> None:
-        if not ok:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be {needed}, got {got}")
-
+    check_engine_config(config)
     device = config.device or ("cuda" if facts.has_cuda else "cpu")
-    check(device in ("cuda", "cpu"), "device", '"cuda" or "cpu"', device)
     if device == "cuda" and not facts.has_cuda:
         raise ConfigError(
             "--device cuda needs a CUDA GPU and torch sees none; use --device cpu, or see 'minisgl doctor'"
         )
     on_cuda = device == "cuda"
-    dtype = config.dtype or _auto_dtype(model, facts, on_cuda)
-    check(dtype in DTYPE_BYTES, "dtype", "one of " + ", ".join(DTYPE_BYTES), dtype)
 
     def given(value: int | None, auto: int) -> int:
         return auto if value is None else value
 
     max_context_tokens = given(config.max_context_tokens, model.max_position)
-    check(
-        2 <= max_context_tokens <= model.max_position,
+    _check(
+        max_context_tokens <= model.max_position,
         "max_context_tokens",
         f"between 2 and the model's {model.max_position}",
         max_context_tokens,
     )
     max_running = given(config.max_running_requests, 256 if on_cuda else 32)
-    check(1 <= max_running <= 4096, "max_running_requests", "between 1 and 4096", max_running)
     max_step_tokens = given(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
-    check(
-        max_running <= max_step_tokens <= 1 << 20,
+    backend = config.attention_backend or ("triton" if on_cuda else "torch")
+    compile_mode = config.compile_mode or ("full" if on_cuda and backend == "triton" else "off")
+    resolved = replace(
+        config,
+        device=device,
+        dtype=config.dtype or _auto_dtype(model, facts, on_cuda),
+        max_context_tokens=max_context_tokens,
+        max_running_requests=max_running,
+        max_step_tokens=max_step_tokens,
+        chunk_tokens=given(config.chunk_tokens, max_step_tokens),
+        mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128)),
+        overlap=config.overlap if config.overlap is not None else on_cuda,
+        compile_mode=compile_mode,
+        max_graph_batch=given(config.max_graph_batch, max_running),
+        attention_backend=backend,
+    )
+    check_engine_config(resolved)  # once more: now every relation between two values is there to be checked
+    return resolved
+
+
+def check_engine_config(config: EngineConfig) -> None:
+    """What can be known without a device and a model; values that are still "auto" contradict nothing.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range, or two of them contradict.
+    """
+    _check_types(config)
+
+    def check_range(flag: str, low: int, high: int = LARGEST, what: str = "") -> None:
+        value = getattr(config, flag)
+        needed = f"between {low} and {what or high}" if high < LARGEST else f"at least {low}"
+        _check(value is None or low <= value <= high, flag, needed, value)
+
+    def check_choice(flag: str, *choices: str) -> None:
+        value = getattr(config, flag)
+        _check(value is None or value in choices, flag, "one of " + ", ".join(choices), value)
+
+    check_choice("device", "cuda", "cpu")
+    check_choice("dtype", *DTYPE_BYTES)
+    check_choice("attention_backend", "triton", "torch")
+    check_choice("compile_mode", "full", "off")
+    check_range("max_context_tokens", 2)
+    check_range("max_running_requests", 1, 4096)
+    running, step = config.max_running_requests, config.max_step_tokens
+    _check(
+        step is None or (running or 1) <= step <= 1 << 20,
         "max_step_tokens",
-        f"at least max_running_requests ({max_running}) and at most {1 << 20}",
-        max_step_tokens,
+        f"at least max_running_requests ({running or 1}) and at most {1 << 20}",
+        step,
     )
-    chunk_tokens = given(config.chunk_tokens, max_step_tokens)
-    check(
-        1 <= chunk_tokens <= max_step_tokens,
-        "chunk_tokens",
-        f"between 1 and max_step_tokens ({max_step_tokens})",
-        chunk_tokens,
-    )
-    mixed_step_tokens = given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128))
-    check(
-        1 <= mixed_step_tokens <= max_step_tokens,
-        "mixed_step_tokens",
-        f"between 1 and max_step_tokens ({max_step_tokens})",
-        mixed_step_tokens,
-    )
+    for flag in ("chunk_tokens", "mixed_step_tokens"):
+        check_range(flag, 1, step or 1 << 20, f"max_step_tokens ({step or 1 << 20})")
     page = config.page_size
-    check(
+    _check(
         1 <= page <= 256 and page & (page - 1) == 0,
         "page_size",
         "a power of two from 1 to 256 (16 suits most models)",
         page,
     )
-    pages_per_row = -(-max_context_tokens // page)
-    if (max_running + 1) * pages_per_row >= 1 << 31:
-        raise ConfigError(
-            f"{max_running} requests of {pages_per_row} pages are more than a page table can hold; "
-            "raise --page-size, or lower --max-context-tokens or --max-running-requests"
-        )
-    check(config.num_pages is None or config.num_pages >= 2, "num_pages", "at least 2", config.num_pages)
-    check(
-        config.output_reserve_tokens >= 0, "output_reserve_tokens", "at least 0", config.output_reserve_tokens
-    )
-    check(
+    if running is not None and config.max_context_tokens is not None:
+        pages_per_row = -(-config.max_context_tokens // page)
+        if (running + 1) * pages_per_row >= 1 << 31:
+            raise ConfigError(
+                f"{running} requests of {pages_per_row} pages are more than a page table can hold; "
+                "raise --page-size, or lower --max-context-tokens or --max-running-requests"
+            )
+    check_range("num_pages", 2)
+    check_range("output_reserve_tokens", 0)
+    _check(
         0.1 <= config.memory_fraction <= 0.98,
         "memory_fraction",
         "between 0.1 and 0.98",
         config.memory_fraction,
     )
-    backend = config.attention_backend or ("triton" if on_cuda else "torch")
-    check(backend in ("triton", "torch"), "attention_backend", '"triton" or "torch"', backend)
-    if backend == "triton" and not on_cuda:
+    if config.attention_backend == "triton" and config.device == "cpu":
         raise ConfigError("--attention-backend triton needs --device cuda; use --attention-backend torch")
-    can_compile = on_cuda and backend == "triton"
-    compile_mode = config.compile_mode or ("full" if can_compile else "off")
-    check(compile_mode in ("full", "off"), "compile_mode", '"full" or "off"', compile_mode)
-    if compile_mode == "full" and not can_compile:
+    if config.compile_mode == "full" and (config.device == "cpu" or config.attention_backend == "torch"):
         raise ConfigError(
             "--compile-mode full needs --device cuda and --attention-backend triton (the plain references "
             "look at tensor values, which no graph can); use --compile-mode off"
         )
-    max_graph_batch = given(config.max_graph_batch, max_running)
-    check(
-        0 <= max_graph_batch <= max_running,
-        "max_graph_batch",
-        f"between 0 and max_running_requests ({max_running})",
-        max_graph_batch,
+    check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
+    check_range("cpu_threads", 1, 1024)
+    _check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
+
+
+def check_server_config(config: ServerConfig) -> None:
+    """Refuse what no server can run with.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+    _check_types(config)
+    _check(0 <= config.port <= 65535, "port", "between 0 and 65535", config.port)
+    for flag in ("max_queued_requests", "max_body_bytes", "max_upload_bytes"):
+        value = getattr(config, flag)
+        _check(1 <= value <= LARGEST, flag, f"between 1 and {LARGEST}", value)
+    _check(
+        config.max_upload_bytes >= config.max_body_bytes,
+        "max_upload_bytes",
+        f"at least max_body_bytes ({config.max_body_bytes})",
+        config.max_upload_bytes,
     )
-    check(
-        config.cpu_threads is None or 1 <= config.cpu_threads <= 1024,
-        "cpu_threads",
-        "between 1 and 1024",
-        config.cpu_threads,
-    )
-    check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
-    return replace(
-        config,
-        device=device,
-        dtype=dtype,
-        max_context_tokens=max_context_tokens,
-        max_running_requests=max_running,
-        max_step_tokens=max_step_tokens,
-        chunk_tokens=chunk_tokens,
-        mixed_step_tokens=mixed_step_tokens,
-        overlap=config.overlap if config.overlap is not None else on_cuda,
-        compile_mode=compile_mode,
-        max_graph_batch=max_graph_batch,
-        attention_backend=backend,
-    )
+    _check(0 <= config.drain_timeout_s <= LONGEST_S, "drain_timeout_s", SECONDS, config.drain_timeout_s)
+    for flag in ("request_timeout_s", "upload_timeout_s", "heartbeat_timeout_s", "startup_timeout_s"):
+        value = getattr(config, flag)
+        _check(SHORTEST_S <= value <= LONGEST_S, flag, f"{SECONDS}, at least {SHORTEST_S}", value)
+    _check(config.log_level in LEVELS, "log_level", "one of " + ", ".join(LEVELS), repr(config.log_level))
+
+
+def _check(ok: bool, flag: str, needed: str, got: object) -> None:
+    if not ok:
+        text = str(got)
+        text = text if len(text) <= 60 else text[:57] + "..."
+        raise ConfigError(f"--{flag.replace('_', '-')} must be {needed}, got {text}")
+
+
+def _check_types(config: EngineConfig | ServerConfig) -> None:
+    """From Python anything may come; flags and JSON give the right types already."""
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        value = getattr(config, field.name)
+        kinds = (
+            get_args(hints[field.name]) if isinstance(hints[field.name], UnionType) else (hints[field.name],)
+        )
+        if not any(_is_kind(value, kind) for kind in kinds):
+            _check(False, field.name, KIND_NAMES[kinds[0]], repr(value))
+
+
+KIND_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    tuple[str, ...]: "a tuple of texts",
+}
+
+
+def _is_kind(value: object, kind: Any) -> bool:
+    if kind == tuple[str, ...]:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if kind is float:
+        kind = int | float
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _auto_dtype(model: ModelConfig, facts: DeviceFacts, on_cuda: bool) -> str:

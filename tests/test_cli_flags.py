@@ -19,8 +19,8 @@ from minisgl.flags import add_flags, fields_of, values_of
 from minisgl.request import SamplingParams
 
 SERVER = """
-    --drain-timeout-s --heartbeat-timeout-s --host --log-level --max-body-bytes --max-queued-requests --port
-    --request-timeout-s --served-model-name --startup-timeout-s
+    --drain-timeout-s --heartbeat-timeout-s --host --log-level --max-body-bytes --max-queued-requests
+    --max-upload-bytes --port --request-timeout-s --served-model-name --startup-timeout-s --upload-timeout-s
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-mode --cpu-threads --device --dtype --dummy-weights

@@ -1,0 +1,152 @@
+"""Settings are checked before anything starts, and give our errors whatever is in them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.config import (
+    DeviceFacts,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    check_engine_config,
+    check_server_config,
+    resolve_engine_config,
+)
+from minisgl.errors import ConfigError
+from minisgl.flags import fields_of
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=256,
+    max_position=512,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    checkpoint_dtype="bfloat16",
+    eos_token_ids=(2,),
+    bos_token_id=1,
+)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 600),
+    st.sampled_from([0.5, 2.5, math.nan, math.inf, -math.inf, 10**30, -1, 1 << 31, 1e300]),
+    st.sampled_from(["cpu", "float32", "torch", "off", "12", "a\ud800b", ("a=b:c",), ["x"], b"cpu"]),
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"page_size": 3},
+        {"page_size": 0},
+        {"page_size": 512},
+        {"dtype": "float8"},
+        {"device": "tpu"},
+        {"memory_fraction": math.nan},
+        {"memory_fraction": 1.5},
+        {"num_pages": 1},
+        {"num_pages": "12"},
+        {"num_pages": 12.0},
+        {"num_pages": True},
+        {"num_pages": 10**30},
+        {"max_running_requests": 0},
+        {"max_running_requests": -3},
+        {"max_step_tokens": 4, "max_running_requests": 8},
+        {"max_context_tokens": 1},
+        {"chunk_tokens": 65, "max_step_tokens": 64},
+        {"mixed_step_tokens": 65, "max_step_tokens": 64},
+        {"max_graph_batch": 9, "max_running_requests": 8},
+        {"output_reserve_tokens": -1},
+        {"attention_backend": "flash"},
+        {"attention_backend": "triton", "device": "cpu"},
+        {"compile_mode": "fast"},
+        {"compile_mode": "full", "device": "cpu"},
+        {"cpu_threads": 0},
+        {"seed": 1 << 63},
+        {"overlap": "yes"},
+        {"kernel": "rms_norm=a:b"},
+        {"kernel": (1,)},
+        {"model": None},
+    ],
+)
+def test_what_no_engine_can_run_with_is_known_without_device_and_model(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--" + next(iter(fields)).replace("_", "-")[:8]):
+        check_engine_config(EngineConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"port": "80"},
+        {"max_body_bytes": 0},
+        {"max_body_bytes": -1},
+        {"max_body_bytes": 1.5},
+        {"max_upload_bytes": 1000},
+        {"max_queued_requests": 0},
+        {"request_timeout_s": math.nan},
+        {"request_timeout_s": 0.0},
+        {"request_timeout_s": math.inf},
+        {"upload_timeout_s": 0},
+        {"drain_timeout_s": -1.0},
+        {"heartbeat_timeout_s": 0.0},
+        {"startup_timeout_s": -1},
+        {"log_level": "loud"},
+        {"host": None},
+    ],
+)
+def test_what_no_server_can_run_with_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--" + next(iter(fields)).replace("_", "-")):
+        check_server_config(ServerConfig(**fields))
+
+
+def test_the_defaults_are_fine() -> None:
+    check_engine_config(EngineConfig())
+    check_server_config(ServerConfig())
+    check_server_config(ServerConfig(drain_timeout_s=0, port=0, request_timeout_s=5))
+
+
+def refusal(check: Callable[[], object]) -> str:
+    """What the ConfigError says, or nothing; any other exception fails the test."""
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def some(cls: type) -> st.SearchStrategy[dict[str, Any]]:
+    names = [field.name for field in fields_of(cls)]
+    return st.dictionaries(st.sampled_from(names), VALUES, max_size=4)
+
+
+@settings(max_examples=400, deadline=None)
+@given(some(EngineConfig), st.booleans())
+def test_any_engine_setting_resolves_or_is_our_error(values: dict[str, Any], has_cuda: bool) -> None:
+    config, facts = EngineConfig(**values), DeviceFacts(has_cuda=has_cuda)
+    words = refusal(lambda: resolve_engine_config(config, MODEL, facts))
+    assert len(words) < 300
+    if not words:
+        check_engine_config(config)  # what resolves was no mistake before
+        resolved = resolve_engine_config(config, MODEL, facts)
+        assert resolve_engine_config(resolved, MODEL, facts) == resolved
+
+
+@settings(max_examples=200, deadline=None)
+@given(some(ServerConfig))
+def test_any_server_setting_is_fine_or_our_error(values: dict[str, Any]) -> None:
+    assert len(refusal(lambda: check_server_config(ServerConfig(**values)))) < 300
