@@ -8,15 +8,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, check_engine_config
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.offline import Completion, Delta, OfflineDriver, Reply, check_prompt
 from minisgl.request import SamplingParams
 from minisgl.text.chat_template import ChatTemplate
+from minisgl.text.messages import normalize_messages
 from minisgl.text.reply import ReplyText
+from minisgl.text.stop import StopStrings
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.progress import Progress, no_progress
 from minisgl.weights.sources import resolve_model_folder
@@ -59,6 +62,7 @@ class LLM:
             if name not in known:
                 raise ConfigError(f"LLM has no setting {name!r}; there are: {', '.join(known)}")
         config = EngineConfig(model=model, **engine)
+        check_engine_config(config)
         started = time.perf_counter()
         folder = resolve_model_folder(model, cache_dir=cache_dir, progress=progress)
         self._tokenizer = Tokenizer.from_folder(folder)
@@ -69,9 +73,10 @@ class LLM:
         from minisgl.engine.engine import build_engine
 
         on_stage("import torch and engine", 1e3 * (time.perf_counter() - prepared))
+        stop_strings = lru_cache(maxsize=8)(StopStrings)  # a batch shares its tables
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
-            lambda prompt_ids, stops: ReplyText(self._tokenizer, prompt_ids, stops),
+            lambda prompt_ids, stops: ReplyText(self._tokenizer, prompt_ids, stop_strings(stops)),
         )
 
     @property
@@ -122,11 +127,12 @@ class LLM:
             RequestError: at once when prompt or parameters can't work, while iterating when the engine
                 refuses.
         """
-        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-            prompt_ids = self._encode(cast(Prompt, prompt))
-        else:
+        (own,) = _as_params(params, 1)
+        if _is_sequence(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
             prompt_ids = self._render(cast(Sequence[Message], prompt))
-        fitted = check_prompt(prompt_ids, params or SamplingParams(), self.max_context_tokens)
+        else:
+            prompt_ids = self._encode(cast(Prompt, prompt))
+        fitted = check_prompt(prompt_ids, own, self.max_context_tokens)
         return self._deltas(prompt_ids, fitted)
 
     def close(self) -> None:
@@ -141,14 +147,15 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, add_special_tokens=True)
+            return self._tokenizer.encode(prompt, True, max_tokens=self.max_context_tokens)
+        if not _is_sequence(prompt):
+            raise RequestError(400, "invalid_type", WRONG_PROMPT, "prompt")
         return list(prompt)
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        if not messages:
-            raise RequestError(400, "invalid_value", "messages is empty; give at least one", "messages")
-        text = self._template.render([dict(message) for message in messages], add_generation_prompt=True)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        text = self._template.render(normalize_messages(messages), add_generation_prompt=True)
+        limit = self.max_context_tokens
+        return self._tokenizer.encode(text, False, max_tokens=limit, param="messages")
 
     def _deltas(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
         reply = self._driver.submit(prompt_ids, params)
@@ -198,35 +205,46 @@ class LLM:
         return [_completion(deltas) for deltas in collected]
 
 
+WRONG_PROMPT = "a prompt must be a text or a list of token ids, several prompts a list of those"
+
+
+def _is_sequence(value: object) -> bool:
+    """A list or tuple: what may hold prompts, token ids, messages or parameters."""
+    return isinstance(value, list | tuple)
+
+
 def _as_batch(prompts: str | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if any(not isinstance(prompt, str | list | tuple) for prompt in prompts):
-        raise RequestError(
-            400,
-            "invalid_value",
-            "prompts must be a text, texts, or lists of token ids ([[1, 2, 3]])",
-            "prompt",
-        )
+    if not _is_sequence(prompts) or any(not isinstance(prompt, str | list | tuple) for prompt in prompts):
+        raise RequestError(400, "invalid_value", f"{WRONG_PROMPT} ([[1, 2, 3]])", "prompt")
     return list(prompts)
 
 
 def _as_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Sequence[Message]]:
-    if not messages or isinstance(messages[0], Mapping):
-        return [cast(Sequence[Message], messages)]
-    return list(cast(Sequence[Sequence[Message]], messages))
+    if _is_sequence(messages) and messages and all(_is_sequence(chat) for chat in messages):
+        return list(cast(Sequence[Sequence[Message]], messages))
+    return [cast(Sequence[Message], messages)]  # whatever else it is, `normalize_messages` says
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
+    if params is None:
+        params = SamplingParams()
+    each = [params] * count if isinstance(params, SamplingParams) else params
+    if not _is_sequence(each) or not all(isinstance(own, SamplingParams) for own in each):
         raise RequestError(
-            400, "invalid_value", f"{count} prompts need one SamplingParams or {count}, got {len(params)}"
+            400,
+            "invalid_type",
+            "params must be a SamplingParams, as SamplingParams(max_tokens=100)",
+            "params",
         )
-    return list(params)
+    if len(each) != count:
+        raise RequestError(
+            400, "invalid_value", f"{count} prompts need one SamplingParams or {count}, got {len(each)}"
+        )
+    return list(each)
 
 
 def _named(error: RequestError, index: int | None) -> RequestError:

@@ -4,8 +4,8 @@ Promise: a `Request` changes state only along `NEXT`, so an illegal order of eve
 the place where it happens, not a leak found an hour later.
 """
 
-import math
 from enum import Enum
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -14,13 +14,15 @@ import numpy as np
 from minisgl.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_STOP_CHARS = 1000
+MAX_STOP_TOKEN_IDS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the tokens of one request. Checked when constructed, also when decoded from the wire.
 
     Raises:
-        RequestError: 400 with the field's name when a value is out of its range.
+        RequestError: 400 with the field's name when a value has the wrong type or is out of its range.
     """
 
     max_tokens: int | None = None
@@ -36,32 +38,72 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Same seed, same prompt, same parameters: same tokens whatever the batch. None = a fresh one."""
     stop: tuple[str, ...] = ()
-    """End before any of these strings; they are not part of the text. Watched by the text side."""
+    """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
+    string is taken for one of them. Watched by the text side."""
     stop_token_ids: tuple[int, ...] = ()
-    """End after any of these tokens, in addition to the model's own end-of-sequence ids."""
+    """End after any of these tokens (up to 1024), in addition to the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on through the model's end-of-sequence ids (for benchmarks)."""
 
     def __post_init__(self) -> None:
-        def refuse(param: str, needed: str, got: object) -> None:
-            raise RequestError(400, "invalid_value", f"{param} must be {needed}, got {got}", param)
+        def refuse(param: str, needed: str, got: object, code: str = "invalid_value") -> None:
+            raise RequestError(400, code, f"{param} must be {needed}, got {_short(got)}", param)
+
+        def check_type(param: str, needed: str, types: type | UnionType, optional: bool = False) -> None:
+            value = getattr(self, param)
+            if not (optional and value is None) and (
+                not isinstance(value, types) or (isinstance(value, bool) and types is not bool)
+            ):
+                refuse(param, needed, value, "invalid_type")
+
+        # In Python "END" and ["END"] come easily to hand; a string must not count as its characters.
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for param in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, param), list):
+                msgspec.structs.force_setattr(self, param, tuple(getattr(self, param)))
+            check_type(param, "a list or tuple", tuple)
+        for param in ("max_tokens", "seed"):
+            check_type(param, "a whole number", int, optional=True)
+        check_type("top_k", "a whole number", int)
+        for param in ("temperature", "top_p", "min_p"):
+            check_type(param, "a number", int | float)
+        check_type("ignore_eos", "true or false", bool)
 
         if self.max_tokens is not None and self.max_tokens < 1:
             refuse("max_tokens", "at least 1", self.max_tokens)
-        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
+        if not 0 <= self.temperature <= 100:
             refuse("temperature", "between 0 and 100", self.temperature)
         if not -1 <= self.top_k < 2**31:
             refuse("top_k", "0 or -1 (off) or a positive number of tokens below 2**31", self.top_k)
-        if not (math.isfinite(self.top_p) and 0 < self.top_p <= 1):
+        if not 0 < self.top_p <= 1:
             refuse("top_p", "above 0 and at most 1", self.top_p)
-        if not (math.isfinite(self.min_p) and 0 <= self.min_p <= 1):
+        if not 0 <= self.min_p <= 1:
             refuse("min_p", "between 0 and 1", self.min_p)
         if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
             refuse("seed", "a 64-bit integer", self.seed)
-        if any(not text for text in self.stop):
-            refuse("stop", "without empty strings", list(self.stop))
-        if any(not 0 <= token < 2**31 for token in self.stop_token_ids):
-            refuse("stop_token_ids", "token ids >= 0", list(self.stop_token_ids))
+        for text in self.stop:
+            if not isinstance(text, str):
+                refuse("stop", "a list of strings", text, "invalid_type")
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                refuse("stop", f"strings of 1 to {MAX_STOP_CHARS} characters each", len(text))
+        ids = self.stop_token_ids
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", len(ids))
+        if set(map(type, ids)) - {int}:
+            strange = next(token for token in ids if type(token) is not int)
+            refuse("stop_token_ids", "a list of whole numbers", strange, "invalid_type")
+        if ids and (min(ids) < 0 or max(ids) >= 2**31):
+            refuse("stop_token_ids", "token ids from 0 to 2**31 - 1", min(ids) if min(ids) < 0 else max(ids))
+
+
+def _short(value: object) -> str:
+    """A value for an error message; never long, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "a very large number"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def fit_to_context(

@@ -16,6 +16,7 @@ from minisgl.messages import AddRequest
 from minisgl.offline import OfflineDriver, Reply, check_prompt, interrupts_deferred
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.reply import ReplyText
+from minisgl.text.stop import StopStrings
 from minisgl.text.tokenizer import Tokenizer
 
 MAX_CONTEXT = 64
@@ -88,7 +89,7 @@ def tokenizer() -> Tokenizer:
 
 
 def driver_for(tokenizer: Tokenizer, engine: ScriptedEngine) -> OfflineDriver:
-    return OfflineDriver(engine, lambda prompt_ids, stops: ReplyText(tokenizer, prompt_ids, stops))
+    return OfflineDriver(engine, lambda ids, stops: ReplyText(tokenizer, ids, StopStrings(stops)))
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:

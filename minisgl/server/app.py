@@ -10,17 +10,18 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from minisgl.errors import MinisglError, RequestError
 from minisgl.request import MAX_SEED, SamplingParams
 from minisgl.server.frontend import Delta, Frontend, Stream
-from minisgl.server.openai_schema import ChatCall, CompletionCall, parse_chat, parse_completion
+from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
 from minisgl.server.replies import RETRY_AFTER_S, RETRYABLE, Shape, Usage, error_body, error_of, sse
 from minisgl.server.served_model import ServedModel
+from minisgl.server.uploads import BODY_TOO_LARGE, Uploads
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,14 +41,22 @@ class Api:
 
     Args:
         executor: threads for parsing, templating and tokenizing long input.
+        uploads: reads the bodies.
         health: asked by GET /health.
         timeout_s: how long a request may take; soon after, a client that does not read is cut off.
     """
 
     def __init__(
-        self, model: ServedModel, frontend: Frontend, executor: Executor, health: Health, timeout_s: float
+        self,
+        model: ServedModel,
+        frontend: Frontend,
+        executor: Executor,
+        uploads: Uploads,
+        health: Health,
+        timeout_s: float,
     ) -> None:
         self._model = model
+        self._uploads = uploads
         self._frontend = frontend
         self._executor = executor
         self._health = health
@@ -55,18 +64,14 @@ class Api:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        body = await request.read()
-        call = await self._work(len(body), lambda: parse_chat(body, self._model.defaults))
-        return await self._complete(request, call, len(body))
+        return await self._complete(request, lambda body: parse_chat(body, self._model.defaults))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        body = await request.read()
         model = self._model
-        call = await self._work(
-            len(body), lambda: parse_completion(body, model.defaults, model.tokenizer.vocab_size)
+        return await self._complete(
+            request, lambda body: parse_completion(body, model.defaults, model.tokenizer.vocab_size)
         )
-        return await self._complete(request, call, len(body))
 
     async def models(self, _: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -87,29 +92,42 @@ class Api:
         return _json({"version": metadata.version("minisgl")})
 
     async def _complete(
-        self, request: web.Request, call: ChatCall | CompletionCall, num_bytes: int
+        self, request: web.Request, parse: Callable[[bytes], ChatCall | CompletionCall]
     ) -> web.StreamResponse:
-        options = call.options
-        self._check_model(options.model)
-        num_prompts = 1 if isinstance(call, ChatCall) else len(call.prompts)
-        with self._frontend.open(num_prompts * options.n) as stream:
-            prompts = await self._work(num_bytes, lambda: self._encode(call))
-            params = [_for_choice(options.params, rank) for rank in range(options.n)]
-            chat = isinstance(call, ChatCall)
-            choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
-            stream.submit(choices, "messages" if chat else "prompt")
-            shape = Shape(chat, self._model.name, options.include_usage)
-            tally = Tally(prompts, options.n)
-            if options.stream:
+        with contextlib.ExitStack() as open_streams:
+            call = await self._receive(request, parse, open_streams)
+            stream, tally = call.stream, call.tally
+            shape = Shape(call.is_chat, self._model.name, call.options.include_usage)
+            if call.options.stream:
                 return await self._send_stream(request, stream, shape, tally)
-            pieces: list[list[str]] = [[] for _ in choices]
-            reasons = [""] * len(choices)
+            pieces: list[list[str]] = [[] for _ in range(stream.num_choices)]
+            reasons = [""] * stream.num_choices
             async for delta in stream.deltas():
                 tally.take(delta)
                 pieces[delta.choice].append(delta.text)
                 reasons[delta.choice] = delta.finish_reason or ""
         texts = map("".join, pieces)
         return _answer(shape.whole(list(zip(texts, reasons, strict=True)), tally.usage()))
+
+    async def _receive(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], ChatCall | CompletionCall],
+        open_streams: contextlib.ExitStack,
+    ) -> "Call":
+        """Read, check and tokenize a call and send it to the engine; nothing of its body is kept."""
+        with self._uploads.room(request):
+            body = await self._uploads.read(request)
+            call = await self._work(len(body), lambda: parse(body))
+            options, is_chat = call.options, isinstance(call, ChatCall)
+            self._check_model(options.model)
+            num_prompts = len(call.prompts) if isinstance(call, CompletionCall) else 1
+            stream = open_streams.enter_context(self._frontend.open(num_prompts * options.n))
+            prompts = await self._work(len(body), lambda: self._encode(call))
+            params = [_for_choice(options.params, rank) for rank in range(options.n)]
+            choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
+            stream.submit(choices, "messages" if is_chat else "prompt")
+            return Call(stream, options, is_chat, Tally(prompts, options.n))
 
     async def _send_stream(
         self, request: web.Request, stream: Stream, shape: Shape, tally: "Tally"
@@ -152,11 +170,12 @@ class Api:
 
     def _encode(self, call: ChatCall | CompletionCall) -> list[list[int]]:
         """Token ids of the call's prompts. A rendered chat has its special tokens already."""
-        tokenizer = self._model.tokenizer
+        tokenizer, limit = self._model.tokenizer, self._frontend.max_context_tokens
         if isinstance(call, ChatCall):
-            return [tokenizer.encode(self._model.template.render(call.messages), add_special_tokens=False)]
+            text = self._model.template.render(call.messages)
+            return [tokenizer.encode(text, False, max_tokens=limit, param="messages")]
         return [
-            tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+            tokenizer.encode(prompt, True, max_tokens=limit) if isinstance(prompt, str) else prompt
             for prompt in call.prompts
         ]
 
@@ -184,6 +203,15 @@ class Api:
         }
 
 
+class Call(NamedTuple):
+    """A call whose requests the engine has."""
+
+    stream: Stream
+    options: CallOptions
+    is_chat: bool
+    tally: "Tally"
+
+
 class Tally:
     """Counts the tokens of one call: each prompt once, each choice's output."""
 
@@ -207,8 +235,8 @@ class Tally:
 def make_app(api: Api, max_body_bytes: int) -> web.Application:
     """The application with all routes."""
     app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_errors])
-    app.router.add_post("/v1/chat/completions", api.chat_completions)
-    app.router.add_post("/v1/completions", api.completions)
+    app.router.add_post("/v1/chat/completions", api.chat_completions, expect_handler=_expect)
+    app.router.add_post("/v1/completions", api.completions, expect_handler=_expect)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{model:.+}", api.one_model)
     app.router.add_get("/health", api.health)
@@ -225,7 +253,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         words = {
             404: ("not_found", f"there is no {request.path[:200]}"),
             405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
-            413: ("body_too_large", "the request body is too large; see --max-body-bytes"),
+            413: ("body_too_large", BODY_TOO_LARGE),
         }
         code, message = words.get(error.status, (None, error.reason))
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
@@ -237,6 +265,17 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
             log.exception("%s %s failed in the server", request.method, request.path)
         status, body = error_of(error)
         return _answer(body, status, {"Retry-After": str(RETRY_AFTER_S)} if status in RETRYABLE else {})
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """Called before a route's handler, and outside of the middleware, for a request with an Expect header."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers["Expect"].lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # as the library does: no part of the answer is out yet
+        return None
+    return _answer(error_body(417, "expectation_failed", "Expect may only be 100-continue"), 417)
 
 
 def _for_choice(params: SamplingParams, rank: int) -> SamplingParams:

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.messages import Fatal, Ping, Ready, Shutdown, StartupStage, Status, StepOutput, ToEngine
 from minisgl.transport import ServerSocket
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PING_INTERVAL_S = 1.0
 LAST_MESSAGES_S = 0.3
@@ -133,11 +135,11 @@ class EngineLink:
                 message = await self._socket.receive()
                 self._heard_at = time.monotonic()
                 if isinstance(message, StepOutput):
-                    on_output(message)
+                    _call(on_output, message)
                 elif isinstance(message, Status):
                     self.status = message
                 elif isinstance(message, StartupStage):
-                    on_stage(message)
+                    _call(on_stage, message)
                 elif isinstance(message, Ready):
                     if not self.ready.done():
                         self.ready.set_result(message)
@@ -181,3 +183,11 @@ class EngineLink:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         # What it said last may still be on its way: outputs of its last step, a Fatal.
         self._loop.call_later(LAST_MESSAGES_S, self._declare_dead, f"its process ended ({how})")
+
+
+def _call(callback: Callable[[T], None], message: T) -> None:
+    """A defect in what listens is no defect of the engine."""
+    try:
+        callback(message)
+    except Exception:
+        log.exception("a message of the engine was not taken in")

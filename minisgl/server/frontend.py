@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import AbortRequest, AddRequest, StepOutput, ToEngine
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, fit_to_context
 from minisgl.text.reply import ReplyText
+from minisgl.text.stop import StopStrings
 from minisgl.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -147,6 +149,11 @@ class Frontend:
         return len(self._running)
 
     @property
+    def max_context_tokens(self) -> int:
+        """Most tokens of one request, prompt and output together; 0 until the engine is ready."""
+        return self._max_context_tokens
+
+    @property
     def refusal(self) -> MinisglError | None:
         """Why no request is welcome now, or None."""
         return self._refusal
@@ -197,14 +204,24 @@ class Frontend:
     ) -> None:
         """What `Stream.submit` does."""
         limit = self._max_context_tokens
-        fitted = [(ids, fit_to_context(len(ids), params, limit, prompt_field)) for ids, params in choices]
-        for choice, (prompt_ids, params) in enumerate(fitted):
-            request_id = next(self._ids)
-            self._send(AddRequest(request_id, np.asarray(prompt_ids, "<i4").tobytes(), params))
-            text = ReplyText(self._tokenizer, prompt_ids, params.stop)
-            self._running[request_id] = Running(stream, choice, text)
-            stream.request_ids.append(request_id)
-            log.debug("request %d: %d prompt tokens", request_id, len(prompt_ids))
+        stops = {params.stop: StopStrings(params.stop) for _, params in choices}
+        running: list[Running] = []
+        messages: list[AddRequest] = []
+        for choice, (prompt_ids, params) in enumerate(choices):
+            fitted = fit_to_context(len(prompt_ids), params, limit, prompt_field)
+            # Stop strings are watched here, the engine has no use for them.
+            bare = msgspec.structs.replace(fitted, stop=()) if fitted.stop else fitted
+            prompt = np.asarray(prompt_ids, "<i4").tobytes()
+            messages.append(AddRequest(next(self._ids), prompt, bare))
+            text = ReplyText(self._tokenizer, prompt_ids, stops[params.stop])
+            running.append(Running(stream, choice, text))
+        # Sent last, when nothing can fail any more but the engine: `close` then aborts what was sent.
+        for message, entry in zip(messages, running, strict=True):
+            self._running[message.request_id] = entry
+            stream.request_ids.append(message.request_id)
+        for message in messages:
+            self._send(message)
+            log.debug("request %d: %d prompt tokens", message.request_id, len(message.prompt_ids) // 4)
 
     def take(self, message: StepOutput) -> None:
         """One step's tokens; those of requests that have ended are dropped."""

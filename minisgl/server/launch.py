@@ -5,9 +5,11 @@ and every client has had an answer; every wait on the way has a limit.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -19,8 +21,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from minisgl.config import EngineConfig, ServerConfig
+from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
 from minisgl.errors import ConfigError, EngineDeadError, RequestError
 from minisgl.messages import Ready, StartupStage
 from minisgl.server.app import Api, make_app
@@ -28,6 +31,7 @@ from minisgl.server.engine_link import EngineLink
 from minisgl.server.frontend import Frontend
 from minisgl.server.served_model import ServedModel, load_served_model, served_name
 from minisgl.server.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
+from minisgl.server.uploads import Uploads
 from minisgl.transport import make_ipc_dir
 
 log = logging.getLogger(__name__)
@@ -56,9 +60,11 @@ def run_server(
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
-        ConfigError: the port can't be had, or a setting is out of range.
+        ConfigError: the port can't be had, or a setting is out of range, both before anything is started.
         ModelError: the folder has no usable tokenizer.
     """
+    check_server_config(server)
+    check_engine_config(engine)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
     listener = _bind(server.host, server.port)
@@ -71,7 +77,8 @@ def run_server(
                 "model_folder": str(model_folder),
                 "ipc_dir": str(ipc_dir),
                 "log_level": server.log_level,
-            }
+            },
+            allow_nan=False,
         ).encode()
         service = Service(
             server=server,
@@ -134,13 +141,19 @@ async def _serve(service: Service) -> int:
         frontend = Frontend(link.send, model.tokenizer, server.max_queued_requests, server.request_timeout_s)
         link.listen(frontend.take, _print_stage)
         api = Api(
-            model, frontend, executor, lambda: _health(server, frontend, link), server.request_timeout_s
+            model,
+            frontend,
+            executor,
+            Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s),
+            lambda: _health(server, frontend, link),
+            server.request_timeout_s,
         )
         runner = web.AppRunner(
             make_app(api, server.max_body_bytes),
             handler_cancellation=True,
             shutdown_timeout=LAST_ANSWERS_S,
             access_log=None,
+            logger=_http_log(),
         )
         await runner.setup()
         try:
@@ -239,18 +252,32 @@ async def _first_of(*waits: Awaitable[Any], timeout_s: float | None) -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A listening TCP socket, early, so that a busy port is known before the model is loaded."""
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port must be between 0 and 65535, got {port}")
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][
             0
         ]
         return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: not even the form of a name, as "a..b"
+        why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
-            f"can't listen on {host or '*'} port {port}: {error.strerror or error}; "
+            f"can't listen on {host or '*'} port {port}: {why}; "
             "choose another with --host and --port (--port 0 takes a free one)"
         ) from None
+
+
+def _http_log() -> logging.Logger:
+    """The HTTP library's log, in which what a client got wrong is no error of ours."""
+    http_log = logging.getLogger("minisgl.server.http")
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            log.debug("a client's request can't be read: %s", str(error).replace("\n", " "))
+            return False
+        return True
+
+    http_log.filters[:] = [is_ours]
+    return http_log
 
 
 def _named(ready: Ready) -> dict[str, float]:
@@ -262,6 +289,15 @@ def _print_stage(stage: StartupStage) -> None:
 
 
 def _say(text: str) -> None:
-    """To the user, not to the log."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """To the user, not to the log; a user who does not listen must not end the server."""
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except UnicodeEncodeError:
+        sys.stdout.write(text.encode("ascii", "replace").decode() + "\n")
+    except OSError:
+        # What was not written would be tried again at exit, and turn the exit code into 120.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,21 +11,14 @@ import msgspec
 
 from minisgl.errors import RequestError
 from minisgl.request import SamplingParams
-from minisgl.server.field_rules import (
-    MESSAGE_FIELDS,
-    UNSUPPORTED_BY_CHAT,
-    UNSUPPORTED_BY_COMPLETIONS,
-    UNSUPPORTED_IN_MESSAGES,
-    kind_of,
-    refuse_unsupported,
-    short,
-)
+from minisgl.server.field_rules import UNSUPPORTED_BY_CHAT, UNSUPPORTED_BY_COMPLETIONS
+from minisgl.text.field_rules import kind_of, refuse_unsupported
+from minisgl.text.messages import normalize_messages
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the room that is left."""
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +62,6 @@ class CompletionFields(msgspec.Struct, frozen=True):
     prompt: str | list[str | int | list[int]]
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: str
-    text: str
-
-
 class CallOptions(NamedTuple):
     """What a body asks for besides its prompt."""
 
@@ -104,9 +92,7 @@ def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
     known = {*SharedFields.__struct_fields__, *ChatFields.__struct_fields__}
     refuse_unsupported(fields, known, UNSUPPORTED_BY_CHAT)
     chat, shared = _convert(fields, ChatFields), _convert(fields, SharedFields)
-    if not chat.messages:
-        raise RequestError(400, "invalid_value", "messages must hold at least one message", "messages")
-    messages = [_message(message, f"messages[{rank}]") for rank, message in enumerate(chat.messages)]
+    messages = normalize_messages(chat.messages)
     wanted = chat.max_completion_tokens
     _at_least_one("max_completion_tokens", wanted)
     return ChatCall(messages, _options(shared, defaults, wanted if wanted is not None else shared.max_tokens))
@@ -195,57 +181,6 @@ def _first(given: Any, default: Any) -> Any:
 def _at_least_one(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise RequestError(400, "invalid_value", f"{name} must be at least 1, got {value}", name)
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """One message as the template sees it. `where` names it in errors."""
-    refuse_unsupported(message, MESSAGE_FIELDS, UNSUPPORTED_IN_MESSAGES, f"{where}.")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(
-            400,
-            "invalid_value",
-            f"{where}.role must be one of {', '.join(ROLES)}, got {short(role)}",
-            f"{where}.role",
-        )
-    ready = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = message.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            field = f"{where}.{name}"
-            raise RequestError(400, "invalid_type", f"{field} must be a string, got {kind_of(value)}", field)
-        ready[name] = value
-    return ready
-
-
-def _content(content: object, where: str) -> str:
-    """A message's text: a string, or text parts put together as they are."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(
-            400,
-            "invalid_type",
-            f"{where} must be a string or a list of text parts, got {kind_of(content)}",
-            where,
-        )
-    text = ""
-    for rank, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise RequestError(
-                400,
-                "invalid_value",
-                f'{where}[{rank}] must be a part of type "text", got {short(kind)}',
-                where,
-            )
-        try:
-            text += msgspec.convert(part, TextPart).text
-        except msgspec.ValidationError as error:
-            raise RequestError(400, "invalid_type", f"{where}[{rank}]: {error}", where) from None
-    return text
 
 
 def _prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:

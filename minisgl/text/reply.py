@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minisgl.text.detokenizer import Detokenizer
-from minisgl.text.stop import StopMatcher
+from minisgl.text.stop import StopMatcher, StopStrings
 from minisgl.text.tokenizer import Tokenizer
 
 
@@ -23,9 +23,9 @@ class ReplyPiece(NamedTuple):
 class ReplyText:
     """The text of one reply while its tokens arrive. Stop strings are looked for in the output only."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: StopStrings) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops) if stops.stops else None
 
     def push(self, token_ids: Sequence[int]) -> ReplyPiece:
         """Tokens in the middle of a reply."""

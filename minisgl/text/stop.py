@@ -8,14 +8,23 @@ there); of two that end at the same character, the longer.
 from collections.abc import Sequence
 
 
-class StopMatcher:
-    """Watches one output for `stops` (non-empty strings), by character, after Knuth, Morris and Pratt."""
+class StopStrings:
+    """`stops` (non-empty strings) and the tables to look for them; outputs with the same ones share it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._fallbacks = [_fallback(stop) for stop in self._stops]
+        self.stops = tuple(sorted(set(stops), key=len, reverse=True))
+        self.fallbacks = [_fallback(stop) for stop in self.stops]
+        self.firsts = frozenset(stop[0] for stop in self.stops)
+
+
+class StopMatcher:
+    """Watches one output for stop strings, by character, after Knuth, Morris and Pratt."""
+
+    def __init__(self, strings: StopStrings) -> None:
+        self._stops = strings.stops
+        self._fallbacks = strings.fallbacks
+        self._firsts = strings.firsts
         self._matched = [0] * len(self._stops)  # per stop: how many of its characters end the text so far
-        self._firsts = frozenset(stop[0] for stop in self._stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ each token's own bytes, so that text can be put together token by token.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -16,6 +16,9 @@ from minisgl.errors import ModelError, RequestError
 SPECIAL_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+
+SHORT_TEXT_BYTES = 4096
+"""Up to this size (about a millisecond) text is tokenized without giving way to other threads."""
 
 
 class Tokenizer:
@@ -34,11 +37,13 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         )
-        kinds = _decoder_kinds(fast)
+        content = json.loads(fast.to_str())
+        kinds = {part["type"] for part in _parts(content["decoder"], "decoders")}
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
         self._anchor = next(iter(fast.encode("a", add_special_tokens=False).ids[-1:]), None)
         self._bytes: dict[int, bytes] = {}
+        self._reach = _reach(content, fast.get_vocab(with_added_tokens=True))
         self.vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
@@ -66,19 +71,38 @@ class Tokenizer:
         _register(fast, config.get("added_tokens_decoder"), special_tokens)
         return cls(fast, special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
         """Token ids of `text`. Rendered chat prompts have their special tokens already: pass False.
 
+        Text that is sure to have more than `max_tokens` is refused before any work; the result may still
+        be longer. `param` is what errors call the text. Long text leaves other threads running.
+
         Raises:
-            RequestError: 400 when `text` is not valid Unicode (lone surrogates).
+            RequestError: 400 when `text` is far too long, or not valid Unicode (lone surrogates).
         """
         try:
-            text.encode("utf-8")
+            data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(
-                400, "invalid_unicode", f"the text is not valid Unicode: {error.reason} at {error.start}"
+                400,
+                "invalid_unicode",
+                f"the text is not valid Unicode: {error.reason} at {error.start}",
+                param,
             ) from None
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if max_tokens is not None and self._needs_more_than(max_tokens, data):
+            raise RequestError(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {len(data)} bytes and so more than {max_tokens} tokens, which is what "
+                "prompt and answer together may have; shorten the prompt",
+                param,
+            )
+        if len(data) <= SHORT_TEXT_BYTES:
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, `encode_batch` lets go of the interpreter's lock while it works.
+        return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids that are no token give nothing."""
@@ -94,6 +118,11 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
         return known
+
+    def _needs_more_than(self, num_tokens: int, data: bytes) -> bool:
+        """Whether a text is too long for so many tokens; False also where that is not certain."""
+        reach = self._reach
+        return reach is not None and len(data.translate(None, reach.lost)) > num_tokens * reach.longest
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._fast.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -155,10 +184,53 @@ def _register(fast: FastTokenizer, added: object, special_tokens: dict[str, str]
             fast.add_special_tokens([AddedToken(text, normalized=False, special=True)])
 
 
-def _decoder_kinds(fast: FastTokenizer) -> set[str]:
-    """Names of the decoder's parts, a Sequence's included."""
-    decoder = json.loads(fast.to_str()).get("decoder") or {}
-    return {part["type"] for part in [decoder, *decoder.get("decoders", [])] if "type" in part}
+class Reach(NamedTuple):
+    """How much text a token can stand for."""
+
+    longest: int  # bytes of text behind one token, at most
+    lost: bytes  # these bytes of a text give no token at all
+
+
+def _reach(content: dict[str, Any], vocab: dict[str, int]) -> Reach | None:
+    """None unless it is certain that a token's share of a text is bounded. `content`: of tokenizer.json."""
+    model, added = content["model"], content["added_tokens"]
+    steps = _parts(content["pre_tokenizer"], "pretokenizers")
+    byte_level = "ByteLevel" in {step["type"] for step in steps}
+    bounded = (
+        model["type"] == "BPE"
+        and (
+            byte_level or (model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocab for byte in range(256)))
+        )
+        and all(_keeps_length(step) for step in _parts(content["normalizer"], "normalizers"))
+        and all(step["type"] in KEEPING_STEPS and step.get("behavior") != "Removed" for step in steps)
+        and not any(token["lstrip"] or token["rstrip"] for token in added)  # these swallow spaces
+    )
+    if not bounded:
+        return None
+    # A byte-level token has one character for each byte; added tokens, and all others elsewhere, are text.
+    texts = [token["content"] for token in added] + ([] if byte_level else list(vocab))
+    longest = max(max(map(len, vocab)), max((len(text.encode()) for text in texts), default=1))
+    alphabet = _byte_level_alphabet() if byte_level else {}
+    return Reach(longest, bytes(byte for char, byte in alphabet.items() if char not in vocab))
+
+
+KEEPING_STEPS = frozenset({"ByteLevel", "Digits", "Split", "Metaspace", "Punctuation"})
+"""Pre-tokenizers that drop no text, except those whose behaviour is to remove."""
+
+
+def _keeps_length(normalizer: dict[str, Any]) -> bool:
+    """Whether it never makes a text shorter, in bytes."""
+    if normalizer["type"] != "Replace":
+        return normalizer["type"] == "Prepend"
+    pattern = normalizer["pattern"].get("String")
+    return pattern is not None and len(pattern.encode()) <= len(normalizer["content"].encode())
+
+
+def _parts(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer, a Sequence's one by one."""
+    if step is None:
+        return []
+    return [inner for part in step[several] for inner in _parts(part, several)] if several in step else [step]
 
 
 def _byte_level_alphabet() -> dict[str, int]:

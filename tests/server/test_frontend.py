@@ -384,3 +384,43 @@ def test_trap_26_after_any_mix_every_stream_ended_once_and_nothing_is_left(
             stream.__exit__()
 
     run(tokenizer, scenario)
+
+
+def test_stop_strings_stay_on_the_servers_side(tokenizer: Tokenizer) -> None:
+    async def scenario(frontend: Frontend, wire: Wire) -> None:
+        with frontend.open(2) as stream:
+            stream.submit([([1], SamplingParams(stop=("world",), seed=seed)) for seed in (1, 2)])
+            assert [request.params.stop for request in wire.added()] == [(), ()]
+            assert [request.params.seed for request in wire.added()] == [1, 2]
+
+    run(tokenizer, scenario)
+
+
+def test_nothing_is_sent_before_every_choice_is_known_to_work(tokenizer: Tokenizer) -> None:
+    class Broken(list[int]):
+        def __reversed__(self) -> Any:
+            raise ValueError("a defect")
+
+    async def scenario(frontend: Frontend, wire: Wire) -> None:
+        with frontend.open(2) as stream, pytest.raises(ValueError, match="a defect"):
+            stream.submit([([1], PARAMS), (Broken([1]), PARAMS)])
+        assert wire.sent == []
+
+    run(tokenizer, scenario)
+
+
+def test_an_engine_that_is_lost_between_two_choices_leaves_nothing(tokenizer: Tokenizer) -> None:
+    async def scenario(frontend: Frontend, wire: Wire) -> None:
+        whole = wire.send
+
+        def cut_after_one(message: ToEngine) -> None:
+            whole(message)
+            wire.is_cut = True
+
+        frontend._send = cut_after_one
+        with frontend.open(2) as stream, pytest.raises(EngineDeadError):
+            stream.submit([([1], PARAMS), ([2], PARAMS)])
+        assert frontend.num_running == 0
+        assert len(wire.added()) == 1
+
+    run(tokenizer, scenario)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.text.stop import StopMatcher
+from minisgl.text.stop import StopMatcher, StopStrings
 
 SHORT = st.text("ab", min_size=1, max_size=5)
 STOPS = st.lists(SHORT | st.text("ab世🎉", min_size=1, max_size=3), min_size=1, max_size=4)
@@ -13,7 +13,7 @@ STOPS = st.lists(SHORT | st.text("ab世🎉", min_size=1, max_size=3), min_size=
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
     """Text shown in total, and whether a stop string was found."""
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     shown = ""
     for piece in pieces:
         text, matched = matcher.push(piece)
@@ -46,7 +46,7 @@ def test_any_cutting_gives_what_searching_the_whole_text_gives(
 @settings(max_examples=300)
 @given(stops=STOPS, text=st.text("ab", max_size=30))
 def test_only_what_could_still_become_a_stop_string_is_held_back(stops: list[str], text: str) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     shown = ""
     for count, char in enumerate(text, start=1):
         safe, matched = matcher.push(char)
@@ -75,3 +75,11 @@ def test_a_long_stop_string_costs_no_more_than_its_length() -> None:
     stop = "a" * 20_000 + "b"
     assert feed([stop], ["a" * 50_000]) == ("a" * 50_000, False)
     assert feed([stop], ["a" * 30_000 + "b"]) == ("a" * 10_000, True)
+
+
+def test_outputs_that_share_the_tables_do_not_disturb_each_other() -> None:
+    strings = StopStrings(["ab"])
+    first, second = StopMatcher(strings), StopMatcher(strings)
+    assert first.push("xa") == ("x", False)
+    assert second.push("b") == ("b", False)
+    assert first.push("b") == ("", True)

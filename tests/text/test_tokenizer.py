@@ -1,5 +1,8 @@
 """The tokenizer against `tokenizers` itself and against transformers."""
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import byte_fallback, byte_level, metaspace, save
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -114,3 +118,64 @@ def test_a_broken_config_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ModelError, match="must hold a JSON object"):
         Tokenizer.from_folder(tmp_path)
+
+
+@settings(max_examples=60)
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 30))
+def test_only_text_that_is_too_long_is_refused_unread(text: str, max_tokens: int) -> None:
+    for make in (byte_level, byte_fallback):
+        tokenizer = Tokenizer(make(), {})
+        count = len(make().encode(text, add_special_tokens=False).ids)
+        with contextlib.suppress(RequestError):
+            assert len(tokenizer.encode(text, False, max_tokens=max_tokens)) == count
+            continue
+        assert count > max_tokens
+
+
+def test_far_too_long_text_is_refused_without_being_tokenized() -> None:
+    tokenizer = Tokenizer(byte_level(), {})
+    with pytest.raises(RequestError, match="has 100000 bytes and so more than 9 tokens") as caught:
+        tokenizer.encode("x" * 100_000, False, max_tokens=9, param="messages")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_where_a_token_may_stand_for_any_length_nothing_is_refused_unread() -> None:
+    swallowing = byte_level()
+    swallowing.add_tokens([AddedToken("<wide>", rstrip=True)])
+    stripping = byte_level()
+    stripping.normalizer = normalizers.Strip()
+    for fast, text in (
+        (swallowing, "<wide>" + " " * 10_000),
+        (stripping, "a" + " " * 10_000),
+        (metaspace(), "☃" * 10_000),
+    ):
+        assert len(Tokenizer(fast, {}).encode(text, False, max_tokens=3)) <= 3
+
+
+def test_bytes_the_vocabulary_lacks_do_not_count() -> None:
+    lacking = FastTokenizer(models.BPE({"a": 0, "b": 1}, []))
+    lacking.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert Tokenizer(lacking, {}).encode("a" + "☃" * 10_000 + "b", False, max_tokens=2) == [0, 1]
+
+
+def test_long_text_leaves_other_threads_running() -> None:
+    turns = 0
+    ended = threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = turns
+        ids = OURS.encode("1" * 300_000, add_special_tokens=False)
+        during = turns - before
+    finally:
+        ended.set()
+        thread.join()
+    assert ids == BYTE_LEVEL.encode("1" * 300_000, add_special_tokens=False).ids
+    assert during > 50  # one or two is what the interpreter's own switching gives around a call
