@@ -30,6 +30,7 @@ from torch import Tensor
 from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig, moe_pairs_triton
 from triton_kernels.moe_route import route_triton, top_k_reference
+from triton_kernels.tuning import tuned
 
 
 class MoeConfig(NamedTuple):
@@ -40,22 +41,24 @@ class MoeConfig(NamedTuple):
     pairs: PairsConfig | None = None
 
 
-_SMALL = MoeConfig(GemmConfig(16, 32, 128, 4, 4, 1), GemmConfig(16, 64, 128, 4, 4, 1))
-_TABLE = (  # (pairs per expert up to which it is used, configuration)
-    (12, _SMALL),
-    (24, MoeConfig(GemmConfig(32, 64, 128, 4, 3, 1), GemmConfig(32, 128, 64, 4, 4, 1))),
-    (96, MoeConfig(GemmConfig(64, 64, 64, 4, 4, 4), GemmConfig(64, 128, 64, 4, 4, 4))),
-    (1 << 62, MoeConfig(GemmConfig(128, 128, 64, 8, 4, 8), GemmConfig(128, 256, 64, 8, 3, 8))),
+_SMALL = MoeConfig(GemmConfig(16, 64, 128, 4, 4, 1), GemmConfig(16, 128, 128, 4, 3, 1))
+_TABLE = (  # pairs per expert up to which it is used (measured on an H200: M 2048, F 768, E 128)
+    (8, _SMALL),
+    (16, MoeConfig(GemmConfig(32, 64, 128, 4, 3, 1), GemmConfig(32, 128, 64, 4, 4, 1))),
+    (48, MoeConfig(GemmConfig(64, 64, 64, 4, 4, 4), GemmConfig(64, 128, 64, 4, 4, 4))),
+    (1 << 62, MoeConfig(GemmConfig(128, 128, 64, 8, 4, 8), GemmConfig(128, 256, 64, 8, 4, 8))),
 )
-_MOST_PAIR_TOKENS = 4
+_FLOAT32 = MoeConfig(GemmConfig(32, 32, 32, 4, 2, 4), GemmConfig(32, 64, 32, 4, 2, 4))
+_ONE_TOKEN = PairsConfig()
+_FEW_TOKENS = PairsConfig(up_block_n=32, up_block_k=256)
 
 
 def default_moe_config(num_tokens: int, num_experts: int, top_k: int, element_size: int) -> MoeConfig:
     """The configuration used where no other is given."""
-    if num_tokens <= _MOST_PAIR_TOKENS:
-        return _SMALL._replace(pairs=PairsConfig())
+    if num_tokens <= 4:
+        return _SMALL._replace(pairs=_ONE_TOKEN if num_tokens == 1 else _FEW_TOKENS)
     if element_size > 2:
-        return MoeConfig(GemmConfig(32, 32, 32, 4, 2, 4), GemmConfig(32, 64, 32, 4, 2, 4))
+        return _FLOAT32
     per_expert = num_tokens * top_k / num_experts
     return next(config for most, config in _TABLE if per_expert <= most)
 
@@ -92,13 +95,22 @@ def fused_moe_triton(
     if num_tokens == 0:
         return torch.empty_like(x)
     if config is None:
-        config = default_moe_config(num_tokens, num_experts, top_k, x.element_size())
+        config = _tuned_config(x, num_experts, top_k, expert_width=down.shape[2])
     if config.pairs is not None:
         return moe_pairs_triton(x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
     routing = route_triton(router_logits, top_k, renormalize)
     hidden = gate_up_triton(x, gate_up, routing, config.gate_up)
     partial = down_triton(hidden, down, routing, config.down)
     return sum_slots_triton(partial, routing, num_experts)
+
+
+def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) -> MoeConfig:
+    """The measured configuration for this shape on this GPU, or the default."""
+    num_tokens, width = x.shape
+    default = default_moe_config(num_tokens, num_experts, top_k, x.element_size())
+    near = (num_experts, width, expert_width)
+    gate_up, down, pairs = tuned(default, "fused_moe", x.device, x.dtype, (top_k,), near, num_tokens)
+    return MoeConfig(GemmConfig(*gate_up), GemmConfig(*down), PairsConfig(*pairs) if pairs else None)
 
 
 @torch.library.custom_op("triton_kernels::fused_moe", mutates_args=())

@@ -62,7 +62,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode_triton,
     "paged_prefill": paged_prefill_triton,
 }
-"""Our kernels, by op."""
+"""Kernels that run in the interpreter, where an engine would run the reference."""
 
 
 class BenchCase(NamedTuple):
@@ -92,7 +92,7 @@ def run_kernel_bench(
     plot = Path(settings.plot) if settings.plot else None
     if plot is not None:
         check_chart_path(plot)
-    functions = _functions(settings.kernel)
+    functions = _functions(settings.kernel, on_gpu)
     cases = list(_cases(settings.model, names, on_gpu))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -149,12 +149,14 @@ def line(result: dict[str, Any]) -> str:
     return text
 
 
-def _functions(specs: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """What to time for each op: our kernels, or what was put in their place."""
+def _functions(specs: tuple[str, ...], on_gpu: bool) -> dict[str, Callable[..., Any]]:
+    """What to time for each op: what the engine calls, or what was put in its place."""
     try:
         kernels = with_replacements(specs)
     except ValueError as error:
         raise ConfigError(f"--kernel: {error}") from error
+    if on_gpu:
+        return kernels._asdict()
     replaced = {op: one for op, one in kernels._asdict().items() if one is not getattr(KERNELS, op)}
     return LAUNCHERS | replaced
 

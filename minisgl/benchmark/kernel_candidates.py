@@ -26,11 +26,16 @@ from minisgl.benchmark.token_problems import (
     silu_mul_problem,
 )
 from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_triton
-from triton_kernels.launch import next_power_of_2
+from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
 from triton_kernels.moe_gemm import GemmConfig
 from triton_kernels.moe_pairs import PairsConfig
 from triton_kernels.paged_decode import DecodeConfig, default_decode_config, paged_decode_triton
 from triton_kernels.paged_prefill import PrefillConfig, default_prefill_config, paged_prefill_triton
+from triton_kernels.paged_prefill_hopper import (
+    HopperPrefillConfig,
+    default_hopper_config,
+    paged_prefill_hopper,
+)
 from triton_kernels.rms_norm import (
     NormConfig,
     add_rms_norm_triton,
@@ -41,6 +46,7 @@ from triton_kernels.silu_mul import SiluMulConfig, silu_mul_triton
 
 PAGE_SIZE = 16
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+MOE_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 8192)
 FEW_TOKENS = (1, 5)
 """For the CPU, where kernels run in Triton's interpreter."""
 
@@ -97,6 +103,36 @@ def _decode_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
     ]
 
 
+def _is_hopper() -> bool | None:
+    """None: there is no GPU to tell."""
+    return torch.cuda.get_device_capability() == (9, 0) if torch.cuda.is_available() else None
+
+
+def _portable_prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+    """None where the launcher would take the other kernel."""
+    taken = on_gpu and _is_hopper() and shape.head_dim in (64, 128, 256)
+    return [] if taken else _prefill_cases(shape, on_gpu)
+
+
+def _hopper_prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+    taken = on_gpu and _is_hopper() is not False and shape.head_dim in (64, 128, 256)
+    return _prefill_cases(shape, on_gpu) if taken else []
+
+
+def _hopper_default(shape: ModelShape, size: int, element: int) -> HopperPrefillConfig:
+    block_q = 2 * (64 // (shape.heads // shape.kv_heads))
+    processors = num_multiprocessors(torch.device("cuda")) if torch.cuda.is_available() else 132
+    return default_hopper_config(shape.head_dim, shape.kv_heads, ceil_div(size, block_q) + 1, processors)
+
+
+def _hopper_candidates(shape: ModelShape) -> list[HopperPrefillConfig]:
+    """One block_n, because it changes results; the rest does not."""
+    block_n = _hopper_default(shape, 1, 2).block_n
+    stages = (2, 3) if shape.head_dim < 128 else (2,)
+    heads = [count for count in (1, 2, 4, 8) if shape.kv_heads % count == 0]
+    return [HopperPrefillConfig(block_n, *one) for one in itertools.product(stages, heads)]
+
+
 def _prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
     batches = {"1x2048": ([2048], [2048]), "1x8192": ([8192], [8192])}
     batches |= {"8x2048": ([2048] * 8, [2048] * 8), "512 on 32k": ([32768 + 512], [512])}
@@ -116,11 +152,12 @@ def _prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
 
 def _token_cases(
     build: Callable[[int, ModelShape, torch.device, torch.dtype], Problem],
+    sizes: tuple[int, ...] = TOKENS,
 ) -> Callable[[ModelShape, bool], list[Case]]:
     def cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
         return [
             Case(f"{tokens} tokens", tokens, functools.partial(build, tokens, shape))
-            for tokens in (TOKENS if on_gpu else FEW_TOKENS)
+            for tokens in (sizes if on_gpu else FEW_TOKENS)
         ]
 
     return cases
@@ -136,11 +173,11 @@ def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
 
 
 def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
-    tiles = [(64, 3, 3), (64, 3, 2), (64, 4, 2), (64, 5, 1), (32, 4, 4), (32, 3, 4), (32, 5, 3), (128, 3, 1)]
+    tiles = [(16, 4, 6), (16, 6, 4), (32, 3, 3), (32, 3, 4), (32, 4, 4), (32, 3, 6), (64, 3, 2), (64, 3, 3)]
     return [
-        DecodeConfig(block_n, split, 128, 4, stages, programs)
-        for (block_n, stages, programs), split in itertools.product(tiles, (256, 512, 1024))
-    ]
+        DecodeConfig(block_n, split, 64, 4, stages, programs)
+        for (block_n, stages, programs), split in itertools.product(tiles, (256, 512))
+    ] + [DecodeConfig(32, split, 64, 2, 4, 4) for split in (256, 512)]
 
 
 def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:
@@ -197,10 +234,21 @@ TUNABLE = {
             by_size=False,
             exact=_attention_exact,
             near=_attention_near,
-            cases=_prefill_cases,
+            cases=_portable_prefill_cases,
             default=lambda shape, size, element: default_prefill_config(shape.head_dim, element),
             candidates=_prefill_candidates,
             launcher=paged_prefill_triton,
+        ),
+        TunableOp(
+            op="paged_prefill_hopper",
+            files=("paged_prefill_hopper.py",),
+            by_size=True,
+            exact=_attention_exact,
+            near=_attention_near,
+            cases=_hopper_prefill_cases,
+            default=_hopper_default,
+            candidates=_hopper_candidates,
+            launcher=paged_prefill_hopper,
         ),
         TunableOp(
             op="rms_norm",
@@ -249,7 +297,7 @@ TUNABLE = {
             exact=lambda shape: {"top_k": shape.experts_per_token},
             near=lambda shape: {"E": shape.experts, "M": shape.hidden, "F": shape.expert_width},
             cases=lambda shape, on_gpu: (
-                _token_cases(fused_moe_problem)(shape, on_gpu) if shape.experts else []
+                _token_cases(fused_moe_problem, MOE_TOKENS)(shape, on_gpu) if shape.experts else []
             ),
             default=lambda shape, size, element: default_moe_config(
                 size, shape.experts, shape.experts_per_token, element

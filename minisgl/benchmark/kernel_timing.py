@@ -70,9 +70,10 @@ class Ceilings(NamedTuple):
 def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
     """Copy bandwidth and matrix rate (bfloat16 on a GPU) of the device."""
     on_gpu = device.type == "cuda"
-    source = torch.zeros(1 << 30 if on_gpu else 1 << 22, dtype=torch.uint8, device=device)
+    source = torch.zeros(1 << 28 if on_gpu else 1 << 20, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copy_us = timer([lambda: target.copy_(source)])
+    # The driver's copy is not always the fastest.
+    copy_us = min(timer([lambda: target.copy_(source)]), timer([lambda: torch.neg(source, out=target)]))
     width = 8192 if on_gpu else 256
     a = torch.randn((width, width), device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     matmul_us = timer([lambda: a @ a])

@@ -116,7 +116,7 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
 
 
 HEADER = (
-    f"{'op':<14}{'shape':<24}{'size':<14}{'default us':>11}{'tuned us':>10}{'gain':>7}{'of roofline':>13}"
+    f"{'op':<21}{'shape':<29}{'size':<14}{'default us':>11}{'tuned us':>10}{'gain':>7}{'of roofline':>13}"
 )
 
 
@@ -295,7 +295,13 @@ def _entry(
                 "limit": result.limit,
             }
         )
-    failed = {str(timed.config): timed.failed for result in results for timed in result.timed if timed.failed}
+    works = {timed.config for result in results for timed in result.timed if not timed.failed}
+    failed = {
+        str(timed.config): timed.failed
+        for result in results
+        for timed in result.timed
+        if timed.failed and timed.config not in works
+    }
     return {
         "op": tunable.op,
         "dtype": dtype_name(dtype),
@@ -338,7 +344,7 @@ def _shown(numbers: dict[str, int]) -> str:
 
 
 def _print_entry(entry: dict[str, Any], out: TextIO) -> None:
-    head = f"{entry['op']:<14}{_shown(entry['exact'] | entry['near']):<24}"
+    head = f"{entry['op']:<21}{_shown(entry['exact'] | entry['near']):<29}"
     for one in entry["sizes"]:
         before = f"{one['default_us']:>11.2f}" if one["default_us"] else f"{'failed':>11}"
         gain = f"{one['default_us'] / one['us']:>6.2f}x" if one["default_us"] else f"{'':>7}"

@@ -11,7 +11,15 @@ import pytest
 import torch
 import triton
 
-from triton_kernels import fused_moe, paged_decode, paged_prefill, rms_norm, silu_mul, tuning
+from triton_kernels import (
+    fused_moe,
+    paged_decode,
+    paged_prefill,
+    paged_prefill_hopper,
+    rms_norm,
+    silu_mul,
+    tuning,
+)
 from triton_kernels.tuning import (
     FOLDER,
     as_dict,
@@ -189,6 +197,7 @@ def test_a_lookup_is_a_constant_in_a_trace_and_a_symbolic_size_adds_no_guard(som
 CONFIGS = {
     "paged_decode": paged_decode.DecodeConfig,
     "paged_prefill": paged_prefill.PrefillConfig,
+    "paged_prefill_hopper": paged_prefill_hopper.HopperPrefillConfig,
     "rms_norm": rms_norm.NormConfig,
     "add_rms_norm": rms_norm.NormConfig,
     "silu_mul": silu_mul.SiluMulConfig,
