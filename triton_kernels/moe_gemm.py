@@ -1,7 +1,7 @@
 """The matrix products of a mixture of experts, over (token, expert) pairs sorted by expert.
 
-    hidden[i]    = silu(x[t] @ gate[e].T) * (x[t] @ up[e].T)       i-th pair in sorted order: token t, expert e
-    partial[p]   = weight[p] * hidden[i] @ down[e].T               p = t * top_k + s, its place before the sort
+    hidden[i]    = silu(x[t] @ gate[e].T) * (x[t] @ up[e].T)    i-th pair in sorted order: token t, expert e
+    partial[p]   = weight[p] * hidden[i] @ down[e].T            p = t * top_k + s, its place before the sort
     out[t]       = sum over s of partial[t, s], s ascending
 
 P pairs, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
@@ -49,7 +49,7 @@ class GemmConfig(NamedTuple):
 def _find_tile(
     starts, ends, experts, tile, NUM_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """(expert, first row, end of the expert's rows, column block) of a tile; the expert is -1 past the last."""
+    """(expert, first row, end of the expert's rows, column block) of a tile; expert -1 past the last tile."""
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(tiles, 0)
     num_m = tl.sum(tiles, 0)
@@ -211,7 +211,7 @@ def _rows_of(matrices: Tensor, block_rows: int, block_columns: int) -> TensorDes
 
 
 def gate_up_triton(x: Tensor, gate_up: Tensor, routing: Routing, config: GemmConfig) -> Tensor:
-    """hidden [P, F], in sorted order, of x [T, M] and gate_up [E, 2F, M]; rows past the sorted pairs are left."""
+    """hidden [P, F], in sorted order, of x [T, M] and gate_up [E, 2F, M]; rows past the last are unset."""
     num_experts, double_width, width = gate_up.shape
     expert_width = double_width // 2
     num_pairs = routing.order.shape[0]

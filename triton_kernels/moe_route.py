@@ -11,7 +11,7 @@ padding token, say) goes to no expert: its pairs carry expert E and are not in `
 earlier. 1 <= top_k <= E <= 1024.
 
 How: a counting sort. Blocks of tokens pick their experts, rank them within the block and leave a histogram;
-then, in a second launch unless there is but one block (T <= 64), each block adds up the histograms before it
+then, in a second launch unless there is but one block (T <= 32), each block adds up the histograms before it
 and writes its pairs to their places. No atomics, no host sync: the grid depends on T alone.
 
 Cost: T * E logits read, 16 bytes a pair, and (T / BLOCK_T)^2 * E * 4 bytes of histograms from L2.
@@ -129,18 +129,19 @@ def _sort_kernel(
 ):
     block = tl.program_id(0)
     lanes = tl.arange(0, BLOCK_E)
-    total = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
+    all_counts = tl.zeros([BLOCK_B, BLOCK_E], tl.int32)
+    counts_before = tl.zeros([BLOCK_B, BLOCK_E], tl.int32)
     for b0 in range(0, num_blocks, BLOCK_B):
         blocks = b0 + tl.arange(0, BLOCK_B)
         mask = (blocks < num_blocks)[:, None] & (lanes < E)[None, :]
         counts = tl.load(counts_ptr + blocks[:, None] * E + lanes[None, :], mask, other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where((blocks < block)[:, None], counts, 0), 0)
+        all_counts += counts
+        counts_before += tl.where((blocks < block)[:, None], counts, 0)
+    total = tl.sum(all_counts, 0)
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(expert_end_ptr + lanes, ends, lanes < E)
-    begin = ends - total + before
+    begin = ends - total + tl.sum(counts_before, 0)
     within = tl.arange(0, PAIRS)
     pairs = block * BLOCK_PAIRS + within
     mask = (within < BLOCK_PAIRS) & (pairs < num_pairs)
@@ -155,7 +156,7 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     """Routing of logits [T, E], T >= 1, rows may be strided."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
-    block_t = min(64, max(16, next_power_of_2(num_tokens))) if num_tokens <= 64 else 32
+    block_t = 16 if num_tokens <= 16 else 32
     block_e = next_power_of_2(num_experts)
     num_blocks = ceil_div(num_tokens, block_t)
 
@@ -182,7 +183,7 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
         one_block,
         block_t,
         block_e,
-        num_warps=16 if block_t * block_e > 4096 else 8,
+        num_warps=8,
     )
     if not one_block:
         _sort_kernel[(num_blocks,)](

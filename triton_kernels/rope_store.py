@@ -1,32 +1,46 @@
-"""From the qkv projection to attention: rotate q and k, store k and v in the paged pool, in one pass.
+"""From the qkv projection to attention: normalise and rotate q and k, store k and v in the pool, in one pass.
 
     slot = slot_mapping; (a, b) = the halves of a head's D elements, (c, s) = those of cos_sin[positions[t]]
-    rotated = (a*c - b*s, b*c + a*s)                                    (Llama's rotate-half pairing)
-    q[t, h]                       = rotated(qkv[t, h])                  0 <= h < H
-    k_cache[page, offset, kh]     = rotated(qkv[t, H + kh])             page, offset = divmod(slot[t], S)
+    normed(x, w)  = round(w * round(x / sqrt(mean(x^2) + eps)))         only where a weight w is given (Qwen3)
+    rotated(x)    = (a*c - b*s, b*c + a*s)                              (Llama's rotate-half pairing)
+    q[t, h]                       = rotated(normed(qkv[t, h], wq))      0 <= h < H
+    k_cache[page, offset, kh]     = rotated(normed(qkv[t, H + kh], wk)) page, offset = divmod(slot[t], S)
     v_cache[page, offset, kh]     = qkv[t, H + K + kh]
 
-T new tokens, H query heads, K KV heads, D head dim (even), P pages, S page size. Float32 inside, one
-rounding. A token with slot_mapping -1 (padding) is not stored; its q is still written (rotated as at
-position 0, so that a padding token's position is never trusted). T may be 0. qkv rows and the pools' page,
-token and head strides are free; the elements of a head lie next to each other.
+T new tokens, H query heads, K KV heads, D head dim (even), P pages, S page size. Float32 inside, one rounding
+of q and k; a norm adds its two, `round` being that to the dtype of qkv, where Hugging Face's Qwen3 rounds. A
+token with slot_mapping -1 (padding) is not stored; its q is still written (rotated as at position 0, so that
+a padding token's position is never trusted). T may be 0. qkv rows and the pools' page, token and head strides
+are free; the elements of a head lie next to each other.
+
+Scaling of the angles (linear, dynamic, Llama 3, YaRN) is in the table; YaRN's attention factor is too, as a
+factor on both halves of its rows. A rotation of only part of a head is not: the table covers all D elements.
 
 Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: memory bound.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare.
-# pyright: reportCallIssue=false
+# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# another looks like the call that raises outside of a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.launch import next_power_of_2
+from triton_kernels.launch import ceil_div, next_power_of_2
 
 
 def rope_store_reference(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """What rope_store means, in plain torch."""
     _, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -36,15 +50,31 @@ def rope_store_reference(
     table = cos_sin[torch.where(stored, positions, 0).long()]
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
 
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        wide = x if x.dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
     def rotated(x: Tensor) -> Tensor:
         a, b = x.to(table.dtype).chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 
     slots = slot_mapping[stored].long()
     pages, offsets = slots // page_size, slots % page_size
-    k_cache[pages, offsets] = rotated(k)[stored].to(k_cache.dtype)
+    k_cache[pages, offsets] = rotated(normed(k, k_norm_weight))[stored].to(k_cache.dtype)
     v_cache[pages, offsets] = v[stored].to(v_cache.dtype)
-    return rotated(q)
+    return rotated(normed(q, q_norm_weight))
+
+
+@triton.jit
+def _normed(a, b, weight_a, weight_b, D: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of heads [N, D] given as halves a and b, rounded as Hugging Face rounds; float32."""
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+    a = (a * scale).to(dtype).to(tl.float32) * weight_a.to(tl.float32)[None, :]
+    b = (b * scale).to(dtype).to(tl.float32) * weight_b.to(tl.float32)[None, :]
+    return a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -55,6 +85,8 @@ def _rope_store_kernel(
     slot_mapping_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     q_ptr,
     qkv_stride,
     k_page_stride,
@@ -63,71 +95,100 @@ def _rope_store_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    eps: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
+    HALF_H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
+    """One token's first half of the query heads and k, or its second half and v."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    position = tl.where(slot < 0, 0, position)
+    part = tl.program_id(1)
     half: tl.constexpr = D // 2
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     lanes = tl.arange(0, BLOCK_HALF)
     in_half = lanes < half
-    cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
-    row_ptr = qkv_ptr + token * qkv_stride
-
-    heads = tl.arange(0, BLOCK_H)
-    q_mask = (heads < H)[:, None] & in_half[None, :]
+    heads = part * HALF_H + tl.arange(0, BLOCK_H)
+    kv_heads = tl.arange(0, BLOCK_K)
+    q_mask = ((tl.arange(0, BLOCK_H) < HALF_H) & (heads < H))[:, None] & in_half[None, :]
+    kv_mask = (kv_heads < K)[:, None] & in_half[None, :]
     q_offsets = heads[:, None] * D + lanes[None, :]
+    kv_offsets = kv_heads[:, None] * D + lanes[None, :]
+    row_ptr = qkv_ptr + token * qkv_stride
+    kv_row = row_ptr + (H + part * K) * D
+    # Every load comes before the first store, which the compiler must not move a load across.
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
     a = tl.load(row_ptr + q_offsets, q_mask, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + q_offsets + half, q_mask, other=0.0).to(tl.float32)
-    q_out = q_ptr + token * (H * D) + q_offsets
-    tl.store(q_out, (a * cos - b * sin).to(q_ptr.dtype.element_ty), q_mask)
-    tl.store(q_out + half, (b * cos + a * sin).to(q_ptr.dtype.element_ty), q_mask)
+    kv_a = tl.load(kv_row + kv_offsets, kv_mask, other=0.0)
+    kv_b = tl.load(kv_row + kv_offsets + half, kv_mask, other=0.0)
+    position = tl.where(slot < 0, 0, position)
+    cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
 
-    if slot >= 0:
-        page = slot // S
-        offset = slot % S
-        kv_heads = tl.arange(0, BLOCK_K)
-        kv_mask = (kv_heads < K)[:, None] & in_half[None, :]
-        kv_offsets = kv_heads[:, None] * D + lanes[None, :]
-        k_row = row_ptr + H * D
-        k_a = tl.load(k_row + kv_offsets, kv_mask, other=0.0).to(tl.float32)
-        k_b = tl.load(k_row + kv_offsets + half, kv_mask, other=0.0).to(tl.float32)
+    if Q_NORM:
+        weight_a = tl.load(q_norm_ptr + lanes, in_half, other=0.0)
+        weight_b = tl.load(q_norm_ptr + half + lanes, in_half, other=0.0)
+        a, b = _normed(a, b, weight_a, weight_b, D, eps, dtype)
+    q_out = q_ptr + token * (H * D) + q_offsets
+    tl.store(q_out, (a * cos - b * sin).to(dtype), q_mask)
+    tl.store(q_out + half, (b * cos + a * sin).to(dtype), q_mask)
+
+    kv_mask = kv_mask & (slot >= 0)
+    page = tl.maximum(slot, 0) // S
+    offset = tl.maximum(slot, 0) % S
+    if part == 0:
+        k_a = kv_a.to(tl.float32)
+        k_b = kv_b.to(tl.float32)
+        if K_NORM:
+            weight_a = tl.load(k_norm_ptr + lanes, in_half, other=0.0)
+            weight_b = tl.load(k_norm_ptr + half + lanes, in_half, other=0.0)
+            k_a, k_b = _normed(k_a, k_b, weight_a, weight_b, D, eps, dtype)
         k_out = k_cache_ptr + page * k_page_stride + offset * k_token_stride
         k_out += kv_heads[:, None] * k_head_stride + lanes[None, :]
-        tl.store(k_out, (k_a * cos - k_b * sin).to(k_cache_ptr.dtype.element_ty), kv_mask)
-        tl.store(k_out + half, (k_b * cos + k_a * sin).to(k_cache_ptr.dtype.element_ty), kv_mask)
-        v_row = k_row + K * D
+        tl.store(k_out, (k_a * cos - k_b * sin).to(dtype).to(k_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(k_out + half, (k_b * cos + k_a * sin).to(dtype).to(k_cache_ptr.dtype.element_ty), kv_mask)
+    else:
         v_out = v_cache_ptr + page * v_page_stride + offset * v_token_stride
         v_out += kv_heads[:, None] * v_head_stride + lanes[None, :]
-        v_low = tl.load(v_row + kv_offsets, kv_mask, other=0.0)
-        v_high = tl.load(v_row + kv_offsets + half, kv_mask, other=0.0)
-        tl.store(v_out, v_low.to(v_cache_ptr.dtype.element_ty), kv_mask)
-        tl.store(v_out + half, v_high.to(v_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(v_out, kv_a.to(v_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(v_out + half, kv_b.to(v_cache_ptr.dtype.element_ty), kv_mask)
 
 
 def rope_store_triton(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """The kernel, whatever the device."""
     num_tokens = qkv.shape[0]
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _rope_store_kernel[(num_tokens,)](
+    half_heads = ceil_div(num_heads, 2)
+    block_h = next_power_of_2(half_heads)
+    _rope_store_kernel[(num_tokens, 2)](
         qkv,
         cos_sin,
         positions,
         slot_mapping,
         k_cache,
         v_cache,
+        cos_sin if q_norm_weight is None else q_norm_weight,
+        cos_sin if k_norm_weight is None else k_norm_weight,
         q,
         qkv.stride(0),
         k_cache.stride(0),
@@ -136,26 +197,40 @@ def rope_store_triton(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        q_norm_weight is not None,
+        k_norm_weight is not None,
+        eps,
         num_heads,
         num_kv_heads,
         head_dim,
         page_size,
-        next_power_of_2(num_heads),
+        half_heads,
+        block_h,
         next_power_of_2(num_kv_heads),
         next_power_of_2(head_dim // 2),
-        num_warps=4,
+        num_warps=2 if block_h == 16 else 4,  # as measured for 16, 32 and 64 heads
     )
     return q
 
 
 def rope_store(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H+2K)*D], write k and v into the pools, return the rotated q [T, H, D].
 
     cos_sin is float32 [max_position, D] (cosines of D/2 angles, then their sines), positions and slot_mapping
     are int32 [T] (slot -1 = store nothing), k_cache and v_cache are [P, S, K, D] and are written in place.
+    q_norm_weight and k_norm_weight [D] ask for an RMSNorm (eps) of every head of q or k before its rotation.
     """
+    arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, eps)
     if qkv.device.type == "cpu":
-        return rope_store_reference(qkv, cos_sin, positions, slot_mapping, k_cache, v_cache)
-    return rope_store_triton(qkv, cos_sin, positions, slot_mapping, k_cache, v_cache)
+        return rope_store_reference(*arguments)
+    return rope_store_triton(*arguments)
