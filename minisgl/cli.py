@@ -5,6 +5,7 @@ one line on stderr and exit code 2, Ctrl-C is exit code 130, and neither shows a
 """
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl import __version__
 from minisgl.benchmark.settings import KernelBenchSettings, TuneSettings
-from minisgl.config import EngineConfig, ServerConfig
+from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.flags import add_flags, values_of
 from minisgl.log import LEVELS, setup_logging
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # On a machine with other work, OpenMP threads that spin at barriers slow a CPU engine tenfold. Set before
     # torch is loaded, here or in the engine process, which inherits it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    environ = dict(os.environ)
+    environ = settings_in(os.environ)
+    _survive_foreign_characters()
     try:
         arguments = build_parser(environ).parse_args(argv)
         return arguments.run(arguments, environ, started_at)
@@ -56,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MinisglError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+def settings_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what only looks like a setting: beside a service called minisgl, Kubernetes
+    sets MINISGL_PORT=tcp://..."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not (name == "MINISGL_PORT" and value.startswith("tcp://"))
+    }
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -146,6 +158,8 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
 
     server = ServerConfig(**values_of(ServerConfig, arguments, environ))
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    check_server_config(server)
+    check_engine_config(engine)  # both before a model is fetched
     _start_log(server.log_level, "server")
     return run_server(server, engine, _folder(engine.model, environ), started_at=started_at)
 
@@ -154,6 +168,7 @@ def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
     from minisgl.shell import run_chat
 
     params = _sampling(arguments, environ)
+    _check_text("--system", arguments.system or "")
     with _local_llm(arguments, environ, started_at) as llm:
         return run_chat(
             llm,
@@ -174,6 +189,10 @@ def _generate(arguments: argparse.Namespace, environ: Mapping[str, str], started
         if prompt is None and sys.stdin.isatty():
             raise ConfigError('give a prompt: minisgl generate "Once upon a time" ("-" reads stdin)')
         prompt = sys.stdin.read()
+    if not prompt:
+        raise ConfigError('the prompt is empty; give one: minisgl generate "Once upon a time"')
+    _check_text("the prompt", prompt)
+    _check_text("--system", arguments.system or "")
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})
@@ -270,6 +289,21 @@ def _local_llm(arguments: argparse.Namespace, environ: Mapping[str, str], starte
     llm = LLM(cache_dir=cache_dir(environ), progress=progress_on(sys.stderr), on_stage=report, **settings)
     report("total", 1000 * (time.monotonic() - started_at))
     return llm
+
+
+def _survive_foreign_characters() -> None:
+    """Bytes that are no text come in as what `_check_text` and the tokenizer refuse; characters that the
+    terminal's encoding lacks go out as "?"."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):  # None where the caller has closed it
+            stream.reconfigure(errors=errors)
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not valid UTF-8 (at character {error.start})") from None
 
 
 def _start_log(level: str, process: str) -> None:

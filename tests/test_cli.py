@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minisgl import __version__
-from minisgl.cli import cache_dir, main
+from minisgl.cli import cache_dir, main, settings_in
 from minisgl.errors import ConfigError
 from minisgl.weights.sources import default_cache_dir
 
@@ -184,3 +184,81 @@ def test_a_prompt_is_asked_for_when_there_is_none(monkeypatch: pytest.MonkeyPatc
     arguments = build_parser({}).parse_args(["generate"])
     with pytest.raises(ConfigError, match="give a prompt"):
         arguments.run(arguments, {}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--page-size", "3"], "--page-size must be a power of two"),
+        (["--dtype", "float8"], "--dtype must be one of"),
+        (["--memory-fraction", "nan"], "--memory-fraction must be between"),
+        (["--num-pages", "-5"], "--num-pages must be at least 2"),
+        (["--chunk-tokens", "65", "--max-step-tokens", "64"], "--chunk-tokens must be between 1 and"),
+        (["--device", "cpu", "--compile-mode", "full"], "--compile-mode full needs --device cuda"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_engine_mistakes_that_need_no_device_are_known_before_a_model_is_looked_for(
+    command: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ["hi"] if command == "generate" else []
+    assert main([command, *prompt, "--model", "/no/such/folder", *flags]) == 2
+    words = capsys.readouterr().err
+    assert words.startswith(f"minisgl: error: {said}")
+    assert len(words.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-body-bytes", "0"], "--max-body-bytes must be between 1"),
+        (["--heartbeat-timeout-s", "nan"], "--heartbeat-timeout-s must be a number of seconds"),
+        (["--drain-timeout-s", "-1"], "--drain-timeout-s must be a number of seconds"),
+        (["--port", "65536"], "--port must be between 0 and 65535"),
+    ],
+)
+def test_server_mistakes_are_known_before_a_model_is_looked_for(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", "/no/such/folder", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"minisgl: error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "said"),
+    [
+        ([""], b"", "the prompt is empty"),
+        (["-"], b"", "the prompt is empty"),
+        (["", "--chat"], b"", "the prompt is empty"),
+        ([b"caf\xe9"], b"", "the prompt is not valid UTF-8"),
+        (["-"], b"caf\xe9", "the prompt is not valid UTF-8"),
+        (["hi", "--system", b"caf\xe9"], b"", "--system is not valid UTF-8"),
+    ],
+)
+def test_a_prompt_that_is_none_is_noticed_before_a_model_is_looked_for(
+    arguments: list[str | bytes], stdin: bytes, said: str
+) -> None:
+    answer = subprocess.run(
+        [*COMMAND, "generate", "--model", "/no/such/folder", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+    )
+    assert answer.returncode == 2
+    assert answer.stderr.decode().startswith(f"minisgl: error: {said}")
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def test_the_variable_of_a_kubernetes_service_is_no_port() -> None:
+    answer = run("serve", "--help", MINISGL_PORT="tcp://10.96.0.1:8000")
+    assert answer.returncode == 0
+    assert "(default: 8000)" in " ".join(answer.stdout.split())
+    assert settings_in({"MINISGL_PORT": "tcp://10.96.0.1:80", "MINISGL_HOST": "::"}) == {"MINISGL_HOST": "::"}
+    assert settings_in({"MINISGL_PORT": "9000"}) == {"MINISGL_PORT": "9000"}
+
+
+def test_what_the_terminal_cannot_show_is_no_traceback(tmp_path: Path) -> None:
+    answer = run("generate", "hi", "--model", str(tmp_path / "модель"), PYTHONIOENCODING="ascii")
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("minisgl: error: ")
+    assert "??????" in answer.stderr

@@ -6,10 +6,9 @@ The pipe stays open as a sign of life: at its end the parent is gone, and so is 
 Promise: it never outlives its parent, answers every message, and says why when it has to end.
 """
 
-import contextlib
-import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -44,8 +43,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 def main() -> int:
     """Run until told to stop; the exit code is 0 then, 1 after a failure."""
     started = time.perf_counter()
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    _end_with_the_parent()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1  # the parent is gone already
+    config = msgspec.json.decode(line, type=WorkerConfig)
+    end_with_the_parent(config.ipc_dir)
     # A terminal or an init system may signal the whole group; the server decides what it means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -109,15 +111,16 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             socket.send(StepOutput(outputs))
 
 
-def _end_with_the_parent() -> None:
-    """End this process when the parent does, however it dies."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_the_parent(ipc_dir: str) -> None:
+    """From now on end this process when stdin does, that is when the parent does, however it dies.
+
+    A parent that was killed could not remove the sockets' directory; then this does.
+    """
 
     def wait_for_the_end_of_stdin() -> None:
         while os.read(0, 4096):
             pass
+        shutil.rmtree(ipc_dir, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait_for_the_end_of_stdin, name="parent-watch", daemon=True).start()

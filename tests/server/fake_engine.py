@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from minisgl.engine.worker import end_with_the_parent
 from minisgl.messages import (
     AbortRequest,
     AddRequest,
@@ -168,7 +169,7 @@ class FakeEngine:
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    end_with_the_parent(settings["ipc_dir"])
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())
     socket = EngineSocket(settings["ipc_dir"])

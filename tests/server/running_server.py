@@ -47,7 +47,10 @@ FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 class RunningServer:
     """Start it, talk to it, look at its end. A context manager that leaves nothing running."""
 
-    def __init__(self, folder: Path, worker: list[str] | None = None, **server: Any) -> None:
+    def __init__(
+        self, folder: Path, worker: list[str] | None = None, wrap: tuple[str, ...] = (), **server: Any
+    ) -> None:
+        """`wrap` stands before the command, as a shell does that closes its stdout."""
         settings = {
             "folder": str(folder),
             "server": {"port": 0, "served_model_name": "tiny", **server},
@@ -56,10 +59,10 @@ class RunningServer:
         self.tmp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short, for the sockets in it
         self.errors = folder.parent / f"{folder.name}.stderr"
         self.out: list[str] = []
-        self.port = 0
+        self.port = server.get("port", 0)
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER, json.dumps(settings)],
+                [*wrap, sys.executable, "-c", DRIVER, json.dumps(settings)],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

@@ -1,6 +1,7 @@
 """A server's life: start, health, drain, and what happens when either process is killed."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -201,8 +203,10 @@ def test_a_second_interrupt_stops_now(server: RunningServer) -> None:
 def test_trap_25_kill_9_of_the_server_leaves_no_process(server: RunningServer) -> None:
     engine = server.health()[1]["engine_pid"]
     assert not gone(engine)
+    assert len(server.ipc_dirs()) == 1
     server.process.kill()
     eventually(lambda: gone(engine), "the engine is gone", 5.0)
+    assert server.ipc_dirs() == []
 
 
 def test_while_loading_every_call_gets_a_503_and_a_signal_ends_it(tmp_path: Path) -> None:
@@ -280,3 +284,75 @@ def test_the_server_process_has_no_torch(server: RunningServer) -> None:
     if not maps.exists():
         pytest.skip("needs /proc")
     assert "libtorch" not in maps.read_text()
+
+
+def test_the_real_engine_process_ends_with_its_parent_and_takes_the_sockets_directory(tmp_path: Path) -> None:
+    ipc_dir = tmp_path / "ipc"
+    ipc_dir.mkdir()
+    (ipc_dir / "to_server").touch()
+    first_line = {"engine": {}, "model_folder": str(tmp_path), "ipc_dir": str(ipc_dir)}
+    process = subprocess.Popen([sys.executable, "-m", "minisgl.engine.worker"], stdin=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(first_line).encode() + b"\n")
+        process.stdin.close()  # what the kernel does when the parent is killed
+        assert process.wait(LIMIT_S) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert not ipc_dir.exists()
+
+
+def test_the_watch_starts_before_torch_is_imported() -> None:
+    code = "import sys, minisgl.engine.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"host": "a..b"}, "--host"),
+        ({"host": "no\0host"}, "--host"),
+        ({"max_body_bytes": 0}, "--max-body-bytes"),
+        ({"heartbeat_timeout_s": 0}, "--heartbeat-timeout-s"),
+    ],
+)
+def test_an_impossible_server_setting_is_one_line_before_anything_starts(
+    folder: Path, settings: dict[str, Any], flag: str
+) -> None:
+    with RunningServer(folder, **settings) as server:
+        assert exit_code(server) == 2
+        words = server.errors.read_text()
+        assert words.startswith("minisgl: error: ")
+        assert flag in words
+        assert len(words.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        'PYTHONIOENCODING=ascii exec "$@"',
+        'exec "$@" >&-',
+        'exec "$@" > /dev/full',
+        '"$@" | true; exit ${PIPESTATUS[0]}',
+    ],
+    ids=["ascii", "closed", "full", "a pipe nobody reads"],
+)
+def test_a_start_up_report_that_cannot_be_written_does_not_end_the_server(folder: Path, shell: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with RunningServer(folder, port=port, wrap=("bash", "-c", shell, "sh")) as server:
+        eventually(lambda: is_well(server), "ready")
+        assert server.complete("@say fine")[1]["choices"][0]["text"] == "fine"
+        engine = server.health()[1]["engine_pid"]
+        parent = int(Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(parent, signal.SIGTERM)
+        assert exit_code(server) == 0
+        assert "Traceback" not in server.errors.read_text()
+        assert "can't be read" not in server.errors.read_text()
+
+
+def is_well(server: RunningServer) -> bool:
+    with contextlib.suppress(OSError):
+        return server.health()[0] == 200
+    return False
