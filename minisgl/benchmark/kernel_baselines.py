@@ -40,12 +40,23 @@ def inductor_calls(problem: Problem, shape: AttentionShape | None) -> list[Calla
 
 
 def _rope_store(
-    qkv: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Without padding tokens."""
     _, _, kv_heads, head_dim = k_cache.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q = rms_norm_reference(q, q_norm_weight, eps)
+        k = rms_norm_reference(k, k_norm_weight, eps)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
 
     def rotated(x: Tensor) -> Tensor:

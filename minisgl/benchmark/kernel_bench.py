@@ -183,7 +183,7 @@ def _cases(model: str, names: tuple[str, ...], on_gpu: bool) -> Iterator[BenchCa
 def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
     for tokens in (1, 64, 256, 4096, 16384) if on_gpu else (1, 5):
         width, mlp = shape.hidden, shape.intermediate
-        heads = f"{shape.heads}/{shape.kv_heads}/{shape.head_dim}"
+        heads = f"{shape.heads}/{shape.kv_heads}/{shape.head_dim}" + (" normed" if shape.qk_norm else "")
         yield BenchCase("rms_norm", f"{tokens}x{width}", functools.partial(rms_norm_problem, tokens, width))
         yield BenchCase(
             "add_rms_norm", f"{tokens}x{width}", functools.partial(add_rms_norm_problem, tokens, width)

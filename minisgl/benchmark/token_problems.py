@@ -93,6 +93,9 @@ def rope_store_problem(tokens: int, shape: ModelShape, device: torch.device, dty
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     positions = torch.randint(0, 4096, (tokens,), device=device, dtype=torch.int32)
     slots = PAGE_SIZE + torch.randperm(sets * tokens, device=device, dtype=torch.int32)
+    norms: tuple[Any, ...] = ()
+    if shape.qk_norm:
+        norms = (*torch.randn((2, head_dim), device=device, dtype=dtype), EPS)
     arguments = [
         (
             torch.randn((tokens, width), device=device, dtype=dtype),
@@ -101,6 +104,7 @@ def rope_store_problem(tokens: int, shape: ModelShape, device: torch.device, dty
             slots[i * tokens : (i + 1) * tokens],
             pools[0],
             pools[1],
+            *norms,
         )
         for i in range(sets)
     ]
@@ -110,14 +114,14 @@ def rope_store_problem(tokens: int, shape: ModelShape, device: torch.device, dty
         expected_pools = torch.full_like(pools, math.nan)
         pools.fill_(math.nan)
         q = function(*arguments[0])
-        expected = rope_store_reference(*arguments[0][:4], expected_pools[0], expected_pools[1])
+        expected = rope_store_reference(*arguments[0][:4], expected_pools[0], expected_pools[1], *norms)
         if not torch.equal(pools.isnan(), expected_pools.isnan()):
             raise ValueError("wrong slots written")
         return max(
             relative_error(q, expected), relative_error(pools.nan_to_num(), expected_pools.nan_to_num())
         )
 
-    label = f"{tokens}x{heads}/{kv_heads}/{head_dim}"
+    label = f"{tokens}x{heads}/{kv_heads}/{head_dim}" + (" normed" if norms else "")
     return Problem("rope_store", label, tokens, moved, 0.0, arguments, moved, check)
 
 
