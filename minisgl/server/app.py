@@ -250,16 +250,17 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except web.HTTPException as error:
-        words = {
+        known = {
             404: ("not_found", f"there is no {request.path[:200]}"),
             405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
             413: ("body_too_large", BODY_TOO_LARGE),
         }
-        code, message = words.get(error.status, (None, error.reason))
+        code, message = known.get(error.status, (None, error.reason))
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return _answer(error_body(error.status, code, message), error.status, allow)
-    except web.RequestPayloadError as error:
-        return _answer(error_body(400, "invalid_body", f"the body can't be read: {error}"), 400)
+    except (web.RequestPayloadError, ConnectionError) as error:  # the latter: the client left meanwhile
+        words = " ".join(str(error).split())
+        return _answer(error_body(400, "invalid_body", f"the body can't be read: {words}"), 400)
     except Exception as error:
         if not isinstance(error, MinisglError):
             log.exception("%s %s failed in the server", request.method, request.path)
