@@ -188,3 +188,83 @@ def test_a_closed_llm_says_so(llm: LLM) -> None:
         list(stream)
     with pytest.raises(MinisglError, match="closed"):
         other.generate("again")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda llm: llm.generate("a", {"max_tokens": 2}),
+        lambda llm: llm.generate(["a", "b"], [GREEDY, None]),
+        lambda llm: llm.generate(["a", "b"], 5),
+        lambda llm: llm.stream("a", {"max_tokens": 2}),
+        lambda llm: llm.stream("a", "greedy"),
+        lambda llm: llm.generate(5),
+        lambda llm: llm.generate(None),
+        lambda llm: llm.generate({"prompt": "a"}),
+        lambda llm: llm.generate([[1.5]]),
+        lambda llm: llm.generate([[True]]),
+        lambda llm: llm.generate([["a"]]),
+        lambda llm: llm.stream(5),
+        lambda llm: llm.stream(None),
+        lambda llm: llm.stream(["a", "b"]),
+        lambda llm: llm.stream([]),
+        lambda llm: llm.chat("hello"),
+        lambda llm: llm.chat(None),
+        lambda llm: llm.chat(5),
+        lambda llm: llm.chat(["hello"]),
+        lambda llm: llm.chat({"role": "user", "content": "x"}),
+        lambda llm: llm.chat([{"role": "user"}]),
+        lambda llm: llm.chat([{"role": "user", "content": 5}]),
+        lambda llm: llm.chat([{"role": "robot", "content": "x"}]),
+        lambda llm: llm.chat([[{"role": "user", "content": "x"}], 5]),
+        lambda llm: llm.stream([{"content": "x"}]),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_request_errors(llm: LLM, ask: Any) -> None:
+    with pytest.raises(RequestError):
+        ask(llm)
+    assert idle(llm)
+
+
+def test_a_chat_follows_the_servers_message_rules(llm: LLM) -> None:
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
+    other = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    first, second = llm.chat([plain, other], GREEDY)
+    assert first.token_ids == second.token_ids
+    assert first.num_prompt_tokens == second.num_prompt_tokens
+    streamed = list(llm.stream(cast(Any, other), GREEDY))
+    assert tuple(token for delta in streamed for token in delta.token_ids) == first.token_ids
+
+
+def test_a_single_stop_string_is_not_its_characters(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=64, stop=cast(Any, "Paris"))
+    (reply,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
+    assert reply.text == "The capital of France is "
+
+
+def test_text_that_is_far_too_long_is_refused_at_once(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="bytes and so more than") as caught:
+        llm.generate("1" * 3_000_000, GREEDY)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_pages": "12"},
+        {"page_size": 3},
+        {"memory_fraction": float("nan")},
+        {"max_context_tokens": 2.5},
+        {"kernel": "rms_norm=a:b"},
+        {"overlap": "no"},
+    ],
+)
+def test_an_impossible_setting_is_refused_before_a_model_is_looked_for(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings)).replace("_", "-")):
+        LLM("/no/such/folder", **settings)
+
+
+def test_a_model_that_is_no_name_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="--model must be a text"):
+        LLM(cast(Any, None))

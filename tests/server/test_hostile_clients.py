@@ -21,7 +21,7 @@ BODY_BYTES = 3_000_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = make_folder(tmp_path_factory.mktemp("hostile") / "model")
-    limits = {"max_body_bytes": BODY_BYTES, "max_upload_bytes": 2 * BODY_BYTES}
+    limits: dict[str, Any] = {"max_body_bytes": BODY_BYTES, "max_upload_bytes": 2 * BODY_BYTES}
     with RunningServer(folder, upload_timeout_s=UPLOAD_LIMIT_S, **limits) as running:
         yield running.ready()
 

@@ -1,0 +1,109 @@
+"""Sampling parameters made in Python: wrong types and values are the request's error, in few words."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.errors import RequestError
+from minisgl.request import SamplingParams, fit_to_context
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 2.5),
+        ("max_tokens", "3"),
+        ("max_tokens", True),
+        ("max_tokens", np.int64(3)),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("temperature", True),
+        ("top_k", 2.5),
+        ("top_k", None),
+        ("top_p", "0.9"),
+        ("min_p", [0.1]),
+        ("seed", 1.5),
+        ("seed", "7"),
+        ("stop", 5),
+        ("stop", None),
+        ("stop", (5,)),
+        ("stop", ("fine", b"END")),
+        ("stop", {"END"}),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", 12),
+        ("stop_token_ids", (1.5,)),
+        ("stop_token_ids", (True,)),
+        ("stop_token_ids", ("1",)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_wrong_type_is_a_request_error_that_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{field} must be ") as caught:
+        SamplingParams(**{field: value})
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_type", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", float("nan")),
+        ("temperature", -0.1),
+        pytest.param("temperature", 10**5000, id="huge temperature"),
+        ("top_k", -2),
+        ("top_p", 0),
+        ("min_p", 1.5),
+        ("seed", 2**63),
+        pytest.param("seed", 10**5000, id="huge seed"),
+        ("stop", ("",)),
+        ("stop", ""),
+        ("stop", ("x" * 1001,)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (2**31,)),
+        ("stop_token_ids", tuple(range(1025))),
+        ("stop_token_ids", [-1] * 200_000),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_few_words(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{field} must be ") as caught:
+        SamplingParams(**{field: value})
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", field)
+    assert len(caught.value.message) < 200
+
+
+def test_one_stop_string_is_one_and_lists_are_taken() -> None:
+    made: Any = SamplingParams
+    assert made(stop="END").stop == ("END",)
+    assert made(stop=["a", "b"]).stop == ("a", "b")
+    assert made(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+    assert made(stop="x" * 1000).stop == ("x" * 1000,)
+    assert hash(made(stop=["a"])) == hash(made(stop=("a",)))
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.lists(st.integers() | st.text(max_size=3), max_size=3),
+    st.tuples(st.integers() | st.floats() | st.text(max_size=3)),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), VALUES, max_size=4))
+def test_whatever_is_accepted_survives_the_wire(values: dict[str, Any]) -> None:
+    try:
+        params = fit_to_context(5, SamplingParams(**values), 100)  # as before every sending
+    except RequestError:
+        return
+    data = msgspec.msgpack.encode(params)
+    again = msgspec.msgpack.decode(data, type=SamplingParams)
+    assert again == params
