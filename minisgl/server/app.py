@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from minisgl.errors import MinisglError, RequestError
-from minisgl.request import MAX_SEED, SamplingParams
+from minisgl.request import MAX_SEED, SamplingParams, fit_to_context
 from minisgl.server.frontend import Delta, Frontend, Stream
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
 from minisgl.server.replies import RETRY_AFTER_S, RETRYABLE, Shape, Usage, error_body, error_of, sse
@@ -169,15 +169,21 @@ class Api:
         return response
 
     def _encode(self, call: ChatCall | CompletionCall) -> list[list[int]]:
-        """Token ids of the call's prompts. A rendered chat has its special tokens already."""
+        """Token ids of the call's prompts; ends at the first that is too long.
+
+        A rendered chat has its special tokens already.
+        """
         tokenizer, limit = self._model.tokenizer, self._frontend.max_context_tokens
         if isinstance(call, ChatCall):
             text = self._model.template.render(call.messages)
             return [tokenizer.encode(text, False, max_tokens=limit, param="messages")]
-        return [
-            tokenizer.encode(prompt, True, max_tokens=limit) if isinstance(prompt, str) else prompt
-            for prompt in call.prompts
-        ]
+        ready = []
+        for prompt in call.prompts:
+            is_text = isinstance(prompt, str)
+            prompt_ids = tokenizer.encode(prompt, True, max_tokens=limit) if is_text else prompt
+            fit_to_context(len(prompt_ids), call.options.params, limit)
+            ready.append(prompt_ids)
+        return ready
 
     async def _work(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Do `work` here when its input is small, else in a thread."""
