@@ -38,6 +38,7 @@ from attention_cases import (
     prefill_variants,
 )
 from kernel_case import COLD_BYTES, Case
+from moe_cases import moe_case, moe_shapes, route_case
 from token_cases import BF16, advance_rows_cases, elementwise_cases, sample_cases
 
 from triton_kernels.paged_decode import default_decode_config
@@ -90,6 +91,12 @@ def all_cases(wanted: Callable[[str], bool]) -> Iterator[Case]:
     for rows, dtype in ((1, BF16), (256, BF16), (256, torch.float32)):
         if wanted(f"sample {rows}x151936"):
             yield from sample_cases(rows, 151936, dtype)
+    for tokens in (1, 64, 8192):
+        if wanted(f"moe_route {tokens}x128/8"):
+            yield route_case(tokens)
+    for mixture, tokens in moe_shapes():
+        if wanted(f"moe {tokens}x {mixture.label}"):
+            yield moe_case(mixture, tokens)
     for shape in decode_shapes():
         if wanted(f"decode {shape.label}"):
             yield decode_case(shape)

@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 
 
 def elementwise_cases(tokens: int) -> Iterator[Case]:
-    width, mlp, heads, kv_heads, head_dim = 4096, 14336, 32, 8, 128
+    width, mlp = 4096, 14336
     weight = torch.randn(width, device=DEVICE, dtype=BF16)
 
     def rows(columns: int) -> Tensor:
@@ -91,24 +91,43 @@ def elementwise_cases(tokens: int) -> Iterator[Case]:
         moved,
     )
 
+    for model in ((32, 8, 128), (16, 8, 128)):
+        yield rope_store_case(tokens, *model, normed=False)
+    for model in ((32, 8, 128), (32, 4, 128), (16, 8, 128)):
+        yield rope_store_case(tokens, *model, normed=True)
+
+
+def rope_store_case(tokens: int, heads: int, kv_heads: int, head_dim: int, normed: bool) -> Case:
+    """Tokens into random slots; normed as Qwen3 does."""
     page_size = 16
-    moved = 2 * tokens * (heads + 2 * kv_heads) * head_dim * 2
+    columns = (heads + 2 * kv_heads) * head_dim
+    moved = 2 * tokens * columns * 2
     sets = num_sets(moved)
     num_pages = sets * math.ceil(tokens / page_size) + 1
     pools = torch.full((2, num_pages, page_size, kv_heads, head_dim), float("nan"), device=DEVICE, dtype=BF16)
     angles = torch.rand((4096, head_dim // 2), device=DEVICE) * 7
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    qkvs = [rows((heads + 2 * kv_heads) * head_dim) for _ in range(sets)]
+    qkvs = [torch.randn((tokens, columns), device=DEVICE, dtype=BF16) for _ in range(sets)]
     positions = torch.randint(0, 4096, (tokens,), device=DEVICE, dtype=torch.int32)
     slots = (page_size + torch.randperm(sets * tokens, device=DEVICE, dtype=torch.int32)).view(sets, tokens)
+    q_weight, k_weight = (
+        torch.randn(head_dim, device=DEVICE, dtype=BF16) if normed else None for _ in range(2)
+    )
 
-    def check_rope_store() -> float:
+    def check() -> float:
         poison(moved // 2)
-        expected_pools = torch.full_like(pools, float("nan"))
+        expected_pools = torch.full_like(pools, float("nan"), dtype=torch.float64)
         pools.fill_(float("nan"))
-        q = rope_store_triton(qkvs[0], cos_sin, positions, slots[0], pools[0], pools[1])
+        q = rope_store_triton(qkvs[0], cos_sin, positions, slots[0], pools[0], pools[1], q_weight, k_weight)
         expected = rope_store_reference(
-            qkvs[0], cos_sin, positions, slots[0], expected_pools[0], expected_pools[1]
+            qkvs[0].double(),
+            cos_sin.double(),
+            positions,
+            slots[0],
+            expected_pools[0],
+            expected_pools[1],
+            None if q_weight is None else q_weight.double(),
+            None if k_weight is None else k_weight.double(),
         )
         if not torch.equal(pools.isnan(), expected_pools.isnan()):
             raise ValueError("wrong slots written")
@@ -116,14 +135,16 @@ def elementwise_cases(tokens: int) -> Iterator[Case]:
             relative_error(q, expected), relative_error(pools.nan_to_num(), expected_pools.nan_to_num())
         )
 
-    yield Case(
+    return Case(
         "rope_store",
-        f"{tokens}x{heads}/{kv_heads}/{head_dim}",
+        f"{tokens}x{heads}/{kv_heads}/{head_dim}" + (" normed" if normed else ""),
         moved,
         "TB/s",
-        check_rope_store,
+        check,
         [
-            lambda i=i: rope_store_triton(qkvs[i], cos_sin, positions, slots[i], pools[0], pools[1])
+            lambda i=i: rope_store_triton(
+                qkvs[i], cos_sin, positions, slots[i], pools[0], pools[1], q_weight, k_weight
+            )
             for i in range(sets)
         ],
         moved,

@@ -46,6 +46,13 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         "_paged_prefill_hopper_kernel",
         "_block_argmax_kernel",
         "_sample_kernel",
+        "_top_k_kernel",
+        "_sort_kernel",
+        "_gate_up_kernel",
+        "_down_kernel",
+        "_sum_slots_kernel",
+        "_pairs_up_kernel",
+        "_pairs_down_kernel",
     }
     for line in compiled:
         assert line["shared_bytes"] <= SHARED_MEMORY_LIMIT, line
@@ -54,6 +61,8 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         assert line.get("stack_bytes", 0) <= spills_allowed, f"spills: {line}"
         if line["kernel"].startswith("_paged_prefill") and "float32" not in line["case"]:
             assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
+        if line["kernel"] in ("_gate_up_kernel", "_down_kernel") and "float32" not in line["case"]:
+            assert line["wgmma"] + line["mma"] > 0, f"no matrix instructions: {line}"
         if line["kernel"] == "_paged_decode_splits_kernel" and "float32" not in line["case"]:
             assert line["mma"] > 0, f"no matrix instructions: {line}"
 
@@ -71,6 +80,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "silu_mul": ["y_ptr"],
         "advance_rows": ["context_len_ptr", "last_token_ptr"],
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
+        "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "paged_decode": ["out_ptr", "partial_lse_ptr", "partial_out_ptr"],
         "paged_prefill": ["out_ptr"],
         "sample": ["block_id_ptr", "block_top_ptr", "out_ptr"],

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triton_kernels.rms_norm import rms_norm
 from triton_kernels.rope_store import rope_store, rope_store_reference, rope_store_triton
 
 
@@ -45,9 +46,10 @@ def test_reference_rotates_like_complex_numbers_and_stores_by_slot():
     head_dim=st.sampled_from([16, 64, 80, 96]),
     page_size=st.sampled_from([1, 4, 16]),
     half=st.booleans(),
+    norms=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
     seed=st.integers(0, 100),
 )
-def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_size, half, seed):
+def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_size, half, norms, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if half else torch.float32
     rng = torch.Generator().manual_seed(seed)
@@ -56,18 +58,53 @@ def test_kernel_equals_the_reference(tokens, heads, kv_heads, head_dim, page_siz
     ]
     positions = torch.randint(0, 50, (tokens,), generator=rng).int().to(device)
     slots = (torch.randperm(12 * page_size, generator=rng)[:tokens].int() - 1).to(device)
+    q_weight, k_weight = (
+        torch.randn(head_dim, generator=rng).to(device, dtype) if norm else None for norm in norms
+    )
     pools = []
     outs = []
     for store in (rope_store_reference, rope_store_triton):
         # Both pools are views of one tensor, layer 1 of 2.
         both = torch.full((12, page_size, 2, 2, kv_heads, head_dim), 7.0, dtype=dtype, device=device)
         outs.append(
-            store(qkv, table(50, head_dim).to(device), positions, slots, both[:, :, 1, 0], both[:, :, 1, 1])
+            store(
+                qkv,
+                table(50, head_dim).to(device),
+                positions,
+                slots,
+                both[:, :, 1, 0],
+                both[:, :, 1, 1],
+                q_weight,
+                k_weight,
+                1e-5,
+            )
         )
         pools.append(both)
-    tolerance = 1e-3 if half else 1e-5
+    tolerance = (4e-3 if any(norms) else 1e-3) if half else 1e-5
     torch.testing.assert_close(outs[1], outs[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(pools[1], pools[0], atol=tolerance, rtol=tolerance)
+
+
+def test_norms_are_those_of_rms_norm_before_the_rotation(device):
+    heads, kv_heads, head_dim, tokens = 6, 2, 32, 5
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device)
+    q_weight, k_weight = torch.randn(2, head_dim, device=device)
+    by_head = qkv.view(-1, heads + 2 * kv_heads, head_dim).clone()
+    by_head[:, :heads] = rms_norm(by_head[:, :heads].reshape(-1, head_dim), q_weight, 0.1).view(
+        tokens, heads, head_dim
+    )
+    by_head[:, heads:-kv_heads] = rms_norm(
+        by_head[:, heads:-kv_heads].reshape(-1, head_dim), k_weight, 0.1
+    ).view(tokens, kv_heads, head_dim)
+    places = torch.arange(tokens, dtype=torch.int32, device=device)
+    plain, fused = torch.zeros(2, 2, 2, 4, kv_heads, head_dim, device=device)
+    cos_sin = table(9, head_dim).to(device)
+    expected = rope_store(by_head.flatten(1), cos_sin, places, places, plain[0], plain[1])
+    for store in (rope_store, rope_store_triton):
+        q = store(qkv, cos_sin, places, places, fused[0], fused[1], q_weight, k_weight, 0.1)
+        torch.testing.assert_close(q, expected)
+        torch.testing.assert_close(fused, plain)
+        fused.zero_()
 
 
 @pytest.mark.parametrize("position", [-1, 10**6])

@@ -111,6 +111,18 @@ def main() -> None:
         *pools,
         dynamic=(0, 2, 3),
     )
+    trace(
+        "rope_store normed",
+        rope_store.rope_store_triton,
+        torch.randn(6, 10 * 64),
+        torch.randn(50, 64),
+        ints(6),
+        ints(6),
+        *pools,
+        torch.randn(64),
+        torch.randn(64),
+        dynamic=(0, 2, 3),
+    )
     q, rows = torch.randn(6, 6, 64), (ints(9, 7), ints(6), ints(6))
     trace(
         "paged_decode",

@@ -1,0 +1,199 @@
+"""Mixture of experts: the reference against a loop over tokens, every launch path against the reference."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from triton_kernels.fused_moe import (
+    MoeConfig,
+    default_moe_config,
+    fused_moe,
+    fused_moe_reference,
+    fused_moe_triton,
+)
+from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, sum_slots_triton
+from triton_kernels.moe_pairs import PairsConfig
+from triton_kernels.moe_route import route_triton
+
+SMALL_TILES = MoeConfig(GemmConfig(16, 32, 32, 4, 2, 2), GemmConfig(16, 32, 64, 4, 2, 2))
+LARGE_TILES = MoeConfig(GemmConfig(64, 64, 32, 4, 2, 4), GemmConfig(64, 64, 32, 4, 2, 4))
+POINTERS = MoeConfig(GemmConfig(32, 32, 64, 4, 2, 4, tma=False), GemmConfig(32, 64, 32, 4, 2, 4, tma=False))
+PAIRS = SMALL_TILES._replace(pairs=PairsConfig(8, 64, 4, 8, 32, 4))
+CONFIGS = [SMALL_TILES, LARGE_TILES, POINTERS, PAIRS]
+
+
+def inputs(
+    tokens, experts, width, expert_width, device, dtype=torch.float32, seed=0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, logits, gate_up, down."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn((tokens, width), generator=rng)
+    logits = 2 * torch.randn((tokens, experts), generator=rng)
+    gate_up = torch.randn((experts, 2 * expert_width, width), generator=rng) / math.sqrt(width)
+    down = torch.randn((experts, width, expert_width), generator=rng) / math.sqrt(expert_width)
+    return x.to(device, dtype), logits.to(device, dtype), gate_up.to(device, dtype), down.to(device, dtype)
+
+
+def relative_error(got, expected):
+    assert got.isfinite().all()
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+def wide(tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, logits, gate_up, down = tensors
+    return x.double(), logits.double(), gate_up.double(), down.double()
+
+
+def test_reference_is_a_weighted_sum_over_the_largest_logits():
+    x, logits, gate_up, down = wide(inputs(5, 6, 16, 32, "cpu"))
+    for renormalize in (True, False):
+        out = fused_moe(x, logits, gate_up, down, 2, renormalize)
+        for token in range(5):
+            p = (logits[token] - logits[token].max()).exp()
+            first, second = sorted(range(6), key=lambda e: -logits[token, e].item())[:2]
+            mass = p[first] + p[second] if renormalize else p.sum()
+            expected = torch.zeros(16, dtype=torch.float64)
+            for e in (first, second):
+                gate, up = gate_up[e, :32] @ x[token], gate_up[e, 32:] @ x[token]
+                expected += p[e] / mass * (down[e] @ (gate / (1 + (-gate).exp()) * up))
+            torch.testing.assert_close(out[token], expected)
+
+
+@settings(max_examples=20)
+@given(
+    tokens=st.integers(1, 40),
+    experts=st.sampled_from([2, 8, 60, 130]),
+    top_k=st.integers(1, 8),
+    width=st.sampled_from([16, 48, 128]),
+    expert_width=st.sampled_from([16, 64, 80]),
+    config=st.sampled_from(CONFIGS),
+    half=st.booleans(),
+    renormalize=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_kernels_equal_the_reference(
+    tokens, experts, top_k, width, expert_width, config, half, renormalize, seed
+):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if half else torch.float32
+    top_k = min(top_k, experts)
+    tokens = min(tokens, 4) if config is PAIRS and device == "cpu" else tokens
+    tensors = inputs(tokens, experts, width, expert_width, device, dtype, seed)
+    out = fused_moe_triton(*tensors, top_k, renormalize, config)
+    expected = fused_moe_reference(*wide(tensors), top_k, renormalize)
+    assert relative_error(out, expected) < (2e-3 if half else 1e-5)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 1), (128, 8), (256, 8)])
+def test_default_configurations_at_every_expert_count(experts, top_k, device):
+    for tokens in (1, 3, 17) if device == "cpu" else (1, 3, 5, 16, 33, 128, 300, 1500):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        tensors = inputs(tokens, experts, 64, 48, device, dtype)
+        out = fused_moe_triton(*tensors, top_k)
+        expected = fused_moe_reference(*wide(tensors), top_k)
+        assert relative_error(out, expected) < (1e-5 if device == "cpu" else 5e-3), tokens
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_weights_of_experts_not_hit_are_never_used(config, device):
+    x, logits, gate_up, down = inputs(7, 60, 48, 32, device)
+    logits[:, 5:55] = -50.0
+    expected = fused_moe_reference(x, logits, gate_up, down, 2)
+    gate_up[5:55] = float("nan")
+    down[5:55] = float("nan")
+    torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 2, True, config), expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_all_tokens_to_one_expert(config, device):
+    x, logits, gate_up, down = inputs(70 if config.pairs is None else 5, 8, 48, 32, device)
+    logits[:, 3] = 30.0
+    expected = fused_moe_reference(x, logits, gate_up, down, 1)
+    torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 1, True, config), expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_token_without_a_finite_logit_goes_nowhere_and_yields_zeros(config, device):
+    x, logits, gate_up, down = inputs(5, 8, 48, 32, device)
+    logits[1], logits[4], logits[2, :3] = float("-inf"), float("nan"), float("nan")
+    x[1], x[4] = float("nan"), float("inf")
+    for nowhere in (logits, torch.full_like(logits, float("-inf"))):
+        out = fused_moe_triton(x, nowhere, gate_up, down, 2, True, config)
+        torch.testing.assert_close(out, fused_moe_reference(x, nowhere, gate_up, down, 2))
+        assert (out[[1, 4]] == 0).all()
+
+
+def test_products_write_their_own_rows_only_and_scratch_is_not_trusted(device, monkeypatch):
+    x, logits, gate_up, down = inputs(9, 8, 48, 32, device)
+    logits[4] = float("-inf")
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    routing = route_triton(logits, 2, True)
+    hidden = gate_up_triton(x, gate_up, routing, SMALL_TILES.gate_up)
+    partial = down_triton(hidden, down, routing, SMALL_TILES.down)
+    out = sum_slots_triton(partial, routing, 8)
+    assert hidden[:16].isfinite().all()
+    assert hidden[16:].isnan().all()
+    assert partial.view(9, 2, -1)[4].isnan().all()
+    assert partial.isnan().any(1).sum() == 2
+    for config in (SMALL_TILES, PAIRS):
+        out = fused_moe_triton(x, logits, gate_up, down, 2, True, config)
+        torch.testing.assert_close(out, fused_moe_reference(x, logits, gate_up, down, 2))
+
+
+def test_no_tokens_and_strided_rows(device):
+    x, logits, gate_up, down = inputs(6, 8, 48, 32, device)
+    assert fused_moe_triton(x[:0], logits[:0], gate_up, down, 2).shape == (0, 48)
+    expected = fused_moe_reference(x, logits, gate_up, down, 2)
+    x = torch.cat((x, torch.full_like(x, float("nan"))), dim=1)[:, :48]
+    logits = torch.cat((logits, torch.full_like(logits, 1e9)), dim=1)[:, :8]
+    for config in CONFIGS:
+        torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 2, True, config), expected)
+
+
+def test_every_number_of_tokens_has_a_configuration():
+    for tokens in range(1, 20000, 37):
+        for element in (2, 4):
+            config = default_moe_config(tokens, 128, 8, element)
+            assert (config.pairs is not None) == (tokens <= 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 4, 5, 64, 500])
+def test_captured_in_a_graph_it_follows_new_routings_to_the_same_bits(tokens):
+    first = inputs(tokens, 60, 128, 64, "cuda", torch.bfloat16, seed=1)
+    second = inputs(tokens, 60, 128, 64, "cuda", torch.bfloat16, seed=2)
+    eager = [fused_moe(*tensors, 4) for tensors in (first, second)]
+    graph = torch.cuda.CUDAGraph()
+    x, logits, gate_up, down = (tensor.clone() for tensor in first)
+    with torch.cuda.graph(graph):
+        out = fused_moe(x, logits, gate_up, down, 4)
+    for tensors, expected in ((second, eager[1]), (first, eager[0])):
+        for buffer, tensor in zip((x, logits, gate_up, down), tensors, strict=True):
+            buffer.copy_(tensor)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_it_compiles_with_a_symbolic_number_of_tokens(device):
+    compiled = torch.compile(
+        lambda x, logits, gate_up, down: 2 * fused_moe(x, logits, gate_up, down, 2),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=False,
+    )
+    for tokens in (6, 11, 300):
+        tensors = inputs(tokens, 8, 48, 32, device)
+        torch._dynamo.mark_dynamic(tensors[0], 0)
+        torch._dynamo.mark_dynamic(tensors[1], 0)
+        torch.testing.assert_close(compiled(*tensors), 2 * fused_moe_reference(*tensors, 2))
