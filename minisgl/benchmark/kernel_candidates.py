@@ -45,7 +45,7 @@ from triton_kernels.rms_norm import (
 from triton_kernels.silu_mul import SiluMulConfig, silu_mul_triton
 
 PAGE_SIZE = 16
-TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+TOKENS = (1, 64, 256, 1024, 8192)
 MOE_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 8192)
 FEW_TOKENS = (1, 5)
 """For the CPU, where kernels run in Triton's interpreter."""
@@ -193,24 +193,30 @@ def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:
 
 
 def _moe_candidates(shape: ModelShape) -> list[MoeConfig]:
+    pairs = (
+        (16, 512, 4, 8, 256, 8),
+        (32, 256, 4, 8, 256, 8),
+        (32, 256, 8, 16, 256, 8),
+        (16, 256, 4, 16, 256, 4),
+    )
+    products = (
+        ((16, 32, 128, 4, 4, 1), (16, 64, 128, 4, 4, 1)),
+        ((16, 64, 128, 4, 3, 1), (16, 128, 128, 4, 3, 1)),
+        ((16, 64, 128, 4, 4, 1), (16, 128, 128, 4, 3, 1)),
+        ((16, 64, 64, 4, 5, 1), (16, 128, 64, 4, 5, 1)),
+        ((32, 64, 64, 4, 4, 1), (32, 128, 64, 4, 4, 1)),
+        ((32, 64, 128, 4, 3, 1), (32, 128, 64, 4, 4, 1)),
+        ((64, 64, 64, 4, 4, 4), (64, 128, 64, 4, 4, 4)),
+        ((64, 128, 64, 4, 3, 8), (64, 256, 64, 8, 3, 8)),
+        ((128, 64, 64, 4, 4, 8), (128, 128, 64, 4, 4, 8)),
+        ((128, 128, 64, 8, 4, 8), (128, 256, 64, 8, 3, 8)),
+        ((128, 128, 64, 8, 4, 8), (128, 256, 64, 8, 4, 8)),
+        ((128, 128, 64, 8, 4, 16), (128, 256, 64, 8, 4, 16)),
+    )
+    small = MoeConfig(GemmConfig(*products[2][0]), GemmConfig(*products[2][1]))
     return [
-        *(
-            MoeConfig(GemmConfig(16, 32, 128, 4, 4, 1), GemmConfig(16, 64, 128, 4, 4, 1), PairsConfig(*pairs))
-            for pairs in ((16, 512, 4, 8, 256, 8), (16, 256, 4, 16, 256, 4), (32, 256, 8, 16, 256, 8))
-        ),
-        *(
-            MoeConfig(GemmConfig(*up), GemmConfig(*down))
-            for up, down in (
-                ((16, 32, 128, 4, 4, 1), (16, 64, 128, 4, 4, 1)),
-                ((16, 64, 128, 4, 3, 1), (16, 64, 128, 4, 4, 1)),
-                ((32, 64, 64, 4, 4, 1), (32, 128, 64, 4, 4, 1)),
-                ((32, 64, 128, 4, 3, 1), (32, 128, 64, 4, 4, 1)),
-                ((64, 64, 64, 4, 4, 4), (64, 128, 64, 4, 4, 4)),
-                ((64, 128, 64, 4, 3, 8), (64, 256, 64, 8, 3, 8)),
-                ((128, 64, 64, 4, 4, 8), (128, 128, 64, 4, 4, 8)),
-                ((128, 128, 64, 8, 4, 8), (128, 256, 64, 8, 3, 8)),
-            )
-        ),
+        *(small._replace(pairs=PairsConfig(*one)) for one in pairs),
+        *(MoeConfig(GemmConfig(*gate_up), GemmConfig(*down)) for gate_up, down in products),
     ]
 
 
