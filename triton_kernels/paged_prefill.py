@@ -39,6 +39,7 @@ from torch import Tensor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.paged_prefill_hopper import paged_prefill_hopper, takes
+from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 128
@@ -330,7 +331,9 @@ def paged_prefill_triton(
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
     if config is None:
-        config = default_prefill_config(head_dim, q.element_size())
+        default = default_prefill_config(head_dim, q.element_size())
+        exact, near = (head_dim, num_heads // num_kv_heads), (num_kv_heads, page_size)
+        config = tuned(default, "paged_prefill", q.device, q.dtype, exact, near)
     block_q = config.block_m // (num_heads // num_kv_heads)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     # At most this many tiles, and one more: sum of ceil(n_r / block_q) < T / block_q + R.

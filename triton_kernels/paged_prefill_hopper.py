@@ -45,11 +45,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from triton_kernels.launch import ceil_div, num_multiprocessors
+from triton_kernels.tuning import tuned
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _CONSUMER_REGISTERS = 232
 _PRODUCER_REGISTERS = 40
 _COLUMNS = 64  # of a box: 128 bytes, the widest that shared memory's swizzle takes
+_BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 class HopperPrefillConfig(NamedTuple):
@@ -464,8 +466,7 @@ def _descriptor(pool: Tensor, box: int) -> TensorDescriptor:
     """The pool [P, S, K, D] as a matrix of tokens times head columns, copied in boxes of `box` tokens."""
     num_pages, page_size, num_kv_heads, head_dim = pool.shape
     shape = [num_pages * page_size, (num_kv_heads - 1) * pool.stride(2) + head_dim]
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(pool, shape, [pool.stride(1), 1], [box, _COLUMNS], layout)
+    return TensorDescriptor(pool, shape, [pool.stride(1), 1], [box, _COLUMNS], _BOX_LAYOUT)
 
 
 def paged_prefill_hopper(
@@ -490,7 +491,11 @@ def paged_prefill_hopper(
     # At most this many tiles, and one more: sum of ceil(n_r / block_q) < T / block_q + R.
     tiles = ceil_div(num_tokens, block_q) + num_rows
     if config is None:
-        config = default_hopper_config(head_dim, num_kv_heads, tiles, num_multiprocessors(q.device))
+        default = default_hopper_config(head_dim, num_kv_heads, tiles, num_multiprocessors(q.device))
+        exact = (head_dim, num_heads // num_kv_heads, num_kv_heads)
+        config = tuned(
+            default, "paged_prefill_hopper", q.device, q.dtype, exact, near=(page_size,), size=num_tokens
+        )
     box = min(page_size, config.block_n)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     grid = (tiles * (num_kv_heads // config.heads),)
