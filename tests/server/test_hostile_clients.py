@@ -14,7 +14,7 @@ import pytest
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
 
-UPLOAD_LIMIT_S = 1.0
+UPLOAD_LIMIT_S = 2.0
 BODY_BYTES = 3_000_000
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_far_beyond_the_context_is_refused_while_others_go_on(server: R
     chat = {"messages": [{"role": "user", "content": body["prompt"]}]}
     status, answer, _ = server.call("/v1/chat/completions", chat)
     assert (answer["error"]["code"], answer["error"]["param"]) == ("context_length_exceeded", "messages")
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_long_lists_are_refused_at_once_in_few_words(
 ) -> None:
     began = time.monotonic()
     status, answer = server.complete(**{"prompt": "@say x", **fields})
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
     assert status == 400
     assert len(answer["error"]["message"]) < 200
     assert answer["error"]["param"] in (param, None)
