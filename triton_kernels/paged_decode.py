@@ -53,10 +53,10 @@ class DecodeConfig(NamedTuple):
 
 
 def default_decode_config(head_dim: int, element_size: int) -> DecodeConfig:
-    """The configuration used where no other is given: stages of at most 32 KiB, K and V together."""
+    """The configuration used where no other is given: stages of at most 16 KiB, K and V together."""
     row_bytes = 2 * next_power_of_2(head_dim) * element_size
-    block_n = min(64, max(16, 32768 // row_bytes))
-    return DecodeConfig(block_n, 512, 128, num_warps=4, num_stages=3, programs_per_sm=3)
+    block_n = min(32, max(16, 16384 // row_bytes))
+    return DecodeConfig(block_n, 1024, 64, num_warps=4, num_stages=3, programs_per_sm=4)
 
 
 def paged_decode_reference(
