@@ -1,10 +1,13 @@
-"""SwiGLU's elementwise half: silu of the gate times up, from the fused gate_up projection.
+"""A gated MLP's elementwise half: the activation of the gate times up, from the fused gate_up projection.
 
-    y[t, f] = silu(gate_up[t, f]) * gate_up[t, F + f],   silu(g) = g / (1 + exp(-g))
+    silu_mul(x)       y[t, f] = silu(x[t, f]) * x[t, F + f],        silu(g) = g / (1 + exp(-g))
+    gelu_tanh_mul(x)  y[t, f] = gelu_tanh(x[t, f]) * x[t, F + f],
+                      gelu_tanh(g) = g / 2 * (1 + tanh(u)) = g / (1 + exp(-2u)),
+                      u = sqrt(2 / pi) * (g + 0.044715 * g^3)       (Gemma)
 
 T tokens, F MLP width. Float32 inside, one rounding at the end. Any F, T may be 0, rows may be strided.
 
-Cost: 3*T*F elements moved, about 6 FLOP an output element: memory bound.
+Cost: 3*T*F elements moved, about 6 (GELU: 10) FLOP an output element: memory bound.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare.
@@ -22,7 +25,7 @@ from triton_kernels.tuning import tuned
 
 
 class SiluMulConfig(NamedTuple):
-    """A launch configuration of silu_mul."""
+    """A launch configuration of silu_mul and of gelu_tanh_mul."""
 
     block_f: int = 1024  # columns per program
     num_warps: int = 4
@@ -35,19 +38,40 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
+    """What gelu_tanh_mul means, in plain torch."""
+    wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+    gate, up = wide.chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, y_ptr, row_stride, width: tl.constexpr, BLOCK_F: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, y_ptr, row_stride, width: tl.constexpr, BLOCK_F: tl.constexpr, GELU: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = columns < width
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    bent = gate
+    if GELU:
+        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    y = gate * tl.sigmoid(bent) * up
     tl.store(y_ptr + row * width + columns, y.to(y_ptr.dtype.element_ty), mask)
 
 
 def silu_mul_triton(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
     """The kernel, whatever the device."""
+    return _gated(gate_up, config, gelu=False)
+
+
+def gelu_tanh_mul_triton(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
+    """The kernel, whatever the device."""
+    return _gated(gate_up, config, gelu=True)
+
+
+def _gated(gate_up: Tensor, config: SiluMulConfig | None, gelu: bool) -> Tensor:
     num_tokens, double_width = gate_up.shape
     width = double_width // 2
     if config is None:
@@ -62,7 +86,9 @@ def silu_mul_triton(gate_up: Tensor, config: SiluMulConfig | None = None) -> Ten
         )
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, ceil_div(width, config.block_f))
-    _silu_mul_kernel[grid](gate_up, y, gate_up.stride(0), width, config.block_f, num_warps=config.num_warps)
+    _silu_mul_kernel[grid](
+        gate_up, y, gate_up.stride(0), width, config.block_f, gelu, num_warps=config.num_warps
+    )
     return y
 
 
@@ -71,3 +97,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if gate_up.device.type == "cpu":
         return silu_mul_reference(gate_up)
     return silu_mul_triton(gate_up)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up of gate_up [T, 2F], as silu_mul."""
+    if gate_up.device.type == "cpu":
+        return gelu_tanh_mul_reference(gate_up)
+    return gelu_tanh_mul_triton(gate_up)
