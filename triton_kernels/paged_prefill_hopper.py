@@ -18,7 +18,9 @@ More than one KV head per program hides all but the first's ramp-up, where there
 Key tiles beyond the last query (and before its window) are skipped, those that all queries see are not
 masked, programs with long tiles start first.
 
-Cost: 4 * H * D FLOP per (query, seen key) pair, and the pages once per 2 * (64 // G) queries from L2.
+Cost: 4 * H * D FLOP per (query, seen key) pair, and the pages once per 2 * (64 // G) queries from L2. What
+keeps it from the pace of a matrix product: the first and the masked tiles of each KV head, whose softmax
+hides behind nothing of its own group, and power, which lowers the clock in long launches.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
@@ -496,6 +498,8 @@ def paged_prefill_hopper(
         config = tuned(
             default, "paged_prefill_hopper", q.device, q.dtype, exact, near=(page_size,), size=num_tokens
         )
+        # A batch with fewer tiles than the one that was tuned for must not leave multiprocessors idle.
+        config = config._replace(heads=min(config.heads, default.heads))
     box = min(page_size, config.block_n)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     grid = (tiles * (num_kv_heads // config.heads),)
