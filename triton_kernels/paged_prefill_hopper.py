@@ -20,7 +20,8 @@ masked, programs with long tiles start first.
 
 Cost: 4 * H * D FLOP per (query, seen key) pair, and the pages once per 2 * (64 // G) queries from L2. What
 keeps it from the pace of a matrix product: the first and the masked tiles of each KV head, whose softmax
-hides behind nothing of its own group, and power, which lowers the clock in long launches.
+hides behind nothing of its own group, and probably the power limit: repeated launches on an H200 are up to
+a tenth slower than the first.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
