@@ -173,11 +173,11 @@ def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
 
 
 def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
-    tiles = [(16, 4, 6), (16, 6, 4), (32, 3, 3), (32, 3, 4), (32, 4, 4), (32, 3, 6), (64, 3, 2), (64, 3, 3)]
+    tiles = ((16, 4, 6), (32, 3, 4), (32, 4, 3), (32, 4, 4), (32, 3, 6), (64, 3, 2), (64, 3, 3), (64, 4, 2))
     return [
         DecodeConfig(block_n, split, 64, 4, stages, programs)
-        for (block_n, stages, programs), split in itertools.product(tiles, (256, 512))
-    ] + [DecodeConfig(32, split, 64, 2, 4, 4) for split in (256, 512)]
+        for (block_n, stages, programs), split in itertools.product(tiles, (512, 1024))
+    ]
 
 
 def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:

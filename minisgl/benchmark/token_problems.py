@@ -12,6 +12,7 @@ from torch import Tensor
 from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
 from minisgl.benchmark.model_shapes import ModelShape
 from triton_kernels.fused_moe import fused_moe_reference
+from triton_kernels.moe_route import top_k_reference
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from triton_kernels.rope_store import rope_store_reference
 from triton_kernels.sample import sample_reference
@@ -111,10 +112,13 @@ def rope_store_problem(tokens: int, shape: ModelShape, device: torch.device, dty
 
     def check(function: Any) -> float:
         poison(moved // 2, device)
-        expected_pools = torch.full_like(pools, math.nan)
+        expected_pools = torch.full_like(pools, math.nan, dtype=torch.float64)
         pools.fill_(math.nan)
         q = function(*arguments[0])
-        expected = rope_store_reference(*arguments[0][:4], expected_pools[0], expected_pools[1], *norms)
+        qkv, table = arguments[0][:2]
+        wide_norms: list[Any] = [weight.double() for weight in norms[:2]] + list(norms[2:])
+        wide: list[Any] = [qkv.double(), table.double(), *arguments[0][2:4], *expected_pools, *wide_norms]
+        expected = rope_store_reference(*wide)
         if not torch.equal(pools.isnan(), expected_pools.isnan()):
             raise ValueError("wrong slots written")
         return max(
@@ -136,19 +140,29 @@ def fused_moe_problem(tokens: int, shape: ModelShape, device: torch.device, dtyp
             torch.randn((tokens, shape.hidden), device=device, dtype=dtype),
             torch.randn((tokens, experts), device=device, dtype=dtype),
         )
-        for _ in range(4 if device.type == "cuda" else 1)
+        for _ in range((16 if tokens <= 64 else 4) if device.type == "cuda" else 1)
     ]
     arguments = [(x, logits, gate_up, down, top_k) for x, logits in sets]
+    chosen = [top_k_reference(logits, top_k, True)[0].unique().long() for _, logits in sets]
+    hits = [len(experts_hit) for experts_hit in chosen]
     known: list[Tensor] = []
 
     def check(function: Any) -> float:
-        poison(sets[0][0].nbytes, device)
+        x, logits = sets[0]
+        poison(4 * tokens * top_k * shape.hidden, device)
         got = function(*arguments[0])
+        if got.isfinite().all() and 2 * hits[0] <= experts:  # the others may hold anything
+            unused = torch.ones(experts, dtype=torch.bool, device=device)
+            unused[chosen[0]] = False
+            poisoned = [weight.clone() for weight in (gate_up, down)]
+            for weight in poisoned:
+                weight[unused] = math.nan
+            if not torch.equal(got, function(x, logits, *poisoned, top_k)):
+                raise ValueError("an expert that is not hit was read, or two runs differ")
         if not known:
-            known.append(fused_moe_reference(sets[0][0].float(), *arguments[0][1:]))
+            known.append(fused_moe_reference(x.float(), logits, gate_up, down, top_k))
         return relative_error(got, known[0])
 
-    hits = [logits.float().topk(top_k, dim=1).indices.unique().numel() for _, logits in sets]
     weight_bytes = 3 * shape.hidden * width * dtype.itemsize * sum(hits) / len(hits)
     moved = weight_bytes + 2 * sets[0][0].nbytes
     flop = 6.0 * tokens * top_k * shape.hidden * width
