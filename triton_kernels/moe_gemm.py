@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.moe_route import Routing
+from triton_kernels.moe_route import Routing, expert_lanes
 
 
 class GemmConfig(NamedTuple):
@@ -229,7 +229,7 @@ def gate_up_triton(x: Tensor, gate_up: Tensor, routing: Routing, config: GemmCon
         num_experts,
         routing.experts.shape[1],
         config.tma,
-        next_power_of_2(num_experts),
+        expert_lanes(num_experts),
         config.block_m,
         config.block_n,
         config.block_k,
@@ -257,7 +257,7 @@ def down_triton(hidden: Tensor, down: Tensor, routing: Routing, config: GemmConf
         expert_width,
         num_experts,
         config.tma,
-        next_power_of_2(num_experts),
+        expert_lanes(num_experts),
         config.block_m,
         config.block_n,
         config.block_k,

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.moe_route import expert_lanes
 
 
 class PairsConfig(NamedTuple):
@@ -182,7 +183,7 @@ def moe_pairs_triton(
         num_experts,
         top_k,
         overlap,
-        next_power_of_2(num_experts),
+        expert_lanes(num_experts),
         config.up_block_n,
         min(config.up_block_k, next_power_of_2(width)),
         num_warps=config.up_warps,
@@ -199,7 +200,7 @@ def moe_pairs_triton(
         top_k,
         renormalize,
         overlap,
-        next_power_of_2(num_experts),
+        expert_lanes(num_experts),
         next_power_of_2(top_k),
         config.down_block_n,
         min(config.down_block_k, next_power_of_2(expert_width)),

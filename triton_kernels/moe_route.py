@@ -152,12 +152,17 @@ def _sort_kernel(
     tl.store(order_ptr + place, pairs, routed)
 
 
+def expert_lanes(num_experts: int) -> int:
+    """The block that holds a value for every expert; under a warp's 32 lanes, Triton 3.6 fails to compile."""
+    return max(32, next_power_of_2(num_experts))
+
+
 def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     """Routing of logits [T, E], T >= 1, rows may be strided."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
     block_t = 16 if num_tokens <= 16 else 32
-    block_e = next_power_of_2(num_experts)
+    block_e = expert_lanes(num_experts)
     num_blocks = ceil_div(num_tokens, block_t)
 
     def ints(*shape: int) -> Tensor:

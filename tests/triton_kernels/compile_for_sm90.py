@@ -187,6 +187,8 @@ def cases():
     for tokens in (1, 64, 512, 1024, 8192):
         yield f"moe {tokens} tokens", moe(tokens)
     yield "moe odd fp16", moe(64, 60, 4, 720, 208, dtype=torch.float16)
+    for tokens in (1, 5, 40):
+        yield f"moe {tokens} tokens 2 experts", moe(tokens, 2, 1, 48, 16)
     yield "moe 512 tokens float32", moe(512, dtype=torch.float32)
     yield "prefill hopper 32/8/128 page 16", prefill_hopper(32, 8, 128, 16)
     one_head = paged_prefill_hopper.HopperPrefillConfig(128, 2, 1)
