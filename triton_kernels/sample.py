@@ -14,13 +14,16 @@ Philox-4x32-10 with key `seed` and counter `position`: a row's draw depends on n
 
 The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; every id is in [0, V).
 
-How: no sort. One kernel finds the largest logit of every block of a row; it settles greedy rows. In the
-second, a program per row finds the smallest logit that stays by quartering the ordered integers that
-float32 values map to, one pass over the row for each quartering (8 of them settle bf16 logits, 16 float32),
-then adds up the mass of each block and looks for the draw in one block.
+How: no sort. The first kernel finds the largest logit of every block of a row and of every 32 ids in it;
+greedy rows need no more. From the groups' the second takes a floor that at least 2048 logits (or top_k)
+reach. The third adds up every block's mass and lists what reaches the floor, 256 a block at most. In the
+last, a program per row finds the smallest logit that stays among the listed ones, by quartering the ordered integers
+that float32 values map to, and draws. Where the list is too short (a flat distribution) or a block's is too
+long, it quarters over the row itself, one pass for each (8 of them settle bf16 logits, 16 float32): same
+meaning, slower. Each row decides for itself, by nothing but its own logits and options.
 
-Cost: R*V elements read once for greedy rows, 3 times for plain temperature, 10 to 20 times for top_k and for
-top_p each (mostly from L2).
+Cost: R*V elements read once for greedy rows, twice for the others, 10 to 20 times more (mostly from L2) for
+those that go the long way.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare.
@@ -38,6 +41,10 @@ _LOWEST_TEMPERATURE = tl.constexpr(1e-10)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MASK32 = 0xFFFFFFFF
 _BLOCK_V = 4096
+_TILE = 1024
+_GROUPS = 128  # group maxima per block
+_SLOTS = 256  # candidates that a block may have before its row takes the long way
+_LISTED = 2048  # groups of a row, at least, whose largest logit is a candidate (of a large vocabulary)
 _LOW_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """How many low bits of a float32 are zero whenever it holds a value of this dtype."""
 
@@ -126,11 +133,16 @@ def last_true(mask: Tensor) -> Tensor:
 
 
 @triton.jit
-def _load_logits(logits_ptr, ids, vocab: tl.constexpr):
-    """Float32 logits of `ids`: NaN and what lies beyond the vocabulary is -inf, +inf the largest number."""
-    x = tl.load(logits_ptr + ids, ids < vocab, other=float("-inf")).to(tl.float32)
+def _tamed(x):
+    x = x.to(tl.float32)
     x = tl.where(x != x, float("-inf"), x)
     return tl.minimum(x, _FLOAT_MAX)
+
+
+@triton.jit
+def _load_logits(logits_ptr, ids, vocab: tl.constexpr):
+    """Float32 logits of `ids`: NaN and what lies beyond the vocabulary is -inf, +inf the largest number."""
+    return _tamed(tl.load(logits_ptr + ids, ids < vocab, other=float("-inf")))
 
 
 @triton.jit
@@ -188,16 +200,129 @@ def _smallest_key(
 
 
 @triton.jit
-def _block_argmax_kernel(
-    logits_ptr, block_top_ptr, block_id_ptr, row_stride, vocab: tl.constexpr, BLOCK_V: tl.constexpr
+def _smallest_listed_key(keys, measure, low, high, bound):
+    """_smallest_key over keys that are at hand, with `measure` (count or mass) for each."""
+    while low < high:
+        step = (high - low) // 4
+        t1 = low + step
+        t2 = low + 2 * step
+        t3 = low + 3 * step
+        holds1 = tl.sum(tl.where(keys > t1.to(tl.int32), measure, 0.0)) < bound
+        holds2 = tl.sum(tl.where(keys > t2.to(tl.int32), measure, 0.0)) < bound
+        holds3 = tl.sum(tl.where(keys > t3.to(tl.int32), measure, 0.0)) < bound
+        new_low = tl.where(holds1, low, tl.where(holds2, t1 + 1, tl.where(holds3, t2 + 1, t3 + 1)))
+        high = tl.where(holds1, t1, tl.where(holds2, t2, tl.where(holds3, t3, high)))
+        low = new_low
+    return high
+
+
+@triton.jit
+def _block_tops_kernel(
+    logits_ptr,
+    block_top_ptr,
+    block_id_ptr,
+    group_top_ptr,
+    row_stride,
+    vocab: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
+    """The largest logit of a block of a row, its id, and the largest of each of the block's groups."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    WIDTH: tl.constexpr = BLOCK_V // GROUPS
+    groups = tl.arange(0, GROUPS)
+    ids = block * BLOCK_V + (groups * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     x = _load_logits(logits_ptr + row * row_stride, ids, vocab)
-    top = tl.max(x, 0)
-    tl.store(block_top_ptr + row * tl.num_programs(1) + block, top)
-    tl.store(block_id_ptr + row * tl.num_programs(1) + block, tl.min(tl.where(x == top, ids, vocab), 0))
+    tops = tl.max(x, 1)
+    top = tl.max(tops, 0)
+    place = row * tl.num_programs(1) + block
+    tl.store(block_top_ptr + place, top)
+    tl.store(block_id_ptr + place, tl.min(tl.min(tl.where(x == top, ids, vocab), 1), 0))
+    tl.store(group_top_ptr + place * GROUPS + groups, tops)
+
+
+@triton.jit
+def _floor_kernel(
+    group_top_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    floor_ptr,
+    vocab: tl.constexpr,
+    NUM_TOPS: tl.constexpr,
+    PADDED_TOPS: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """A value (the upper 16 bits of its key) that at least LISTED, or top_k, logits of a row reach."""
+    row = tl.program_id(0)
+    top_k = tl.load(top_k_ptr + row)
+    filtered = ((top_k > 0) & (top_k < vocab)) | (not (tl.load(top_p_ptr + row) >= 1))
+    floor = tl.load(top_k_ptr + row) * 0 + 32767
+    if filtered & (tl.load(temperature_ptr + row) > 0):
+        places = tl.arange(0, PADDED_TOPS)
+        there = places < NUM_TOPS
+        x = tl.load(group_top_ptr + row.to(tl.int64) * NUM_TOPS + places, there, other=float("-inf"))
+        keys = _ordered_key(x, 16)
+        bound = tl.maximum(tl.where(top_k < vocab, top_k, 0), LISTED).to(tl.float32)
+        high = tl.max(keys, 0)
+        low = tl.min(keys, 0)
+        # The smallest key above which there are fewer than `bound` of these; all that tie with it count.
+        floor = _smallest_listed_key(keys, tl.where(there, 1.0, 0.0), low, high, bound)
+    tl.store(floor_ptr + row, floor)
+
+
+@triton.jit
+def _block_mass_kernel(
+    logits_ptr,
+    block_top_ptr,
+    floor_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    block_mass_ptr,
+    draw_mass_ptr,
+    count_ptr,
+    listed_ptr,
+    row_stride,
+    vocab: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The mass of a block of a row, that of it which min_p leaves, and the logits that reach the floor."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        blocks = tl.arange(0, PADDED_BLOCKS)
+        tops = tl.load(block_top_ptr + row * NUM_BLOCKS + blocks, blocks < NUM_BLOCKS, other=float("-inf"))
+        largest = tl.max(tops, 0)
+        min_p = tl.load(min_p_ptr + row)
+        floor = tl.load(floor_ptr + row)
+        sharpness = _LOG2_E / tl.maximum(temperature, _LOWEST_TEMPERATURE)
+        place = row * NUM_BLOCKS + block
+        mass = tl.zeros([TILE], tl.float32)
+        drawable = tl.zeros([TILE], tl.float32)
+        count = block * 0
+        for v0 in tl.static_range(0, BLOCK_V, TILE):
+            ids = block * BLOCK_V + v0 + tl.arange(0, TILE)
+            # Loaded here, since torch.compile takes a tensor that is loaded in a function, and then decides
+            # where to store, for one that is written.
+            x = tl.load(logits_ptr + row * row_stride + ids, ids < vocab, other=float("-inf"))
+            x = _tamed(x)
+            weight = tl.where(ids < vocab, _weight(x, largest, sharpness), 0.0)
+            mass += weight
+            drawable += tl.where((weight >= min_p) | (x == largest), weight, 0.0)
+            if floor < 32767:
+                inside = ((_ordered_key(x, 16) >= floor) & (ids < vocab)).to(tl.int32)
+                slot = count + tl.cumsum(inside, 0) - 1
+                tl.store(listed_ptr + place * SLOTS + slot, x, (inside > 0) & (slot < SLOTS))
+                count += tl.sum(inside, 0)
+        tl.store(block_mass_ptr + place, tl.sum(mass, 0))
+        tl.store(draw_mass_ptr + place, tl.sum(drawable, 0))
+        tl.store(count_ptr + place, count)
 
 
 @triton.jit
@@ -205,6 +330,11 @@ def _sample_kernel(
     logits_ptr,
     block_top_ptr,
     block_id_ptr,
+    floor_ptr,
+    block_mass_ptr,
+    draw_mass_ptr,
+    count_ptr,
+    listed_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -217,6 +347,7 @@ def _sample_kernel(
     NUM_BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
     LOW_ZERO_BITS: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -242,31 +373,68 @@ def _sample_kernel(
         )
         largest_key = _ordered_key(largest, LOW_ZERO_BITS).to(tl.int64)
         threshold = lowest_key
-        if (top_k > 0) & (top_k < vocab):
-            threshold = _smallest_key(
-                row_ptr, threshold, largest_key, top_k.to(tl.float32), largest, sharpness,
-                False, vocab, LOW_ZERO_BITS, BLOCK_V,
-            )  # fmt: skip
-        if not (top_p >= 1):
-            kept = tl.zeros([BLOCK_V], tl.float32)
-            for v0 in range(0, vocab, BLOCK_V):
-                x = _load_logits(row_ptr, v0 + tl.arange(0, BLOCK_V), vocab)
-                inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
-                kept += tl.where(inside, _weight(x, largest, sharpness), 0.0)
-            threshold = _smallest_key(
-                row_ptr, threshold, largest_key, top_p * tl.sum(kept, 0), largest, sharpness,
-                True, vocab, LOW_ZERO_BITS, BLOCK_V,
-            )  # fmt: skip
-
+        by_count = (top_k > 0) & (top_k < vocab)
+        by_mass = not (top_p >= 1)
         block_mass = tl.zeros([PADDED_BLOCKS], tl.float32)
-        for v0 in range(0, vocab, BLOCK_V):
-            ids = v0 + tl.arange(0, BLOCK_V)
-            x = _load_logits(row_ptr, ids, vocab)
-            weight = _weight(x, largest, sharpness)
-            inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
-            inside = inside & ((weight >= min_p) | (x == largest)) & (ids < vocab)
-            mass = tl.sum(tl.where(inside, weight, 0.0), 0)
-            block_mass = tl.where(blocks == v0 // BLOCK_V, mass, block_mass)
+        row_blocks = row.to(tl.int64) * NUM_BLOCKS + blocks
+        settled = row * 0
+        if by_count | by_mass:
+            counts = tl.load(count_ptr + row_blocks, blocks < NUM_BLOCKS, other=0)
+            if tl.max(counts, 0) <= SLOTS:
+                slots = tl.arange(0, SLOTS)
+                there = slots[None, :] < counts[:, None]
+                x = tl.load(listed_ptr + row_blocks[:, None] * SLOTS + slots[None, :], there, other=0.0)
+                keys = _ordered_key(x, LOW_ZERO_BITS)
+                weight = tl.where(there, _weight(x, largest, sharpness), 0.0)
+                # Every logit of at least this key is listed.
+                cut = tl.load(floor_ptr + row).to(tl.int64) << (16 - LOW_ZERO_BITS)
+                enough = tl.sum(counts, 0) >= 1
+                if by_count:
+                    enough = tl.sum(counts, 0) >= top_k
+                    one = tl.where(there, 1.0, 0.0)
+                    cut = _smallest_listed_key(keys, one, cut, largest_key, top_k.to(tl.float32))
+                if by_mass:
+                    kept = tl.sum(tl.where(keys >= cut.to(tl.int32), weight, 0.0))
+                    bound = top_p * kept
+                    if not by_count:
+                        masses = tl.load(block_mass_ptr + row_blocks, blocks < NUM_BLOCKS, other=0.0)
+                        bound = top_p * tl.sum(masses, 0)
+                    enough = enough & (kept >= bound)
+                    cut = _smallest_listed_key(keys, weight, cut, largest_key, bound)
+                if enough:
+                    inside = (keys >= cut.to(tl.int32)) & ((weight >= min_p) | (x == largest))
+                    block_mass = tl.sum(tl.where(inside & there, weight, 0.0), 1)
+                    threshold = cut
+                    settled = row * 0 + 1
+        else:
+            block_mass = tl.load(draw_mass_ptr + row_blocks, blocks < NUM_BLOCKS, other=0.0)
+            settled = row * 0 + 1
+
+        if settled == 0:
+            if (top_k > 0) & (top_k < vocab):
+                threshold = _smallest_key(
+                    row_ptr, threshold, largest_key, top_k.to(tl.float32), largest, sharpness,
+                    False, vocab, LOW_ZERO_BITS, BLOCK_V,
+                )  # fmt: skip
+            if not (top_p >= 1):
+                kept = tl.zeros([BLOCK_V], tl.float32)
+                for v0 in range(0, vocab, BLOCK_V):
+                    x = _load_logits(row_ptr, v0 + tl.arange(0, BLOCK_V), vocab)
+                    inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
+                    kept += tl.where(inside, _weight(x, largest, sharpness), 0.0)
+                threshold = _smallest_key(
+                    row_ptr, threshold, largest_key, top_p * tl.sum(kept, 0), largest, sharpness,
+                    True, vocab, LOW_ZERO_BITS, BLOCK_V,
+                )  # fmt: skip
+
+            for v0 in range(0, vocab, BLOCK_V):
+                ids = v0 + tl.arange(0, BLOCK_V)
+                x = _load_logits(row_ptr, ids, vocab)
+                weight = _weight(x, largest, sharpness)
+                inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
+                inside = inside & ((weight >= min_p) | (x == largest)) & (ids < vocab)
+                mass = tl.sum(tl.where(inside, weight, 0.0), 0)
+                block_mass = tl.where(blocks == v0 // BLOCK_V, mass, block_mass)
 
         word, _, _, _ = tl.philox(tl.load(seed_ptr + row), tl.load(position_ptr + row), 0, 0, 0)
         uniform = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
@@ -300,16 +468,69 @@ def sample_triton(
     """The kernels, whatever the device."""
     num_rows, vocab = logits.shape
     num_blocks = ceil_div(vocab, _BLOCK_V)
-    block_top = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
-    block_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    _block_argmax_kernel[(num_rows, num_blocks)](
-        logits, block_top, block_id, logits.stride(0), vocab, _BLOCK_V, num_warps=8
+    padded_blocks = next_power_of_2(num_blocks)
+    num_tops = num_blocks * _GROUPS
+    device = logits.device
+    block_top = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
+    block_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
+    group_top = torch.empty((num_rows, num_tops), dtype=torch.float32, device=device)
+    floor = torch.empty(num_rows, dtype=torch.int32, device=device)
+    block_mass = torch.empty_like(block_top)
+    draw_mass = torch.empty_like(block_top)
+    count = torch.empty_like(block_id)
+    listed = torch.empty((num_rows, num_blocks, _SLOTS), dtype=torch.float32, device=device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=device)
+    _block_tops_kernel[(num_rows, num_blocks)](
+        logits,
+        block_top,
+        block_id,
+        group_top,
+        logits.stride(0),
+        vocab,
+        _GROUPS,
+        _BLOCK_V,
+        num_warps=8,
+    )
+    _floor_kernel[(num_rows,)](
+        group_top,
+        temperature,
+        top_k,
+        top_p,
+        floor,
+        vocab,
+        num_tops,
+        padded_blocks * _GROUPS,
+        _LISTED if num_tops >= 2 * _LISTED else ceil_div(num_tops, 8),
+        num_warps=8,
+    )
+    _block_mass_kernel[(num_rows, num_blocks)](
+        logits,
+        block_top,
+        floor,
+        temperature,
+        min_p,
+        block_mass,
+        draw_mass,
+        count,
+        listed,
+        logits.stride(0),
+        vocab,
+        num_blocks,
+        padded_blocks,
+        _SLOTS,
+        _TILE,
+        _BLOCK_V,
+        num_warps=4,
     )
     _sample_kernel[(num_rows,)](
         logits,
         block_top,
         block_id,
+        floor,
+        block_mass,
+        draw_mass,
+        count,
+        listed,
         temperature,
         top_k,
         top_p,
@@ -320,8 +541,9 @@ def sample_triton(
         logits.stride(0),
         vocab,
         num_blocks,
-        next_power_of_2(num_blocks),
+        padded_blocks,
         _LOW_ZERO_BITS[logits.dtype],
+        _SLOTS,
         _BLOCK_V,
         num_warps=16,
     )
