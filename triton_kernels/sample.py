@@ -17,10 +17,10 @@ The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; e
 How: no sort. The first kernel finds the largest logit of every block of a row and of every 32 ids in it;
 greedy rows need no more. From the groups' the second takes a floor that at least 2048 logits (or top_k)
 reach. The third adds up every block's mass and lists what reaches the floor, 256 a block at most. In the
-last, a program per row finds the smallest logit that stays among the listed ones, by quartering the ordered integers
-that float32 values map to, and draws. Where the list is too short (a flat distribution) or a block's is too
-long, it quarters over the row itself, one pass for each (8 of them settle bf16 logits, 16 float32): same
-meaning, slower. Each row decides for itself, by nothing but its own logits and options.
+last, a program per row finds the smallest logit that stays among the listed ones, by quartering the ordered
+integers that float32 values map to, and draws. Where the list is too short (a flat distribution) or a
+block's is too long, it quarters over the row itself, one pass for each (8 of them settle bf16 logits, 16
+float32): same meaning, slower. A row decides by nothing but its own logits and options.
 
 Cost: R*V elements read once for greedy rows, twice for the others, 10 to 20 times more (mostly from L2) for
 those that go the long way.
