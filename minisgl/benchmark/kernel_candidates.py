@@ -230,7 +230,7 @@ TUNABLE = {
             exact=_attention_exact,
             near=_attention_near,
             cases=_decode_cases,
-            default=lambda shape, size, element: default_decode_config(shape.head_dim, element),
+            default=lambda shape, size, element: default_decode_config(shape.head_dim, element, PAGE_SIZE),
             candidates=_decode_candidates,
             launcher=paged_decode_triton,
         ),
