@@ -11,8 +11,8 @@ outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <=
 of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided; the D
 elements of a head lie next to each other.
 
-How: a row is cut into splits of `split_tokens` (doubled, tripled, ... where the row would get more than
-`max_splits`), so where the cuts lie depends on the row's own length and on nothing else, and its result is
+How: a row is cut into splits of `split_tokens` (half as long for rows of at most two of them, which would
+leave most of the GPU idle; doubled, tripled, ... where the row would get more than `max_splits`), so where the cuts lie depends on the row's own length and on nothing else, and its result is
 the same to the last bit alone and in any batch. (split, KV head) pairs are the units of work. A fixed number
 of programs per multiprocessor takes them in turn, finding each by a prefix sum over context_len, so one
 captured grid serves all lengths and very unequal rows spread evenly. The G query heads of a unit fill one
@@ -46,7 +46,7 @@ class DecodeConfig(NamedTuple):
     """A launch configuration of paged_decode; split_tokens and max_splits change the last bits of results."""
 
     block_n: int  # keys per tile
-    split_tokens: int  # a multiple of block_n
+    split_tokens: int  # an even multiple of block_n
     max_splits: int  # per row; a power of two
     num_warps: int
     num_stages: int
@@ -101,6 +101,8 @@ def _row_cuts(length, window: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.
     start = tl.maximum(length - window, 0) if window > 0 else length * 0
     seen = length - start
     split_tokens = SPLIT * tl.maximum((seen + SPLIT * MAX_SPLITS - 1) // (SPLIT * MAX_SPLITS), 1)
+    if MAX_SPLITS >= 4:
+        split_tokens = tl.where(seen <= 2 * SPLIT, SPLIT // 2, split_tokens)
     num_splits = tl.maximum((seen + split_tokens - 1) // split_tokens, 1)
     return start, split_tokens, num_splits
 
@@ -287,7 +289,8 @@ def paged_decode_triton(
     max_seen = page_table.shape[1] * page_size
     if window > 0:
         max_seen = min(max_seen, window)
-    scratch_splits = min(config.max_splits, ceil_div(max_seen, config.split_tokens))
+    short_splits = min(4, ceil_div(max_seen, config.split_tokens // 2))
+    scratch_splits = min(config.max_splits, max(short_splits, ceil_div(max_seen, config.split_tokens)))
     block_d = next_power_of_2(head_dim)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     scratch = (num_rows, num_heads, scratch_splits)

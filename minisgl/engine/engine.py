@@ -255,7 +255,7 @@ def _assemble(
     runner = ModelRunner(model, rows, page_size, device, compiled)
     kernels = None
     if device.type == "cuda":
-        warm_up_prefill(model, rows, device)
+        warm_up_prefill(model, rows, min(config.chunk_tokens, config.max_context_tokens), device)
         kernels = KernelCompilations()
         stages.done("compile prefill kernels")
 

@@ -69,14 +69,19 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
-def warm_up_prefill(model: Decoder, rows: Rows, device: torch.device) -> None:
-    """Compile the kernels of a prefill step: for chunks of several tokens, and for chunks of one.
+def warm_up_prefill(model: Decoder, rows: Rows, max_tokens: int, device: torch.device) -> None:
+    """Compile the kernels of a prefill step, for chunks of one token and of up to `max_tokens`.
 
-    Sizes are chosen for what Triton compiles anew: a count of 1, a multiple of 16, and any other.
+    Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other),
+    the powers of two for the launch configurations that depend on the number of tokens.
     """
     for num_rows in (1, 3, 16):
         for row_tokens in (1, 3, 16):
             prefill_step(model, rows, padding_batch(num_rows, row_tokens, rows, device))
+    row_tokens = 32
+    while row_tokens <= max_tokens:
+        prefill_step(model, rows, padding_batch(1, row_tokens, rows, device))
+        row_tokens *= 2
     torch.cuda.synchronize(device)
 
 
