@@ -12,11 +12,12 @@ of 8, S any power of two. q's rows and heads and the pools' pages, tokens and he
 elements of a head lie next to each other.
 
 How: a row is cut into splits of `split_tokens` (half as long for rows of at most two of them, which would
-leave most of the GPU idle; doubled, tripled, ... where the row would get more than `max_splits`), so where the cuts lie depends on the row's own length and on nothing else, and its result is
-the same to the last bit alone and in any batch. (split, KV head) pairs are the units of work. A fixed number
-of programs per multiprocessor takes them in turn, finding each by a prefix sum over context_len, so one
-captured grid serves all lengths and very unequal rows spread evenly. The G query heads of a unit fill one
-16-row tensor-core tile. Rows of one split are finished there; a second kernel merges the splits of the rest.
+leave most of the GPU idle; doubled, tripled, ... where the row would get more than `max_splits`). Where the
+cuts lie depends on the row's own length and on nothing else, so its result is the same to the last bit alone
+and in any batch. (split, KV head) pairs are the units of work. A fixed number of programs per multiprocessor
+takes them in turn, finding each by a prefix sum over context_len, so one captured grid serves all lengths
+and very unequal rows spread evenly. The G query heads of a unit fill one 16-row tensor-core tile. Rows of
+one split are finished there; a second kernel merges the splits of the rest.
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
 Scratch: R * H * min(max_splits, C * S / split_tokens) * (D + 1) floats.
