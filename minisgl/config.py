@@ -108,7 +108,7 @@ class EngineConfig:
     overlap with)."""
     compile_mode: str | None = None
     """Either "full" (torch.compile over the whole decode step, a CUDA graph per bucket) or "off".
-    Auto: full on cuda."""
+    Auto: full on cuda; where compiling fails, auto goes on without it and says so."""
     max_graph_batch: int | None = None
     """Largest decode batch with a recorded graph; larger ones run uncaptured. Auto: max_running_requests."""
     attention_backend: str | None = None

@@ -159,6 +159,7 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
     """
     stages = _Stages(on_stage)
     model_config = read_model_config(folder)
+    must_compile = config.strict_compile or config.compile_mode is not None
     config = resolve_engine_config(config, model_config, find_device_facts())
     assert config.device is not None
     assert config.dtype is not None
@@ -188,7 +189,9 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
             load_weights(model, folder, model_config, dtype=dtype, device=device)
         stages.done("dummy weights" if config.dummy_weights else "load weights")
         with torch.inference_mode():
-            return _assemble(config, model_config, model, device, dtype, available_bytes, stages)
+            return _assemble(
+                config, model_config, model, device, dtype, available_bytes, stages, must_compile=must_compile
+            )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the GPU's memory did not suffice for the start; lower --max-step-tokens "
@@ -218,6 +221,8 @@ def _assemble(
     dtype: torch.dtype,
     available_bytes: int,
     stages: _Stages,
+    *,
+    must_compile: bool,
 ) -> Engine:
     """Tables, pool, graphs and scheduler around a loaded model."""
     assert config.max_running_requests is not None
@@ -248,9 +253,19 @@ def _assemble(
 
     compiled = None
     if buckets:
-        step = DecodeStep(model, rows, page_size)
-        compiled = CompiledDecode(step, buckets, device, strict=config.strict_compile)
-        compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+        try:
+            step = DecodeStep(model, rows, page_size)
+            compiled = CompiledDecode(step, buckets, device, strict=config.strict_compile)
+            compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+        except Exception as error:
+            if must_compile or isinstance(error, torch.OutOfMemoryError):
+                raise
+            compiled = None
+            logger.warning(
+                "this torch can't compile the decode step, so it runs uncompiled and several times slower; "
+                "--compile-mode full makes this an error. It said:",
+                exc_info=True,
+            )
         stages.done(f"compile decode, record {len(buckets)} graphs")
     runner = ModelRunner(model, rows, page_size, device, compiled)
     kernels = None
