@@ -19,6 +19,8 @@ TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
 LONGEST_PATH = 100
 """A unix socket's path may have 107 bytes; the file names and a margin come off that."""
+CONNECT_MS = 5000
+"""How long the engine waits for the server's end, which was there before it."""
 LAST_WORDS_MS = 1000
 """How long the engine's `close` may wait for its last message (a `Fatal`) to leave."""
 
@@ -47,7 +49,11 @@ class EngineSocket:
         self._context = zmq.Context()
         self._inbox = _socket(self._context, zmq.PULL)
         self._outbox = _socket(self._context, zmq.PUSH)
+        # The server may answer the first message at once: by then it must have somebody to send to.
+        handshake = self._inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE))
+        handshake.poll(CONNECT_MS)
+        self._inbox.disable_monitor()
         self._outbox.connect(_endpoint(ipc_dir, TO_SERVER))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
