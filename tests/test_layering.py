@@ -50,7 +50,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
     "doctor": {"errors", "config", "model_config", "weights", "engine", "__init__"},
-    "benchmark": SEAMS | {"offline", "llm", "text", "triton_kernels"},
+    "benchmark": SEAMS
+    | {
+        "offline",
+        "llm",
+        "text",
+        "triton_kernels",
+        "engine",
+        "scheduler",
+        "kvcache",
+        "weights",
+        "model_config",
+    }
+    | {"server", "__init__"},
     "cli": SEAMS | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "__init__"},
     "__init__": {"errors", "request", "offline", "llm"},
     "__main__": {"cli"},
@@ -58,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
+    ("benchmark", "server"): {"minisgl.server.startup_report"},
     ("doctor", "weights"): {"minisgl.weights.sources"},
     ("doctor", "engine"): {"minisgl.engine.device"},
     ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},

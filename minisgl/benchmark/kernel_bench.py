@@ -20,7 +20,6 @@ from minisgl.benchmark.attention_problems import (
     decode_shape,
     prefill_problem,
 )
-from minisgl.benchmark.bar_chart import Group, check_chart_path, write_chart
 from minisgl.benchmark.kernel_baselines import flashinfer_calls, has_flashinfer, inductor_calls
 from minisgl.benchmark.kernel_timing import (
     MAX_ERROR,
@@ -32,6 +31,7 @@ from minisgl.benchmark.kernel_timing import (
     wall_microseconds,
 )
 from minisgl.benchmark.model_shapes import ModelShape, find_shapes
+from minisgl.benchmark.plots import Group, check_chart_path, write_chart
 from minisgl.benchmark.settings import KernelBenchSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,

@@ -19,7 +19,7 @@ class TuneSettings:
     out: str | None = None
     """Folder of the table. Auto: the installed package's own, where lookups find it."""
     plot: str | None = None
-    """Draw the result to this .svg (or .png, where matplotlib is installed)."""
+    """Draw the result to this .png, .svg or .html; needs matplotlib."""
     dry_run: bool = False
     """Show shapes and candidates, measure nothing; needs no GPU."""
     again: bool = False
@@ -42,4 +42,4 @@ class KernelBenchSettings:
     out: str | None = None
     """Write the results to this file, as JSON."""
     plot: str | None = None
-    """Draw the results to this .svg (or .png, where matplotlib is installed)."""
+    """Draw the results to this .png, .svg or .html; needs matplotlib."""

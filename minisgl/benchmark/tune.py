@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from minisgl.benchmark.bar_chart import Group, check_chart_path, write_chart
 from minisgl.benchmark.kernel_candidates import TUNABLE, Case, TunableOp
 from minisgl.benchmark.kernel_timing import (
     MAX_ERROR,
@@ -25,6 +24,7 @@ from minisgl.benchmark.kernel_timing import (
     wall_microseconds,
 )
 from minisgl.benchmark.model_shapes import ModelShape, find_shapes
+from minisgl.benchmark.plots import Group, check_chart_path, write_chart
 from minisgl.benchmark.settings import TuneSettings
 from minisgl.errors import ConfigError
 from triton_kernels.tuning import (

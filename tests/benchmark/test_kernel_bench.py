@@ -9,14 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from minisgl.benchmark.bar_chart import Group, svg, write_chart
 from minisgl.benchmark.kernel_baselines import PLAIN_TORCH
 from minisgl.benchmark.kernel_bench import LAUNCHERS
 from minisgl.benchmark.kernel_timing import Ceilings, Problem
 from minisgl.benchmark.model_shapes import find_shape
 from minisgl.benchmark.token_problems import fused_moe_problem, rope_store_problem
 from minisgl.cli import main
-from minisgl.errors import ConfigError
 from triton_kernels.fused_moe import fused_moe_reference
 from triton_kernels.registry import Kernels
 
@@ -114,19 +112,3 @@ def test_a_store_to_a_wrong_slot_is_found() -> None:
 
     with pytest.raises(ValueError, match="wrong slots"):
         problem.check(shifted)
-
-
-def test_a_chart_has_a_bar_for_each_value_and_its_text_is_escaped() -> None:
-    groups = [Group("a < b", (0.5, None, 2.0), ("x", "", "z")), Group("c", (0.1, 0.2, 0.3), ("1", "2", "3"))]
-    root = xml.etree.ElementTree.fromstring(svg("title & more", ("p", "q", "r"), groups, 1.0))
-    rectangles = list(root.iter("{http://www.w3.org/2000/svg}rect"))
-    assert len(rectangles) == 1 + 3 + 5
-    widths = [float(one.attrib["width"]) for one in rectangles[4:]]
-    assert widths[1] == 2 * widths[0], "a value beyond the limit ends at it"
-    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"title & more", "a < b", "100%"} <= set(texts)
-
-
-def test_a_chart_needs_a_name_it_knows(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.svg or \.png"):
-        write_chart(tmp_path / "a.pdf", "", ("p",), [], 1.0)

@@ -182,7 +182,7 @@ def test_a_dry_run_shows_shapes_and_candidates_without_a_gpu(capsys: pytest.Capt
         (["--ops", "silu_mul,dance"], "'dance' can't be tuned; there are paged_decode"),
         (["--device", "tpu"], "--device must be"),
         (["--device", "cpu"], "give --out DIR"),
-        (["--plot", "a.jpg"], ".svg or .png"),
+        (["--plot", "a.jpg"], ".png, .svg, .html"),
         ([], "needs a CUDA GPU and torch sees none; --dry-run"),
     ],
 )
