@@ -55,6 +55,10 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
+    qkv_bias: bool = False
+    """The q, k and v projections have biases (Qwen2)."""
+    qk_norm: bool = False
+    """Each head of q and k is normalised before the rotation (Qwen3)."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": what the weights are stored in."""
     eos_token_ids: tuple[int, ...]
@@ -107,10 +111,12 @@ class EngineConfig:
     """Plan and launch step k+1 before the result of step k is read. Auto: on cuda (a CPU has nothing to
     overlap with)."""
     compile_mode: str | None = None
-    """Either "full" (torch.compile over the whole decode step, a CUDA graph per bucket) or "off".
-    Auto: full on cuda; where compiling fails, auto goes on without it and says so."""
+    """What torch.compile gets of the decode step: "layers" (one block, shared by all), "full" (the whole
+    step, mode="reduce-overhead"; starts far slower) or "off". Auto: layers on cuda; where compiling fails,
+    auto goes on without it and says so."""
     max_graph_batch: int | None = None
-    """Largest decode batch with a recorded graph; larger ones run uncaptured. Auto: max_running_requests."""
+    """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
+    max_running_requests with Triton attention on cuda, else 0."""
     attention_backend: str | None = None
     """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
     seed: int = 0
@@ -191,7 +197,9 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_running = given(config.max_running_requests, 256 if on_cuda else 32)
     max_step_tokens = given(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
     backend = config.attention_backend or ("triton" if on_cuda else "torch")
-    compile_mode = config.compile_mode or ("full" if on_cuda and backend == "triton" else "off")
+    can_record = on_cuda and backend == "triton"
+    max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
+    compile_mode = config.compile_mode or ("layers" if max_graph_batch else "off")
     resolved = replace(
         config,
         device=device,
@@ -203,7 +211,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128)),
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
-        max_graph_batch=given(config.max_graph_batch, max_running),
+        max_graph_batch=max_graph_batch,
         attention_backend=backend,
     )
     check_engine_config(resolved)  # once more: now every relation between two values is there to be checked
@@ -230,7 +238,7 @@ def check_engine_config(config: EngineConfig) -> None:
     check_choice("device", "cuda", "cpu")
     check_choice("dtype", *DTYPE_BYTES)
     check_choice("attention_backend", "triton", "torch")
-    check_choice("compile_mode", "full", "off")
+    check_choice("compile_mode", "layers", "full", "off")
     check_range("max_context_tokens", 2)
     check_range("max_running_requests", 1, 4096)
     running, step = config.max_running_requests, config.max_step_tokens
@@ -266,10 +274,18 @@ def check_engine_config(config: EngineConfig) -> None:
     )
     if config.attention_backend == "triton" and config.device == "cpu":
         raise ConfigError("--attention-backend triton needs --device cuda; use --attention-backend torch")
-    if config.compile_mode == "full" and (config.device == "cpu" or config.attention_backend == "torch"):
+    if config.device == "cpu" or config.attention_backend == "torch":
+        why = (
+            "needs --device cuda and --attention-backend triton (the plain references look at tensor values)"
+        )
+        if config.compile_mode in ("layers", "full"):
+            raise ConfigError(f"--compile-mode {config.compile_mode} {why}; use --compile-mode off")
+        if config.max_graph_batch:
+            raise ConfigError(f"--max-graph-batch {config.max_graph_batch} {why}; use --max-graph-batch 0")
+    if config.max_graph_batch == 0 and config.compile_mode in ("layers", "full"):
         raise ConfigError(
-            "--compile-mode full needs --device cuda and --attention-backend triton (the plain references "
-            "look at tensor values, which no graph can); use --compile-mode off"
+            f"--compile-mode {config.compile_mode} compiles what goes into graphs, and --max-graph-batch 0 "
+            "asks for none; use --compile-mode off"
         )
     check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
     check_range("cpu_threads", 1, 1024)

@@ -11,7 +11,7 @@ from typing import Any
 from minisgl.config import DTYPE_BYTES, ModelConfig, RopeScaling
 from minisgl.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Hugging Face class names whose settings are understood here; models/registry.py builds them."""
 
 LARGEST_INTEGER = 1 << 31
@@ -36,12 +36,14 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
             f"num_key_value_heads ({num_kv_heads})"
         )
-    if raw.get("head_dim") is None and hidden_size % num_heads:
+    is_qwen3 = architecture == "Qwen3ForCausalLM"
+    if raw.get("head_dim") is None and hidden_size % num_heads and not is_qwen3:
         raise ModelError(
             f"config.json gives no head_dim and hidden_size ({hidden_size}) is no multiple of "
             f"num_attention_heads ({num_heads})"
         )
-    head_dim = _integer(raw, "head_dim", hidden_size // num_heads)
+    # Where the file gives none: transformers' own default for the architecture.
+    head_dim = _integer(raw, "head_dim", 128 if is_qwen3 else hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
     max_position = _integer(raw, "max_position_embeddings")
@@ -60,6 +62,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=is_qwen3,
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_joined_ids("eos_token_id", generation, raw),
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),

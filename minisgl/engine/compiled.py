@@ -1,4 +1,10 @@
-"""The decode step under torch.compile: compiled once, recorded as one CUDA graph per batch bucket.
+"""The decode step as CUDA graphs: one for each batch bucket, recorded at start, replayed afterwards.
+
+Three ways to get there, behind one contract (`--compile-mode`):
+
+    layers   torch.compile over one block, which all blocks share; one CUDA graph around the whole step
+    full     torch.compile(mode="reduce-overhead") over the whole step: CUDA graph trees record it
+    off      the step as it is, in one CUDA graph
 
 Promise: after `warm_up` a decode batch up to the largest bucket compiles nothing and records nothing;
 whatever does all the same is counted, and an error with --strict-compile. Use from one thread only:
@@ -7,6 +13,7 @@ CUDA graph trees keep their state per thread.
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch._dynamo
@@ -14,44 +21,59 @@ import torch._inductor.config
 from torch import Tensor
 from triton import knobs
 
+from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
+from minisgl.models.decoder import Block, RunBlock
+
+WARM_RUNS = 2
+"""Uncaptured runs before a recording: the first compiles kernels, both fill allocator and library caches."""
+
+
+class StepGraphs(Protocol):
+    """One graph of the decode step for each tensor of row ids that was recorded."""
+
+    def record(self, row_ids: Tensor) -> None:
+        """Compile what is missing and record the step on these row ids, int32 [R], which stay in place."""
+        ...
+
+    def replay(self, row_ids: Tensor) -> Tensor:
+        """Run the step on a recorded tensor of row ids; the tokens, overwritten by the next replay."""
+        ...
+
+    def counts(self) -> tuple[int, int]:
+        """(graphs compiled, CUDA graphs recorded) in this process so far."""
+        ...
 
 
 class CompiledDecode:
     """A decode step that replays a graph.
 
     Args:
-        buckets: ascending batch sizes to record; one of 1 gets code of its own, the others share one
-            dynamic compilation.
-        cudagraph_or_error: make anything that keeps a graph from being recorded an error.
+        step: the step on the device, uncompiled: what runs when no bucket is large enough.
+        graphs: how it is compiled and recorded.
+        buckets: ascending batch sizes to record.
     """
 
     def __init__(
-        self, step: DecodeStep, buckets: tuple[int, ...], device: torch.device, *, strict: bool
+        self,
+        step: DecodeStep,
+        graphs: StepGraphs,
+        buckets: tuple[int, ...],
+        device: torch.device,
+        *,
+        strict: bool,
     ) -> None:
         self._step = step
+        self._graphs = graphs
         self._buckets = buckets
         self._device = device
         self._strict = strict
         self._max_rows = step.rows.max_rows
-        # Floats of modules (eps, scale) are constants, not inputs with guards.
-        torch._dynamo.config.specialize_float = True
-        torch._inductor.config.triton.cudagraph_or_error = True
-        torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
-        torch._inductor.config.triton.slow_path_cudagraph_asserts = False
-        self._compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
         self._row_ids: dict[int, Tensor] = {}
-        for bucket in buckets:
-            row_ids = torch.full((bucket,), self._max_rows, dtype=torch.int32, device=device)
-            torch._dynamo.mark_static_address(row_ids, guard=False)
-            if bucket > 1:
-                torch._dynamo.mark_dynamic(row_ids, 0, min=2, max=max(buckets[-1], 3))
-            self._row_ids[bucket] = row_ids
         self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
         self._expected = (0, 0)
-        self._num_probes = 0
         self.num_recompiles = 0
         self.num_graph_misses = 0
 
@@ -62,11 +84,13 @@ class CompiledDecode:
         """
         for bucket in reversed(self._buckets):
             started = time.perf_counter()
-            for _ in range(3):  # the code runs uncaptured, is recorded, is replayed
-                self._compiled(self._row_ids[bucket])
+            row_ids = torch.full((bucket,), self._max_rows, dtype=torch.int32, device=self._device)
+            self._graphs.record(row_ids)
+            self._graphs.replay(row_ids)
+            self._row_ids[bucket] = row_ids
             torch.cuda.synchronize(self._device)
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
-        self._expected = self._counts()
+        self._expected = self._graphs.counts()
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
@@ -79,8 +103,8 @@ class CompiledDecode:
             padded = [*rows, *[self._max_rows] * (bucket - len(rows))]
             row_ids.copy_(torch.tensor(padded, dtype=torch.int32).pin_memory(), non_blocking=True)
             self._batches[bucket] = rows
-        token_ids = self._compiled(row_ids)
-        counts = self._counts()
+        token_ids = self._graphs.replay(row_ids)
+        counts = self._graphs.counts()
         if counts != self._expected:
             self.num_recompiles += counts[0] - self._expected[0]
             self._expected = counts
@@ -92,18 +116,113 @@ class CompiledDecode:
         if self._strict:
             raise MinisglError(f"--strict-compile: {what}")
 
-    def _counts(self) -> tuple[int, int]:
-        """(graphs compiled, CUDA graphs recorded) in this process so far."""
+
+class CapturedSteps:
+    """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
+
+    All graphs share one memory pool, so their replays must follow each other on one stream.
+    """
+
+    def __init__(self, step: DecodeStep, *, compile_blocks: bool, max_batch: int) -> None:
+        run_block = compiled_block(max_batch) if compile_blocks else Block.forward
+        self._step = DecodeStep(step.model, step.rows, run_block)
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows
+
+    def record(self, row_ids: Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_RUNS):
+                self._step(row_ids)
+            # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                token_ids = self._step(row_ids)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._recorded[row_ids.shape[0]] = (graph, token_ids)
+
+    def replay(self, row_ids: Tensor) -> Tensor:
+        graph, token_ids = self._recorded[row_ids.shape[0]]
+        graph.replay()
+        return token_ids
+
+    def counts(self) -> tuple[int, int]:
+        return _graphs_compiled(), len(self._recorded)
+
+
+def compiled_block(max_batch: int, backend: str | Callable = "inductor") -> RunBlock:
+    """One compiled function for all blocks of a model, whose weights and pools are its inputs.
+
+    It compiles twice: for a batch of one, and for 2 to `max_batch` rows.
+    """
+    _configure_inductor()
+    compiled = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
+
+    def run(
+        block: Block,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape[0] > 1:
+            for tensor in (x, residual, positions, inputs.row_ids, inputs.context_len, inputs.slot_mapping):
+                torch._dynamo.mark_dynamic(tensor, 0, min=2, max=max(max_batch, 3))
+        return compiled(block, x, residual, positions, cos_sin, inputs)
+
+    return run
+
+
+class WholeStep:
+    """Mode "full": the whole step as one compiled graph, which CUDA graph trees record.
+
+    A batch of one gets code of its own, all others share one dynamic compilation.
+    """
+
+    def __init__(self, step: DecodeStep, device: torch.device, *, max_batch: int) -> None:
+        _configure_inductor()
+        torch._inductor.config.triton.cudagraph_or_error = True
+        torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
+        torch._inductor.config.triton.slow_path_cudagraph_asserts = False
+        self._compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        self._device = device
+        self._max_batch = max_batch
+        self._num_probes = 0
+
+    def record(self, row_ids: Tensor) -> None:
+        torch._dynamo.mark_static_address(row_ids, guard=False)
+        if row_ids.shape[0] > 1:
+            torch._dynamo.mark_dynamic(row_ids, 0, min=2, max=max(self._max_batch, 3))
+        for _ in range(2):  # the code runs uncaptured, then is recorded
+            self._compiled(row_ids)
+
+    def replay(self, row_ids: Tensor) -> Tensor:
+        return self._compiled(row_ids)
+
+    def counts(self) -> tuple[int, int]:
         from torch._inductor import cudagraph_trees  # lazy: it touches CUDA
 
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         manager = cudagraph_trees.get_manager(self._device.index or 0, create_if_none_exists=False)
         if manager is None:
-            return compiled, 0
+            return _graphs_compiled(), 0
         # Every graph takes the next id, and so does this look at it.
         recorded = manager.new_graph_id().id - self._num_probes
         self._num_probes += 1
-        return compiled, recorded
+        return _graphs_compiled(), recorded
+
+
+def _configure_inductor() -> None:
+    # Floats of modules (eps, scale) are constants, not inputs with guards.
+    torch._dynamo.config.specialize_float = True
+
+
+def _graphs_compiled() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 class KernelCompilations:

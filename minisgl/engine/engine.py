@@ -16,7 +16,7 @@ import torch
 
 from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CompiledDecode, KernelCompilations
+from minisgl.engine.compiled import CapturedSteps, CompiledDecode, KernelCompilations, WholeStep
 from minisgl.engine.device import find_device_facts, free_host_bytes
 from minisgl.engine.memory import GRAPH_BYTES, LIBRARY_RESERVE_BYTES, check_weights_fit, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
@@ -232,9 +232,9 @@ def _assemble(
     assert config.mixed_step_tokens is not None
     assert config.max_graph_batch is not None
     page_size = config.page_size
-    rows = Rows(config.max_running_requests, -(-config.max_context_tokens // page_size), device)
+    rows = Rows(config.max_running_requests, -(-config.max_context_tokens // page_size), page_size, device)
     replace_kernels(model, rows, config.kernel)
-    buckets = decode_buckets(config.max_graph_batch) if config.compile_mode == "full" else ()
+    buckets = decode_buckets(config.max_graph_batch)
     peaks = measure_peaks(config, model_config, model, rows, device, dtype)
     budget = plan_memory(
         model_config,
@@ -253,19 +253,20 @@ def _assemble(
 
     compiled = None
     if buckets:
+        assert config.compile_mode is not None
+        step = DecodeStep(model, rows)
         try:
-            step = DecodeStep(model, rows, page_size)
-            compiled = CompiledDecode(step, buckets, device, strict=config.strict_compile)
-            compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+            compiled = _record_graphs(step, config.compile_mode, buckets, device, config.strict_compile)
         except Exception as error:
-            if must_compile or isinstance(error, torch.OutOfMemoryError):
+            if must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
                 raise
-            compiled = None
             logger.warning(
-                "this torch can't compile the decode step, so it runs uncompiled and several times slower; "
-                "--compile-mode full makes this an error. It said:",
+                "this torch can't compile the decode step, so it goes into its graphs uncompiled; "
+                "--compile-mode %s makes this an error. It said:",
+                config.compile_mode,
                 exc_info=True,
             )
+            compiled = _record_graphs(step, "off", buckets, device, config.strict_compile)
         stages.done(f"compile decode, record {len(buckets)} graphs")
     runner = ModelRunner(model, rows, page_size, device, compiled)
     kernels = None
@@ -293,3 +294,16 @@ def _assemble(
             config.max_context_tokens,
         )
     return Engine(config, Scheduler(scheduler_config, cache), cache, runner, compiled, kernels)
+
+
+def _record_graphs(
+    step: DecodeStep, mode: str, buckets: tuple[int, ...], device: torch.device, strict: bool
+) -> CompiledDecode:
+    """The decode step, compiled as `mode` says, with a graph for every bucket."""
+    if mode == "full":
+        graphs = WholeStep(step, device, max_batch=buckets[-1])
+    else:
+        graphs = CapturedSteps(step, compile_blocks=mode == "layers", max_batch=buckets[-1])
+    compiled = CompiledDecode(step, graphs, buckets, device, strict=strict)
+    compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+    return compiled

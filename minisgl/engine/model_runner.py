@@ -42,7 +42,7 @@ class ModelRunner:
         self._device = device
         self.pages = HostPageTable(rows.max_rows, rows.page_table.shape[1], page_size)
         self.stager = Stager(device)
-        self._decode = DecodeStep(model, rows, page_size)
+        self._decode = DecodeStep(model, rows)
         self._compiled = compiled
 
     @torch.inference_mode()

@@ -50,7 +50,7 @@ def measure_peaks(
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     batch = padding_batch(num_rows, row_tokens, rows, device)
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
-    decode = DecodeStep(model, rows, config.page_size)
+    decode = DecodeStep(model, rows)
     return Peaks(
         peak_bytes(lambda: prefill_step(model, rows, batch), device),
         peak_bytes(lambda: decode(row_ids), device),

@@ -31,12 +31,14 @@ def replace_kernels(model: nn.Module, rows: Rows, specs: tuple[str, ...]) -> Non
         kernels = with_replacements(specs)
     except ValueError as error:
         raise ConfigError(f"--kernel: {error}") from error
+    # One function for all layers, which torch.compile would otherwise compile one by one.
+    attend = functools.partial(triton_attention.attend, kernels=kernels)
     module: Any
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):
             module.kernels = kernels
         if isinstance(module, Attention) and _attention_is_replaced(kernels):
-            module.attend = functools.partial(triton_attention.attend, kernels=kernels)
+            module.attend = attend
     rows.sample = kernels.sample
     logger.warning("ops replaced for an experiment: %s", ", ".join(specs))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.scheduler.plan import SCRATCH_PAGE
+from triton_kernels.read_rows import RowState, read_rows
 from triton_kernels.registry import KERNELS
 
 
@@ -24,11 +25,13 @@ class Rows(nn.Module):
     top_p: Tensor  # float32 [B]
     min_p: Tensor  # float32 [B]
     seed: Tensor  # int64 [B]
+    counting: Tensor  # int32 [B + 1]  0, 1, 2, ...: row_start of a batch of decodes
 
-    def __init__(self, max_rows: int, max_pages_per_row: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int, device: torch.device) -> None:
         super().__init__()
         self.max_rows = max_rows
-        self.sample = KERNELS.sample  # what draws from the tables; --kernel may put another in its place
+        self.page_size = page_size
+        self.sample = KERNELS.sample  # --kernel may put another in its place
         num_lines = max_rows + 1
 
         def table(name: str, dtype: torch.dtype, *shape: int) -> None:
@@ -43,7 +46,24 @@ class Rows(nn.Module):
         table("top_p", torch.float32)
         table("min_p", torch.float32)
         table("seed", torch.int64)
+        counting = torch.arange(num_lines + 1, dtype=torch.int32, device=device)
+        self.register_buffer("counting", counting)
         self.top_p.fill_(1.0)
+
+    def read(self, row_ids: Tensor) -> RowState:
+        """The lines of `row_ids`, int32 [R], and where the next token of each goes."""
+        return read_rows(
+            row_ids,
+            self.last_token,
+            self.context_len,
+            self.page_table,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seed,
+            self.page_size,
+        )
 
     def init_rows(self, staged: list[Tensor]) -> None:
         """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""

@@ -12,39 +12,37 @@ from torch import Tensor, nn
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.rows import Rows
-from minisgl.engine.sampler import sample_rows
-from minisgl.models.decoder import Decoder
+from minisgl.models.decoder import Block, Decoder, RunBlock
 from triton_kernels.advance_rows import advance_rows
+from triton_kernels.read_rows import RowState
 
 
 class DecodeStep(nn.Module):
-    """One more token for each row of a batch; traced by torch.compile as a whole."""
+    """One more token for each row of a batch.
 
-    def __init__(self, model: Decoder, rows: Rows, page_size: int) -> None:
+    Args:
+        run_block: what runs the model's blocks, as `Block.forward` does.
+    """
+
+    def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = Block.forward) -> None:
         super().__init__()
         self.model = model
         self.rows = rows
-        self.page_size = page_size
+        self.run_block = run_block
 
     def forward(self, row_ids: Tensor) -> Tensor:
         """int32 [R] -> the new tokens, int32 [R]. Padding is row id `max_rows`, as often as needed."""
-        rows, page_size = self.rows, self.page_size
-        index = row_ids.long()
-        positions = rows.context_len[index]
-        context_len = positions + 1
-        pages = rows.page_table[index, (positions // page_size).long()]
+        state = self.rows.read(row_ids)
         inputs = AttentionInputs(
-            page_table=rows.page_table,
+            page_table=self.rows.page_table,
             row_ids=row_ids,
-            context_len=context_len,
-            slot_mapping=pages * page_size + positions % page_size,
-            row_start=torch.arange(row_ids.shape[0] + 1, dtype=torch.int32, device=row_ids.device),
+            context_len=state.context_len,
+            slot_mapping=state.slot_mapping,
+            row_start=self.rows.counting[: row_ids.shape[0] + 1],
             max_query_len=1,
         )
-        logits = self.model(rows.last_token[index], positions, inputs)
-        token_ids = sample_rows(logits, rows, index, context_len)
-        advance_rows(row_ids, token_ids, context_len, rows.last_token, rows.context_len, rows.max_rows)
-        return token_ids
+        logits = self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
+        return _sample_and_advance(self.rows, row_ids, state, logits, state.context_len)
 
 
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
@@ -58,8 +56,17 @@ def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
         max_query_len=batch.max_query_len,
     )
     logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index)
-    token_ids = sample_rows(logits, rows, batch.row_ids.long(), batch.context_len)
-    advance_rows(
-        batch.row_ids, token_ids, batch.context_len, rows.last_token, rows.context_len, rows.max_rows
-    )
+    state = rows.read(batch.row_ids)
+    token_ids = _sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
     return token_ids[batch.sampling]
+
+
+def _sample_and_advance(
+    rows: Rows, row_ids: Tensor, state: RowState, logits: Tensor, context_len: Tensor
+) -> Tensor:
+    """A token for each row, int32 [R], which becomes its last one; context_len its number of tokens so far."""
+    token_ids = rows.sample(
+        logits, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, context_len
+    )
+    advance_rows(row_ids, token_ids, context_len, rows.last_token, rows.context_len, rows.max_rows)
+    return token_ids

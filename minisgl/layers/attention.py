@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs
+from minisgl.layers.norm import RMSNorm
 from triton_kernels.registry import KERNELS
 
 
@@ -42,9 +43,24 @@ class Attention(nn.Module):
         self.k_cache = _zeros(shape, dtype, torch.device(device))
         self.v_cache = _zeros(shape, dtype, torch.device(device))
 
-    def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
-        """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D]."""
-        q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
+    def forward(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        inputs: AttentionInputs,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """qkv [T, (H + 2K) * D], positions int32 [T], cos_sin float32 [max_position, D] -> [T, H * D].
+
+        Args:
+            q_norm, k_norm: both or neither; normalise each head's D elements before the rotation.
+        """
+        norms = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        q = self.kernels.rope_store(
+            qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache, *norms
+        )
         out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale)
         return out.view(-1, self.num_heads * self.head_dim)
 

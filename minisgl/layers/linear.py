@@ -1,4 +1,4 @@
-"""Matrix products with weights stored as Hugging Face does: [out, in], no bias.
+"""Matrix products with weights stored as Hugging Face does: [out, in].
 
 N rows of input, `in` and `out` features.
 """
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class Linear(nn.Module):
-    """`y = x @ weight.T`; the weight is allocated, not initialised."""
+    """`y = x @ weight.T`, no bias; the weight is allocated, not initialised."""
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -26,21 +26,38 @@ class FusedLinear(nn.Module):
 
     Args:
         parts: the checkpoint's name of each part and its output features, in order.
+        bias: every part has one.
     """
 
     def __init__(
-        self, in_features: int, parts: dict[str, int], dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.parts = parts
-        weight = torch.empty(sum(parts.values()), in_features, dtype=dtype, device=device)
+        out_features = sum(parts.values())
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(
+                torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, sum of the parts]."""
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
-    def part_weights(self) -> dict[str, Tensor]:
-        """Each part's [out, in] rows, as a view of the fused weight."""
-        rows = torch.split(self.weight.detach(), list(self.parts.values()))
-        return dict(zip(self.parts, rows, strict=True))
+    def part_tensors(self) -> dict[str, Tensor]:
+        """Each part's weight [out, in] and bias [out], by the checkpoint's name: views of the fused ones."""
+        views: dict[str, Tensor] = {}
+        for kind, fused in (("weight", self.weight), ("bias", self.bias)):
+            if fused is not None:
+                rows = torch.split(fused.detach(), list(self.parts.values()))
+                views |= {f"{part}.{kind}": some for part, some in zip(self.parts, rows, strict=True)}
+        return views

@@ -1,10 +1,12 @@
-"""The one decoder of the Llama family.
+"""The one decoder of the Llama family: Llama, Qwen2 (qkv bias), Qwen3 (q/k norm).
 
 Promise: the forward pass is one straight line of tensor operations: no branch looks at a tensor's value,
 so it traces as a single graph; the only state is the KV pool in the attention layers' buffers.
 
 T new tokens, R rows, M model width, V vocabulary, D head dim, P pages, S page size.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,9 @@ from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
+
+RunBlock = Callable[..., tuple[Tensor, Tensor]]
+"""`Block.forward` as a function of the block and its arguments, or what computes the same."""
 
 
 class Decoder(nn.Module):
@@ -52,6 +57,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         inputs: AttentionInputs,
         logit_index: Tensor | None = None,
+        run_block: RunBlock | None = None,
     ) -> Tensor:
         """Logits [T, V], or [R, V] of the tokens `logit_index` names; fills the tokens' slots in the pool.
 
@@ -59,11 +65,13 @@ class Decoder(nn.Module):
             token_ids: int32 [T], the rows' new tokens one row after the other.
             positions: int32 [T], each token's place in its sequence.
             logit_index: int [R], places in 0..T-1; the head runs on these only.
+            run_block: calls a block, as a compiled function that all of them share.
         """
-        x, residual = self.embed_tokens(token_ids), None
+        run_block = run_block or Block.forward
+        x = self.embed_tokens(token_ids)
+        residual = torch.zeros_like(x)
         for layer in self.layers:
-            x, residual = layer(x, residual, positions, self.cos_sin, inputs)
-        assert residual is not None, "a decoder has at least one block"
+            x, residual = run_block(layer, x, residual, positions, self.cos_sin, inputs)
         if logit_index is not None:
             x, residual = x.index_select(0, logit_index), residual.index_select(0, logit_index)
         x, _ = self.norm.forward_add(x, residual)
@@ -86,9 +94,7 @@ class Decoder(nn.Module):
         for path, module in self.named_modules():
             outer = path.rpartition(".")[0]
             if isinstance(module, FusedLinear):
-                views |= {
-                    f"model.{outer}.{part}.weight": rows for part, rows in module.part_weights().items()
-                }
+                views |= {f"model.{outer}.{name}": rows for name, rows in module.part_tensors().items()}
             elif module is self.lm_head:
                 if self.lm_head.weight is not self.embed_tokens.weight:
                     views["lm_head.weight"] = self.lm_head.weight.detach()
@@ -110,32 +116,34 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        residual: Tensor | None,
+        residual: Tensor,
         positions: Tensor,
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        """x and residual, [T, M] -> the same; their sum is the stream. The first block gets no residual."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.forward_add(x, residual)
+        """x and residual, [T, M] -> the same; their sum is the stream."""
+        x, residual = self.input_layernorm.forward_add(x, residual)
         x = self.self_attn(x, positions, cos_sin, inputs)
         x, residual = self.post_attention_layernorm.forward_add(x, residual)
         return self.mlp(x), residual
 
 
 class SelfAttention(nn.Module):
-    """The projections around a layer's attention; q, k and v as one product."""
+    """The projections around a layer's attention; q, k and v as one product, then normalised if asked for."""
 
     def __init__(self, config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, device)
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, device, bias=config.qkv_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
         self.attention = Attention(config.num_heads, config.num_kv_heads, config.head_dim, attend)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """[T, M] -> [T, M]."""
-        return self.o_proj(self.attention(self.qkv_proj(x), positions, cos_sin, inputs))
+        qkv = self.qkv_proj(x)
+        return self.o_proj(self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm))

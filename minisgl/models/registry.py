@@ -15,6 +15,8 @@ from minisgl.models.decoder import Decoder
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
     "LlamaForCausalLM": Decoder,
+    "Qwen2ForCausalLM": Decoder,
+    "Qwen3ForCausalLM": Decoder,
 }
 """The same names as `minisgl.model_config.ARCHITECTURES`, which a test holds together."""
 

@@ -20,7 +20,7 @@ def tokens(*ids: int) -> bytes:
 
 
 def test_sampling_parameters_arrive_bit_for_bit() -> None:
-    rows = Rows(8, 4, CPU)
+    rows = Rows(8, 4, 16, CPU)
     inits = (
         RowInit(3, 0.7, 50, 0.95, 0.05, -(2**63)),
         RowInit(0, 1e-30, 0, 1.0, 0.0, 2**63 - 1),

@@ -44,7 +44,7 @@ def small_model() -> torch.nn.ModuleList:
 
 
 def test_only_the_named_op_is_replaced_everywhere_in_the_model(experiment: ModuleType) -> None:
-    model, rows = small_model(), Rows(2, 4, torch.device("cpu"))
+    model, rows = small_model(), Rows(2, 4, 16, torch.device("cpu"))
     replace_kernels(model, rows, ("rms_norm=experiment:norm",))
     assert torch.equal(model[0](torch.randn(3, 8)), torch.full((3, 8), 7.0))
     for module in model:
@@ -54,7 +54,7 @@ def test_only_the_named_op_is_replaced_everywhere_in_the_model(experiment: Modul
 
 
 def test_attention_and_sampling_can_be_replaced(experiment: ModuleType) -> None:
-    model, rows = small_model(), Rows(2, 4, torch.device("cpu"))
+    model, rows = small_model(), Rows(2, 4, 16, torch.device("cpu"))
     replace_kernels(model, rows, ("paged-decode=experiment:decode", "Sample=experiment:draw"))
     attention: Any = model[2]
     x = torch.zeros(1, dtype=torch.int32)
@@ -65,7 +65,7 @@ def test_attention_and_sampling_can_be_replaced(experiment: ModuleType) -> None:
 
 
 def test_without_a_spec_nothing_changes() -> None:
-    model, rows = small_model(), Rows(2, 4, torch.device("cpu"))
+    model, rows = small_model(), Rows(2, 4, 16, torch.device("cpu"))
     replace_kernels(model, rows, ())
     assert all(module.kernels is KERNELS for module in model)
 
@@ -90,7 +90,7 @@ def test_every_op_that_can_be_replaced_is_one_of_ours_by_default() -> None:
     ],
 )
 def test_a_mistake_is_a_config_error_that_says_what(spec: str, said: str, experiment: ModuleType) -> None:
-    rows = Rows(2, 4, torch.device("cpu"))
+    rows = Rows(2, 4, 16, torch.device("cpu"))
     with pytest.raises(ConfigError, match="--kernel: .*" + said):
         replace_kernels(small_model(), rows, (spec,))
 

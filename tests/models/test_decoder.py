@@ -1,6 +1,7 @@
 """Our decoder against transformers' Llama, float32, over odd sizes, page layouts and ways to feed."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tiny_llama import VOCAB_SIZE, PagedRunner, int32, load_ours, logits_of, ran
 from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.config import ModelConfig
+from minisgl.engine.compiled import compiled_block
 from minisgl.models.decoder import Decoder
 from minisgl.weights.dummy import fill_dummy
 from triton_kernels.registry import KERNELS
@@ -35,6 +37,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
     "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
+    "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 2},
+    "qwen2_with_a_window_that_is_off": {"family": "qwen2", "use_sliding_window": False, "sliding_window": 5},
+    "qwen3_tied": {"family": "qwen3", "head_dim": 20, "tie_word_embeddings": True, "rms_norm_eps": 0.03},
+    "qwen3_groups_of_1": {"family": "qwen3", "head_dim": 16, "num_key_value_heads": 6},
     "other_theta_and_eps": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rms_norm_eps": 0.03,
@@ -145,37 +151,66 @@ def test_tied_embeddings_are_one_parameter() -> None:
 
 
 def test_a_decode_step_of_any_batch_size_is_one_graph() -> None:
-    """The CPU references of the two paged ops look at values, as their kernels don't; traced here without."""
-    model = tiny_decoder(tie_word_embeddings=True, attend=attend_without_looking)
-    for attention in model.attention_layers():
-        attention.kernels = KERNELS._replace(rope_store=store_without_looking)
-    fill_dummy(model, seed=0)
-    model.allocate_kv(16, 4, torch.float32, "cpu")
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=keep, fullgraph=True, dynamic=False)
+    model = traceable_decoder()
+    graphs = CountingBackend()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=False)
     for batch in (3, 5, 2, 7):
-        token_ids = torch.arange(batch, dtype=torch.int32) + 11
-        rows = torch.arange(batch, dtype=torch.int32)
-        inputs = AttentionInputs(
-            page_table=rows[:, None] + torch.zeros(1, 2, dtype=torch.int32),
-            row_ids=rows.clone(),
-            context_len=torch.ones_like(rows),
-            slot_mapping=rows * 4,
-            row_start=torch.arange(batch + 1, dtype=torch.int32),
-            max_query_len=1,
-        )
-        positions = torch.zeros_like(rows)
+        token_ids, positions, inputs = decode_batch(batch)
         for tensor in (token_ids, positions, *inputs[:-1]):
             torch._dynamo.mark_dynamic(tensor, 0)
         with torch.inference_mode():
             traced = compiled(token_ids, positions, inputs)
             assert torch.allclose(traced, model(token_ids, positions, inputs), atol=1e-5)
-    assert len(graphs) == 1
+    assert graphs.count == 1
+
+
+def test_all_blocks_share_one_compilation_for_many_rows_and_one_for_a_single_row() -> None:
+    model = traceable_decoder()
+    graphs = CountingBackend()
+    run_block = compiled_block(max_batch=8, backend=graphs)
+    for batch, expected in ((8, 1), (3, 1), (1, 2), (5, 2), (1, 2)):
+        token_ids, positions, inputs = decode_batch(batch)
+        with torch.inference_mode():
+            ours = model(token_ids, positions, inputs, run_block=run_block)
+            assert torch.allclose(ours, model(token_ids, positions, inputs), atol=1e-5)
+        assert graphs.count == expected
+
+
+class CountingBackend:
+    """Compiles nothing; counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return graph.forward
+
+
+def traceable_decoder() -> Decoder:
+    """With stand-ins for two ops, whose CPU references look at values as their kernels don't."""
+    torch._dynamo.reset()
+    model = tiny_decoder(tie_word_embeddings=True, attend=attend_without_looking)
+    kernels = KERNELS._replace(rope_store=store_without_looking)
+    for attention in model.attention_layers():
+        attention.kernels = kernels
+    fill_dummy(model, seed=0)
+    model.allocate_kv(16, 4, torch.float32, "cpu")
+    return model
+
+
+def decode_batch(batch: int) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
+    """Token ids, positions and inputs of rows that decode their first token, each on a page of its own."""
+    rows = torch.arange(batch, dtype=torch.int32)
+    inputs = AttentionInputs(
+        page_table=torch.arange(8, dtype=torch.int32)[:, None].repeat(1, 2),
+        row_ids=rows.clone(),
+        context_len=torch.ones_like(rows),
+        slot_mapping=rows * 4,
+        row_start=torch.arange(batch + 1, dtype=torch.int32),
+        max_query_len=1,
+    )
+    return rows + 11, torch.zeros_like(rows), inputs
 
 
 def store_without_looking(

@@ -1,4 +1,4 @@
-"""Tiny random Llama models that transformers builds, and a paged sequence store to run ours with.
+"""Tiny random models of the Llama family that transformers builds, and a paged sequence store to run ours with.
 
 R rows, T new tokens, P pages, S page size.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.model_config import read_model_config
@@ -19,8 +19,12 @@ from minisgl.weights.loader import load_weights
 VOCAB_SIZE = 97
 
 
-def random_llama(seed: int = 0, **settings: object) -> LlamaForCausalLM:
-    """A float32 model whose logits spread over several units (transformers' own scale is nearly flat)."""
+def random_llama(seed: int = 0, family: str = "llama", **settings: object) -> PreTrainedModel:
+    """A float32 model whose logits spread over several units (transformers' own scale is nearly flat).
+
+    Args:
+        family: transformers' model_type.
+    """
     values: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,
@@ -33,11 +37,14 @@ def random_llama(seed: int = 0, **settings: object) -> LlamaForCausalLM:
         "eos_token_id": 2,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(values | settings))).eval()  # pyright: ignore[reportArgumentType] - made from a dict
+    config = AutoConfig.for_model(family, **(values | settings))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            if name.endswith("bias"):
+                parameter.normal_()
     return model
 
 
@@ -49,7 +56,7 @@ def load_ours(folder: Path, attention_backend: str = "torch") -> Decoder:
     return model
 
 
-def logits_of(reference: LlamaForCausalLM, token_ids: list[int]) -> Tensor:
+def logits_of(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """transformers' logits [T, V] of one sequence in one pass."""
     with torch.no_grad():
         return reference(torch.tensor([token_ids])).logits[0]
