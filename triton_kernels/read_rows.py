@@ -1,4 +1,4 @@
-"""The beginning of a step: what the persistent row tables hold for each row of the batch, gathered in one launch.
+"""The beginning of a step: what the row tables hold for each row of the batch, gathered in one launch.
 
     token_ids[r]    = last_token[row_ids[r]]
     positions[r]    = context_len[row_ids[r]]                 where the row's next token goes
@@ -147,7 +147,7 @@ def read_rows(
     seed: Tensor,
     page_size: int,
 ) -> RowState:
-    """The tables' entries of the rows in row_ids (int32 [R], each in 0..B-1), and where their next token goes.
+    """The tables' entries of the rows in row_ids (int32 [R], each in 0..B-1), and where the next token goes.
 
     Args:
         last_token, context_len: int32 [B].

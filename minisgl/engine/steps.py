@@ -6,7 +6,6 @@ next step can be launched before the host has seen this one's tokens.
 R rows of the batch, T new tokens.
 """
 
-import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs
@@ -64,7 +63,7 @@ def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
 def _sample_and_advance(
     rows: Rows, row_ids: Tensor, state: RowState, logits: Tensor, context_len: Tensor
 ) -> Tensor:
-    """A token for each row, int32 [R], which becomes its last one; context_len its number of tokens so far."""
+    """A token for each row, int32 [R], which becomes its last; context_len: its number of tokens so far."""
     token_ids = rows.sample(
         logits, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, context_len
     )

@@ -1,4 +1,4 @@
-"""Tiny random models of the Llama family that transformers builds, and a paged sequence store to run ours with.
+"""Tiny random models of the Llama family that transformers builds, and a paged store to run ours with.
 
 R rows, T new tokens, P pages, S page size.
 """
