@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minisgl import __version__
-from minisgl.benchmark.settings import KernelBenchSettings, TuneSettings
+from minisgl.benchmark.settings import (
+    KernelBenchSettings,
+    OfflineBenchSettings,
+    OutputSettings,
+    TuneSettings,
+)
 from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.flags import add_flags, values_of
@@ -119,6 +124,13 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     kernel = command("kernel", "Check and time the Triton kernels on this GPU.", _bench_kernel, benches)
     kernel.add_argument("names", nargs="*", help='Ops, or parts of "op shape", to measure; none is all.')
     add_flags(kernel, "measuring", KernelBenchSettings, environ)
+    offline = command("offline", "Throughput of one engine, without a server.", _bench_offline, benches)
+    add_flags(offline, "workload", OfflineBenchSettings, environ)
+    add_flags(offline, "output", OutputSettings, environ)
+    add_flags(offline, "engine", EngineConfig, environ)
+    plot = command("plot", "Draw a report that was written with --out.", _bench_plot, benches)
+    plot.add_argument("report", help="The JSON file.")
+    plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
 
     doctor = command("doctor", "Show what is installed, what would be used, and why.", _doctor)
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
@@ -238,6 +250,32 @@ def _bench_kernel(arguments: argparse.Namespace, environ: Mapping[str, str], sta
     from minisgl.benchmark.kernel_bench import run_kernel_bench
 
     return run_kernel_bench(settings, tuple(arguments.names), sys.stdout)
+
+
+def _bench_offline(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = OfflineBenchSettings(**values_of(OfflineBenchSettings, arguments, environ))
+    output, engine = _output_and_engine(arguments, environ)
+    from minisgl.benchmark.offline import run_offline_bench
+
+    return run_offline_bench(settings, engine, output, sys.stdout, cache_dir=cache_dir(environ))
+
+
+def _bench_plot(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.benchmark.plots import plot_report
+    from minisgl.benchmark.report import read_report
+
+    plot_report(Path(arguments.picture), read_report(Path(arguments.report)))
+    return EXIT_OK
+
+
+def _output_and_engine(
+    arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[OutputSettings, EngineConfig]:
+    """The settings that the benchmarks of an engine share, checked as far as that needs no device."""
+    _start_log("warning", "bench")
+    engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    check_engine_config(engine)
+    return OutputSettings(**values_of(OutputSettings, arguments, environ)), engine
 
 
 def _choose_interpreter(device: str) -> None:

@@ -6,12 +6,12 @@ removing one: say so in CHANGELOG.md, too.
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import cast
 
 import pytest
 
-from minisgl.benchmark.settings import KernelBenchSettings, TuneSettings
+from minisgl.benchmark import settings as benchmark_settings
 from minisgl.cli import build_parser
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
@@ -38,6 +38,11 @@ TUNE = """
 BENCH_KERNEL = """
     --baselines --device --kernel --model --no-baselines --out --plot
 """
+OUTPUT = "--out --plot"
+BENCH_OFFLINE = """
+    --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
+    --min-prompt-tokens --no-ignore-eos --num-prompts --prompts --rounds --temperature --workload-seed
+"""
 
 FLAGS = {
     "serve": {*SERVER.split(), *ENGINE.split()},
@@ -47,8 +52,17 @@ FLAGS = {
     "tune": set(TUNE.split()),
     "bench": set(),
     "bench kernel": set(BENCH_KERNEL.split()),
+    "bench offline": {*BENCH_OFFLINE.split(), *OUTPUT.split(), *ENGINE.split()},
+    "bench plot": set(),
     "doctor": {"--json", *ENGINE.split()},
 }
+
+SETTINGS = [
+    EngineConfig,
+    ServerConfig,
+    SamplingParams,
+    *(cls for cls in vars(benchmark_settings).values() if is_dataclass(cls)),
+]
 
 
 def subparsers(environ: Mapping[str, str] | None = None) -> dict[str, argparse.ArgumentParser]:
@@ -83,16 +97,12 @@ def test_every_flag_has_help_and_the_help_can_be_printed(command: str) -> None:
     assert "usage: minisgl " + command in parser.format_help()
 
 
-@pytest.mark.parametrize(
-    "cls", [EngineConfig, ServerConfig, SamplingParams, TuneSettings, KernelBenchSettings]
-)
+@pytest.mark.parametrize("cls", SETTINGS)
 def test_every_setting_has_a_docstring(cls: type) -> None:
     assert [field.name for field in fields_of(cls) if not field.doc] == []
 
 
-@pytest.mark.parametrize(
-    "cls", [EngineConfig, ServerConfig, SamplingParams, TuneSettings, KernelBenchSettings]
-)
+@pytest.mark.parametrize("cls", SETTINGS)
 def test_no_flags_means_the_classes_own_defaults(cls: type) -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, "settings", cls, {})

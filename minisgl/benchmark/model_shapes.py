@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.errors import ConfigError
 
 
@@ -25,30 +26,6 @@ class ModelShape(NamedTuple):
     experts_per_token: int = 0
     expert_width: int = 0
 
-
-def _dense(
-    name: str, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> ModelShape:
-    return ModelShape(name, hidden, intermediate, heads, kv_heads, head_dim, vocab, name.startswith("qwen3"))
-
-
-MODEL_SHAPES = {
-    shape.name: shape
-    for shape in (
-        _dense("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256),
-        _dense("llama-3.1-70b", 8192, 28672, 64, 8, 128, 128256),
-        _dense("mistral-7b", 4096, 14336, 32, 8, 128, 32768),
-        _dense("qwen2.5-7b", 3584, 18944, 28, 4, 128, 152064),
-        _dense("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936),
-        _dense("qwen3-8b", 4096, 12288, 32, 8, 128, 151936),
-        _dense("qwen3-14b", 5120, 17408, 40, 8, 128, 151936),
-        _dense("qwen3-32b", 5120, 25600, 64, 8, 128, 151936),
-        ModelShape("qwen3-30b-a3b", 2048, 6144, 32, 4, 128, 151936, True, 128, 8, 768),
-        ModelShape("mixtral-8x7b", 4096, 14336, 32, 8, 128, 32000, False, 8, 2, 14336),
-        _dense("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
-    )
-}
-"""By the name `--model` takes; "/tp4" behind a name is one of four ranks."""
 
 TO_SERVE = (
     "llama-3.1-8b",
@@ -122,25 +99,32 @@ def shape_of_config(folder: Path) -> ModelShape:
     """
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-        return ModelShape(
-            name=folder.resolve().name,
-            hidden=hidden,
-            intermediate=int(raw["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
-            vocab=int(raw["vocab_size"]),
-            qk_norm=str(raw.get("model_type", "")).startswith("qwen3"),
-            experts=_first(raw, "num_experts", "num_local_experts"),
-            experts_per_token=_first(raw, "num_experts_per_tok"),
-            expert_width=_first(raw, "moe_intermediate_size")
-            or (int(raw["intermediate_size"]) if _first(raw, "num_local_experts") else 0),
-        )
+        return _shape(folder.resolve().name, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} does not say a model's sizes: {type(error).__name__} {error}") from error
 
 
+def _shape(name: str, raw: dict[str, Any]) -> ModelShape:
+    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        intermediate=int(raw["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        vocab=int(raw["vocab_size"]),
+        qk_norm=str(raw.get("model_type", "")).startswith("qwen3"),
+        experts=_first(raw, "num_experts", "num_local_experts"),
+        experts_per_token=_first(raw, "num_experts_per_tok"),
+        expert_width=_first(raw, "moe_intermediate_size")
+        or (int(raw["intermediate_size"]) if _first(raw, "num_local_experts") else 0),
+    )
+
+
 def _first(raw: dict[str, Any], *names: str) -> int:
     return next((int(raw[name]) for name in names if raw.get(name)), 0)
+
+
+MODEL_SHAPES = {name: _shape(name, raw) for name, raw in MODEL_CONFIGS.items()}
+"""By the name `--model` takes; "/tp4" behind a name is one of four ranks."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from minisgl.benchmark.report import (
     BarsChart,
@@ -20,9 +20,12 @@ from minisgl.benchmark.report import (
     HeatMapChart,
     LinesChart,
     Report,
+    check_report_path,
     format_cell,
     write_atomically,
+    write_report,
 )
+from minisgl.benchmark.settings import OutputSettings
 from minisgl.errors import ConfigError
 
 SUFFIXES = (".png", ".svg", ".html")
@@ -99,6 +102,33 @@ def plot_report(path: Path, report: Report) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a chart of the report does not fit its data: {error}") from error
     write_panels(path, panels, _caption(report.environment), report)
+
+
+def check_output(output: OutputSettings) -> None:
+    """Whether a report could go where it is wanted; to be called before anything is measured.
+
+    Raises:
+        ConfigError: nothing can be written or drawn there.
+    """
+    check_report_path(output.out)
+    if output.plot is not None:
+        check_chart_path(Path(output.plot).expanduser())
+
+
+def deliver(report: Report, output: OutputSettings, out: TextIO) -> None:
+    """Write and draw a report where that is wanted, and say so.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    report_path = check_report_path(output.out)
+    if report_path is not None:
+        write_report(report_path, report)
+        print(report_path, file=out)
+    if output.plot is not None:
+        plot_path = Path(output.plot).expanduser()
+        plot_report(plot_path, report)
+        print(plot_path, file=out)
 
 
 def write_chart(path: Path, title: str, series: tuple[str, ...], groups: list[Group], limit: float) -> None:
@@ -226,7 +256,7 @@ def lines(
             )
         _scale(axes, log_x=log_x, log_y=log_y)
         if log_x and len(set(x)) <= 12:
-            axes.set_xticks(sorted(set(x)), [format_cell(value) for value in sorted(set(x))])
+            axes.set_xticks(sorted(set(x)), [f"{value:g}" for value in sorted(set(x))])
             axes.minorticks_off()
         if not log_y:
             axes.set_ylim(bottom=0)
@@ -328,8 +358,12 @@ def _legend(axes: Any, **where: Any) -> None:
 def _scale(axes: Any, *, log_x: bool = False, log_y: bool = False) -> None:
     if log_x:
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter("")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _panel(chart: Chart, report: Report) -> Panel:

@@ -8,7 +8,7 @@ class TuneSettings:
     """What `minisgl tune` measures and where the table goes."""
 
     model: str = "llama-3.1-8b"
-    """Whose shapes: names of minisgl/benchmark/model_shapes.py or folders with config.json, separated by
+    """Whose shapes: names of minisgl/benchmark/model_configs.py or folders with config.json, separated by
     commas; "/tp4" behind a name is one of four ranks; "all" is every model that tables are shipped for."""
     ops: str | None = None
     """Only these ops, separated by commas. Auto: all that have a configuration."""
@@ -31,7 +31,7 @@ class KernelBenchSettings:
     """What `minisgl bench kernel` measures."""
 
     model: str = "llama-3.1-8b"
-    """Whose shapes: names of minisgl/benchmark/model_shapes.py or folders with config.json, separated by
+    """Whose shapes: names of minisgl/benchmark/model_configs.py or folders with config.json, separated by
     commas; "/tp4" behind a name is one of four ranks."""
     device: str = "cuda"
     """Either "cuda" or "cpu"; cpu tries the command out in Triton's interpreter on tiny shapes."""
@@ -43,3 +43,125 @@ class KernelBenchSettings:
     """Write the results to this file, as JSON."""
     plot: str | None = None
     """Draw the results to this .png, .svg or .html; needs matplotlib."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """Where a measurement goes besides the terminal."""
+
+    out: str | None = None
+    """Write the report to this file, as JSON: environment, arguments, figures, raw samples."""
+    plot: str | None = None
+    """Draw the report to this .png, .svg or .html; needs matplotlib (minisgl bench plot does it later)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineBenchSettings:
+    """What `minisgl bench offline` runs. The defaults are mini-sglang's and nano-vllm's offline benchmark,
+    the same numbers from the same seed."""
+
+    num_prompts: int = 256
+    """Requests, all there at the start."""
+    min_prompt_tokens: int = 100
+    """Shortest random prompt."""
+    max_prompt_tokens: int = 1024
+    """Longest random prompt; lengths in between are equally likely."""
+    min_output_tokens: int = 100
+    """Shortest output of a random prompt."""
+    max_output_tokens: int = 1024
+    """Longest output."""
+    max_token_id: int = 10000
+    """Random prompts consist of token ids from 0 to this."""
+    workload_seed: int = 0
+    """Seeds lengths and prompts (--seed is the engine's, for sampling and dummy weights)."""
+    prompts: str | None = None
+    """Real prompts instead: a JSONL file with "turns" (the first is taken), "prompt" or "messages" in each
+    line, or a text file with one prompt per line. They go through the chat template if the model has one,
+    again from the start if --num-prompts asks for more, and get up to --max-output-tokens."""
+    ignore_eos: bool | None = None
+    """Go on to the wanted length where the model would end. Auto: on, but off with --prompts."""
+    temperature: float = 0.6
+    """As in SamplingParams; 0 is greedy."""
+    rounds: int = 1
+    """How often the workload runs, each time with an empty prefix cache. Several make a comparison sound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBenchSettings:
+    """What `minisgl bench step` measures."""
+
+    batches: str = "1,8,64,256"
+    """Decode batch sizes, separated by commas."""
+    contexts: str = "128,1024,4096"
+    """Tokens each decoding row has, separated by commas; what does not fit the pool is left out."""
+    prefills: str = "16,256,1024,4096"
+    """New tokens of a prefill step, separated by commas; the longest part of a prompt that one step takes
+    bounds them. Empty: none."""
+    prefixes: str = "0,4096"
+    """Tokens that are there before those of a prefill step, separated by commas."""
+    steps: int = 60
+    """Steps timed for each decode point; prefill gets a third of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupBenchSettings:
+    """What `minisgl bench startup` measures."""
+
+    rounds: int = 3
+    """Pairs of a cold and a warm start, each in a process of its own."""
+    cold: bool = True
+    """Begin each round with empty caches of compiled code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateSettings:
+    """What `minisgl bench simulate` replays."""
+
+    step_report: str | None = None
+    """Report of minisgl bench step that the cost model is fitted to. None: built-in costs of no machine."""
+    against: str | None = None
+    """Report of a real run of minisgl bench offline: its workload is simulated with its settings, and the
+    distance to what was measured is printed."""
+    trace: str | None = None
+    """Arrivals from a trace file (Mooncake, Qwen-Bailian, Azure, BurstGPT). None: the workload of minisgl
+    bench offline."""
+    trace_format: str | None = None
+    """The trace's format. Auto: by its content."""
+    num_requests: int | None = None
+    """Only the first so many requests of the trace."""
+    length_scale: str = "1"
+    """Multiplies the trace's lengths: a fraction as 1/8."""
+    time_scale: float = 1.0
+    """Multiplies the trace's arrival times: 0.5 is twice the request rate."""
+    num_pages: int = 32768
+    """KV pages of the simulated pool."""
+    page_size: int = 16
+    """Tokens per page."""
+    max_running_requests: str = "256"
+    """Rows; like every setting below several values separated by commas are compared, all combinations."""
+    max_step_tokens: str = "8192"
+    """New tokens per step."""
+    chunk_tokens: str = "8192"
+    """Longest part of one prompt per step, at most max_step_tokens."""
+    mixed_step_tokens: str = "2048"
+    """Prompt tokens in a step that also decodes."""
+    output_reserve_tokens: str = "64"
+    """Room an admission leaves for the output of each running request."""
+    prefix_cache: str = "on"
+    """Reuse of equal prefixes: on, off, or both as "on,off"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings:
+    """How `minisgl bench compare` judges."""
+
+    threshold: str = "5%"
+    """A metric that is worse by more than this, and significantly so, makes the exit code 1."""
+    confidence: float = 0.95
+    """Of the intervals."""
+    resamples: int = 2000
+    """Bootstrap resamples per metric."""
+    metrics: str | None = None
+    """Only these metrics, separated by commas. None: all with raw samples in both reports."""
+    seed: int = 0
+    """Of the bootstrap."""

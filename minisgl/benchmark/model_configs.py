@@ -1,0 +1,234 @@
+"""Public models as their config.json: to run their shapes with dummy weights, without a checkpoint.
+
+Promise: the one table of model sizes in the benchmarks; the fields are those of the models' own files on the
+Hugging Face hub, as far as an engine reads them.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError, ModelError
+from minisgl.weights.progress import Progress, no_progress
+from minisgl.weights.sources import resolve_model_folder
+
+
+def _decoder(
+    architecture: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    *,
+    max_position: int,
+    rope_theta: float,
+    **others: Any,
+) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        "rope_theta": rope_theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    } | others
+
+
+def _llama(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """Llama 3.1 and 3.2."""
+    stretch = {
+        "rope_type": "llama3",
+        "factor": others.pop("rope_factor", 8.0),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return _decoder(
+        "LlamaForCausalLM",
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        128256,
+        max_position=131072,
+        rope_theta=500000.0,
+        model_type="llama",
+        rms_norm_eps=1e-5,
+        rope_scaling=stretch,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=128000,
+        eos_token_id=[128001, 128008, 128009],
+        **others,
+    )
+
+
+def _qwen3(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """Qwen3, dense or with experts: normed q and k, no attention bias."""
+    return _decoder(
+        others.pop("architecture", "Qwen3ForCausalLM"),
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        151936,
+        max_position=40960,
+        rope_theta=1000000.0,
+        **(
+            {
+                "model_type": "qwen3",
+                "head_dim": 128,
+                "rms_norm_eps": 1e-6,
+                "rope_scaling": None,
+                "attention_bias": False,
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "bos_token_id": 151643,
+                "eos_token_id": 151645,
+            }
+            | others
+        ),
+    )
+
+
+MODEL_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8),
+    "llama-3.1-70b": _llama(80, 8192, 28672, 64, 8),
+    "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, head_dim=64, tie_word_embeddings=True, rope_factor=32.0),
+    "mistral-7b": _decoder(
+        "MistralForCausalLM",
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        32768,
+        max_position=32768,
+        rope_theta=1000000.0,
+        model_type="mistral",
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "qwen2.5-7b": _decoder(
+        "Qwen2ForCausalLM",
+        28,
+        3584,
+        18944,
+        28,
+        4,
+        152064,
+        max_position=32768,
+        rope_theta=1000000.0,
+        model_type="qwen2",
+        rms_norm_eps=1e-6,
+        use_sliding_window=False,
+        sliding_window=131072,
+        max_window_layers=28,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    ),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, tie_word_embeddings=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
+    "qwen3-30b-a3b": _qwen3(
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    "mixtral-8x7b": _decoder(
+        "MixtralForCausalLM",
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        32000,
+        max_position=32768,
+        rope_theta=1000000.0,
+        model_type="mixtral",
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "smollm2-135m": _decoder(
+        "LlamaForCausalLM",
+        30,
+        576,
+        1536,
+        9,
+        3,
+        49152,
+        max_position=8192,
+        rope_theta=100000.0,
+        model_type="llama",
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+"""By the name that `--model` takes together with --dummy-weights."""
+
+
+@contextmanager
+def model_folder(
+    config: EngineConfig, *, cache_dir: Path | None = None, progress: Progress = no_progress
+) -> Iterator[Path]:
+    """A folder for `build_engine`: with dummy weights and a name of MODEL_CONFIGS, a temporary one that holds
+    config.json alone; else the model's own.
+
+    Raises:
+        ModelError: there is no such model.
+        ConfigError: the name is one of MODEL_CONFIGS, but dummy weights were not asked for.
+    """
+    if config.dummy_weights and config.model in MODEL_CONFIGS:
+        with tempfile.TemporaryDirectory(prefix="minisgl-") as name:
+            text = json.dumps(MODEL_CONFIGS[config.model], indent=1)
+            (Path(name) / "config.json").write_text(text, encoding="utf-8")
+            yield Path(name)
+        return
+    try:
+        folder = resolve_model_folder(config.model, cache_dir=cache_dir, progress=progress)
+    except ModelError as error:
+        if config.model in MODEL_CONFIGS:
+            raise ConfigError(
+                f"only the shape of {config.model} is known here: add --dummy-weights, or give --model a "
+                "folder or hub name"
+            ) from error
+        known = f"; with --dummy-weights also one of {', '.join(MODEL_CONFIGS)}"
+        raise ModelError(f"{error}{known if config.dummy_weights else ''}") from error
+    yield folder

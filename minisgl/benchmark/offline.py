@@ -1,0 +1,276 @@
+"""`minisgl bench offline`: how fast one engine works through a batch of requests, without a server.
+
+Promise: only what the engine returned is counted, and the count must equal the engine's own; warm-up is not
+part of it, and each round begins with an empty prefix cache. No text is made: prompts are token ids and
+outputs stay token ids.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+import torch
+
+from minisgl.benchmark.model_configs import model_folder
+from minisgl.benchmark.plots import check_output, deliver
+from minisgl.benchmark.report import (
+    CdfChart,
+    Cell,
+    LinesChart,
+    Report,
+    format_metrics,
+    format_table,
+    live_progress,
+    make_report,
+)
+from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
+from minisgl.benchmark.workload import (
+    Item,
+    Message,
+    check_offline_settings,
+    prompts_workload,
+    random_workload,
+)
+from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.errors import ConfigError, MinisglError, RequestError
+from minisgl.messages import AddRequest, Status
+from minisgl.request import FinishReason, SamplingParams
+from minisgl.text.chat_template import ChatTemplate
+from minisgl.text.messages import normalize_messages
+from minisgl.text.tokenizer import Tokenizer
+from minisgl.weights.progress import Progress
+
+WARM_UP_REQUESTS = 8
+WARM_UP_TOKENS = 4
+BINS = 100
+"""Points of the curve over time."""
+
+
+class Round(NamedTuple):
+    """One pass through the workload."""
+
+    elapsed_s: float
+    num_output_tokens: int  # as received
+    step_s: list[float]  # wall time of each call of Engine.step
+    step_tokens: list[int]  # received from it
+    before: Status
+    after: Status
+
+    def counted(self, name: str) -> int:
+        """How much one of the engine's counters went up."""
+        return getattr(self.after, name) - getattr(self.before, name)
+
+
+def run_offline_bench(
+    settings: OfflineBenchSettings,
+    engine_config: EngineConfig,
+    output: OutputSettings,
+    out: TextIO,
+    *,
+    cache_dir: Path | None = None,
+) -> int:
+    """Measure, print, write and draw; returns the exit code.
+
+    Raises:
+        ConfigError: a setting is impossible, or the workload does not fit the engine.
+        ModelError: the model can't be loaded.
+    """
+    check_offline_settings(settings)
+    check_output(output)
+    progress = live_progress()
+    with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
+        items = make_workload(settings, folder)
+        engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
+    try:
+        report = measure_offline(engine, items, settings, progress)
+    finally:
+        engine.close()
+    print(format_table(report.tables["rounds"]), file=out)
+    print(f"\n{format_metrics(report.metrics)}", file=out)
+    deliver(report, output, out)
+    return 0
+
+
+def make_workload(settings: OfflineBenchSettings, folder: Path) -> list[Item]:
+    """The requests that the settings describe; real prompts are tokenized as the model in `folder` wants.
+
+    Raises:
+        ConfigError: the file of prompts can't be used.
+        ModelError: the model has no tokenizer.
+    """
+    if settings.prompts is None:
+        return random_workload(settings)
+    tokenizer = Tokenizer.from_folder(folder)
+    template = ChatTemplate.from_folder(folder, tokenizer)
+
+    def encode(prompt: str | list[Message]) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt, True)
+        try:
+            text = template.render(normalize_messages(prompt), add_generation_prompt=True)
+        except RequestError:
+            if len(prompt) > 1:
+                raise
+            return tokenizer.encode(str(prompt[0]["content"]), True)  # a base model: its text as it is
+        return tokenizer.encode(text, False)
+
+    return prompts_workload(Path(settings.prompts).expanduser(), settings, encode)
+
+
+def measure_offline(
+    engine: Engine, items: Sequence[Item], settings: OfflineBenchSettings, progress: Progress
+) -> Report:
+    """Warm up, then run the workload `settings.rounds` times.
+
+    Raises:
+        ConfigError: a request does not fit the engine's context.
+        MinisglError: tokens got lost or were counted twice; a bug of ours.
+    """
+    longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
+    if longest > engine.max_context_tokens:
+        raise ConfigError(
+            f"the longest request has {longest} tokens, this engine takes {engine.max_context_tokens}; lower "
+            "--max-prompt-tokens or --max-output-tokens, or see --max-context-tokens and --num-pages"
+        )
+    ignore_eos = settings.prompts is None if settings.ignore_eos is None else settings.ignore_eos
+    params = [
+        SamplingParams(temperature=settings.temperature, max_tokens=item.max_tokens, ignore_eos=ignore_eos)
+        for item in items
+    ]
+    short = SamplingParams(temperature=settings.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    few = items[:WARM_UP_REQUESTS]
+    _run(engine, few, [short] * len(few), lambda *_: None, "warm-up")
+    rounds = [
+        _run(engine, items, params, progress, f"round {number} of {settings.rounds}")
+        for number in range(1, settings.rounds + 1)
+    ]
+    for one in rounds:
+        if one.num_output_tokens != one.counted("num_output_tokens"):
+            raise MinisglError(
+                f"{one.num_output_tokens} tokens were received and the engine counted "
+                f"{one.counted('num_output_tokens')}; please report this"
+            )
+    return _report(engine, items, settings, rounds)
+
+
+def _run(
+    engine: Engine,
+    items: Sequence[Item],
+    params: Sequence[SamplingParams],
+    progress: Progress,
+    name: str,
+) -> Round:
+    """One pass through the workload, from an empty prefix cache."""
+    engine.flush_prefix_cache()
+    before = engine.status(0)
+    requests = [
+        AddRequest(request_id=i, prompt_ids=np.asarray(item.prompt_ids, "<i4").tobytes(), params=own)
+        for i, (item, own) in enumerate(zip(items, params, strict=True))
+    ]
+    num_wanted = sum(item.max_tokens for item in items)
+    num_received = 0
+    step_s: list[float] = []
+    step_tokens: list[int] = []
+    begin = last = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        outputs = engine.step()
+        now = time.perf_counter()
+        step_s.append(now - last)
+        last = now
+        received = sum(len(one.token_ids) for one in outputs)
+        step_tokens.append(received)
+        num_received += received
+        refused = next((one for one in outputs if one.finish_reason is FinishReason.ERROR), None)
+        if refused is not None:
+            raise MinisglError(f"request {refused.request_id} was refused: {refused.error_message}")
+        progress(name, num_received, num_wanted)
+    progress(name, num_wanted, num_wanted)
+    return Round(last - begin, num_received, step_s, step_tokens, before, engine.status(0))
+
+
+def _report(
+    engine: Engine, items: Sequence[Item], settings: OfflineBenchSettings, rounds: Sequence[Round]
+) -> Report:
+    num_prompt_tokens = sum(len(item.prompt_ids) for item in items)
+    samples: dict[str, list[float]] = {
+        "elapsed_s": [one.elapsed_s for one in rounds],
+        "output_tokens_per_s": [one.num_output_tokens / one.elapsed_s for one in rounds],
+        "prompt_tokens_per_s": [num_prompt_tokens / one.elapsed_s for one in rounds],
+        "total_tokens_per_s": [(num_prompt_tokens + one.num_output_tokens) / one.elapsed_s for one in rounds],
+        "requests_per_s": [len(items) / one.elapsed_s for one in rounds],
+    }
+    table: list[dict[str, Cell]] = [
+        {
+            "round": number,
+            **{name: values[number - 1] for name, values in samples.items()},
+            "num_output_tokens": one.num_output_tokens,
+            "num_steps": one.counted("num_steps"),
+            "num_preemptions": one.counted("num_preemptions"),
+            "num_cached_tokens": one.counted("num_cached_tokens"),
+            "num_graph_misses": one.counted("num_graph_misses"),
+            "num_recompiles": one.counted("num_recompiles"),
+        }
+        for number, one in enumerate(rounds, 1)
+    ]
+    step_ms = [1e3 * duration for one in rounds for duration in one.step_s]
+    last = rounds[-1]
+    metrics: dict[str, Any] = {
+        **{name: float(np.mean(values)) for name, values in samples.items()},
+        "step_p50_ms": float(np.percentile(step_ms, 50)),
+        "step_p99_ms": float(np.percentile(step_ms, 99)),
+        "num_requests": len(items),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_output_tokens": last.num_output_tokens,
+        "num_steps": last.counted("num_steps"),
+        "num_preemptions": last.counted("num_preemptions"),
+        "num_cached_tokens": last.counted("num_cached_tokens"),
+        "prefix_hit_rate": last.counted("num_cached_tokens") / num_prompt_tokens,
+        "num_graph_misses": sum(one.counted("num_graph_misses") for one in rounds),
+        "num_recompiles": sum(one.counted("num_recompiles") for one in rounds),
+        "num_pages": engine.num_pages,
+        "gpu_memory_bytes": _gpu_memory_bytes(engine.config.device),
+    }
+    return make_report(
+        "offline",
+        arguments={"workload": asdict(settings), "engine": asdict(engine.config)},
+        metrics=metrics,
+        tables={"rounds": table, "over_time": _over_time(last)},
+        samples={**samples, "step_ms": step_ms},
+        charts=[
+            LinesChart(
+                title=f"{engine.config.model}: output tokens per second, last round",
+                table="over_time",
+                x="time_s",
+                y=("output_tokens_per_s",),
+                x_label="seconds since the start",
+                y_label="tokens/s",
+            ),
+            CdfChart(title="Wall time of a step", samples=("step_ms",), x_label="milliseconds", log_x=True),
+        ],
+    )
+
+
+def _over_time(one: Round) -> list[dict[str, Cell]]:
+    """Output tokens per second in equal stretches of time."""
+    ends = np.cumsum(one.step_s)
+    num_bins = min(BINS, len(ends))
+    counts, edges = np.histogram(ends, bins=num_bins, range=(0.0, float(ends[-1])), weights=one.step_tokens)
+    width = float(edges[1] - edges[0])
+    return [
+        {"time_s": float(edge) + width / 2, "output_tokens_per_s": float(count) / width}
+        for edge, count in zip(edges[:-1], counts, strict=True)
+    ]
+
+
+def _gpu_memory_bytes(device: str | None) -> int | None:
+    """What this process and its neighbours hold of the GPU."""
+    if device != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
