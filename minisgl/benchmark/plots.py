@@ -1,7 +1,7 @@
 """Pictures of measurements: bars, distributions, lines, heat maps, timelines; .png, .svg, or one .html page.
 
-Promise: needs matplotlib only to draw, never to measure; the same report gives the same file, byte for
-byte; an .html page holds its pictures and its figures and loads nothing from elsewhere.
+Promise: needs matplotlib only to draw, never to measure; an .html page holds its pictures and its figures
+and loads nothing from elsewhere.
 """
 
 import io
@@ -356,14 +356,16 @@ def _legend(axes: Any, **where: Any) -> None:
 
 
 def _scale(axes: Any, *, log_x: bool = False, log_y: bool = False) -> None:
+    from matplotlib.ticker import LogFormatter
+
     if log_x:
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter("")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_major_formatter(LogFormatter())
+        axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     if log_y:
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter("")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _panel(chart: Chart, report: Report) -> Panel:

@@ -76,13 +76,10 @@ def a_report() -> Report:
     )
 
 
-def test_every_chart_of_a_report_is_drawn_the_same_each_time(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
+def test_every_chart_of_a_report_is_drawn(tmp_path: Path) -> None:
     report = a_report()
-    plot_report(first, report)
-    plot_report(second, report)
-    assert first.read_bytes() == second.read_bytes()
-    written = texts(first)
+    plot_report(tmp_path / "a.svg", report)
+    written = texts(tmp_path / "a.svg")
     titles = {chart.title for chart in report.charts}
     assert titles <= set(written)
     assert "step_ms (n = 3)" in written
