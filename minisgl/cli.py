@@ -18,6 +18,7 @@ from minisgl.benchmark.settings import (
     KernelBenchSettings,
     OfflineBenchSettings,
     OutputSettings,
+    StepBenchSettings,
     TuneSettings,
 )
 from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
@@ -128,6 +129,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add_flags(offline, "workload", OfflineBenchSettings, environ)
     add_flags(offline, "output", OutputSettings, environ)
     add_flags(offline, "engine", EngineConfig, environ)
+    step = command("step", "Time of a step against the hardware's limits.", _bench_step, benches)
+    add_flags(step, "measuring", StepBenchSettings, environ)
+    add_flags(step, "output", OutputSettings, environ)
+    add_flags(step, "engine", EngineConfig, environ)
     plot = command("plot", "Draw a report that was written with --out.", _bench_plot, benches)
     plot.add_argument("report", help="The JSON file.")
     plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
@@ -258,6 +263,14 @@ def _bench_offline(arguments: argparse.Namespace, environ: Mapping[str, str], st
     from minisgl.benchmark.offline import run_offline_bench
 
     return run_offline_bench(settings, engine, output, sys.stdout, cache_dir=cache_dir(environ))
+
+
+def _bench_step(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = StepBenchSettings(**values_of(StepBenchSettings, arguments, environ))
+    output, engine = _output_and_engine(arguments, environ)
+    from minisgl.benchmark.step import run_step_bench
+
+    return run_step_bench(settings, engine, output, sys.stdout, cache_dir=cache_dir(environ))
 
 
 def _bench_plot(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

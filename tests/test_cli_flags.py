@@ -43,6 +43,7 @@ BENCH_OFFLINE = """
     --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
     --min-prompt-tokens --no-ignore-eos --num-prompts --prompts --rounds --temperature --workload-seed
 """
+BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
 
 FLAGS = {
     "serve": {*SERVER.split(), *ENGINE.split()},
@@ -53,6 +54,7 @@ FLAGS = {
     "bench": set(),
     "bench kernel": set(BENCH_KERNEL.split()),
     "bench offline": {*BENCH_OFFLINE.split(), *OUTPUT.split(), *ENGINE.split()},
+    "bench step": {*BENCH_STEP.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench plot": set(),
     "doctor": {"--json", *ENGINE.split()},
 }

@@ -88,19 +88,19 @@ class OfflineBenchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBenchSettings:
-    """What `minisgl bench step` measures."""
+    """What `minisgl bench step` measures. Lists are separated by commas; points that do not fit the engine's
+    context or pool are left out."""
 
-    batches: str = "1,8,64,256"
-    """Decode batch sizes, separated by commas."""
-    contexts: str = "128,1024,4096"
-    """Tokens each decoding row has, separated by commas; what does not fit the pool is left out."""
-    prefills: str = "16,256,1024,4096"
-    """New tokens of a prefill step, separated by commas; the longest part of a prompt that one step takes
-    bounds them. Empty: none."""
-    prefixes: str = "0,4096"
-    """Tokens that are there before those of a prefill step, separated by commas."""
-    steps: int = 60
-    """Steps timed for each decode point; prefill gets a third of it."""
+    batches: str | None = None
+    """Decode batch sizes. Auto: 1,8,64,256 on cuda, 1,4 on cpu."""
+    contexts: str | None = None
+    """Tokens that each decoding row has. Auto: 128,1024,4096 on cuda, 32,256 on cpu."""
+    prefills: str | None = None
+    """New tokens of a prefill step, all of one prompt. Auto: 16,256,1024,4096 on cuda, 16,128 on cpu."""
+    prefixes: str | None = None
+    """Tokens that are there before those of a prefill step. Auto: 0,4096 on cuda, 0,256 on cpu."""
+    steps: int | None = None
+    """Steps timed for each decode point; prefill gets a third of them. Auto: 60 on cuda, 9 on cpu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +165,75 @@ class CompareSettings:
     """Only these metrics, separated by commas. None: all with raw samples in both reports."""
     seed: int = 0
     """Of the bootstrap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBenchSettings:
+    """What `minisgl bench serve` sends to a server, and how."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Of an OpenAI-compatible server, without a path."""
+    api: str = "completions"
+    """Either "completions" or "chat": which of the two endpoints."""
+    served_model_name: str | None = None
+    """The model's name on the server. Auto: the first in /v1/models."""
+    api_key: str | None = None
+    """Sent as the bearer token; kept out of the report."""
+    dataset: str = "random"
+    """What is asked: "random", "shared-prefix" or "multi-turn" (made up), or a file: a trace (Mooncake,
+    Qwen-Bailian, Azure, BurstGPT), ShareGPT's JSON, MT-bench's JSON lines; recognised by its content."""
+    num_requests: int | None = None
+    """How many; conversations count as one. Auto: 256 made up, all of a file."""
+    min_prompt_tokens: int = 100
+    """Shortest made-up prompt, or turn of a conversation."""
+    max_prompt_tokens: int = 1024
+    """Longest; lengths in between are equally likely."""
+    min_output_tokens: int = 100
+    """Shortest answer, where the dataset does not say."""
+    max_output_tokens: int = 1024
+    """Longest answer; lengths in between are equally likely."""
+    prefix_groups: int = 8
+    """For shared-prefix: how many different prefixes there are."""
+    prefix_tokens: int = 512
+    """For shared-prefix: what a group's prompts begin with, before their own part."""
+    turns: int | None = None
+    """Turns of a conversation. Auto: 3 for multi-turn, all of a file's."""
+    think_time_s: float = 0.0
+    """Between an answer and the next turn of its conversation."""
+    prompt_form: str | None = None
+    """Either "tokens" (token ids, so that lengths are exact) or "text". Auto: tokens for made-up prompts of
+    one turn with the completions API, otherwise text."""
+    vocab_size: int = 30000
+    """Token ids of made-up prompts are below this, which must not be above the model's own."""
+    tokenizer: str | None = None
+    """A model folder or built-in model whose tokenizer counts the recorded answers of a ShareGPT file, so
+    that the new ones get as long. Auto: lengths are drawn."""
+    length_scale: str = "1"
+    """Multiplies a trace's lengths: a fraction as 1/8. Its blocks shrink with it, shared prefixes stay."""
+    time_scale: str = "1"
+    """Multiplies a trace's arrival times: 0.5 is twice the request rate. Several values separated by commas
+    are run one after the other."""
+    arrival: str | None = None
+    """When requests are sent: "poisson" or "constant" at --request-rate, "trace" as recorded, "closed" with
+    --concurrency. Auto: what the other flags fit, poisson otherwise."""
+    request_rate: str | None = None
+    """Requests per second, whether or not answers come; inf: all at once. Several values separated by commas
+    are run one after the other. Auto: inf."""
+    concurrency: str | None = None
+    """Closed loop: so many requests are open, each answer brings the next request. Several values separated
+    by commas are run one after the other."""
+    warmup: int = 4
+    """Requests before the measured ones, all at once, with prompts of their own."""
+    ignore_eos: bool = True
+    """Ask for exactly as many tokens as wanted (an extension that most engines have)."""
+    temperature: float = 0.0
+    """Of every request; 0 is greedy."""
+    extra_body: str | None = None
+    """A JSON object: more fields for every request."""
+    slo: str | None = None
+    """Goodput counts the requests within these limits in milliseconds: "ttft:500,tpot:50" (ttft, tpot, e2e,
+    stall)."""
+    timeout_s: float = 1800.0
+    """A request is given up when nothing came for so long; counted as client_timeout."""
+    workload_seed: int = 0
+    """Seeds lengths, prompts and arrivals."""

@@ -1,0 +1,425 @@
+"""`minisgl bench step`: the time of decode and prefill steps against what the hardware allows.
+
+Promise: a step is timed as a server runs it, with the next one always queued behind it, so host work that
+hides behind the device does not count and host work that does not hide does. The floor is the larger of two
+times: bytes of weights and K/V that the step has to read over the copy bandwidth, and its products over the
+matrix rate, both measured in the same run.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+import torch
+
+from minisgl.benchmark.kernel_timing import Ceilings, graph_microseconds, measure_ceilings
+from minisgl.benchmark.model_configs import model_folder
+from minisgl.benchmark.plots import check_output, deliver
+from minisgl.benchmark.report import (
+    Cell,
+    Chart,
+    HeatMapChart,
+    LinesChart,
+    Report,
+    format_metrics,
+    format_table,
+    live_progress,
+    make_report,
+)
+from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
+from minisgl.config import EngineConfig, ModelConfig
+from minisgl.engine.device import find_device_facts
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.errors import ConfigError
+from minisgl.model_config import read_model_config
+from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+from minisgl.weights.progress import Progress
+
+WARM_UP_STEPS = 3
+CPU_COPY_BYTES = 128 << 20
+"""Beyond the caches."""
+CPU_MATRIX_WIDTH = 1024
+
+
+class Points(NamedTuple):
+    """What to measure, with every "auto" decided."""
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prefills: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    steps: int
+
+
+AUTO = {
+    "cuda": Points((1, 8, 64, 256), (128, 1024, 4096), (16, 256, 1024, 4096), (0, 4096), 60),
+    "cpu": Points((1, 4), (32, 256), (16, 128), (0, 256), 9),
+}
+
+
+class Work(NamedTuple):
+    """What a step has to do at least."""
+
+    num_bytes: float
+    flop: float
+
+    def floor_ms(self, ceilings: Ceilings) -> float:
+        return 1e-9 * max(self.num_bytes / ceilings.copy_tb_s, self.flop / ceilings.matmul_tflop_s)
+
+    def limit(self, ceilings: Ceilings) -> str:
+        """Which of the two bounds it."""
+        by_bytes = self.num_bytes / ceilings.copy_tb_s >= self.flop / ceilings.matmul_tflop_s
+        return "memory" if by_bytes else "compute"
+
+
+class Costs(NamedTuple):
+    """A model's weights and K/V as far as steps read them."""
+
+    block_parameters: int
+    head_parameters: int
+    weight_bytes: int  # blocks and head; an embedding that is not the head is not read through
+    kv_bytes_per_token: int
+    attention_flop_per_pair: int  # one query token and one key token, all layers
+
+    def decode(self, batch: int, context: float) -> Work:
+        """One token for each of `batch` rows that attend to `context` tokens each."""
+        return Work(
+            self.weight_bytes + batch * context * self.kv_bytes_per_token,
+            2 * batch * (self.block_parameters + self.head_parameters)
+            + batch * context * self.attention_flop_per_pair,
+        )
+
+    def prefill(self, num_tokens: int, prefix: int) -> Work:
+        """`num_tokens` of one prompt behind `prefix` tokens; the head sees the last one only."""
+        pairs = num_tokens * prefix + num_tokens * (num_tokens + 1) / 2
+        return Work(
+            self.weight_bytes + (prefix + num_tokens) * self.kv_bytes_per_token,
+            2 * num_tokens * self.block_parameters
+            + 2 * self.head_parameters
+            + pairs * self.attention_flop_per_pair,
+        )
+
+
+class Times(NamedTuple):
+    """One point's steps."""
+
+    wall_ms: list[float]
+    device_ms: list[float] | None  # between CUDA events
+
+
+def run_step_bench(
+    settings: StepBenchSettings,
+    engine_config: EngineConfig,
+    output: OutputSettings,
+    out: TextIO,
+    *,
+    cache_dir: Path | None = None,
+) -> int:
+    """Measure, print, write and draw; returns the exit code.
+
+    Raises:
+        ConfigError: a setting is impossible.
+        ModelError: the model can't be loaded.
+    """
+    check_output(output)
+    on_gpu = engine_config.device != "cpu" and find_device_facts().has_cuda
+    points = read_points(settings, "cuda" if on_gpu else "cpu")
+    engine_config = _with_rows_for(engine_config, max(points.batches))
+    progress = live_progress()
+    # On a GPU before the engine, which leaves no memory for it.
+    ceilings = _gpu_ceilings() if on_gpu else None
+    with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
+        model_config = read_model_config(folder)
+        engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
+    try:
+        ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)
+        report = measure_steps(engine, model_config, points, ceilings, progress)
+    finally:
+        engine.close()
+    for name in ("decode", "prefill"):
+        if report.tables[name]:
+            print(f"{name}\n{format_table(report.tables[name])}\n", file=out)
+    shown = {name: value for name, value in report.metrics.items() if not name.endswith("_p50_ms")}
+    print(format_metrics(shown), file=out)
+    deliver(report, output, out)
+    return 0
+
+
+def read_points(settings: StepBenchSettings, device: str) -> Points:
+    """The settings' lists as numbers.
+
+    Raises:
+        ConfigError: one is no list of numbers, or a number is out of range.
+    """
+    auto = AUTO[device]
+    steps = auto.steps if settings.steps is None else settings.steps
+    if steps < 3:
+        raise ConfigError(f"--steps must be at least 3, got {steps}")
+    return Points(
+        _numbers("--batches", settings.batches, auto.batches, 1),
+        _numbers("--contexts", settings.contexts, auto.contexts, 2),
+        _numbers("--prefills", settings.prefills, auto.prefills, 1),
+        _numbers("--prefixes", settings.prefixes, auto.prefixes, 0),
+        steps,
+    )
+
+
+def measure_steps(
+    engine: Engine, model_config: ModelConfig, points: Points, ceilings: Ceilings, progress: Progress
+) -> Report:
+    """Time every point that fits the engine.
+
+    Raises:
+        ConfigError: none does.
+    """
+    costs = _costs(engine, model_config)
+    _fill_pool(engine)
+    samples: dict[str, list[float]] = {}
+    tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": []}
+    decode_points = [(b, c) for b in points.batches for c in points.contexts]
+    prefill_points = [(n, p) for n in points.prefills for p in points.prefixes]
+    num_points = len(decode_points) + len(prefill_points)
+    for index, (batch, context) in enumerate(decode_points):
+        progress("steps", index, num_points)
+        start = max(2, context - points.steps // 2)
+        if not _fits(engine, batch, start + points.steps + WARM_UP_STEPS + 1):
+            continue
+        _place_rows(engine, batch, start, start + points.steps + WARM_UP_STEPS + 1)
+        rows = tuple(range(batch))
+        times = _time(engine.runner, StepPlan(0, (), (), rows, (), rows), points.steps)
+        # Rows grow by a token per step: around `context`, or above it where that is too short.
+        work = costs.decode(batch, start + WARM_UP_STEPS + points.steps / 2)
+        row = {"batch": batch, "context": context, **_row(times, work, ceilings)}
+        row["output_tokens_per_s"] = 1e3 * batch / statistics.median(times.wall_ms)
+        tables["decode"].append(row)
+        samples[f"decode_{batch}x{context}_ms"] = times.wall_ms
+    longest = engine.config.chunk_tokens or 0
+    for index, (num_tokens, prefix) in enumerate(prefill_points, len(decode_points)):
+        progress("steps", index, num_points)
+        if num_tokens > longest or not _fits(engine, 1, prefix + num_tokens):
+            continue
+        _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
+        token_ids = np.arange(num_tokens, dtype="<i4") % model_config.vocab_size
+        plan = StepPlan(0, (), (), (), (Chunk(0, prefix, token_ids.tobytes(), True),), (0,))
+        times = _time(engine.runner, plan, max(3, points.steps // 3))
+        row = {"new_tokens": num_tokens, "prefix": prefix}
+        row |= _row(times, costs.prefill(num_tokens, prefix), ceilings)
+        row["prompt_tokens_per_s"] = 1e3 * num_tokens / statistics.median(times.wall_ms)
+        tables["prefill"].append(row)
+        samples[f"prefill_{num_tokens}on{prefix}_ms"] = times.wall_ms
+    progress("steps", num_points, num_points)
+    if not samples:
+        raise ConfigError(
+            f"no point fits this engine (context {engine.max_context_tokens} tokens, pool of "
+            f"{engine.num_pages} pages, chunks of {longest} tokens); choose smaller ones"
+        )
+    return _report(engine, points, ceilings, tables, samples)
+
+
+def _report(
+    engine: Engine,
+    points: Points,
+    ceilings: Ceilings,
+    tables: dict[str, list[dict[str, Cell]]],
+    samples: dict[str, list[float]],
+) -> Report:
+    status = engine.status(0)
+    metrics: dict[str, Any] = {
+        f"{name.removesuffix('_ms')}_p50_ms": statistics.median(values) for name, values in samples.items()
+    }
+    metrics |= {
+        "copy_tb_per_s": ceilings.copy_tb_s,
+        "matmul_tflop_per_s": ceilings.matmul_tflop_s,
+        "num_graph_misses": status.num_graph_misses,
+        "num_recompiles": status.num_recompiles,
+    }
+    charts: list[Chart] = []
+    for name, row, column, x in (
+        ("decode", "batch", "context", "batch"),
+        ("prefill", "new_tokens", "prefix", "new_tokens"),
+    ):
+        if not tables[name]:
+            continue
+        title = f"{engine.config.model}: {name} step"
+        charts += [
+            HeatMapChart(
+                title=f"{title}, floor / wall time",
+                table=name,
+                row=row,
+                column=column,
+                value="fraction",
+                label="share of the roofline",
+                as_percent=True,
+            ),
+            LinesChart(
+                title=f"{title}, wall time and floor",
+                table=name,
+                x=x,
+                y=("wall_ms", "floor_ms"),
+                by=column,
+                x_label=x,
+                y_label="milliseconds",
+                log_x=True,
+                log_y=True,
+            ),
+        ]
+    return make_report(
+        "step",
+        arguments={"points": points._asdict(), "engine": asdict(engine.config)},
+        metrics=metrics,
+        tables=tables,
+        samples=samples,
+        charts=charts,
+    )
+
+
+def _row(times: Times, work: Work, ceilings: Ceilings) -> dict[str, Cell]:
+    wall_ms, floor_ms = statistics.median(times.wall_ms), work.floor_ms(ceilings)
+    return {
+        "wall_ms": wall_ms,
+        "device_ms": statistics.median(times.device_ms) if times.device_ms else None,
+        "floor_ms": floor_ms,
+        "fraction": floor_ms / wall_ms,
+        "limit": work.limit(ceilings),
+    }
+
+
+def _numbers(flag: str, text: str | None, auto: tuple[int, ...], least: int) -> tuple[int, ...]:
+    if text is None:
+        return auto
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} must be whole numbers separated by commas, got {text!r}") from None
+    if min(numbers) < least:
+        raise ConfigError(f"{flag} must be at least {least} each, got {text!r}")
+    return tuple(dict.fromkeys(numbers))
+
+
+def _with_rows_for(config: EngineConfig, max_batch: int) -> EngineConfig:
+    """With as many rows as the largest batch, unless the user said how many."""
+    if config.max_running_requests is None:
+        return replace(config, max_running_requests=max_batch)
+    if config.max_running_requests < max_batch:
+        raise ConfigError(
+            f"--batches has {max_batch}, which --max-running-requests {config.max_running_requests} excludes"
+        )
+    return config
+
+
+def _gpu_ceilings() -> Ceilings:
+    with torch.inference_mode():
+        ceilings = measure_ceilings(graph_microseconds, torch.device("cuda", torch.cuda.current_device()))
+    torch.cuda.empty_cache()
+    return ceilings
+
+
+def _cpu_ceilings(dtype: torch.dtype) -> Ceilings:
+    """The best of several runs: a busy machine makes them slower, nothing makes them faster."""
+    source = torch.zeros(CPU_COPY_BYTES // 4, dtype=torch.float32)
+    target = torch.empty_like(source)
+    factors = torch.randn((2, CPU_MATRIX_WIDTH, CPU_MATRIX_WIDTH)).to(dtype)
+
+    def best_s(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    with torch.inference_mode():
+        copy_s = best_s(lambda: target.copy_(source))
+        matmul_s = best_s(lambda: factors[0] @ factors[1])
+    return Ceilings(2e-12 * source.nbytes / copy_s, 2e-12 * CPU_MATRIX_WIDTH**3 / matmul_s)
+
+
+def _costs(engine: Engine, config: ModelConfig) -> Costs:
+    model = engine.runner.model
+    item_bytes = model.lm_head.weight.element_size()
+    head = model.lm_head.weight.numel()
+    embedding = model.embed_tokens.weight
+    outside = 0 if embedding is model.lm_head.weight else embedding.numel()
+    blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
+    return Costs(
+        block_parameters=blocks,
+        head_parameters=head,
+        weight_bytes=(blocks + head) * item_bytes,
+        kv_bytes_per_token=config.kv_elements_per_token * item_bytes,
+        attention_flop_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
+    )
+
+
+def _fill_pool(engine: Engine) -> None:
+    """Random keys and values: zeros would make attention's data unreal."""
+    with torch.inference_mode():
+        for attention in engine.runner.model.attention_layers():
+            attention.k_cache.normal_()
+            attention.v_cache.normal_()
+
+
+def _pages_per_row(engine: Engine, num_tokens: int) -> int:
+    return -(-num_tokens // engine.config.page_size)
+
+
+def _fits(engine: Engine, num_rows: int, num_tokens: int) -> bool:
+    """Whether rows of so many tokens have room in the context and, all together, in the pool."""
+    pages = num_rows * _pages_per_row(engine, num_tokens)
+    return num_tokens <= engine.max_context_tokens and pages <= engine.num_pages
+
+
+def _place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> None:
+    """Give rows 0..num_rows-1 pages of their own for `num_tokens` tokens each, `num_present` of them there:
+    the last one is computed, the others are what lies in the pool."""
+    per_row = _pages_per_row(engine, num_tokens)
+    max_chunks = engine.config.max_step_tokens or num_rows
+    for begin in range(0, num_rows, max_chunks):
+        rows = range(begin, min(begin + max_chunks, num_rows))
+        chunks = [
+            Chunk(row, num_present - 1, np.array([row + 1], dtype="<i4").tobytes(), True) for row in rows
+        ]
+        plan = StepPlan(
+            step_id=0,
+            row_inits=tuple(RowInit(row, 0.0, 0, 1.0, 0.0, row) for row in rows),
+            page_updates=tuple(
+                PageUpdate(row, 0, tuple(range(1 + row * per_row, 1 + (row + 1) * per_row))) for row in rows
+            ),
+            decode_rows=(),
+            chunks=tuple(chunks),
+            sampled_rows=tuple(rows),
+        )
+        engine.runner.collect(engine.runner.launch(plan))
+
+
+def _time(runner: ModelRunner, plan: StepPlan, steps: int) -> Times:
+    """Launch the plan again and again, one step always queued behind the running one."""
+    on_gpu = runner.rows.page_table.device.type == "cuda"
+    for _ in range(WARM_UP_STEPS):
+        runner.collect(runner.launch(plan))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
+    wall_ms = []
+    if not on_gpu:  # nothing runs behind the caller's back: a launch is the step
+        for _ in range(steps):
+            begin = time.perf_counter()
+            runner.collect(runner.launch(plan))
+            wall_ms.append(1e3 * (time.perf_counter() - begin))
+        return Times(wall_ms, None)
+    pending = runner.launch(plan)
+    events[0].record()
+    last = time.perf_counter()
+    for step in range(steps):
+        launched = runner.launch(plan)
+        events[step + 1].record()
+        runner.collect(pending)
+        pending = launched
+        now = time.perf_counter()
+        wall_ms.append(1e3 * (now - last))
+        last = now
+    runner.collect(pending)
+    torch.cuda.synchronize()
+    return Times(wall_ms, [events[i].elapsed_time(events[i + 1]) for i in range(steps)])
