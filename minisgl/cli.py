@@ -18,6 +18,7 @@ from minisgl.benchmark.settings import (
     KernelBenchSettings,
     OfflineBenchSettings,
     OutputSettings,
+    StartupBenchSettings,
     StepBenchSettings,
     TuneSettings,
 )
@@ -133,6 +134,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add_flags(step, "measuring", StepBenchSettings, environ)
     add_flags(step, "output", OutputSettings, environ)
     add_flags(step, "engine", EngineConfig, environ)
+    startup = command("startup", "Time from nothing to the first token.", _bench_startup, benches)
+    add_flags(startup, "measuring", StartupBenchSettings, environ)
+    add_flags(startup, "output", OutputSettings, environ)
+    add_flags(startup, "engine", EngineConfig, environ)
     plot = command("plot", "Draw a report that was written with --out.", _bench_plot, benches)
     plot.add_argument("report", help="The JSON file.")
     plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
@@ -271,6 +276,16 @@ def _bench_step(arguments: argparse.Namespace, environ: Mapping[str, str], start
     from minisgl.benchmark.step import run_step_bench
 
     return run_step_bench(settings, engine, output, sys.stdout, cache_dir=cache_dir(environ))
+
+
+def _bench_startup(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = StartupBenchSettings(**values_of(StartupBenchSettings, arguments, environ))
+    output, engine = _output_and_engine(arguments, environ)
+    from minisgl.benchmark.startup import run_startup_bench
+
+    return run_startup_bench(
+        settings, engine, output, sys.stdout, environ=environ, cache_dir=cache_dir(environ)
+    )
 
 
 def _bench_plot(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

@@ -44,6 +44,7 @@ BENCH_OFFLINE = """
     --min-prompt-tokens --no-ignore-eos --num-prompts --prompts --rounds --temperature --workload-seed
 """
 BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
+BENCH_STARTUP = "--cold --no-cold --rounds"
 
 FLAGS = {
     "serve": {*SERVER.split(), *ENGINE.split()},
@@ -55,6 +56,7 @@ FLAGS = {
     "bench kernel": set(BENCH_KERNEL.split()),
     "bench offline": {*BENCH_OFFLINE.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench step": {*BENCH_STEP.split(), *OUTPUT.split(), *ENGINE.split()},
+    "bench startup": {*BENCH_STARTUP.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench plot": set(),
     "doctor": {"--json", *ENGINE.split()},
 }
