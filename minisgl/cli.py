@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl import __version__
 from minisgl.benchmark.settings import (
+    CompareSettings,
     KernelBenchSettings,
     OfflineBenchSettings,
     OutputSettings,
@@ -138,6 +139,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add_flags(startup, "measuring", StartupBenchSettings, environ)
     add_flags(startup, "output", OutputSettings, environ)
     add_flags(startup, "engine", EngineConfig, environ)
+    compare = command("compare", "Compare two reports; exit code 1 on a regression.", _bench_compare, benches)
+    compare.add_argument("a", help="The JSON file of the earlier report.")
+    compare.add_argument("b", help="The JSON file of the later one.")
+    add_flags(compare, "judging", CompareSettings, environ)
     plot = command("plot", "Draw a report that was written with --out.", _bench_plot, benches)
     plot.add_argument("report", help="The JSON file.")
     plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
@@ -286,6 +291,13 @@ def _bench_startup(arguments: argparse.Namespace, environ: Mapping[str, str], st
     return run_startup_bench(
         settings, engine, output, sys.stdout, environ=environ, cache_dir=cache_dir(environ)
     )
+
+
+def _bench_compare(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = CompareSettings(**values_of(CompareSettings, arguments, environ))
+    from minisgl.benchmark.compare import run_compare
+
+    return run_compare(Path(arguments.a), Path(arguments.b), settings, sys.stdout)
 
 
 def _bench_plot(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

@@ -45,6 +45,7 @@ BENCH_OFFLINE = """
 """
 BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"
+BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
 
 FLAGS = {
     "serve": {*SERVER.split(), *ENGINE.split()},
@@ -57,6 +58,7 @@ FLAGS = {
     "bench offline": {*BENCH_OFFLINE.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench step": {*BENCH_STEP.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench startup": {*BENCH_STARTUP.split(), *OUTPUT.split(), *ENGINE.split()},
+    "bench compare": set(BENCH_COMPARE.split()),
     "bench plot": set(),
     "doctor": {"--json", *ENGINE.split()},
 }

@@ -1,0 +1,230 @@
+"""`minisgl bench compare A.json B.json`: is B better or worse than A, and by more than chance?
+
+Promise: a ratio comes with a bootstrap confidence interval (percentile method: Efron and Tibshirani, An
+Introduction to the Bootstrap, chapter 13), computed from the raw samples of both reports with a fixed seed;
+only a difference whose interval excludes 1 counts, and only a loss over the threshold is a regression. Which
+direction is better follows from the metric's name, in one table.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import numpy as np
+
+from minisgl.benchmark.report import Cell, Report, format_table, read_report
+from minisgl.benchmark.settings import CompareSettings
+from minisgl.errors import ConfigError
+
+EXIT_OK = 0
+EXIT_REGRESSION = 1
+
+HIGHER_IS_BETTER = ("_per_s", "_rate", "goodput", "fraction")
+"""Ends of metric names, as parts of words; looked up first."""
+LOWER_IS_BETTER = ("_ms", "_us", "_s", "_bytes")
+STATISTICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mean": lambda values: values.mean(axis=-1),
+    "max": lambda values: values.max(axis=-1),
+    **{
+        f"p{percent}": lambda values, percent=percent: np.percentile(values, percent, axis=-1)
+        for percent in (50, 90, 95, 99)
+    },
+}
+"""What a metric's name may say about how it sums up its samples; over the last axis."""
+RESAMPLED_AT_ONCE = 1 << 22
+"""Numbers in memory at a time."""
+
+
+class Comparison(NamedTuple):
+    """One metric of two reports."""
+
+    name: str
+    a: float
+    b: float
+    num_a: int
+    num_b: int
+    ratio: float
+    low: float
+    high: float
+    higher_is_better: bool | None
+
+    @property
+    def loss(self) -> float:
+        """How much worse B is, as a share of A; negative = better."""
+        if self.higher_is_better is None:
+            return 0.0
+        return 1.0 - self.ratio if self.higher_is_better else self.ratio - 1.0
+
+    @property
+    def is_significant(self) -> bool:
+        return self.low > 1.0 or self.high < 1.0  # never where they are NaN
+
+    def verdict(self, threshold: float) -> str:
+        if self.num_a < 2 or self.num_b < 2:
+            return "one sample only"
+        if not self.is_significant:
+            return "no significant difference"
+        if self.higher_is_better is None:
+            return "different"
+        if self.loss < 0:
+            return "better"
+        return "REGRESSION" if self.loss > threshold else "worse, within the threshold"
+
+
+def run_compare(a: Path, b: Path, settings: CompareSettings, out: TextIO) -> int:
+    """Print the comparison; returns 1 when a metric got significantly worse by more than the threshold.
+
+    Raises:
+        ConfigError: the reports can't be read or compared, or a setting is impossible.
+    """
+    threshold = parse_share(settings.threshold)
+    if not 0.5 <= settings.confidence < 1:
+        raise ConfigError(f"--confidence must be at least 0.5 and below 1, got {settings.confidence}")
+    if settings.resamples < 100:
+        raise ConfigError(f"--resamples must be at least 100, got {settings.resamples}")
+    first, second = read_report(a), read_report(b)
+    wanted = settings.metrics.split(",") if settings.metrics is not None else None
+    found = compare(
+        first,
+        second,
+        wanted=wanted,
+        confidence=settings.confidence,
+        resamples=settings.resamples,
+        seed=settings.seed,
+    )
+    for line in differing_circumstances(first, second):
+        print(line, file=out)
+    rows: list[dict[str, Cell]] = [
+        {
+            "metric": one.name,
+            "a": one.a,
+            "b": one.b,
+            "b/a": one.ratio,
+            "low": one.low,
+            "high": one.high,
+            "better": {True: "higher", False: "lower", None: "-"}[one.higher_is_better],
+            "verdict": one.verdict(threshold),
+        }
+        for one in found
+    ]
+    print(format_table(rows), file=out)
+    regressions = [row["metric"] for row in rows if row["verdict"] == "REGRESSION"]
+    if not regressions:
+        print(f"no regression over {threshold:.1%}", file=out)
+        return EXIT_OK
+    print(f"regressions over {threshold:.1%}: {', '.join(map(str, regressions))}", file=out)
+    return EXIT_REGRESSION
+
+
+def compare(
+    a: Report,
+    b: Report,
+    *,
+    wanted: Sequence[str] | None = None,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> list[Comparison]:
+    """Every metric that both reports have with raw samples (of them the `wanted` ones).
+
+    Raises:
+        ConfigError: the reports are of different kinds, or nothing can be compared.
+    """
+    if a.kind != b.kind:
+        raise ConfigError(f"a report of bench {a.kind} can't be compared with one of bench {b.kind}")
+    sources = {name: source_of(name, a) for name in a.metrics if name in b.metrics}
+    usable = {
+        name: source
+        for name, source in sources.items()
+        if source is not None and a.samples[source[0]] and b.samples.get(source[0])
+    }
+    for name in wanted or ():
+        if name not in usable:
+            raise ConfigError(
+                f"both reports need raw samples of {name!r}; there are: {', '.join(usable) or 'none'}"
+            )
+    if not usable:
+        raise ConfigError("the two reports have no metric with raw samples in common")
+    compared = []
+    for name, (samples, statistic) in usable.items():
+        if wanted is not None and name not in wanted:
+            continue
+        first, second = np.asarray(a.samples[samples]), np.asarray(b.samples[samples])
+        # Each metric from the same seed: its interval does not depend on what else is compared.
+        low, high = ratio_interval(first, second, STATISTICS[statistic], confidence, resamples, seed)
+        value_a, value_b = (float(STATISTICS[statistic](values)) for values in (first, second))
+        ratio = value_b / value_a if value_a else float("nan")
+        compared.append(
+            Comparison(
+                name, value_a, value_b, len(first), len(second), ratio, low, high, is_higher_better(name)
+            )
+        )
+    return compared
+
+
+def ratio_interval(
+    a: np.ndarray,
+    b: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of statistic(b) / statistic(a); (nan, nan) where a resample's is 0.
+
+    Args:
+        a, b: independent samples, float [n] and [m].
+    """
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for values in (a, b):
+        at_once = max(1, RESAMPLED_AT_ONCE // len(values))
+        parts = [
+            statistic(values[rng.integers(len(values), size=(min(at_once, resamples - begin), len(values)))])
+            for begin in range(0, resamples, at_once)
+        ]
+        drawn.append(np.concatenate(parts))
+    if not drawn[0].all():
+        return float("nan"), float("nan")
+    low, high = np.quantile(drawn[1] / drawn[0], [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def source_of(metric: str, report: Report) -> tuple[str, str] | None:
+    """The samples that a metric sums up, and how: "ttft_p99_ms" is the p99 of "ttft_ms", a metric named as
+    its samples their mean; None where the report has no such samples."""
+    if metric in report.samples:
+        return metric, "mean"
+    parts = metric.split("_")
+    for place, part in enumerate(parts):
+        samples = "_".join(parts[:place] + parts[place + 1 :])
+        if part in STATISTICS and samples in report.samples:
+            return samples, part
+    return None
+
+
+def is_higher_better(metric: str) -> bool | None:
+    """By the metric's unit or name; None where neither says."""
+    if metric.endswith(HIGHER_IS_BETTER):
+        return True
+    return False if metric.endswith(LOWER_IS_BETTER) else None
+
+
+def parse_share(text: str) -> float:
+    """ "5%" or "0.05" as a number.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
+    if found is None:
+        raise ConfigError(f'--threshold must be a share as "5%" or "0.05", got {text!r}')
+    return float(found.group(1)) / (100 if found.group(2) else 1)
+
+
+def differing_circumstances(a: Report, b: Report) -> list[str]:
+    """A line for each circumstance that differs and may explain a difference."""
+    names = ("gpu", "driver", "cpu", "num_cpus", "torch", "triton", "python", "git_commit")
+    pairs = [(name, getattr(a.environment, name), getattr(b.environment, name)) for name in names]
+    return [f"{name} differs: {first} and {second}" for name, first, second in pairs if first != second]

@@ -1,0 +1,137 @@
+"""`minisgl bench compare`: what counts as a difference, and what the exit code says."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from minisgl.benchmark.compare import compare, is_higher_better, parse_share, ratio_interval, source_of
+from minisgl.benchmark.report import Report, make_report, write_report
+from minisgl.cli import main
+from minisgl.errors import ConfigError
+
+
+def a_report(kind: str = "offline", **samples: Sequence[float]) -> Report:
+    metrics = {name: float(np.mean(values)) for name, values in samples.items() if len(values)}
+    return make_report(kind, arguments={}, metrics=metrics, samples=samples, command="test")
+
+
+def noisy(center: float, seed: int, num: int = 40) -> list[float]:
+    return list(np.random.default_rng(seed).normal(center, center / 50, num))
+
+
+def run(tmp_path: Path, a: Report, b: Report, *flags: str) -> int:
+    write_report(tmp_path / "a.json", a)
+    write_report(tmp_path / "b.json", b)
+    return main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), *flags])
+
+
+def test_a_slower_report_is_a_regression_and_a_faster_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, fast = a_report(step_ms=noisy(11, 1)), a_report(step_ms=noisy(10, 2))
+    assert run(tmp_path, fast, slow) == 1
+    assert "REGRESSION" in capsys.readouterr().out
+    assert run(tmp_path, slow, fast) == 0
+    assert "better" in capsys.readouterr().out
+    assert run(tmp_path, fast, slow, "--threshold", "20%") == 0
+    assert "worse, within the threshold" in capsys.readouterr().out
+
+
+def test_less_throughput_is_worse(tmp_path: Path) -> None:
+    a, b = a_report(output_tokens_per_s=noisy(100, 1)), a_report(output_tokens_per_s=noisy(80, 2))
+    assert run(tmp_path, a, b) == 1
+    assert run(tmp_path, b, a) == 0
+
+
+def test_noise_is_no_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spread = [5.0, 15.0, 8.0, 12.0]
+    assert run(tmp_path, a_report(step_ms=spread), a_report(step_ms=[value * 1.1 for value in spread])) == 0
+    assert "no significant difference" in capsys.readouterr().out
+
+
+def test_one_sample_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, a_report(step_ms=[1.0]), a_report(step_ms=[9.0])) == 0
+    assert "one sample only" in capsys.readouterr().out
+
+
+def test_the_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    hits = 0
+    for trial in range(200):
+        a, b = rng.normal(10, 1, 50), rng.normal(12, 1, 50)
+        low, high = ratio_interval(a, b, lambda x: x.mean(axis=-1), 0.9, 400, trial)
+        hits += low <= 1.2 <= high
+    assert 0.83 <= hits / 200 <= 0.97
+
+
+def test_a_comparison_is_repeatable_and_its_metrics_do_not_influence_each_other() -> None:
+    a = a_report(step_ms=noisy(10, 1), elapsed_s=noisy(3, 2))
+    b = a_report(step_ms=noisy(11, 3), elapsed_s=noisy(3, 4))
+    both = compare(a, b)
+    assert both == compare(a, b)
+    assert [one.name for one in both] == ["step_ms", "elapsed_s"]
+    assert compare(a, b, wanted=["elapsed_s"]) == [both[1]]
+
+
+def test_a_percentile_is_compared_as_one() -> None:
+    samples = {"ttft_ms": [1.0, 2.0, 3.0, 100.0], "elapsed_s": [1.0, 1.0]}
+    metrics = {"ttft_p50_ms": 2.5, "ttft_p99_ms": 97.1, "ttft_max_ms": 100.0, "num_steps": 3}
+    report = make_report("serve", arguments={}, metrics=metrics, samples=samples, command="test")
+    found = {one.name: one.a for one in compare(report, report)}
+    assert found == pytest.approx({"ttft_p50_ms": 2.5, "ttft_p99_ms": 97.09, "ttft_max_ms": 100.0})
+    assert source_of("num_steps", report) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher"),
+    [
+        ("output_tokens_per_s", True),
+        ("prefix_hit_rate", True),
+        ("elapsed_s", False),
+        ("ttft_p99_ms", False),
+        ("gpu_memory_bytes", False),
+        ("num_steps", None),
+    ],
+)
+def test_the_better_direction_follows_from_the_unit(metric: str, higher: bool | None) -> None:
+    assert is_higher_better(metric) is higher
+
+
+def test_a_threshold_is_a_share() -> None:
+    assert parse_share("5%") == parse_share("0.05") == 0.05
+    with pytest.raises(ConfigError, match="--threshold"):
+        parse_share("five")
+
+
+def test_files_that_cannot_be_compared_are_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = a_report(step_ms=[1.0, 2.0])
+    assert run(tmp_path, a, a_report("step", step_ms=[1.0, 2.0])) == 2
+    assert "bench offline can't be compared with one of bench step" in capsys.readouterr().err
+    assert run(tmp_path, a, a_report(elapsed_s=[1.0])) == 2
+    assert run(tmp_path, a, a, "--metrics", "elapsed_s") == 2
+    assert run(tmp_path, a, a, "--confidence", "1") == 2
+    (tmp_path / "b.json").write_text("{}", encoding="utf-8")
+    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
+
+
+def test_other_circumstances_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = a_report(step_ms=[1.0, 2.0])
+    b = replace(a, environment=replace(a.environment, cpu="another processor"))
+    run(tmp_path, a, b)
+    assert f"cpu differs: {a.environment.cpu} and another processor" in capsys.readouterr().out
+
+
+def test_a_ratio_to_zero_is_no_verdict(tmp_path: Path) -> None:
+    assert run(tmp_path, a_report(waiting_ms=[0.0, 0.0, 1.0]), a_report(waiting_ms=[5.0, 5.0, 5.0])) == 0
+
+
+def test_large_samples_fit_in_memory() -> None:
+    values = np.random.default_rng(0).normal(10, 1, 50_000)
+    low, high = ratio_interval(values, values, lambda x: x.mean(axis=-1), 0.95, 100, 0)
+    assert 0.998 < low < 1 < high < 1.002
