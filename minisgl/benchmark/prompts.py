@@ -4,7 +4,8 @@ Promise: equal keys give equal tokens in every process and on every machine, dif
 a prompt of n tokens has n ids, or n words that are one token each in byte-level BPE vocabularies. Torch-free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,30 @@ COMMON_WORDS = (
 WORDS = tuple(COMMON_WORDS.split())
 
 
+class Draw(NamedTuple):
+    """The first tokens of one of endlessly many sequences; a prompt is several of them behind one another."""
+
+    stream: tuple[int, ...]  # which sequence; any whole numbers
+    num_tokens: int
+
+
+def codes_of(draws: Iterable[Draw], salt: Sequence[int]) -> Codes:
+    """A prompt's tokens; under another `salt` all are different."""
+    parts = [draw_codes((*salt, *draw.stream), draw.num_tokens) for draw in draws]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+
+def trace_draws(request: TraceRequest, index: int) -> tuple[Draw, ...]:
+    """A prompt for the request at `index` of its trace: equal blocks have equal tokens, what no block covers
+    is the request's own."""
+    draws = []
+    num_left = request.num_prompt_tokens
+    for block_id in request.block_ids:
+        draws.append(Draw((1, block_id), min(num_left, request.block_tokens)))
+        num_left -= draws[-1].num_tokens
+    return (*draws, Draw((2, index), num_left)) if num_left else tuple(draws)
+
+
 def draw_codes(key: Sequence[int], num_tokens: int) -> Codes:
     """The first `num_tokens` of the endless sequence that belongs to `key` (whole numbers, any sign).
 
@@ -36,15 +61,6 @@ def draw_codes(key: Sequence[int], num_tokens: int) -> Codes:
     for number in key:
         state = _mix(state + np.uint64(number & 0xFFFFFFFFFFFFFFFF) + GAMMA)
     return _mix(state + np.arange(1, num_tokens + 1, dtype=np.uint64) * GAMMA)
-
-
-def trace_codes(request: TraceRequest, index: int, seed: int) -> Codes:
-    """A prompt for the request at `index` of its trace: equal blocks have equal tokens, what no block covers
-    is the request's own. Another `seed` shares nothing with this one."""
-    parts = [draw_codes((seed, 1, block_id), request.block_tokens) for block_id in request.block_ids]
-    num_covered = len(parts) * request.block_tokens
-    parts.append(draw_codes((seed, 2, index), max(0, request.num_prompt_tokens - num_covered)))
-    return np.concatenate(parts)[: request.num_prompt_tokens]
 
 
 def as_token_ids(codes: Codes, vocab_size: int) -> np.ndarray:

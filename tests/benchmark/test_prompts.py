@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.prompts import as_text, as_token_ids, draw_codes, trace_codes
+from minisgl.benchmark.prompts import as_text, as_token_ids, codes_of, draw_codes, trace_draws
 from minisgl.benchmark.traces import TraceRequest
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.sources import resolve_model_folder
@@ -47,9 +47,13 @@ def test_the_numbers_are_splitmix64s_from_a_state_mixed_of_the_key() -> None:
     assert draw_codes((7, -2), 5).tolist() == expected
 
 
+def trace_codes(request: TraceRequest, index: int, seed: int = 0) -> np.ndarray:
+    return codes_of(trace_draws(request, index), (seed,))
+
+
 def test_equal_blocks_have_equal_tokens_and_cut_blocks_begin_like_whole_ones() -> None:
     other = replace(REQUEST, block_ids=(5, 9, 7), num_prompt_tokens=48)
-    one, two = trace_codes(REQUEST, 0, seed=0), trace_codes(other, 1, seed=0)
+    one, two = trace_codes(REQUEST, 0), trace_codes(other, 1)
     assert (len(one), len(two)) == (40, 48)
     assert np.array_equal(one[:16], two[:16])
     assert not np.any(one[16:32] == two[16:32])
@@ -58,14 +62,14 @@ def test_equal_blocks_have_equal_tokens_and_cut_blocks_begin_like_whole_ones() -
 
 def test_what_no_block_covers_is_the_requests_own() -> None:
     bare = replace(REQUEST, block_ids=(5,))
-    one, two = trace_codes(bare, 0, seed=0), trace_codes(bare, 1, seed=0)
+    one, two = trace_codes(bare, 0), trace_codes(bare, 1)
     assert len(one) == len(two) == 40
     assert np.array_equal(one[:16], two[:16])
     assert not np.any(one[16:] == two[16:])
 
 
 def test_another_seed_shares_nothing() -> None:
-    assert not np.any(trace_codes(REQUEST, 0, seed=0) == trace_codes(REQUEST, 0, seed=1))
+    assert not np.any(trace_codes(REQUEST, 0) == trace_codes(REQUEST, 0, 1))
 
 
 def test_texts_have_one_token_per_word_and_join_without_a_seam() -> None:
