@@ -19,6 +19,7 @@ from minisgl.benchmark.settings import (
     KernelBenchSettings,
     OfflineBenchSettings,
     OutputSettings,
+    ServeBenchSettings,
     StartupBenchSettings,
     StepBenchSettings,
     TuneSettings,
@@ -131,6 +132,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add_flags(offline, "workload", OfflineBenchSettings, environ)
     add_flags(offline, "output", OutputSettings, environ)
     add_flags(offline, "engine", EngineConfig, environ)
+    load = command("serve", "Load on a running server, as its users feel it.", _bench_serve, benches)
+    add_flags(load, "load", ServeBenchSettings, environ)
+    add_flags(load, "output", OutputSettings, environ)
     step = command("step", "Time of a step against the hardware's limits.", _bench_step, benches)
     add_flags(step, "measuring", StepBenchSettings, environ)
     add_flags(step, "output", OutputSettings, environ)
@@ -273,6 +277,15 @@ def _bench_offline(arguments: argparse.Namespace, environ: Mapping[str, str], st
     from minisgl.benchmark.offline import run_offline_bench
 
     return run_offline_bench(settings, engine, output, sys.stdout, cache_dir=cache_dir(environ))
+
+
+def _bench_serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = ServeBenchSettings(**values_of(ServeBenchSettings, arguments, environ))
+    output = OutputSettings(**values_of(OutputSettings, arguments, environ))
+    _start_log("warning", "bench")
+    from minisgl.benchmark.serve import run_serve_bench
+
+    return run_serve_bench(settings, output, sys.stdout, cache_dir=cache_dir(environ))
 
 
 def _bench_step(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

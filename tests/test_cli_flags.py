@@ -43,6 +43,13 @@ BENCH_OFFLINE = """
     --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
     --min-prompt-tokens --no-ignore-eos --num-prompts --prompts --rounds --temperature --workload-seed
 """
+BENCH_SERVE = """
+    --api --api-key --arrival --concurrency --dataset --extra-body --ignore-eos --length-scale
+    --max-output-tokens --max-prompt-tokens --min-output-tokens --min-prompt-tokens --no-ignore-eos
+    --num-requests --prefix-groups --prefix-tokens --prompt-form --request-rate --served-model-name --slo
+    --temperature --think-time-s --time-scale --timeout-s --tokenizer --turns --url --vocab-size --warmup
+    --workload-seed
+"""
 BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"
 BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
@@ -56,6 +63,7 @@ FLAGS = {
     "bench": set(),
     "bench kernel": set(BENCH_KERNEL.split()),
     "bench offline": {*BENCH_OFFLINE.split(), *OUTPUT.split(), *ENGINE.split()},
+    "bench serve": {*BENCH_SERVE.split(), *OUTPUT.split()},
     "bench step": {*BENCH_STEP.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench startup": {*BENCH_STARTUP.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench compare": set(BENCH_COMPARE.split()),
