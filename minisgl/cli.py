@@ -20,6 +20,7 @@ from minisgl.benchmark.settings import (
     OfflineBenchSettings,
     OutputSettings,
     ServeBenchSettings,
+    SimulateSettings,
     StartupBenchSettings,
     StepBenchSettings,
     TuneSettings,
@@ -143,6 +144,11 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add_flags(startup, "measuring", StartupBenchSettings, environ)
     add_flags(startup, "output", OutputSettings, environ)
     add_flags(startup, "engine", EngineConfig, environ)
+    simulate = command(
+        "simulate", "Scheduler settings on a workload, without a GPU.", _bench_simulate, benches
+    )
+    add_flags(simulate, "simulation", SimulateSettings, environ)
+    add_flags(simulate, "output", OutputSettings, environ)
     compare = command("compare", "Compare two reports; exit code 1 on a regression.", _bench_compare, benches)
     compare.add_argument("a", help="The JSON file of the earlier report.")
     compare.add_argument("b", help="The JSON file of the later one.")
@@ -304,6 +310,14 @@ def _bench_startup(arguments: argparse.Namespace, environ: Mapping[str, str], st
     return run_startup_bench(
         settings, engine, output, sys.stdout, environ=environ, cache_dir=cache_dir(environ)
     )
+
+
+def _bench_simulate(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    settings = SimulateSettings(**values_of(SimulateSettings, arguments, environ))
+    output = OutputSettings(**values_of(OutputSettings, arguments, environ))
+    from minisgl.benchmark.simulate import run_simulation
+
+    return run_simulation(settings, output, sys.stdout)
 
 
 def _bench_compare(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

@@ -53,6 +53,11 @@ BENCH_SERVE = """
 BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"
 BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
+BENCH_SIMULATE = """
+    --against --chunk-tokens --length-scale --max-running-requests --max-step-tokens --mixed-step-tokens
+    --num-pages --num-requests --output-reserve-tokens --overlap --page-size --prefix-cache --step-report
+    --time-scale --trace --trace-format
+"""
 
 FLAGS = {
     "serve": {*SERVER.split(), *ENGINE.split()},
@@ -66,6 +71,7 @@ FLAGS = {
     "bench serve": {*BENCH_SERVE.split(), *OUTPUT.split()},
     "bench step": {*BENCH_STEP.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench startup": {*BENCH_STARTUP.split(), *OUTPUT.split(), *ENGINE.split()},
+    "bench simulate": {*BENCH_SIMULATE.split(), *OUTPUT.split()},
     "bench compare": set(BENCH_COMPARE.split()),
     "bench plot": set(),
     "doctor": {"--json", *ENGINE.split()},

@@ -57,6 +57,7 @@ class Round(NamedTuple):
     num_output_tokens: int  # as received
     step_s: list[float]  # wall time of each call of Engine.step
     step_tokens: list[int]  # received from it
+    output_lengths: list[int]  # by request
     before: Status
     after: Status
 
@@ -172,6 +173,7 @@ def _run(
         for i, (item, own) in enumerate(zip(items, params, strict=True))
     ]
     num_wanted = sum(item.max_tokens for item in items)
+    lengths = [0] * len(items)
     num_received = 0
     step_s: list[float] = []
     step_tokens: list[int] = []
@@ -184,6 +186,8 @@ def _run(
         step_s.append(now - last)
         last = now
         received = sum(len(one.token_ids) for one in outputs)
+        for one in outputs:
+            lengths[one.request_id] += len(one.token_ids)
         step_tokens.append(received)
         num_received += received
         refused = next((one for one in outputs if one.finish_reason is FinishReason.ERROR), None)
@@ -191,7 +195,7 @@ def _run(
             raise MinisglError(f"request {refused.request_id} was refused: {refused.error_message}")
         progress(name, num_received, num_wanted)
     progress(name, num_wanted, num_wanted)
-    return Round(last - begin, num_received, step_s, step_tokens, before, engine.status(0))
+    return Round(last - begin, num_received, step_s, step_tokens, lengths, before, engine.status(0))
 
 
 def _report(
@@ -240,7 +244,14 @@ def _report(
         "offline",
         arguments={"workload": asdict(settings), "engine": asdict(engine.config)},
         metrics=metrics,
-        tables={"rounds": table, "over_time": _over_time(last)},
+        tables={
+            "rounds": table,
+            "over_time": _over_time(last),
+            "requests": [
+                {"num_prompt_tokens": len(item.prompt_ids), "num_output_tokens": num_tokens}
+                for item, num_tokens in zip(items, last.output_lengths, strict=True)
+            ],
+        },
         samples={**samples, "step_ms": step_ms},
         charts=[
             LinesChart(

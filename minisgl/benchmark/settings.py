@@ -115,16 +115,18 @@ class StartupBenchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings:
-    """What `minisgl bench simulate` replays."""
+    """What `minisgl bench simulate` replays. Settings of the engine may be lists separated by commas: all
+    combinations are compared; without a value they are those of the --against run, else as on cuda."""
 
     step_report: str | None = None
-    """Report of minisgl bench step that the cost model is fitted to. None: built-in costs of no machine."""
+    """Report of minisgl bench step to fit the cost of a step to. Without one costs are made up: for comparing
+    policies with each other only."""
     against: str | None = None
-    """Report of a real run of minisgl bench offline: its workload is simulated with its settings, and the
-    distance to what was measured is printed."""
+    """Report of a real run, of minisgl bench offline or serve: prints how far the simulation is from it. An
+    offline report brings its workload along; for serve give the same --trace."""
     trace: str | None = None
-    """Arrivals from a trace file (Mooncake, Qwen-Bailian, Azure, BurstGPT). None: the workload of minisgl
-    bench offline."""
+    """Arrivals from a trace file (Mooncake, Qwen-Bailian, Azure, BurstGPT). Auto: the workload of --against,
+    else that of minisgl bench offline."""
     trace_format: str | None = None
     """The trace's format. Auto: by its content."""
     num_requests: int | None = None
@@ -133,22 +135,24 @@ class SimulateSettings:
     """Multiplies the trace's lengths: a fraction as 1/8."""
     time_scale: float = 1.0
     """Multiplies the trace's arrival times: 0.5 is twice the request rate."""
-    num_pages: int = 32768
-    """KV pages of the simulated pool."""
-    page_size: int = 16
-    """Tokens per page."""
-    max_running_requests: str = "256"
-    """Rows; like every setting below several values separated by commas are compared, all combinations."""
-    max_step_tokens: str = "8192"
-    """New tokens per step."""
-    chunk_tokens: str = "8192"
-    """Longest part of one prompt per step, at most max_step_tokens."""
-    mixed_step_tokens: str = "2048"
-    """Prompt tokens in a step that also decodes."""
-    output_reserve_tokens: str = "64"
-    """Room an admission leaves for the output of each running request."""
-    prefix_cache: str = "on"
-    """Reuse of equal prefixes: on, off, or both as "on,off"."""
+    num_pages: str | None = None
+    """KV pages in the pool (32768)."""
+    page_size: str | None = None
+    """Tokens per page (16)."""
+    max_running_requests: str | None = None
+    """Requests that decode together (256)."""
+    max_step_tokens: str | None = None
+    """New tokens per step (8192)."""
+    chunk_tokens: str | None = None
+    """Longest part of one prompt per step (max_step_tokens)."""
+    mixed_step_tokens: str | None = None
+    """Prompt tokens in a step that also decodes (2048)."""
+    output_reserve_tokens: str | None = None
+    """Room an admission leaves for the output of each running request (64)."""
+    prefix_cache: str | None = None
+    """Reuse of equal prefixes: on, off, or both as "on,off" (on)."""
+    overlap: str | None = None
+    """Plan a step while the one before it runs: on, off or both (on)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ The "model": slot by slot the pool holds a running hash of the whole prefix; the
 function of the hash and the row's seed. `expected_tokens` computes the same from the prompt alone.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,21 +54,55 @@ class FakeModel(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Virtual duration of a step, in milliseconds, linear in what it does."""
+    """Virtual duration of a step, in milliseconds: that of its decodes plus that of its chunks, as the engine
+    launches the two one after the other, each linear in what it does. `minisgl bench simulate` fits them."""
 
-    base_ms: float = 4.0
+    decode_ms: float = 4.0
+    """Of a step that decodes, whatever it decodes."""
     per_decode_row_ms: float = 0.02
-    per_prompt_token_ms: float = 0.02
     per_context_token_ms: float = 1e-5
+    """For each token that a decoding row attends to."""
+    prefill_ms: float = 4.0
+    """Of a step with chunks."""
+    per_prompt_token_ms: float = 0.02
+    per_attended_token_ms: float = 0.0
+    """For each pair of a prompt token and a token it attends to."""
 
     def step_ms(self, plan: StepPlan, num_context_tokens: int) -> float:
-        num_prompt_tokens = plan.num_new_tokens - len(plan.decode_rows)
-        return (
-            self.base_ms
-            + self.per_decode_row_ms * len(plan.decode_rows)
-            + self.per_prompt_token_ms * num_prompt_tokens
-            + self.per_context_token_ms * num_context_tokens
-        )
+        """`num_context_tokens`: what the decoding rows attend to, all together."""
+        duration_ms = 0.0
+        if plan.decode_rows:
+            duration_ms += (
+                self.decode_ms
+                + self.per_decode_row_ms * len(plan.decode_rows)
+                + self.per_context_token_ms * num_context_tokens
+            )
+        if plan.chunks:
+            duration_ms += self.prefill_ms
+        for chunk in plan.chunks:
+            pairs = attended_pairs(chunk.num_new_tokens, chunk.num_computed_tokens)
+            duration_ms += (
+                self.per_prompt_token_ms * chunk.num_new_tokens + self.per_attended_token_ms * pairs
+            )
+        return duration_ms
+
+
+def attended_pairs(num_new_tokens: int, num_computed_tokens: int) -> float:
+    """Pairs of a new token and a token it attends to, itself included."""
+    return num_new_tokens * (num_computed_tokens + (num_new_tokens + 1) / 2)
+
+
+class Executor(Protocol):
+    """What a simulation needs to know of an engine."""
+
+    @property
+    def context_lens(self) -> Sequence[int]:
+        """By row: tokens in the pool."""
+        ...
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """One token per `plan.sampled_rows`."""
+        ...
 
 
 class FakeExecutor:
@@ -143,58 +178,71 @@ class Served(NamedTuple):
     finish_reason: FinishReason
     num_cached_tokens: int
     arrived_ms: float
-    first_token_ms: float | None
+    token_ms: list[float]
+    """When each token was there."""
     finished_ms: float
+
+
+class _Launched(NamedTuple):
+    plan: StepPlan
+    token_ids: list[int]
+    ends_ms: float
 
 
 def simulate(
     scheduler: Scheduler,
-    executor: FakeExecutor,
+    executor: Executor,
     arrivals: Sequence[Arrival],
     *,
     cost: StepCost | None = None,
     overlap: bool = True,
+    on_served: Callable[[int], None] = lambda num_served: None,
 ) -> list[Served]:
-    """Replay `arrivals` (any order) to the end; one `Served` per arrival, in the given order."""
+    """Replay `arrivals` (any order) to the end; one `Served` per arrival, in the given order.
+
+    The order of events is `Engine.step`'s. Planning takes no time; with overlap a step is planned while the
+    one before it runs. `on_served` hears how many requests have ended.
+    """
     cost = cost or StepCost()
     order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].at_ms)
     served: dict[int, Served] = {}
     tokens: dict[int, list[int]] = {}
-    first_ms: dict[int, float] = {}
-    now_ms = 0.0
+    times: dict[int, list[float]] = {}
+    host_ms = device_ms = 0.0  # now; when the device has done all that was launched
     next_arrival = 0
-    pending: tuple[StepPlan, list[int]] | None = None
+    launched: deque[_Launched] = deque()
     while len(served) < len(arrivals):
-        if not scheduler.has_work and pending is None:
-            now_ms = max(now_ms, arrivals[order[next_arrival]].at_ms)
-        while next_arrival < len(order) and arrivals[order[next_arrival]].at_ms <= now_ms:
+        if not scheduler.has_work:
+            host_ms = max(host_ms, arrivals[order[next_arrival]].at_ms)
+        while next_arrival < len(order) and arrivals[order[next_arrival]].at_ms <= host_ms:
             index = order[next_arrival]
             arrival = arrivals[index]
-            tokens[index] = []
+            tokens[index], times[index] = [], []
             scheduler.add(index, arrival.prompt, arrival.params, arrival.priority)
             next_arrival += 1
         plan = scheduler.plan()
-        launched = None
         if plan is not None:
-            now_ms += cost.step_ms(plan, sum(executor.context_lens[row] for row in plan.decode_rows))
-            launched = (plan, executor.execute(plan))
-        if not overlap:
-            pending, launched = launched, None
-        if pending is not None:
-            scheduler.apply(*pending)
-        pending = launched
+            attended = sum(executor.context_lens[row] + 1 for row in plan.decode_rows)
+            duration_ms = cost.step_ms(plan, attended)
+            device_ms = max(device_ms, host_ms) + duration_ms
+            launched.append(_Launched(plan, executor.execute(plan), device_ms))
+        keep_in_flight = 1 if overlap and plan is not None else 0
+        while len(launched) > keep_in_flight:
+            step = launched.popleft()
+            host_ms = max(host_ms, step.ends_ms)
+            scheduler.apply(step.plan, step.token_ids)
         for output in scheduler.take_outputs():
             index = output.request_id
             tokens[index] += output.token_ids
-            if output.token_ids:
-                first_ms.setdefault(index, now_ms)
+            times[index] += [host_ms] * len(output.token_ids)
             if output.finish_reason is not None:
                 served[index] = Served(
                     tokens[index],
                     output.finish_reason,
                     output.num_cached_tokens,
                     arrivals[index].at_ms,
-                    first_ms.get(index),
-                    now_ms,
+                    times[index],
+                    host_ms,
                 )
+                on_served(len(served))
     return [served[index] for index in range(len(arrivals))]

@@ -10,7 +10,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
-from minisgl.scheduler.simulator import Arrival, FakeExecutor, FakeModel, simulate
+from minisgl.scheduler.simulator import Arrival, FakeExecutor, FakeModel, StepCost, simulate
 
 EOS = 3
 
@@ -223,6 +223,29 @@ def test_a_workload_gets_the_tokens_of_the_model_with_and_without_overlap(
         expected = executor.model.expected_tokens(arrival.prompt.tolist(), room, arrival.params.seed or 0)
         assert result.token_ids == expected
     scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_simulated_time_is_the_sum_of_the_steps_and_of_waiting(overlap: bool) -> None:
+    scheduler, executor, _ = build(num_pages=100, page_size=4)
+    cost = StepCost(
+        decode_ms=10.0,
+        per_decode_row_ms=1.0,
+        per_context_token_ms=0.5,
+        prefill_ms=100.0,
+        per_prompt_token_ms=2.0,
+        per_attended_token_ms=0.25,
+    )
+    arrivals = [
+        Arrival(5000.0, prompt_of(1, 2, 3), SamplingParams(max_tokens=1)),
+        Arrival(50.0, prompt_of(4, 5), SamplingParams(max_tokens=3)),
+    ]
+    late, early = simulate(scheduler, executor, arrivals, cost=cost, overlap=overlap)
+    prefill_ms = 100 + 2 * 2 + 0.25 * 3  # tokens 1 and 2 attend to 1 and 2
+    first_ms = 50 + prefill_ms
+    assert early.token_ms == [first_ms, first_ms + 11 + 0.5 * 3, first_ms + 2 * 11 + 0.5 * (3 + 4)]
+    assert late.token_ms == [5000 + 100 + 2 * 3 + 0.25 * 6]
+    assert late.finished_ms == late.token_ms[-1]
 
 
 def test_abort_while_the_prefill_is_in_flight_retires_once() -> None:  # trap 1

@@ -1,0 +1,375 @@
+"""`minisgl bench simulate`: scheduler settings on a workload, in virtual time, without a GPU.
+
+Promise: the scheduler and its page cache are the real ones; only the execution of a step is replaced by a
+cost that is linear in what the step does. How well that cost fits its measurements, and with --against how
+far the whole is from a real run, is printed beside the result.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from minisgl.benchmark.latency import even_quantiles, summary
+from minisgl.benchmark.plots import check_output, deliver
+from minisgl.benchmark.prompts import as_token_ids, codes_of, draw_codes, trace_draws
+from minisgl.benchmark.report import (
+    CdfChart,
+    Cell,
+    Chart,
+    Report,
+    format_table,
+    live_progress,
+    make_report,
+    read_report,
+)
+from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings, SimulateSettings
+from minisgl.benchmark.step_fit import Fit, fit_step_cost
+from minisgl.benchmark.traces import TraceRequest, read_trace, scale_trace
+from minisgl.benchmark.workload import random_workload
+from minisgl.errors import ConfigError
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.simulator import Arrival, Served, StepCost, simulate
+from minisgl.weights.progress import Progress
+
+VOCAB_SIZE = 1 << 16
+CODES_OF_OFFLINE = 3
+"""First number of the key of an offline report's prompts (minisgl/benchmark/prompts.py)."""
+
+
+class Knobs(NamedTuple):
+    """One combination of settings."""
+
+    max_running_requests: int = 256
+    max_step_tokens: int = 8192
+    chunk_tokens: int = 8192
+    mixed_step_tokens: int = 2048
+    output_reserve_tokens: int = 64
+    num_pages: int = 32768
+    page_size: int = 16
+    prefix_cache: bool = True
+    overlap: bool = True
+
+
+BOOLEAN = ("prefix_cache", "overlap")
+LEAST = {"output_reserve_tokens": 0, "num_pages": 2}
+"""Smallest value, where it is not 1."""
+
+
+class Result(NamedTuple):
+    """What came of one combination."""
+
+    knobs: Knobs
+    metrics: dict[str, float | int | None]
+    samples: dict[str, list[float]]
+
+
+class InstantExecutor:
+    """Keeps the rows' lengths and gives tokens without computing any."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._context_lens = [0] * max_rows
+        self._next_token = 0
+
+    @property
+    def context_lens(self) -> Sequence[int]:
+        """By row: tokens in the pool."""
+        return self._context_lens
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """Tokens that differ, so that no two outputs are taken for a common prefix."""
+        for row in plan.decode_rows:
+            self._context_lens[row] += 1
+        for chunk in plan.chunks:
+            self._context_lens[chunk.row] = chunk.num_computed_tokens + chunk.num_new_tokens
+        first = self._next_token
+        self._next_token += len(plan.sampled_rows)
+        return [token % VOCAB_SIZE for token in range(first, self._next_token)]
+
+
+def run_simulation(settings: SimulateSettings, output: OutputSettings, out: TextIO) -> int:
+    """Simulate, print, write and draw; returns the exit code.
+
+    Raises:
+        ConfigError: a file or setting can't be used.
+    """
+    check_output(output)
+    real = read_report(Path(settings.against).expanduser()) if settings.against is not None else None
+    fit = None
+    if settings.step_report is not None:
+        fit = fit_step_cost(read_report(Path(settings.step_report).expanduser()))
+    combinations = combine(settings, _base(real))
+    arrivals = make_arrivals(settings, real)
+    progress = live_progress()
+    results = [
+        run_once(arrivals, knobs, fit.cost if fit is not None else StepCost(), progress, f"setting {number}")
+        for number, knobs in enumerate(combinations, 1)
+    ]
+    report = _report(settings, results, fit, real)
+    if fit is not None:
+        print(f"cost of a step, fitted:\n{format_table(report.tables['fit'])}", file=out)
+        print(f"mean error {fit.mean_error:.1%}\n", file=out)
+    else:
+        print("costs are made up (no --step-report): compare the settings with each other only\n", file=out)
+    print(format_table(report.tables["settings"]), file=out)
+    if real is not None:
+        print(f"\nfirst setting against the real run:\n{format_table(report.tables['against'])}", file=out)
+    deliver(report, output, out)
+    return 0
+
+
+def combine(settings: SimulateSettings, base: Knobs) -> list[Knobs]:
+    """All combinations of the settings' lists; what a list does not say is as in `base`.
+
+    Raises:
+        ConfigError: a list can't be read.
+    """
+    lists = {name: _values(name, getattr(settings, name)) for name in Knobs._fields}
+    given = {name: values for name, values in lists.items() if values is not None}
+    found = [
+        base._replace(**dict(zip(given, values, strict=True)))
+        for values in itertools.product(*given.values())
+    ]
+    # A step that is shorter than a chunk cuts it anyway.
+    return [
+        knobs._replace(
+            chunk_tokens=min(knobs.chunk_tokens, knobs.max_step_tokens),
+            mixed_step_tokens=min(knobs.mixed_step_tokens, knobs.max_step_tokens),
+        )
+        for knobs in found
+    ]
+
+
+def make_arrivals(settings: SimulateSettings, real: Report | None) -> list[Arrival]:
+    """The workload: a trace's, the real run's, or the offline benchmark's.
+
+    Raises:
+        ConfigError: the trace can't be read, or the real run needs one.
+    """
+    if settings.trace is not None:
+        try:
+            scale = Fraction(settings.length_scale)
+        except (ValueError, ZeroDivisionError):
+            raise ConfigError(
+                f"--length-scale must be a fraction as 1/8, got {settings.length_scale!r}"
+            ) from None
+        trace = read_trace(Path(settings.trace).expanduser(), settings.trace_format, settings.num_requests)
+        trace = scale_trace(trace, length_scale=scale, time_scale=settings.time_scale)
+        return [_arrival(request, index) for index, request in enumerate(trace)]
+    if real is None:
+        items = random_workload(OfflineBenchSettings())
+        lengths = [(len(item.prompt_ids), item.max_tokens) for item in items]
+    else:
+        rows = real.tables.get("requests", [])
+        if real.kind != "offline" or not rows:
+            raise ConfigError(
+                f"a report of bench {real.kind} does not bring its workload along; give its --trace too"
+            )
+        lengths = [(_whole(row, "num_prompt_tokens"), _whole(row, "num_output_tokens")) for row in rows]
+    return [
+        Arrival(0.0, _ids(draw_codes((CODES_OF_OFFLINE, index), num_prompt)), _params(num_output))
+        for index, (num_prompt, num_output) in enumerate(lengths)
+    ]
+
+
+def run_once(
+    arrivals: Sequence[Arrival], knobs: Knobs, cost: StepCost, progress: Progress, name: str
+) -> Result:
+    """Simulate one combination.
+
+    Raises:
+        ConfigError: a request does not fit the pool.
+    """
+    cache = KVCacheManager(
+        num_pages=knobs.num_pages, page_size=knobs.page_size, prefix_cache=knobs.prefix_cache
+    )
+    max_context_tokens = cache.num_usable_pages * knobs.page_size
+    longest = max(len(arrival.prompt) + (arrival.params.max_tokens or 0) for arrival in arrivals)
+    if longest > max_context_tokens:
+        raise ConfigError(
+            f"the longest request has {longest} tokens and the pool {max_context_tokens}; see --num-pages"
+        )
+    config = SchedulerConfig(
+        max_rows=knobs.max_running_requests,
+        max_step_tokens=max(knobs.max_step_tokens, knobs.max_running_requests),
+        chunk_tokens=knobs.chunk_tokens,
+        mixed_step_tokens=knobs.mixed_step_tokens,
+        max_context_tokens=max_context_tokens,
+        vocab_size=VOCAB_SIZE,
+        output_reserve_tokens=knobs.output_reserve_tokens,
+    )
+    scheduler = Scheduler(config, cache)
+    served = simulate(
+        scheduler,
+        InstantExecutor(knobs.max_running_requests),
+        arrivals,
+        cost=cost,
+        overlap=knobs.overlap,
+        on_served=lambda num: progress(name, num, len(arrivals)),
+    )
+    stats = scheduler.stats
+    samples = _latencies(served)
+    elapsed_s = (max(one.finished_ms for one in served) - min(one.arrived_ms for one in served)) / 1e3
+    metrics: dict[str, float | int | None] = {
+        "elapsed_s": elapsed_s,
+        "requests_per_s": len(served) / elapsed_s,
+        "output_tokens_per_s": stats.num_output_tokens / elapsed_s,
+        "total_tokens_per_s": (stats.num_prompt_tokens + stats.num_output_tokens) / elapsed_s,
+        "num_steps": stats.num_steps,
+        "num_preemptions": stats.num_preemptions,
+        "prefix_hit_rate": stats.num_cached_tokens / stats.num_prompt_tokens,
+    }
+    for latency, values in samples.items():
+        metrics |= summary(latency.removesuffix("_ms"), values)
+    samples["itl_ms"] = even_quantiles(np.array(samples["itl_ms"]), np.ones(len(samples["itl_ms"])))
+    return Result(knobs, metrics, samples)
+
+
+def _latencies(served: Sequence[Served]) -> dict[str, list[float]]:
+    """TTFT, TPOT and E2E by request, ITL by token."""
+    return {
+        "ttft_ms": [one.token_ms[0] - one.arrived_ms for one in served],
+        "tpot_ms": [
+            (one.token_ms[-1] - one.token_ms[0]) / (len(one.token_ms) - 1)
+            for one in served
+            if len(one.token_ms) > 1
+        ],
+        "itl_ms": [float(gap) for one in served for gap in np.diff(one.token_ms)],
+        "e2e_ms": [one.finished_ms - one.arrived_ms for one in served],
+    }
+
+
+SHOWN = (
+    "elapsed_s",
+    "output_tokens_per_s",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "e2e_p50_ms",
+    "num_steps",
+    "num_preemptions",
+    "prefix_hit_rate",
+)
+"""Columns of the table of settings."""
+
+
+def _report(
+    settings: SimulateSettings, results: Sequence[Result], fit: Fit | None, real: Report | None
+) -> Report:
+    varied = [name for name in Knobs._fields if len({getattr(one.knobs, name) for one in results}) > 1]
+    labels = [
+        ", ".join(f"{name} {_shown(getattr(one.knobs, name))}" for name in varied) or "simulated"
+        for one in results
+    ]
+    tables: dict[str, list[dict[str, Cell]]] = {
+        "settings": [
+            {
+                **{name: getattr(one.knobs, name) for name in varied},
+                **{name: one.metrics[name] for name in SHOWN if name in one.metrics},
+            }
+            for one in results
+        ]
+    }
+    first = results[0]
+    metrics = dict(first.metrics)
+    if fit is not None:
+        tables["fit"] = fit.points
+        metrics["fit_mean_error"] = fit.mean_error
+    if real is not None:
+        tables["against"] = _against(first.metrics, real.metrics)
+    samples: dict[str, list[float]] = dict(first.samples)
+    charts: list[Chart] = []
+    for latency, title in (("ttft_ms", "Time to first token"), ("itl_ms", "Time between tokens")):
+        names = [f"{label}: {latency}" if len(results) > 1 else latency for label in labels]
+        samples |= {name: one.samples[latency] for name, one in zip(names, results, strict=True)}
+        charts.append(CdfChart(title=f"{title}, simulated", samples=tuple(names), x_label="milliseconds"))
+    return make_report(
+        "simulate",
+        arguments={
+            "settings": asdict(settings),
+            "simulated": [one.knobs._asdict() for one in results],
+            "cost": (fit.cost if fit is not None else StepCost())._asdict(),
+        },
+        metrics=metrics,
+        tables=tables,
+        samples=samples,
+        charts=charts,
+    )
+
+
+def _against(
+    simulated: Mapping[str, float | int | None], real: Mapping[str, float | int | None]
+) -> list[dict[str, Cell]]:
+    """Metrics that both have."""
+    rows: list[dict[str, Cell]] = []
+    for name, value in simulated.items():
+        measured = real.get(name)
+        if value is not None and measured is not None:
+            ratio = value / measured if measured else None
+            rows.append({"metric": name, "simulated": value, "real": measured, "ratio": ratio})
+    return rows
+
+
+def _base(real: Report | None) -> Knobs:
+    """The settings of a real offline run; else the defaults."""
+    if real is None:
+        return Knobs()
+    engine = real.arguments.get("engine")
+    if not isinstance(engine, dict):
+        return Knobs()
+    known = {name: engine[name] for name in Knobs._fields if engine.get(name) is not None}
+    num_pages = real.metrics.get("num_pages")
+    if num_pages is not None:
+        known["num_pages"] = int(num_pages) + 1  # the scratch page is none that requests can use
+    return Knobs()._replace(**known)
+
+
+def _values(name: str, text: str | None) -> list[Any] | None:
+    if text is None:
+        return None
+    flag = "--" + name.replace("_", "-")
+    parts = [part.strip() for part in text.split(",")]
+    if name in BOOLEAN:
+        if not set(parts) <= {"on", "off"}:
+            raise ConfigError(f'{flag} must be on, off, or "on,off", got {text!r}')
+        return [part == "on" for part in parts]
+    least = LEAST.get(name, 1)
+    try:
+        values = [int(part) for part in parts]
+    except ValueError:
+        raise ConfigError(f"{flag} must be whole numbers separated by commas, got {text!r}") from None
+    if min(values) < least:
+        raise ConfigError(f"{flag} must be at least {least}, got {text!r}")
+    return values
+
+
+def _arrival(request: TraceRequest, index: int) -> Arrival:
+    prompt = _ids(codes_of(trace_draws(request, index), (0,)))
+    return Arrival(1e3 * request.arrival_s, prompt, _params(request.num_output_tokens))
+
+
+def _ids(codes: np.ndarray) -> np.ndarray:
+    return as_token_ids(codes, VOCAB_SIZE).astype(np.int32)
+
+
+def _params(num_output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
+
+
+def _whole(row: Mapping[str, Cell], name: str) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"the report's table of requests needs a positive {name}, got {value!r}")
+    return value
+
+
+def _shown(value: int | bool) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
