@@ -19,3 +19,11 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.compiler.assume_constant_result
+def max_shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have on a CUDA device; a Hopper's elsewhere."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

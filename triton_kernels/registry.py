@@ -11,7 +11,10 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 import triton_kernels.fused_moe as moe
+import triton_kernels.linear as product
 import triton_kernels.paged_decode as decode
 import triton_kernels.paged_prefill as prefill
 import triton_kernels.rms_norm as norm
@@ -25,6 +28,8 @@ class Kernels(NamedTuple):
 
     rms_norm: Callable[..., Any] = norm.rms_norm
     add_rms_norm: Callable[..., Any] = norm.add_rms_norm
+    linear: Callable[..., Any] = product.linear
+    gated_linear: Callable[..., Any] = product.gated_linear
     silu_mul: Callable[..., Any] = mlp.silu_mul
     rope_store: Callable[..., Any] = rope.rope_store
     paged_decode: Callable[..., Any] = decode.paged_decode
@@ -58,7 +63,17 @@ def with_replacements(specs: Iterable[str], kernels: Kernels = KERNELS) -> Kerne
         function = _load(module_name, function_name)
         _check_signature(op, getattr(KERNELS, op), function, target)
         chosen[op] = function
+    if "silu_mul" in chosen or "linear" in chosen:
+        # Fused only as long as what it is made of is ours.
+        chosen.setdefault("gated_linear", _gated_linear_of(kernels._replace(**chosen)))
     return kernels._replace(**chosen)
+
+
+def _gated_linear_of(kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
+    def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.silu_mul(kernels.linear(x, weight))
+
+    return gated_linear
 
 
 def op_named(name: str) -> str:

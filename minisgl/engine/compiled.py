@@ -26,6 +26,7 @@ from minisgl.engine.buckets import bucket_for
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import Block, RunBlock
+from triton_kernels.linear import MAX_ROWS
 
 WARM_RUNS = 2
 """Uncaptured runs before a recording: the first compiles kernels, both fill allocator and library caches."""
@@ -53,7 +54,7 @@ class CompiledDecode:
     Args:
         step: the step on the device, uncompiled: what runs when no bucket is large enough.
         graphs: how it is compiled and recorded.
-        buckets: ascending batch sizes to record.
+        buckets: ascending batch sizes to record, at least 2.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class CapturedSteps:
 def compiled_block(max_batch: int, backend: str | Callable = "inductor") -> RunBlock:
     """One compiled function for all blocks of a model, whose weights and pools are its inputs.
 
-    It compiles twice: for a batch of one, and for 2 to `max_batch` rows.
+    It compiles twice: for up to linear.MAX_ROWS rows, and for more, up to `max_batch`.
     """
     _configure_inductor()
     compiled = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -170,9 +171,8 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor") -> RunB
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        if x.shape[0] > 1:
-            for tensor in (x, residual, positions, inputs.row_ids, inputs.context_len, inputs.slot_mapping):
-                torch._dynamo.mark_dynamic(tensor, 0, min=2, max=max(max_batch, 3))
+        for tensor in (x, residual, positions, inputs.row_ids, inputs.context_len, inputs.slot_mapping):
+            _mark_rows(tensor, max_batch)
         return compiled(block, x, residual, positions, cos_sin, inputs)
 
     return run
@@ -181,7 +181,7 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor") -> RunB
 class WholeStep:
     """Mode "full": the whole step as one compiled graph, which CUDA graph trees record.
 
-    A batch of one gets code of its own, all others share one dynamic compilation.
+    It compiles twice: for up to linear.MAX_ROWS rows, and for more.
     """
 
     def __init__(self, step: DecodeStep, device: torch.device, *, max_batch: int) -> None:
@@ -196,8 +196,7 @@ class WholeStep:
 
     def record(self, row_ids: Tensor) -> None:
         torch._dynamo.mark_static_address(row_ids, guard=False)
-        if row_ids.shape[0] > 1:
-            torch._dynamo.mark_dynamic(row_ids, 0, min=2, max=max(self._max_batch, 3))
+        _mark_rows(row_ids, self._max_batch)
         for _ in range(2):  # the code runs uncaptured, then is recorded
             self._compiled(row_ids)
 
@@ -214,6 +213,14 @@ class WholeStep:
         recorded = manager.new_graph_id().id - self._num_probes
         self._num_probes += 1
         return _graphs_compiled(), recorded
+
+
+def _mark_rows(tensor: Tensor, max_batch: int) -> None:
+    """Let the first dimension vary over all the batch sizes, at least 2, for which the same kernels run."""
+    if tensor.shape[0] <= MAX_ROWS:
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=MAX_ROWS)
+    else:
+        torch._dynamo.mark_dynamic(tensor, 0, min=MAX_ROWS + 1, max=max(max_batch, MAX_ROWS + 2))
 
 
 def _configure_inductor() -> None:

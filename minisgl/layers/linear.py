@@ -5,7 +5,8 @@ N rows of input, `in` and `out` features.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from triton_kernels.registry import KERNELS
 
 
 class Linear(nn.Module):
@@ -15,10 +16,11 @@ class Linear(nn.Module):
         super().__init__()
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.kernels = KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
-        return F.linear(x, self.weight)
+        return self.kernels.linear(x, self.weight)
 
 
 class FusedLinear(nn.Module):
@@ -40,6 +42,7 @@ class FusedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.parts = parts
+        self.kernels = KERNELS
         out_features = sum(parts.values())
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -51,7 +54,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, sum of the parts]."""
-        return F.linear(x, self.weight, self.bias)
+        return self.kernels.linear(x, self.weight, self.bias)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """Each part's weight [out, in] and bias [out], by the checkpoint's name: views of the fused ones."""

@@ -21,4 +21,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        return self.down_proj(self.kernels.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.kernels.gated_linear(x, self.gate_up_proj.weight))

@@ -22,9 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_kernels import (
     advance_rows,
     fused_moe,
+    linear,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
+    read_rows,
     rms_norm,
     rope_store,
     sample,
@@ -150,6 +152,27 @@ def cases():
     x = empty(64, 576)
     yield "add_rms_norm 576", lambda: rms_norm.add_rms_norm_triton(x, x, empty(576), 1e-5)
     yield "silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336))
+    for outputs, width in ((4096, 14336), (6144, 4096), (128256, 4096)):
+        name, weight = f"{outputs}x{width}", empty(outputs, width)
+        yield "linear " + name, lambda w=weight: linear.linear_triton(empty(16, w.shape[1]), w)
+    for outputs, width in ((6144, 1024), (28672, 4096)):
+        name, weight = f"{outputs}x{width}", empty(outputs, width)
+        yield "gated_linear " + name, lambda w=weight: linear.gated_linear_triton(empty(16, w.shape[1]), w)
+    yield (
+        "read_rows",
+        lambda: read_rows.read_rows_triton(
+            ints(64),
+            ints(257),
+            ints(257),
+            ints(257, 512),
+            empty(257, dtype=torch.float32),
+            ints(257),
+            empty(257, dtype=torch.float32),
+            empty(257, dtype=torch.float32),
+            empty(257, dtype=torch.int64),
+            16,
+        ),
+    )
     yield (
         "advance_rows",
         lambda: advance_rows.advance_rows_triton(ints(64), ints(64), ints(64), ints(257), ints(257), 256),

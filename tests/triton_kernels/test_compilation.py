@@ -38,6 +38,8 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
         "_silu_mul_kernel",
+        "_linear_kernel",
+        "_read_rows_kernel",
         "_advance_rows_kernel",
         "_rope_store_kernel",
         "_paged_decode_splits_kernel",
@@ -65,8 +67,11 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
             assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
         if line["kernel"] in ("_gate_up_kernel", "_down_kernel") and "float32" not in line["case"]:
             assert line["wgmma"] + line["mma"] > 0, f"no matrix instructions: {line}"
-        if line["kernel"] == "_paged_decode_splits_kernel" and "float32" not in line["case"]:
-            assert line["mma"] > 0, f"no matrix instructions: {line}"
+        if (
+            line["kernel"] in ("_paged_decode_splits_kernel", "_linear_kernel")
+            and "float32" not in line["case"]
+        ):
+            assert line["wgmma"] + line["mma"] > 0, f"no matrix instructions: {line}"
 
 
 def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_says():
@@ -80,6 +85,19 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "rms_norm": ["y_ptr"],
         "add_rms_norm": ["new_residual_ptr", "y_ptr"],
         "silu_mul": ["y_ptr"],
+        "linear": ["y_ptr"],
+        "gated_linear": ["y_ptr"],
+        "read_rows": [
+            "context_len_out_ptr",
+            "min_p_out_ptr",
+            "positions_out_ptr",
+            "seed_out_ptr",
+            "slot_mapping_out_ptr",
+            "temperature_out_ptr",
+            "token_ids_out_ptr",
+            "top_k_out_ptr",
+            "top_p_out_ptr",
+        ],
         "advance_rows": ["context_len_ptr", "last_token_ptr"],
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],

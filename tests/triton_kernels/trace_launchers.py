@@ -14,7 +14,17 @@ import torch.utils._triton
 import triton
 from triton.backends.compiler import GPUTarget
 
-from triton_kernels import advance_rows, paged_decode, paged_prefill, rms_norm, rope_store, sample, silu_mul
+from triton_kernels import (
+    advance_rows,
+    linear,
+    paged_decode,
+    paged_prefill,
+    read_rows,
+    rms_norm,
+    rope_store,
+    sample,
+    silu_mul,
+)
 
 
 class PretendDriver:
@@ -92,6 +102,22 @@ def main() -> None:
         dynamic=(0,),
     )
     trace("silu_mul", silu_mul.silu_mul_triton, x, dynamic=(0,))
+    trace("linear", linear.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
+    trace("gated_linear", linear.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
+    trace(
+        "read_rows",
+        lambda *args: read_rows.read_rows_triton(*args, page_size=16),
+        ints(6),
+        ints(9),
+        ints(9),
+        ints(9, 7),
+        torch.rand(9),
+        ints(9),
+        torch.rand(9),
+        torch.rand(9),
+        ints(9).long(),
+        dynamic=(0,),
+    )
     trace(
         "advance_rows",
         lambda *args: advance_rows.advance_rows_triton(*args, max_rows=8),

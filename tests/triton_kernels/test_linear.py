@@ -1,0 +1,96 @@
+"""The linear layers over few rows, against float64."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from triton_kernels.linear import (
+    MAX_ROWS,
+    LinearConfig,
+    default_linear_config,
+    gated_linear,
+    gated_linear_triton,
+    linear,
+    linear_triton,
+)
+from triton_kernels.registry import with_replacements
+
+SIZES = [(1, 48, 96), (2, 40, 300), (5, 33, 64), (MAX_ROWS, 130, 257)]
+CONFIGS = [None, LinearConfig(16, 64, 2, 3), LinearConfig(64, 32, 4, 2)]
+
+
+@pytest.fixture
+def dtype(device: str) -> torch.dtype:
+    """What the kernel is for, where the interpreter can do it."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def inputs(rows: int, outputs: int, width: int, device: str | torch.device, dtype: torch.dtype):
+    rng = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 2 * width, generator=rng)[:, :width]  # rows lie apart
+    weight, bias = torch.randn(outputs, width, generator=rng), torch.randn(outputs, generator=rng)
+    return tuple(tensor.to(device, dtype) for tensor in (x, weight, bias))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_linear_layer_with_and_without_bias(size, config, device, dtype):
+    x, weight, bias = inputs(*size, device, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    for added in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        for got in (linear_triton(x, weight, added, config), linear(x, weight, added)):
+            assert (got.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, dtype):
+    rows, outputs, width = size
+    x, weight, _ = inputs(rows, 2 * outputs, width, device, dtype)
+    gate, up = F.linear(x.double(), weight.double()).chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    for got in (gated_linear_triton(x, weight, config), gated_linear(x, weight)):
+        assert (got.double() - expected).norm() <= (
+            1e-5 if dtype == torch.float32 else 8e-3
+        ) * expected.norm()
+
+
+def test_a_row_is_the_same_to_the_last_bit_alone_and_in_any_batch(device, dtype):
+    x, weight, _ = inputs(MAX_ROWS, 130, 257, device, dtype)
+    together = linear_triton(x, weight)
+    for row in (0, 7, MAX_ROWS - 1):
+        assert torch.equal(linear_triton(x[row : row + 1], weight)[0], together[row])
+
+
+def test_nothing_beyond_the_rows_and_the_weights_is_used(device, dtype):
+    x, weight, _ = inputs(3, 40, 96, device, dtype)
+    stage = torch.full((8, 96), float("nan"), dtype=x.dtype, device=device)
+    stage[:3] = x
+    rows = torch.full((60, 96), float("nan"), dtype=x.dtype, device=device)
+    rows[:40] = weight
+    assert torch.equal(linear_triton(stage[:3], rows[:40]), linear_triton(x, weight))
+
+
+def test_more_rows_than_the_kernel_takes_are_torchs(device):
+    x, weight, bias = inputs(MAX_ROWS + 1, 40, 64, device, torch.float32)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("shared_bytes", [48 * 1024, 99 * 1024, 227 * 1024])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
+    for outputs in (64, 4096, 6144, 14336, 151936):
+        config = default_linear_config(outputs, gated, shared_bytes)
+        tile = config.block_k * ((2 if gated else 1) * config.block_n + MAX_ROWS)
+        assert config.num_stages >= 1
+        assert 2 * tile * config.num_stages <= shared_bytes
+
+
+def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):
+    import triton_kernels.silu_mul as module
+
+    monkeypatch.setattr(module, "twice", lambda gate_up: gate_up * 2, raising=False)
+    kernels = with_replacements(["silu_mul=triton_kernels.silu_mul:twice"])
+    x, weight, _ = inputs(2, 8, 4, torch.device("cpu"), torch.float32)
+    assert torch.equal(kernels.gated_linear(x, weight), 2 * F.linear(x, weight))

@@ -1,0 +1,173 @@
+"""A linear layer, plain and as a gated MLP's first half; over few rows with a kernel of our own.
+
+    linear:        y[m, n] = sum over k of x[m, k] * w[n, k]  (+ bias[n])
+    gated_linear:  y[m, f] = silu(g) * u,   g, u = round of the above at n = f and n = F + f;   N = 2 * F
+
+M rows, N outputs, K inputs, F = N / 2. Sums in float32, `round` being that to the dtype of x, so that
+gated_linear is what linear followed by silu_mul yields. x's rows may be strided, w is [N, K], contiguous.
+
+How: up to MAX_ROWS rows, as a decode step of a small batch has, reading the weights is all the work, and the
+kernel here does it. BLOCK_N rows of w at a time go through a tensor core as its tall operand, the M rows of x
+as its narrow one; a program owns its outputs from the first k to the last, so there are no partial sums to
+merge, and small tiles give every multiprocessor enough loads in flight. More rows, and float32, are torch's.
+
+Cost: N*K elements read: memory bound. 2*M*N*K FLOP.
+"""
+
+# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from triton_kernels.launch import ceil_div, max_shared_bytes
+from triton_kernels.silu_mul import silu_mul, silu_mul_reference
+
+MAX_ROWS = 16
+
+
+class LinearConfig(NamedTuple):
+    """A launch configuration of the kernel."""
+
+    block_n: int  # outputs per program
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def default_linear_config(num_outputs: int, gated: bool, shared_bytes: int) -> LinearConfig:
+    """The configuration used where no other is given, as measured on an H200.
+
+    Args:
+        num_outputs: what the kernel writes for each row: N, or N / 2 when `gated`.
+        shared_bytes: what a program may have; fewer stages where the measured ones do not fit.
+    """
+    if num_outputs <= 4096:
+        config = LinearConfig(32, 256, 2, 4) if gated else LinearConfig(16, 512, 2, 3)
+    else:
+        config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
+    stage_bytes = 2 * config.block_k * (config.block_n * (2 if gated else 1) + MAX_ROWS)
+    return config._replace(num_stages=max(1, min(config.num_stages, shared_bytes // stage_bytes)))
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What linear means, in plain torch."""
+    return F.linear(x, weight, bias)
+
+
+def gated_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """What gated_linear means, in plain torch."""
+    return silu_mul_reference(F.linear(x, weight))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    x_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    OUT: tl.constexpr = N // 2 if GATED else N
+    EVEN: tl.constexpr = (K % BLOCK_K == 0) and (OUT % BLOCK_N == 0)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
+    there = rows < num_rows
+    x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]
+    w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * K + lanes[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if EVEN:
+            w = tl.load(w_ptrs + k0)
+            x = tl.load(x_ptrs + k0, there[None, :], other=0.0)
+        else:
+            inside = (outputs < OUT)[:, None] & (lanes < K - k0)[None, :]
+            w = tl.load(w_ptrs + k0, inside, other=0.0)
+            x = tl.load(x_ptrs + k0, there[None, :] & (lanes < K - k0)[:, None], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                w = tl.load(w_ptrs + (OUT * K + k0))
+            else:
+                w = tl.load(w_ptrs + (OUT * K + k0), inside, other=0.0)
+            up = tl.dot(w, x, up, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
+        acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+    y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & (outputs < OUT)[:, None])
+
+
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
+) -> Tensor:
+    """The kernel, whatever the device; up to MAX_ROWS rows."""
+    return _launch(x, weight, bias, False, config)
+
+
+def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
+    """The kernel, whatever the device; up to MAX_ROWS rows."""
+    return _launch(x, weight, None, True, config)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: LinearConfig | None
+) -> Tensor:
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    config = config or default_linear_config(num_outputs, gated, max_shared_bytes(x.device))
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    _linear_kernel[(ceil_div(num_outputs, config.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        num_rows,
+        x.stride(0),
+        N=weight.shape[0],
+        K=width,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N], all of one dtype."""
+    if _suits_the_kernel(x):
+        return linear_triton(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K], weight [2F, K] (the gate's rows first) -> silu(gate) * up, [M, F], all of one dtype."""
+    if _suits_the_kernel(x):
+        return gated_linear_triton(x, weight)
+    return silu_mul(F.linear(x, weight))
+
+
+def _suits_the_kernel(x: Tensor) -> bool:
+    return x.shape[0] <= MAX_ROWS and x.device.type == "cuda" and x.element_size() == 2
