@@ -36,9 +36,9 @@ TUNE = """
     --again --device --dry-run --gpu --model --no-again --no-dry-run --ops --out --plot
 """
 BENCH_KERNEL = """
-    --baselines --device --kernel --model --no-baselines --out --plot
+    --baselines --device --kernel --model --out --plot
 """
-OUTPUT = "--out --plot"
+OUTPUT = "--commit --out --plot"
 BENCH_OFFLINE = """
     --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
     --min-prompt-tokens --no-ignore-eos --num-prompts --prompts --rounds --temperature --workload-seed

@@ -39,9 +39,6 @@ from minisgl.engine.engine import Engine, build_engine
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.messages import AddRequest, Status
 from minisgl.request import FinishReason, SamplingParams
-from minisgl.text.chat_template import ChatTemplate
-from minisgl.text.messages import normalize_messages
-from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.progress import Progress
 
 WARM_UP_REQUESTS = 8
@@ -105,6 +102,11 @@ def make_workload(settings: OfflineBenchSettings, folder: Path) -> list[Item]:
     """
     if settings.prompts is None:
         return random_workload(settings)
+    # Lazy: machines that only measure random prompts need no tokenizer library.
+    from minisgl.text.chat_template import ChatTemplate
+    from minisgl.text.messages import normalize_messages
+    from minisgl.text.tokenizer import Tokenizer
+
     tokenizer = Tokenizer.from_folder(folder)
     template = ChatTemplate.from_folder(folder, tokenizer)
 

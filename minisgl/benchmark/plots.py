@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from msgspec.structs import replace
+
 from minisgl.benchmark.report import (
     BarsChart,
     CdfChart,
@@ -116,11 +118,14 @@ def check_output(output: OutputSettings) -> None:
 
 
 def deliver(report: Report, output: OutputSettings, out: TextIO) -> None:
-    """Write and draw a report where that is wanted, and say so.
+    """Write and draw a report where that is wanted, and say so; the commit is the one that was given.
 
     Raises:
         ConfigError: nothing can be written there.
     """
+    if output.commit is not None:
+        environment = replace(report.environment, git_commit=output.commit, git_dirty=None)
+        report = replace(report, environment=environment)
     report_path = check_report_path(output.out)
     if report_path is not None:
         write_report(report_path, report)

@@ -37,8 +37,9 @@ class KernelBenchSettings:
     """Either "cuda" or "cpu"; cpu tries the command out in Triton's interpreter on tiny shapes."""
     kernel: tuple[str, ...] = ()
     """Time op=module:function in the op's place (docs/kernels.md)."""
-    baselines: bool = True
-    """Time plain torch under torch.compile too, and flashinfer where it is installed."""
+    baselines: str = "inductor,flashinfer"
+    """What to time beside ours, separated by commas: "inductor" (plain torch under torch.compile, which
+    compiles for some seconds at every shape) and "flashinfer" (where it is installed); "none"."""
     out: str | None = None
     """Write the results to this file, as JSON."""
     plot: str | None = None
@@ -53,6 +54,9 @@ class OutputSettings:
     """Write the report to this file, as JSON: environment, arguments, figures, raw samples."""
     plot: str | None = None
     """Draw the report to this .png, .svg or .html; needs matplotlib (minisgl bench plot does it later)."""
+    commit: str | None = None
+    """The git commit that is measured, for the report. Auto: that of the checkout minisgl runs from; a copy
+    without .git has none to find."""
 
 
 @dataclass(frozen=True, kw_only=True)

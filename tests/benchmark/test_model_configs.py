@@ -1,0 +1,58 @@
+"""The table of public models: folders that the engine reads, with the sizes the models are known for."""
+
+from pathlib import Path
+
+import pytest
+
+from minisgl.benchmark.model_configs import MODEL_CONFIGS, model_folder
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError, ModelError
+from minisgl.model_config import ARCHITECTURES, read_model_config
+
+BILLIONS = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "qwen3-0.6b": 0.596, "qwen3-14b": 14.77}
+"""Parameters as the models' own pages give them; shared embeddings once."""
+
+
+def parameters_of(folder: Path) -> float:
+    """Billions, from what the engine reads of config.json; norms are left out."""
+    config = read_model_config(folder)
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    return (config.num_layers * (attention + mlp) + tables) / 1e9
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, raw in MODEL_CONFIGS.items() if raw["architectures"][0] in ARCHITECTURES]
+)
+def test_a_known_model_is_a_folder_with_dummy_weights(name: str) -> None:
+    with model_folder(EngineConfig(model=name, dummy_weights=True)) as folder:
+        config = read_model_config(folder)
+        assert config.architecture == MODEL_CONFIGS[name]["architectures"][0]
+        if name in BILLIONS:
+            assert parameters_of(folder) == pytest.approx(BILLIONS[name], rel=0.005)
+    assert not folder.exists(), "the folder is temporary"
+
+
+def test_a_shape_is_no_model_without_dummy_weights() -> None:
+    with (
+        pytest.raises(ConfigError, match="--dummy-weights"),
+        model_folder(EngineConfig(model="llama-3.1-8b")),
+    ):
+        pass
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    config = EngineConfig(model=str(tmp_path), dummy_weights=True)
+    with model_folder(config) as folder:
+        assert folder == tmp_path
+    assert folder.exists()
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with (
+        pytest.raises(ModelError, match=r"llama-3\.1-8b"),
+        model_folder(EngineConfig(model="llama-9", dummy_weights=True)),
+    ):
+        pass
