@@ -38,8 +38,9 @@ class ClientWatch:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        wall_s, cpu_s = time.monotonic() - self._started[0], time.process_time() - self._started[1]
-        self.cpu_share = cpu_s / wall_s if wall_s > 0 else 0.0
+        self.wall_s = time.monotonic() - self._started[0]
+        cpu_s = time.process_time() - self._started[1]
+        self.cpu_share = cpu_s / self.wall_s if self.wall_s > 0 else 0.0
         self.peak_cpu_share = max(self._shares, default=self.cpu_share)
         self.loop_lag_p99_ms = float(np.percentile(self._lags_ms, 99)) if self._lags_ms else 0.0
 

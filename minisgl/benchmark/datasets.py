@@ -123,7 +123,7 @@ def read_dataset(
     - MT-bench's form, JSON lines of {"turns": [...]} or {"prompt": [...]}: answers as `lengths` says
 
     Raises:
-        ConfigError: the file can't be read, or holds nothing of these.
+        ConfigError: the file can't be read or holds nothing of these, or its lengths can't be scaled.
     """
     texts = _read_texts(path)
     if texts is None:
@@ -137,6 +137,8 @@ def read_dataset(
             )
             for place, request in enumerate(requests)
         ]
+    if length_scale != 1:
+        raise ConfigError(f"--length-scale needs a trace, {path} is none")
     texts = [exchanges[:max_turns] for exchanges in texts][:limit]
     drawn = iter(_uniform(lengths.output_tokens, sum(map(len, texts)), (seed, 1)))
 

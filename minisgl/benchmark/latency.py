@@ -25,7 +25,6 @@ from minisgl.errors import ConfigError
 PERCENTILES = (50, 90, 95, 99)
 MAX_ITL_SAMPLES = 2001
 """Half a million intervals are kept as this many quantiles; their distribution looks the same."""
-MAX_BINS = 200
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "stall")
 
 
@@ -142,13 +141,11 @@ def timeline(answers: Sequence[Answer], start_at: float, end_at: float) -> list[
     """Stretches of time by their middle: output tokens per second, and requests without their whole answer
     (averaged).
 
-    `answers` are complete ones; a stretch is a second, or longer so that there are at most `MAX_BINS`.
+    `answers` are complete ones. A stretch is about a second, but there are at least 20 and at most 200.
     """
-    span_s = max(end_at - start_at, 1e-9)
-    bin_s = max(1.0 if span_s >= 20 else span_s / 20, span_s / MAX_BINS)
-    edges = np.append(np.arange(0.0, span_s - bin_s / 2, bin_s), span_s)
-    if len(edges) < 2:
-        edges = np.array([0.0, span_s])
+    if end_at <= start_at:
+        return []
+    edges = np.linspace(0.0, end_at - start_at, 1 + int(np.clip(end_at - start_at, 20, 200)))
     tokens = np.zeros(len(edges) - 1)
     open_s = np.zeros(len(edges) - 1)
     for answer in answers:

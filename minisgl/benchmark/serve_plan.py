@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -68,10 +69,9 @@ def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Pl
     fields: dict[str, Any] = {"temperature": settings.temperature}
     if settings.ignore_eos:
         fields["ignore_eos"] = True
-    url = settings.url.rstrip("/").removesuffix("/v1")
     return Plan(
         target=Target(
-            url=url if "://" in url else f"http://{url}",
+            url=_url(settings.url),
             is_chat=settings.api == "chat",
             model=settings.served_model_name or "",
             api_key=settings.api_key,
@@ -97,6 +97,16 @@ def make_conversations(settings: ServeBenchSettings, cache_dir: Path | None = No
     )
     seed = settings.workload_seed
     num = settings.num_requests if settings.num_requests is not None else DEFAULT_REQUESTS
+    try:
+        scale = Fraction(settings.length_scale)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(
+            f'--length-scale must be a fraction as "1/8" or 0.5, got {settings.length_scale!r}'
+        ) from None
+    if settings.dataset in MADE_UP and scale != 1:
+        raise ConfigError(
+            "--length-scale needs a trace; --max-prompt-tokens and the like say how long others get"
+        )
     if settings.dataset == "random":
         return random_prompts(num, lengths, seed)
     if settings.dataset == "shared-prefix":
@@ -108,12 +118,6 @@ def make_conversations(settings: ServeBenchSettings, cache_dir: Path | None = No
         raise ConfigError(
             f"--dataset must be one of {', '.join(MADE_UP)}, or a file; got {settings.dataset!r}"
         )
-    try:
-        scale = Fraction(settings.length_scale)
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError(
-            f'--length-scale must be a fraction as "1/8" or 0.5, got {settings.length_scale!r}'
-        ) from None
     return read_dataset(
         path,
         lengths,
@@ -214,6 +218,19 @@ def _check(settings: ServeBenchSettings) -> None:
             raise ConfigError(f"--min-{kind}-tokens must not be above --max-{kind}-tokens")
     if not settings.timeout_s > 0:
         raise ConfigError(f"--timeout-s must be positive, got {settings.timeout_s:g}")
+
+
+def _url(text: str) -> str:
+    """With its scheme and without the path that clients of OpenAI's library give."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or a broken address
+        is_complete = False
+    if not is_complete:
+        raise ConfigError(f"--url must be that of a server, as http://127.0.0.1:8000, got {text!r}")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _extra_fields(text: str | None) -> dict[str, Any]:
