@@ -35,7 +35,7 @@ COLORS = ("#2f6fde", "#e08a1e", "#3a9d5d", "#b4438f", "#7a6ff0", "#8a8f99", "#c0
 PALE = "#b4bcc8"
 """For what the others are compared with."""
 PANEL_WIDTH_IN = 10.0
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "minisgl",
     "svg.fonttype": "none",
     "font.family": "sans-serif",

@@ -3,7 +3,9 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,15 +73,11 @@ def engine(tiny: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def small_settings(**others: object) -> OfflineBenchSettings:
-    values: dict = {
-        "num_prompts": 6,
-        "min_prompt_tokens": 8,
-        "max_prompt_tokens": 40,
-        "min_output_tokens": 2,
-        "max_output_tokens": 9,
-    }
-    return OfflineBenchSettings(**values | others)
+def small_settings(**others: Any) -> OfflineBenchSettings:
+    base = OfflineBenchSettings(
+        num_prompts=6, min_prompt_tokens=8, max_prompt_tokens=40, min_output_tokens=2, max_output_tokens=9
+    )
+    return replace(base, **others)
 
 
 def test_offline_counts_what_was_asked_for(offline_file: Path) -> None:

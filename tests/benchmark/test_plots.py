@@ -3,6 +3,7 @@
 import importlib.util
 import xml.etree.ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_bars_end_at_the_limit_and_none_leaves_one_out(tmp_path: Path) -> None:
 def bar_widths(panel: plots.Panel) -> list[float]:
     from matplotlib.figure import Figure
 
-    axes = Figure().subplots()
+    axes: Any = Figure().subplots()
     panel.draw(axes)
     return [patch.get_width() for patch in axes.patches]
 
@@ -125,7 +126,7 @@ def test_spans_have_their_lengths_and_a_cdf_ends_at_one() -> None:
     assert sorted(bar_widths(plots.timeline("", spans, x_label="s"))) == [1.0, 2.0, 5.0]
     from matplotlib.figure import Figure
 
-    axes = Figure().subplots()
+    axes: Any = Figure().subplots()
     plots.cdf("", {"x": [4.0, 1.0, 2.0, 3.0]}, x_label="").draw(axes)
     x, y = axes.lines[0].get_data()
     assert list(zip(x, y, strict=True)) == [(1, 0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]

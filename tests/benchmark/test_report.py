@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +25,12 @@ from minisgl.errors import ConfigError
 
 
 def a_report() -> Report:
+    # What comes out of numpy is not always a number of Python's.
+    metrics: Any = {"output_tokens_per_s": np.float64(12.5), "num_steps": np.int64(7), "lost": float("nan")}
     return make_report(
         "offline",
         arguments={"model": "m", "rounds": 2, "prompts": None},
-        metrics={"output_tokens_per_s": np.float64(12.5), "num_steps": np.int64(7), "lost": float("nan")},
+        metrics=metrics,
         tables={"rounds": [{"round": 1, "elapsed_s": 0.25, "note": "a"}, {"round": 2, "elapsed_s": None}]},
         samples={"step_ms": np.linspace(0, 1, 5)},
         charts=[CdfChart(title="Steps", samples=("step_ms",), x_label="ms")],

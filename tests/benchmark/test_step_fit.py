@@ -77,7 +77,7 @@ def test_no_change_of_a_non_negative_solution_improves_it(seed: int) -> None:
 
 
 def test_other_reports_and_too_few_points_are_refused() -> None:
-    with pytest.raises(ConfigError, match="got one of offline"):
+    with pytest.raises(ConfigError, match="got one of bench offline"):
         fit_step_cost(make_report("offline", arguments={}, metrics={}, command="test"))
     few = make_report("step", arguments={}, metrics={}, tables={"decode": [], "prefill": []}, command="test")
     with pytest.raises(ConfigError, match="at least 3"):

@@ -1,0 +1,32 @@
+"""mini-sglang (https://github.com/sgl-project/mini-sglang): pip install from a checkout, in an environment
+without this project, whose import name is the same. The model's folder needs a tokenizer.
+"""
+
+from adapter import Generate, Order, run
+
+
+def start(order: Order) -> Generate:
+    """Its offline engine, with the settings of its own offline benchmark."""
+
+    settings = {"max_extend_tokens": 16384, "cuda_graph_max_bs": 256} | order.options
+    llm = theirs.LLM(
+        order.model,
+        max_seq_len_override=order.max_context_tokens,
+        use_dummy_weight=order.dummy_weights,
+        **settings,
+    )
+
+    def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[int]:
+        params = [
+            sampling.SamplingParams(temperature=order.temperature, ignore_eos=True, max_tokens=wanted)
+            for wanted in max_tokens
+        ]
+        outputs = llm.generate(prompts, params)
+        # The last token of each is computed but not among the results.
+        return [len(output["token_ids"]) + 1 for output in outputs]
+
+    return generate
+
+
+if __name__ == "__main__":
+    run("minisgl", start)
