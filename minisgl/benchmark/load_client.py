@@ -229,7 +229,9 @@ def _as_failures(stream: AnswerStream) -> Iterator[None]:
         raise Failure("stream_error", str(error)) from None
     except BadEventError as error:
         raise Failure("bad_event", str(error)) from None
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    except aiohttp.ClientConnectorError as error:
+        raise Failure("connect", _words(error.os_error)) from None
+    except aiohttp.ConnectionTimeoutError as error:
         raise Failure("connect", _words(error)) from None
     except (aiohttp.ClientError, OSError) as error:
         raise Failure("truncated" if stream.times else "no_answer", _words(error)) from None

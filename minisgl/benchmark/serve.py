@@ -93,10 +93,11 @@ async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan,
     if probe.error == "connect":
         raise ConfigError(f"no server answers at {plan.target.url} ({probe.error_message}); see --url")
     if probe.error is not None:
+        refused = probe.error in ("http_400", "http_404", "http_422")
         raise ConfigError(
             f"{plan.target.url}{plan.target.path} failed at the first request: {probe.error} "
-            f"({probe.error_message}); of the fields that not every server takes, --no-ignore-eos, "
-            "--prompt-form text and --api chat leave some out"
+            f"({probe.error_message})"
+            + ("; see --no-ignore-eos, --prompt-form, --vocab-size, --served-model-name" if refused else "")
         )
     others = warm_up_prompts(plan.conversations, settings.warmup)
     run = await run_load(

@@ -28,8 +28,11 @@ from minisgl.benchmark.datasets import (
 from minisgl.benchmark.latency import parse_slo
 from minisgl.benchmark.load_client import Target
 from minisgl.benchmark.load_run import Load
+from minisgl.benchmark.report import Cell
 from minisgl.benchmark.settings import ServeBenchSettings
 from minisgl.errors import ConfigError
+
+MOST_REQUESTS = 1_000_000
 
 
 class Point(NamedTuple):
@@ -42,7 +45,14 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         """As "request_rate=4"."""
-        return f"{self.knob}={self.value:g}"
+        return f"{self.knob}={self.cell}"
+
+    @property
+    def cell(self) -> Cell:
+        """The value in tables: 4, 0.5, "inf"."""
+        if math.isinf(self.value):
+            return "inf"
+        return int(self.value) if self.value == int(self.value) else self.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +223,8 @@ def _check(settings: ServeBenchSettings) -> None:
         value = getattr(settings, name)
         if value is not None and not least <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if settings.num_requests is not None and settings.num_requests > MOST_REQUESTS:
+        raise ConfigError(f"--num-requests must be at most {MOST_REQUESTS}, got {settings.num_requests}")
     for kind in ("prompt", "output"):
         if getattr(settings, f"min_{kind}_tokens") > getattr(settings, f"max_{kind}_tokens"):
             raise ConfigError(f"--min-{kind}-tokens must not be above --max-{kind}-tokens")

