@@ -2,12 +2,17 @@
 without this project, whose import name is the same. The model's folder needs a tokenizer.
 """
 
+from importlib import import_module
+from typing import Any
+
 from adapter import Generate, Order, run
 
 
 def start(order: Order) -> Generate:
     """Its offline engine, with the settings of its own offline benchmark."""
-
+    # By name: a type checker would take `minisgl` for this project.
+    theirs: Any = import_module("minisgl.llm")
+    core: Any = import_module("minisgl.core")
     settings = {"max_extend_tokens": 16384, "cuda_graph_max_bs": 256} | order.options
     llm = theirs.LLM(
         order.model,
@@ -18,7 +23,7 @@ def start(order: Order) -> Generate:
 
     def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[int]:
         params = [
-            sampling.SamplingParams(temperature=order.temperature, ignore_eos=True, max_tokens=wanted)
+            core.SamplingParams(temperature=order.temperature, ignore_eos=True, max_tokens=wanted)
             for wanted in max_tokens
         ]
         outputs = llm.generate(prompts, params)
