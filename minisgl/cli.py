@@ -25,7 +25,13 @@ from minisgl.benchmark.settings import (
     StepBenchSettings,
     TuneSettings,
 )
-from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
+from minisgl.config import (
+    EngineConfig,
+    ServerConfig,
+    check_engine_config,
+    check_server_config,
+    with_cache_dir,
+)
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.flags import add_flags, values_of
 from minisgl.log import LEVELS, setup_logging
@@ -157,6 +163,16 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     plot.add_argument("report", help="The JSON file.")
     plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
 
+    cache = command("cache", "Look after the compiled code that is kept between starts.", None)
+    actions = cache.add_subparsers(metavar="WHAT", required=True, help="What to do with it.")
+    command("ls", "Show the entries, their size, and what is wrong with them.", _cache_list, actions)
+    command("verify", "As ls, with exit code 1 if an entry is not whole.", _cache_verify, actions)
+    pack = command("export", "Pack all entries, for machines of the same kind.", _cache_export, actions)
+    pack.add_argument("file", help="The .tar.gz to write.")
+    unpack = command("import", "Unpack entries from people you trust: it is code.", _cache_import, actions)
+    unpack.add_argument("file", help="A .tar.gz that 'minisgl cache export' wrote.")
+    command("clear", "Delete all entries that no engine is using.", _cache_clear, actions)
+
     doctor = command("doctor", "Show what is installed, what would be used, and why.", _doctor)
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
     add_flags(doctor, "engine", EngineConfig, environ)
@@ -197,6 +213,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_server_config(server)
     check_engine_config(engine)  # both before a model is fetched
+    engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(server.log_level, "server")
     return run_server(server, engine, _folder(engine.model, environ), started_at=started_at)
 
@@ -360,6 +377,59 @@ def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     report = examine(engine, cache_dir(environ))
     print(as_json(report) if arguments.json else as_text(report))
     return EXIT_FAILED if report.problems else EXIT_OK
+
+
+def _cache_list(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    _cache_verify(arguments, environ, started_at)
+    return EXIT_OK
+
+
+def _cache_verify(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from compile_cache.store import list_entries
+
+    root = _compiled(environ)
+    entries = list_entries(root)
+    if not entries:
+        print(f"no compiled code in {root}")
+    for info in entries:
+        size = f"{info.num_files} files, {info.num_bytes / 2**20:.1f} MiB"
+        print(f"{info.name}  {size}  {info.problem or 'whole'}")
+        print("    " + ", ".join(f"{name} {value}" for name, value in info.facts.items()))
+    return EXIT_FAILED if any(info.problem for info in entries) else EXIT_OK
+
+
+def _cache_export(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from compile_cache.store import CacheError, export_entries
+
+    try:
+        num_entries = export_entries(_compiled(environ), Path(arguments.file))
+    except CacheError as error:
+        raise ConfigError(str(error)) from error
+    print(f"{num_entries} entries in {arguments.file}")
+    return EXIT_OK
+
+
+def _cache_import(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from compile_cache.store import CacheError, import_entries
+
+    try:
+        names = import_entries(_compiled(environ), Path(arguments.file))
+    except CacheError as error:
+        raise ConfigError(str(error)) from error
+    print("\n".join(names))
+    return EXIT_OK
+
+
+def _cache_clear(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from compile_cache.store import clear
+
+    print(f"{clear(_compiled(environ)) / 2**20:.1f} MiB freed")
+    return EXIT_OK
+
+
+def _compiled(environ: Mapping[str, str]) -> Path:
+    """Where compiled code is kept, unless --compile-cache says otherwise."""
+    return Path(environ.get("MINISGL_COMPILE_CACHE") or cache_dir(environ) / "compiled")
 
 
 def _folder(model: str, environ: Mapping[str, str]) -> Path:

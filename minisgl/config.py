@@ -5,6 +5,7 @@ of the command line are generated from the fields and their docstrings (`minisgl
 """
 
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -123,6 +124,9 @@ class EngineConfig:
     """Seeds the requests that bring none of their own, and the dummy weights."""
     strict_compile: bool = False
     """Make a recompilation or a missing graph after warm-up an error instead of a counter."""
+    compile_cache: str | None = None
+    """Folder that keeps compiled code between starts on cuda. Auto: "compiled" in the cache directory; an
+    empty text leaves it to torch and Triton, as do their TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR."""
     cpu_threads: int | None = None
     """Threads of torch on cpu. Auto: torch's own choice (the physical cores)."""
     kernel: tuple[str, ...] = ()
@@ -168,6 +172,13 @@ class DeviceFacts:
     cuda_name: str = ""
     cpu_has_bf16: bool = False
     """The processor multiplies bfloat16 (AVX512-BF16 or AMX)."""
+
+
+def with_cache_dir(config: EngineConfig, cache_dir: Path) -> EngineConfig:
+    """The same config with an "auto" compile cache put into minisgl's cache directory."""
+    if config.compile_cache is not None:
+        return config
+    return replace(config, compile_cache=str(cache_dir / "compiled"))
 
 
 def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -> EngineConfig:

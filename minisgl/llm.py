@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from minisgl.config import EngineConfig, check_engine_config
+from minisgl.config import EngineConfig, check_engine_config, with_cache_dir
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.offline import Completion, Delta, OfflineDriver, Reply, check_prompt
 from minisgl.request import SamplingParams
@@ -22,7 +22,7 @@ from minisgl.text.reply import ReplyText
 from minisgl.text.stop import StopStrings
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.progress import Progress, no_progress
-from minisgl.weights.sources import resolve_model_folder
+from minisgl.weights.sources import default_cache_dir, resolve_model_folder
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...} as in the chat API."""
@@ -38,7 +38,7 @@ class LLM:
 
     Args:
         model: a built-in name, a local folder, or a hub name; fetched when missing.
-        cache_dir: where built-in models lie; None = ~/.cache/minisgl.
+        cache_dir: where built-in models and compiled code lie; None = ~/.cache/minisgl.
         progress: called while a model is fetched.
         on_stage: called with each start-up stage's name and milliseconds.
         engine: fields of `EngineConfig` (dtype="bfloat16", num_pages=512 ...).
@@ -63,6 +63,7 @@ class LLM:
                 raise ConfigError(f"LLM has no setting {name!r}; there are: {', '.join(known)}")
         config = EngineConfig(model=model, **engine)
         check_engine_config(config)
+        config = with_cache_dir(config, cache_dir or default_cache_dir())
         started = time.perf_counter()
         folder = resolve_model_folder(model, cache_dir=cache_dir, progress=progress)
         self._tokenizer = Tokenizer.from_folder(folder)

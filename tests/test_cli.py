@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from compile_cache.store import open_cache
 from minisgl import __version__
 from minisgl.cli import cache_dir, main, settings_in
 from minisgl.errors import ConfigError
@@ -262,3 +263,36 @@ def test_what_the_terminal_cannot_show_is_no_traceback(tmp_path: Path) -> None:
     assert answer.returncode == 2
     assert answer.stderr.startswith("minisgl: error: ")
     assert "??????" in answer.stderr
+
+
+def test_the_compile_cache_is_listed_packed_unpacked_and_cleared(tmp_path: Path, capsys) -> None:
+    facts = {"gpu": "NVIDIA H200", "torch": "2.11"}
+
+    def minisgl(*arguments: str) -> tuple[int, str]:
+        code = main(["cache", *arguments])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINISGL_CACHE", str(tmp_path / "here"))
+        assert minisgl("ls") == (0, f"no compiled code in {tmp_path}/here/compiled\n")
+        assert minisgl("export", str(tmp_path / "packed"))[0] == 2
+        environ: dict[str, str] = {}
+        cache = open_cache(tmp_path / "here" / "compiled", facts, environ)
+        assert cache is not None
+        Path(environ["TRITON_CACHE_DIR"]).mkdir()
+        kernel = Path(environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+        kernel.write_text("x" * 100)
+        cache.seal()
+        cache.close()
+        code, said = minisgl("ls")
+        assert code == 0
+        assert "1 files, 0.0 MiB  whole" in said
+        assert "gpu NVIDIA H200" in said
+        assert minisgl("export", str(tmp_path / "packed"))[0] == 0
+        kernel.write_text("y" * 100)
+        assert minisgl("verify")[0] == 1
+        assert minisgl("clear")[0] == 0
+        patch.setenv("MINISGL_CACHE", str(tmp_path / "there"))
+        assert minisgl("import", str(tmp_path / "packed"))[0] == 0
+        assert minisgl("verify")[0] == 0

@@ -23,8 +23,8 @@ SERVER = """
     --max-upload-bytes --port --request-timeout-s --served-model-name --startup-timeout-s --upload-timeout-s
 """
 ENGINE = """
-    --attention-backend --chunk-tokens --compile-mode --cpu-threads --device --dtype --dummy-weights
-    --kernel --max-context-tokens --max-graph-batch --max-running-requests --max-step-tokens --memory-fraction
+    --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
+    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-running-requests --max-step-tokens --memory-fraction
     --mixed-step-tokens --model --no-dummy-weights --no-overlap --no-prefix-cache --no-strict-compile
     --num-pages --output-reserve-tokens --overlap --page-size --prefix-cache --seed --strict-compile
 """
@@ -74,6 +74,8 @@ FLAGS = {
     "bench simulate": {*BENCH_SIMULATE.split(), *OUTPUT.split()},
     "bench compare": set(BENCH_COMPARE.split()),
     "bench plot": set(),
+    **{name: set() for name in ("cache", "cache ls", "cache verify", "cache export", "cache import")},
+    "cache clear": set(),
     "doctor": {"--json", *ENGINE.split()},
 }
 

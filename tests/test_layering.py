@@ -63,7 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model_config",
     }
     | {"server", "__init__"},
-    "cli": SEAMS | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "__init__"},
+    "cli": SEAMS
+    | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "compile_cache", "__init__"},
     "__init__": {"errors", "request", "offline", "llm"},
     "__main__": {"cli"},
 }

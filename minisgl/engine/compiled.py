@@ -13,6 +13,7 @@ CUDA graph trees keep their state per thread.
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +22,8 @@ import torch._inductor.config
 from torch import Tensor
 from triton import knobs
 
+import triton_kernels
+from compile_cache.key import sources_digest
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.steps import DecodeStep
@@ -226,6 +229,9 @@ def _mark_rows(tensor: Tensor, max_batch: int) -> None:
 def _configure_inductor() -> None:
     # Floats of modules (eps, scale) are constants, not inputs with guards.
     torch._dynamo.config.specialize_float = True
+    # torch's own key has the kernels' sources, not the host code that chooses their grids and options.
+    ours = Path(__file__).parents[1], Path(triton_kernels.__path__[0])
+    torch.compiler.config.cache_key_tag = sources_digest(ours)
 
 
 def _graphs_compiled() -> int:

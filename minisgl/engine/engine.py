@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compile_cache.key import machine_facts
+from compile_cache.store import CacheError, OpenCache, open_cache
 from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets
 from minisgl.engine.compiled import CapturedSteps, CompiledDecode, KernelCompilations, WholeStep
@@ -53,6 +55,7 @@ class Engine:
         runner: ModelRunner,
         compiled: CompiledDecode | None,
         kernels: KernelCompilations | None,
+        compile_cache: OpenCache | None,
     ) -> None:
         self.config = config
         self._scheduler = scheduler
@@ -60,6 +63,7 @@ class Engine:
         self.runner = runner
         self._compiled = compiled
         self._kernels = kernels
+        self._compile_cache = compile_cache
         self._launched: deque[LaunchedStep] = deque()
         self.num_broken_counts = 0  # times `check_at_idle` found pages lost
 
@@ -145,9 +149,11 @@ class Engine:
         return self.cache.flush()
 
     def close(self) -> None:
-        """Wait for launched steps and let go of them. Open requests get no answer any more."""
+        """Wait for launched steps, let go of them and of the compile cache. Open requests get no answer."""
         while self._launched:
             self.runner.collect(self._launched.popleft())
+        if self._compile_cache is not None:
+            self._compile_cache.close()
 
 
 def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engine:
@@ -174,6 +180,7 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
         available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
     else:
         available_bytes = int(free_host_bytes() * config.memory_fraction)
+    cache = _open_compile_cache(config, device)
     stages.done("settings and device")
 
     assert config.attention_backend is not None
@@ -189,9 +196,21 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
             load_weights(model, folder, model_config, dtype=dtype, device=device)
         stages.done("dummy weights" if config.dummy_weights else "load weights")
         with torch.inference_mode():
-            return _assemble(
-                config, model_config, model, device, dtype, available_bytes, stages, must_compile=must_compile
+            engine = _assemble(
+                config,
+                model_config,
+                model,
+                device,
+                dtype,
+                available_bytes,
+                stages,
+                cache,
+                must_compile=must_compile,
             )
+        if cache is not None:
+            cache.seal()
+            stages.done("compile cache")
+        return engine
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the GPU's memory did not suffice for the start; lower --max-step-tokens "
@@ -221,6 +240,7 @@ def _assemble(
     dtype: torch.dtype,
     available_bytes: int,
     stages: _Stages,
+    cache: OpenCache | None,
     *,
     must_compile: bool,
 ) -> Engine:
@@ -275,13 +295,15 @@ def _assemble(
         kernels = KernelCompilations()
         stages.done("compile prefill kernels")
 
-    cache = KVCacheManager(num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache)
+    kv_cache = KVCacheManager(
+        num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
+    )
     scheduler_config = SchedulerConfig(
         max_rows=config.max_running_requests,
         max_step_tokens=config.max_step_tokens,
         chunk_tokens=config.chunk_tokens,
         mixed_step_tokens=config.mixed_step_tokens,
-        max_context_tokens=min(config.max_context_tokens, cache.num_usable_pages * page_size),
+        max_context_tokens=min(config.max_context_tokens, kv_cache.num_usable_pages * page_size),
         vocab_size=model_config.vocab_size,
         output_reserve_tokens=config.output_reserve_tokens,
         eos_token_ids=model_config.eos_token_ids,
@@ -293,7 +315,21 @@ def _assemble(
             scheduler_config.max_context_tokens,
             config.max_context_tokens,
         )
-    return Engine(config, Scheduler(scheduler_config, cache), cache, runner, compiled, kernels)
+    return Engine(config, Scheduler(scheduler_config, kv_cache), kv_cache, runner, compiled, kernels, cache)
+
+
+def _open_compile_cache(config: EngineConfig, device: torch.device) -> OpenCache | None:
+    """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used."""
+    if device.type == "cpu" or not config.compile_cache:
+        return None
+    try:
+        cache = open_cache(Path(config.compile_cache), machine_facts(device))
+    except CacheError as error:
+        logger.warning("starting without a compile cache: %s", error)
+        return None
+    if cache is not None and cache.note:
+        logger.warning("%s", cache.note)
+    return cache
 
 
 def _record_graphs(
