@@ -144,6 +144,9 @@ def run_step_bench(
     for name in ("decode", "prefill"):
         if report.tables[name]:
             print(f"{name}\n{format_table(report.tables[name])}\n", file=out)
+    if report.tables["left_out"]:
+        left_out = ", ".join(str(row["point"]) for row in report.tables["left_out"])
+        print(f"left out, because they don't fit the engine's context, pool or chunk: {left_out}\n", file=out)
     shown = {name: value for name, value in report.metrics.items() if not name.endswith("_p50_ms")}
     print(format_metrics(shown), file=out)
     deliver(report, output, out)
@@ -180,16 +183,18 @@ def measure_steps(
     costs = _costs(engine, model_config)
     _fill_pool(engine)
     samples: dict[str, list[float]] = {}
-    tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": []}
+    tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": [], "left_out": []}
     decode_points = [(b, c) for b in points.batches for c in points.contexts]
     prefill_points = [(n, p) for n in points.prefills for p in points.prefixes]
     num_points = len(decode_points) + len(prefill_points)
     for index, (batch, context) in enumerate(decode_points):
         progress("steps", index, num_points)
         start = max(2, context - points.steps // 2)
-        if not _fits(engine, batch, start + points.steps + WARM_UP_STEPS + 1):
+        num_tokens = start + points.steps + WARM_UP_STEPS + 1
+        if not _fits(engine, batch, num_tokens):
+            tables["left_out"].append({"point": f"decode {batch} x {context}"})
             continue
-        _place_rows(engine, batch, start, start + points.steps + WARM_UP_STEPS + 1)
+        _place_rows(engine, batch, start, num_tokens)
         rows = tuple(range(batch))
         times = _time(engine.runner, StepPlan(0, (), (), rows, (), rows), points.steps)
         # Rows grow by a token per step: around `context`, or above it where that is too short.
@@ -202,6 +207,7 @@ def measure_steps(
     for index, (num_tokens, prefix) in enumerate(prefill_points, len(decode_points)):
         progress("steps", index, num_points)
         if num_tokens > longest or not _fits(engine, 1, prefix + num_tokens):
+            tables["left_out"].append({"point": f"prefill {num_tokens} on {prefix}"})
             continue
         _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
         token_ids = np.arange(num_tokens, dtype="<i4") % model_config.vocab_size

@@ -214,7 +214,8 @@ def test_steps_are_timed_and_set_against_their_floor(tmp_path: Path, tiny: Path)
     assert [(row["batch"], row["context"]) for row in decode] == [(1, 8), (1, 60), (3, 8), (3, 60)]
     assert [(row["new_tokens"], row["prefix"]) for row in prefill] == [
         (tokens, prefix) for tokens in (5, 17, 80) for prefix in (0, 30)
-    ], "9999 tokens do not fit and are left out"
+    ]
+    assert [row["point"] for row in report.tables["left_out"]] == ["decode 1 x 9999", "decode 3 x 9999"]
     assert all(len(values) == 3 for name, values in report.samples.items() if name.startswith("decode"))
     for row in [*decode, *prefill]:
         assert float(row["floor_ms"] or 0) > 0
