@@ -297,7 +297,7 @@ def _write_seal(entry: Path, facts: Mapping[str, str], files: dict[str, tuple[in
 
 
 def _list_files(files: Path) -> dict[str, tuple[int, str]]:
-    """(size, SHA-256) of every file below `files`, by its relative path, but those that others still write."""
+    """(size, SHA-256) of every file below `files`, by its relative path, but those still being written."""
     listed = {}
     for path in sorted(files.rglob("*")):
         unfinished = any("tmp" in part for part in path.relative_to(files).parts)

@@ -24,9 +24,10 @@ SERVER = """
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
-    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-running-requests --max-step-tokens --memory-fraction
-    --mixed-step-tokens --model --no-dummy-weights --no-overlap --no-prefix-cache --no-strict-compile
-    --num-pages --output-reserve-tokens --overlap --page-size --prefix-cache --seed --strict-compile
+    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-running-requests
+    --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights --no-overlap
+    --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
+    --prefix-cache --seed --strict-compile
 """
 SAMPLING = """
     --ignore-eos --max-tokens --min-p --no-ignore-eos --seed --stop --stop-token-ids --temperature
