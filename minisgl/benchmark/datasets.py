@@ -73,8 +73,12 @@ class Dialogue:
             assert not self._said
             assert not isinstance(turn.prompt, str)
             return as_token_ids(codes_of(turn.prompt, self._salt), self._vocab_size).tolist()
-        text = turn.prompt if isinstance(turn.prompt, str) else as_text(codes_of(turn.prompt, self._salt))
-        self._said.append(text)
+        if not isinstance(turn.prompt, str):
+            self._said.append(as_text(codes_of(turn.prompt, self._salt)))
+        elif self._form == "text" and self._said:
+            self._said.append(f"\n{turn.prompt}")
+        else:
+            self._said.append(turn.prompt)
         if self._form == "text":
             return "".join(self._said)
         roles = ("user", "assistant")

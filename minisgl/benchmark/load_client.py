@@ -70,7 +70,7 @@ class Target:
 class Answer:
     """What became of one request; times in seconds on the monotonic clock."""
 
-    __slots__ = ("error", "error_message", "sent_at", "stream", "text")
+    __slots__ = ("error", "error_message", "sent_at", "stream")
 
     def __init__(self, sent_at: float, stream: AnswerStream) -> None:
         self.sent_at = sent_at
@@ -78,8 +78,6 @@ class Answer:
         self.error: str | None = None
         """One of ERROR_KINDS, http_ with the status; None = complete."""
         self.error_message = ""
-        self.text = ""
-        """The answer's text, where it was asked for."""
 
     @property
     def usage(self) -> Usage:
@@ -135,7 +133,7 @@ class LoadClient:
             ) from None
 
     async def send(self, body: bytes, keep_text: bool = False) -> Answer:
-        """Send one request now and follow its answer to the end."""
+        """Send one request now and follow its answer to the end; `keep_text` is for its `stream.text`."""
         task = asyncio.current_task()
         assert task is not None
         answer = Answer(time.monotonic(), AnswerStream(self.target.is_chat, keep_text))
@@ -145,8 +143,6 @@ class LoadClient:
         try:
             with _as_failures(answer.stream):
                 await self._follow(task, body, answer)
-            if keep_text:
-                answer.text = answer.stream.text()
         except Failure as failure:
             answer.error, answer.error_message = failure.kind, str(failure)
         except asyncio.CancelledError:
@@ -230,7 +226,7 @@ def _as_failures(stream: AnswerStream) -> Iterator[None]:
     except BadEventError as error:
         raise Failure("bad_event", str(error)) from None
     except aiohttp.ClientConnectorError as error:
-        raise Failure("connect", _words(error.os_error)) from None
+        raise Failure("connect", _words(getattr(error, "os_error", error))) from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Failure("connect", _words(error)) from None
     except (aiohttp.ClientError, OSError) as error:

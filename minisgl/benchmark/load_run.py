@@ -76,7 +76,7 @@ async def run_load(
             on_answer(len(sent) + num_skipped)
             if answer.error is not None:
                 return
-            dialogue.hear(answer.text)
+            dialogue.hear(answer.stream.text)
 
     def prepare(place: int) -> tuple[Dialogue, bytes]:
         dialogue = new_dialogue()

@@ -228,6 +228,8 @@ def _check(settings: ServeBenchSettings) -> None:
     for kind in ("prompt", "output"):
         if getattr(settings, f"min_{kind}_tokens") > getattr(settings, f"max_{kind}_tokens"):
             raise ConfigError(f"--min-{kind}-tokens must not be above --max-{kind}-tokens")
+    if settings.api_key is not None and not settings.api_key.isprintable():
+        raise ConfigError("--api-key has characters that no header can hold")
     if not settings.timeout_s > 0:
         raise ConfigError(f"--timeout-s must be positive, got {settings.timeout_s:g}")
 

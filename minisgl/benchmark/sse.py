@@ -101,7 +101,7 @@ class AnswerStream:
     Args:
         is_chat: chunks of /v1/chat/completions, where an event without text has no token (the first names
             the role). In /v1/completions it has one, whose text is still held back.
-        keep_text: keep all of the text for `text()`.
+        keep_text: `text` is wanted in the end.
     """
 
     def __init__(self, is_chat: bool, keep_text: bool = False) -> None:
@@ -120,6 +120,8 @@ class AnswerStream:
         self.finish_reason: str | None = None
         self.is_done = False
         """[DONE] was there."""
+        self.text = ""
+        """All of the answer's, with `keep_text`; set by `finish`."""
 
     @property
     def has_begun(self) -> bool:
@@ -155,6 +157,7 @@ class AnswerStream:
         if self._rest.strip():  # the last event may lack its blank line
             self.feed(b"\n\n", self.times[-1] if self.times else 0.0)
         bare_end: int | None = None
+        written: list[str] = []
         for read in self._kept:
             count = 0
             for chunk in read_chunks(read.events):
@@ -163,6 +166,7 @@ class AnswerStream:
                 if not chunk.choices:
                     continue
                 self.ended_at = self.times[read.place]
+                written.append(chunk.choices[0].written)
                 self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
                 if chunk.choices[0].finish_reason is not None and not chunk.choices[0].written:
                     bare_end = read.place
@@ -173,11 +177,9 @@ class AnswerStream:
         # of end-of-sequence, or one whose text was held back.
         if bare_end is not None and self.usage and sum(self.counts) < self.usage.completion_tokens:
             self.counts[bare_end] += 1
-
-    def text(self) -> str:
-        """All of the answer's text; needs `keep_text`."""
-        chunks = (chunk for read in self._kept for chunk in read_chunks(read.events))
-        return "".join(choice.written for chunk in chunks for choice in chunk.choices)
+        if self._kept.maxlen is None:
+            self.text = "".join(written)
+        self._kept.clear()
 
     def _complete_events(self, data: bytes) -> bytes:
         """`data` behind what was left over, up to the end of its last complete event."""

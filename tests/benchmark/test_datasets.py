@@ -80,6 +80,14 @@ def test_the_prompt_of_a_turn_holds_all_turns_and_answers_before_it() -> None:
     assert len(third.removeprefix(second + " ANSWER TWO").split()) == turns[2].num_prompt_tokens
 
 
+def test_recorded_questions_begin_a_line_of_the_text(tmp_path: Path) -> None:
+    turns = read_dataset(sharegpt(tmp_path), LENGTHS, 0)[0].turns
+    dialogue = Dialogue("text", (0,), 5000)
+    dialogue.ask(turns[0])
+    dialogue.hear(" a b c")
+    assert dialogue.ask(turns[1]) == "one two a b c\nthree"
+
+
 def test_a_chat_is_sent_as_messages_in_turns() -> None:
     turns = multi_turn_prompts(1, LENGTHS, 0, num_turns=2)[0].turns
     dialogue = Dialogue("chat", (0,), 5000)

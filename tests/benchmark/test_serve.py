@@ -185,9 +185,12 @@ def test_a_wrong_url_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -
         ({"temperature": float("inf")}, "--temperature must be at least 0"),
         ({"vocab_size": 1}, "--vocab-size must be at least 2"),
         ({"warmup": -1}, "--warmup must be at least 0"),
+        ({"api_key": "a\nb"}, "--api-key has characters"),
+        ({"num_requests": 10**11}, "--num-requests must be at most"),
         ({"url": ""}, "--url"),
         ({"url": "https://"}, "--url"),
         ({"url": "ftp://there"}, "--url"),
+        ({"url": "http://a:b"}, "--url"),
     ],
     ids=str,
 )

@@ -87,7 +87,7 @@ def test_an_answer_is_complete_with_the_servers_counts(server: FakeServer, is_ch
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 7)
     assert answer.usage.num_cached_tokens == 3
     assert sum(answer.stream.counts) == 7
-    assert answer.text == " a" * 7
+    assert answer.stream.text == " a" * 7
     assert answer.stream.finish_reason == "length"
 
 

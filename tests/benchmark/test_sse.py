@@ -123,7 +123,7 @@ def test_usage_in_every_chunk_is_not_taken_for_its_end() -> None:
 
 def test_the_text_is_kept_when_asked_for() -> None:
     reads = [text(f" {number}") for number in range(50)]
-    assert stream_of([*reads, text("!", "stop"), usage(51)], keep_text=True).text() == (
+    assert stream_of([*reads, text("!", "stop"), usage(51)], keep_text=True).text == (
         "".join(f" {number}" for number in range(50)) + "!"
     )
 
