@@ -359,6 +359,7 @@ def _output_and_engine(
     _start_log("warning", "bench")
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_engine_config(engine)
+    engine = with_cache_dir(engine, cache_dir(environ))
     return OutputSettings(**values_of(OutputSettings, arguments, environ)), engine
 
 

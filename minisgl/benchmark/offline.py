@@ -21,6 +21,7 @@ from minisgl.benchmark.report import (
     Cell,
     LinesChart,
     Report,
+    engine_arguments,
     format_metrics,
     format_table,
     live_progress,
@@ -244,7 +245,7 @@ def _report(
     }
     return make_report(
         "offline",
-        arguments={"workload": asdict(settings), "engine": asdict(engine.config)},
+        arguments={"workload": asdict(settings), "engine": engine_arguments(engine.config)},
         metrics=metrics,
         tables={
             "rounds": table,

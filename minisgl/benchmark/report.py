@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +22,7 @@ from typing import Any, TextIO
 import msgspec
 
 import minisgl
+from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.weights.progress import Progress, no_progress, progress_on
 
@@ -188,6 +190,12 @@ def find_environment(command: str | None = None) -> Environment:
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         platform=platform.platform(),
     )
+
+
+def engine_arguments(config: EngineConfig) -> dict[str, Any]:
+    """An engine's settings for `Report.arguments`; of the compile cache only whether there is one, since
+    where it lies says nothing about the measurement."""
+    return asdict(config) | {"compile_cache": bool(config.compile_cache)}
 
 
 def own_command() -> str:

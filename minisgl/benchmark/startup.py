@@ -1,8 +1,8 @@
 """`minisgl bench startup`: how long an engine takes from nothing to its first token, and with what.
 
 Promise: every start is a process of its own, timed from outside; its stages and a row for what none of them
-accounts for add up to the wall time. "Cold" starts with empty caches of compiled code (torch's, Triton's,
-the CUDA driver's), "warm" with those that the cold start before it left. The files of the model lie in the
+accounts for add up to the wall time. "Cold" starts with empty caches of compiled code (ours and the CUDA
+driver's), "warm" with those that the cold start before it left. The files of the model lie in the
 operating system's memory after the first start; nothing is done against that.
 """
 
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -23,6 +23,7 @@ from minisgl.benchmark.report import (
     Cell,
     Report,
     TimelineChart,
+    engine_arguments,
     format_metrics,
     live_progress,
     make_report,
@@ -34,7 +35,8 @@ from minisgl.errors import ConfigError, MinisglError
 from minisgl.server.startup_report import waterfall
 
 CHILD = "minisgl.benchmark.startup_child"
-CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+TORCH_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+DRIVER_VARIABLE = "CUDA_CACHE_PATH"
 ERROR_TAIL = 2000
 """Characters of a broken child's stderr that are shown."""
 
@@ -74,10 +76,12 @@ def run_startup_bench(
     with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
         for number in range(1, settings.rounds + 1):
             with tempfile.TemporaryDirectory(prefix="minisgl-caches-") as caches:
-                own = {name: f"{caches}/{name}" for name in CACHE_VARIABLES} if settings.cold else {}
+                config, variables = engine_config, environ
+                if settings.cold:
+                    config, variables = with_caches_in(Path(caches), engine_config, environ)
                 for kind in kinds:
                     progress("starts", len(starts), num_starts)
-                    stages, total_ms = start_once(engine_config, folder, {**environ, **own})
+                    stages, total_ms = start_once(config, folder, variables)
                     starts.append(Start(kind, number, stages, total_ms))
     progress("starts", num_starts, num_starts)
     report = _report(settings, engine_config, starts)
@@ -88,6 +92,17 @@ def run_startup_bench(
     print(format_metrics(report.metrics), file=out)
     deliver(report, output, out)
     return 0
+
+
+def with_caches_in(
+    folder: Path, config: EngineConfig, environ: Mapping[str, str]
+) -> tuple[EngineConfig, dict[str, str]]:
+    """Settings and environment of a start that keeps all compiled code in `folder`."""
+    variables = {name: value for name, value in environ.items() if name not in TORCH_VARIABLES}
+    variables[DRIVER_VARIABLE] = str(folder / "driver")
+    if config.compile_cache == "":  # the user leaves it to torch and Triton
+        return config, variables | {name: str(folder / name) for name in TORCH_VARIABLES}
+    return replace(config, compile_cache=str(folder / "compiled")), variables
 
 
 def start_once(
@@ -160,7 +175,7 @@ def _report(settings: StartupBenchSettings, engine_config: EngineConfig, starts:
         metrics[f"{kind}_unaccounted_s"] = metrics[f"{kind}_total_s"] - sum(stages.values()) / 1e3
     return make_report(
         "startup",
-        arguments={"settings": asdict(settings), "engine": asdict(engine_config)},
+        arguments={"settings": asdict(settings), "engine": engine_arguments(engine_config)},
         metrics=metrics,
         tables={
             "spans": spans,

@@ -9,7 +9,7 @@ matrix rate, both measured in the same run.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -25,6 +25,7 @@ from minisgl.benchmark.report import (
     HeatMapChart,
     LinesChart,
     Report,
+    engine_arguments,
     format_metrics,
     format_table,
     live_progress,
@@ -276,7 +277,7 @@ def _report(
         ]
     return make_report(
         "step",
-        arguments={"points": points._asdict(), "engine": asdict(engine.config)},
+        arguments={"points": points._asdict(), "engine": engine_arguments(engine.config)},
         metrics=metrics,
         tables=tables,
         samples=samples,

@@ -12,6 +12,7 @@ import pytest
 from minisgl.benchmark.offline import make_workload, measure_offline
 from minisgl.benchmark.report import Report, read_report
 from minisgl.benchmark.settings import OfflineBenchSettings
+from minisgl.benchmark.startup import with_caches_in
 from minisgl.benchmark.workload import Item, random_workload, read_prompts
 from minisgl.cli import main
 from minisgl.config import EngineConfig
@@ -255,3 +256,15 @@ def test_a_start_that_fails_says_why(tmp_path: Path, tiny: Path, capsys: pytest.
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert main(["bench", "startup", "--model", str(tmp_path), "--dummy-weights", "--device", "cpu"]) == 2
     assert "architecture" in capsys.readouterr().err
+
+
+def test_a_cold_start_finds_no_compiled_code_anywhere(tmp_path: Path) -> None:
+    environ = {"PATH": "/bin", "TRITON_CACHE_DIR": "/full", "CUDA_CACHE_PATH": "/full"}
+    own = EngineConfig(compile_cache="/full")
+    config, variables = with_caches_in(tmp_path, own, environ)
+    assert config == replace(own, compile_cache=str(tmp_path / "compiled"))
+    assert variables == {"PATH": "/bin", "CUDA_CACHE_PATH": str(tmp_path / "driver")}
+    config, variables = with_caches_in(tmp_path, EngineConfig(compile_cache=""), environ)
+    assert config.compile_cache == ""
+    assert "/full" not in variables.values()
+    assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} <= set(variables)
