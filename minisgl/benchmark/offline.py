@@ -40,7 +40,7 @@ from minisgl.engine.engine import Engine, build_engine
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.messages import AddRequest, Status
 from minisgl.request import FinishReason, SamplingParams
-from minisgl.weights.progress import Progress
+from minisgl.weights.progress import Progress, no_progress
 
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 4
@@ -147,7 +147,7 @@ def measure_offline(
     ]
     short = SamplingParams(temperature=settings.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     few = items[:WARM_UP_REQUESTS]
-    _run(engine, few, [short] * len(few), lambda *_: None, "warm-up")
+    _run(engine, few, [short] * len(few), no_progress, "warm-up")
     rounds = [
         _run(engine, items, params, progress, f"round {number} of {settings.rounds}")
         for number in range(1, settings.rounds + 1)

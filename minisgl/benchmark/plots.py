@@ -22,8 +22,8 @@ from minisgl.benchmark.report import (
     HeatMapChart,
     LinesChart,
     Report,
-    check_report_path,
     format_cell,
+    output_path,
     write_atomically,
     write_report,
 )
@@ -35,6 +35,7 @@ COLORS = ("#2f6fde", "#e08a1e", "#3a9d5d", "#b4438f", "#7a6ff0", "#8a8f99", "#c0
 PALE = "#b4bcc8"
 """For what the others are compared with."""
 PANEL_WIDTH_IN = 10.0
+MAX_CDF_POINTS = 2000
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "minisgl",
     "svg.fonttype": "none",
@@ -112,9 +113,10 @@ def check_output(output: OutputSettings) -> None:
     Raises:
         ConfigError: nothing can be written or drawn there.
     """
-    check_report_path(output.out)
-    if output.plot is not None:
-        check_chart_path(Path(output.plot).expanduser())
+    output_path("--out", output.out)
+    plot_path = output_path("--plot", output.plot)
+    if plot_path is not None:
+        check_chart_path(plot_path)
 
 
 def deliver(report: Report, output: OutputSettings, out: TextIO) -> None:
@@ -126,12 +128,12 @@ def deliver(report: Report, output: OutputSettings, out: TextIO) -> None:
     if output.commit is not None:
         environment = replace(report.environment, git_commit=output.commit, git_dirty=None)
         report = replace(report, environment=environment)
-    report_path = check_report_path(output.out)
+    report_path = output_path("--out", output.out)
     if report_path is not None:
         write_report(report_path, report)
         print(report_path, file=out)
-    if output.plot is not None:
-        plot_path = Path(output.plot).expanduser()
+    plot_path = output_path("--plot", output.plot)
+    if plot_path is not None:
         plot_report(plot_path, report)
         print(plot_path, file=out)
 
@@ -215,9 +217,11 @@ def cdf(title: str, samples: Mapping[str, Sequence[float]], *, x_label: str, log
             if not values:
                 continue
             ordered = sorted(values)
-            shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+            # Of very many samples a part looks the same, and the file stays small.
+            kept = range(len(ordered) - 1, -1, -max(1, len(ordered) // MAX_CDF_POINTS))[::-1]
+            shares = [(i + 1) / len(ordered) for i in kept]
             axes.step(
-                [ordered[0], *ordered],
+                [ordered[0], *(ordered[i] for i in kept)],
                 [0.0, *shares],
                 where="post",
                 color=COLORS[place % len(COLORS)],
@@ -284,7 +288,7 @@ def heat_map(
     column_label: str = "",
     as_percent: bool = False,
 ) -> Panel:
-    """Values as colours with the numbers in them; `values` by row, None stays empty. Percent is 0 to 100."""
+    """Values as colours with the numbers in them; `values` by row, None stays empty. Percent is of 1."""
 
     def draw(axes: Any) -> None:
         filled = [[float("nan") if value is None else value for value in line] for line in values]

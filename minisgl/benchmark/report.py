@@ -5,6 +5,7 @@ drawn, so one that was written where nothing can draw is drawn elsewhere (`minis
 what is known of the GPU comes from torch only where it is already loaded, else from nvidia-smi.
 """
 
+import json
 import math
 import os
 import platform
@@ -210,8 +211,8 @@ def write_report(path: Path, report: Report) -> None:
     Raises:
         ConfigError: nothing can be written there.
     """
-    text = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    write_atomically(path, _numbers_on_one_line(text.decode("utf-8")).encode("utf-8") + b"\n")
+    text = _as_lines(msgspec.to_builtins(report))
+    write_atomically(path, f"{text}\n".encode("utf-8", "replace"))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -235,8 +236,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise ConfigError(f"can't write {path}: {error.strerror}") from error
 
 
-def check_report_path(text: str | None) -> Path | None:
-    """`--out` as a path, before anything is measured.
+def output_path(flag: str, text: str | None) -> Path | None:
+    """What `flag` says as a path, checked before anything is measured.
 
     Raises:
         ConfigError: no file can be written there.
@@ -245,7 +246,7 @@ def check_report_path(text: str | None) -> Path | None:
         return None
     path = Path(text).expanduser()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--out needs a file in a folder that can be written to, got {text}")
+        raise ConfigError(f"{flag} needs a file in a folder that can be written to, got {text}")
     return path
 
 
@@ -351,13 +352,17 @@ def _check_charts(report: Report) -> None:
             raise ValueError(f"the chart {chart.title!r} needs a table {chart.table!r}")
 
 
-def _numbers_on_one_line(text: str) -> str:
-    """Lists of plain numbers as one line each: thousands of samples are not thousands of lines."""
-    return re.sub(
-        r"\[\s+(-?\d[^\[\]{}\"]*?)\s+\]",
-        lambda found: "[" + " ".join(found.group(1).split()) + "]",
-        text,
-    )
+def _as_lines(value: Any, indent: str = "") -> str:
+    """JSON for people and for diffs: a line for each entry of an object, each row of a table, each list of
+    samples."""
+    deeper = indent + " "
+    if isinstance(value, dict) and value:
+        entries = [f"{deeper}{json.dumps(name)}: {_as_lines(one, deeper)}" for name, one in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
+        rows = [deeper + json.dumps(one, ensure_ascii=False) for one in value]
+        return "[\n" + ",\n".join(rows) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _version_of(package: str) -> str | None:

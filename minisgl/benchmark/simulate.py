@@ -59,6 +59,8 @@ class Knobs(NamedTuple):
 
 
 BOOLEAN = ("prefix_cache", "overlap")
+ON, OFF = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
+"""As the environment variables of the engine's own settings may say it."""
 LEAST = {"output_reserve_tokens": 0, "num_pages": 2}
 """Smallest value, where it is not 1."""
 
@@ -338,9 +340,9 @@ def _values(name: str, text: str | None) -> list[Any] | None:
     flag = "--" + name.replace("_", "-")
     parts = [part.strip() for part in text.split(",")]
     if name in BOOLEAN:
-        if not set(parts) <= {"on", "off"}:
+        if not set(parts) <= {*ON, *OFF}:
             raise ConfigError(f'{flag} must be on, off, or "on,off", got {text!r}')
-        return [part == "on" for part in parts]
+        return [part in ON for part in parts]
     least = LEAST.get(name, 1)
     try:
         values = [int(part) for part in parts]

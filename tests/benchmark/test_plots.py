@@ -132,6 +132,17 @@ def test_spans_have_their_lengths_and_a_cdf_ends_at_one() -> None:
     assert list(zip(x, y, strict=True)) == [(1, 0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
 
 
+def test_a_cdf_of_very_many_samples_is_thinned_and_keeps_its_end() -> None:
+    from matplotlib.figure import Figure
+
+    axes: Any = Figure().subplots()
+    plots.cdf("", {"x": [float(value) for value in range(100_000)]}, x_label="").draw(axes)
+    x, y = axes.lines[0].get_data()
+    assert len(x) < 2100
+    assert (x[-1], y[-1]) == (99_999, 1.0)
+    assert all(abs(share - value / 100_000) < 1e-3 for value, share in zip(x[1:], y[1:], strict=True))
+
+
 def test_no_data_is_no_crash(tmp_path: Path) -> None:
     empty = [
         plots.bars("b", ("p",), []),

@@ -34,7 +34,7 @@ def a_report() -> Report:
         tables={"rounds": [{"round": 1, "elapsed_s": 0.25, "note": "a"}, {"round": 2, "elapsed_s": None}]},
         samples={"step_ms": np.linspace(0, 1, 5)},
         charts=[CdfChart(title="Steps", samples=("step_ms",), x_label="ms")],
-        command="minisgl bench offline",
+        command="minisgl bench offline --prompts '[ 1 ]'",
     )
 
 
@@ -49,9 +49,15 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_name_that_is_no_unicode_does_not_spoil_the_file(tmp_path: Path) -> None:
+    report = make_report("offline", arguments={"prompts": "caf\udce9.txt"}, metrics={}, command="x \udcff")
+    write_report(tmp_path / "a.json", report)
+    assert read_report(tmp_path / "a.json").arguments == {"prompts": "caf?.txt"}
+
+
 def test_the_environment_says_where_and_with_what() -> None:
     environment = a_report().environment
-    assert environment.command == "minisgl bench offline"
+    assert environment.command == "minisgl bench offline --prompts '[ 1 ]'"
     assert environment.python == sys.version.split()[0]
     assert environment.cpu
     assert environment.num_cpus >= 1
