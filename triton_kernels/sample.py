@@ -14,16 +14,20 @@ Philox-4x32-10 with key `seed` and counter `position`: a row's draw depends on n
 
 The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; every id is in [0, V).
 
-How: no sort. The first kernel finds the largest logit of every block of a row and of every 32 ids in it;
-greedy rows need no more. From the groups' the second takes a floor that at least 2048 logits (or top_k)
-reach. The third adds up every block's mass and lists what reaches the floor, 256 a block at most. In the
-last, a program per row finds the smallest logit that stays among the listed ones, by quartering the ordered
-integers that float32 values map to, and draws. Where the list is too short (a flat distribution) or a
-block's is too long, it quarters over the row itself, one pass for each (8 of them settle bf16 logits, 16
-float32): same meaning, slower. A row decides by nothing but its own logits and options.
+How: no sort. One kernel goes over all blocks of all rows: the largest logit of a block and of every 64 ids in
+it, and the block's mass. Greedy rows, and those without top_k and top_p, need no more. For the others a
+program per row brackets the smallest logit that stays:
+  from below, by the largest logits of the groups of 64, a subset whose count and mass are known; where those
+  do not weigh enough (a flat distribution), from both sides, by a sample of one id in 64, or, where the
+  sample says little, from below by what three quarters of the groups reach.
+A third kernel adds up what lies above the bracket and lists what lies in it, reading only groups that reach
+it. The last finds the smallest logit that stays among the listed ones, by cutting the range of the ordered
+integers that float32 values map to in _WAYS + 1 parts at a time, and draws. Where the bracket turns out
+wrong or holds too much (many equal logits), it cuts over the row itself, one pass for each cut (7
+settle bf16 logits, 14 float32): same meaning, slower. A row decides by its own logits and options alone.
 
-Cost: R*V elements read once for greedy rows, twice for the others, 10 to 20 times more (mostly from L2) for
-those that go the long way.
+Cost: R*V elements read once, and for rows with top_k or top_p a part of them again: little where few ids
+stay, all where many do.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare.
@@ -41,10 +45,14 @@ _LOWEST_TEMPERATURE = tl.constexpr(1e-10)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MASK32 = 0xFFFFFFFF
 _BLOCK_V = 4096
-_TILE = 1024
-_GROUPS = 128  # group maxima per block
-_SLOTS = 256  # candidates that a block may have before its row takes the long way
-_LISTED = 2048  # groups of a row, at least, whose largest logit is a candidate (of a large vocabulary)
+_WIDTH = 64  # ids of a group
+_SLOTS = 1024  # ids that a block may list before its row takes the long way
+_LANES = 2048  # listed ids that are looked at together
+_WAYS = tl.constexpr(4)  # thresholds tried at once
+_ROUNDS = tl.constexpr(4)  # times that a bracket is narrowed by a factor of _WAYS + 1
+_REACH = tl.constexpr(64.0)  # temperatures below the largest logit where nothing has mass
+_MARGIN = tl.constexpr(3.5)  # standard deviations of a sampled mass on either side
+_ENOUGH = tl.constexpr(32.0)  # times the weight of the last sampled id, which the sampled mass must have
 _LOW_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """How many low bits of a float32 are zero whenever it holds a value of this dtype."""
 
@@ -158,128 +166,216 @@ def _weight(x, largest, sharpness):
 
 
 @triton.jit
+def _thresholds(low, high):
+    """_WAYS keys between low and high - 1, ascending."""
+    return low + (high - low) * (1 + tl.arange(0, _WAYS)) // (_WAYS + 1)
+
+
+@triton.jit
+def _bracket(x, measure, low, high, bound):
+    """Narrows low..high, keeping measure(x > low) >= bound > measure(x > high) where it holds."""
+    for _ in tl.static_range(_ROUNDS):
+        t = low + (high - low) * ((1.0 + tl.arange(0, _WAYS)) / (_WAYS + 1))
+        holds = tl.sum(tl.where(x[None, :] > t[:, None], measure[None, :], 0.0), 1) < bound
+        low, high = tl.max(tl.where(holds, low, t)), tl.min(tl.where(holds, t, high))
+    return low, high
+
+
+@triton.jit
+def _load_lanes(values_ptr, lists, places, counts):
+    """One value of each lane's list (which starts at `lists` and has `counts`), and whether there is one."""
+    there = places < counts
+    return _tamed(tl.load(values_ptr + lists + places, there, other=float("-inf"))), there
+
+
+@triton.jit
 def _smallest_key(
-    logits_ptr,
+    values_ptr,
+    lists,
+    slots,
+    counts,
+    longest,
+    step,
     low,
     high,
+    above,
     bound,
     largest,
     sharpness,
     BY_MASS: tl.constexpr,
-    vocab: tl.constexpr,
     LOW_ZERO_BITS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """The smallest key t in low..high with measure(ids whose key > t) < bound, or high; by quartering.
+    """The smallest key t in low..high above which there are less than `bound` ids, or mass; or high.
 
-    The measure is the number of ids, or their mass. low and high are int64.
+    Of lists in memory, `step` values of each at a time, plus `above`; low and high are int64.
     """
     while low < high:
-        span = high - low
-        t1 = low + span // 4
-        t2 = low + span // 2
-        t3 = low + span * 3 // 4
-        above1 = tl.zeros([BLOCK_V], tl.float32)
-        above2 = tl.zeros([BLOCK_V], tl.float32)
-        above3 = tl.zeros([BLOCK_V], tl.float32)
-        for v0 in range(0, vocab, BLOCK_V):
-            ids = v0 + tl.arange(0, BLOCK_V)
-            x = _load_logits(logits_ptr, ids, vocab)
+        t = low + (high - low) * (1 + tl.arange(0, _WAYS)) // (_WAYS + 1)
+        measures = tl.zeros([_WAYS, LANES], tl.float32)
+        for start in range(0, longest, step):
+            x, there = _load_lanes(values_ptr, lists, start + slots, counts)
             key = _ordered_key(x, LOW_ZERO_BITS)
-            measure = _weight(x, largest, sharpness) if BY_MASS else tl.where(ids < vocab, 1.0, 0.0)
-            above1 += tl.where(key > t1.to(tl.int32), measure, 0.0)
-            above2 += tl.where(key > t2.to(tl.int32), measure, 0.0)
-            above3 += tl.where(key > t3.to(tl.int32), measure, 0.0)
-        holds1 = tl.sum(above1, 0) < bound
-        holds2 = tl.sum(above2, 0) < bound
-        holds3 = tl.sum(above3, 0) < bound
-        new_low = tl.where(holds1, low, tl.where(holds2, t1 + 1, tl.where(holds3, t2 + 1, t3 + 1)))
-        high = tl.where(holds1, t1, tl.where(holds2, t2, tl.where(holds3, t3, high)))
-        low = new_low
+            measure = tl.where(there, _weight(x, largest, sharpness) if BY_MASS else 1.0, 0.0)
+            measures += tl.where(key[None, :] > t.to(tl.int32)[:, None], measure[None, :], 0.0)
+        holds = above + tl.sum(measures, 1) < bound
+        low, high = tl.max(tl.where(holds, low, t + 1)), tl.min(tl.where(holds, t, high))
     return high
 
 
 @triton.jit
-def _smallest_listed_key(keys, measure, low, high, bound):
-    """_smallest_key over keys that are at hand, with `measure` (count or mass) for each."""
-    while low < high:
-        step = (high - low) // 4
-        t1 = low + step
-        t2 = low + 2 * step
-        t3 = low + 3 * step
-        holds1 = tl.sum(tl.where(keys > t1.to(tl.int32), measure, 0.0)) < bound
-        holds2 = tl.sum(tl.where(keys > t2.to(tl.int32), measure, 0.0)) < bound
-        holds3 = tl.sum(tl.where(keys > t3.to(tl.int32), measure, 0.0)) < bound
-        new_low = tl.where(holds1, low, tl.where(holds2, t1 + 1, tl.where(holds3, t2 + 1, t3 + 1)))
-        high = tl.where(holds1, t1, tl.where(holds2, t2, tl.where(holds3, t3, high)))
-        low = new_low
-    return high
+def _masses(
+    values_ptr,
+    lists,
+    slots,
+    counts,
+    longest,
+    step,
+    threshold,
+    min_p,
+    largest,
+    sharpness,
+    LOW_ZERO_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """[LANES]: what reaches the key `threshold` (int64) and min_p, of the values that each lane sees."""
+    mass = tl.zeros([LANES], tl.float32)
+    for start in range(0, longest, step):
+        x, there = _load_lanes(values_ptr, lists, start + slots, counts)
+        weight = _weight(x, largest, sharpness)
+        inside = there & (_ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32))
+        mass += tl.where(inside & ((weight >= min_p) | (x == largest)), weight, 0.0)
+    return mass
 
 
 @triton.jit
-def _block_tops_kernel(
+def _tops_kernel(
     logits_ptr,
+    temperature_ptr,
     block_top_ptr,
-    block_id_ptr,
+    block_group_ptr,
+    block_mass_ptr,
     group_top_ptr,
     row_stride,
     vocab: tl.constexpr,
-    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The largest logit of a block of a row, its id, and the largest of each of the block's groups."""
+    """Of a block of a row: the largest logit, its group, the mass relative to it; each group's largest."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    WIDTH: tl.constexpr = BLOCK_V // GROUPS
+    GROUPS: tl.constexpr = BLOCK_V // WIDTH
     groups = tl.arange(0, GROUPS)
+    temperature = tl.load(temperature_ptr + row)
     ids = block * BLOCK_V + (groups * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     x = _load_logits(logits_ptr + row * row_stride, ids, vocab)
     tops = tl.max(x, 1)
-    top = tl.max(tops, 0)
+    top, group = tl.max(tops, 0, return_indices=True)
     place = row * tl.num_programs(1) + block
-    tl.store(block_top_ptr + place, top)
-    tl.store(block_id_ptr + place, tl.min(tl.min(tl.where(x == top, ids, vocab), 1), 0))
     tl.store(group_top_ptr + place * GROUPS + groups, tops)
+    tl.store(block_top_ptr + place, top)
+    tl.store(block_group_ptr + place, block * GROUPS + group)
+    if temperature > 0:
+        sharpness = _LOG2_E / tl.maximum(temperature, _LOWEST_TEMPERATURE)
+        weight = tl.where(ids < vocab, _weight(x, top, sharpness), 0.0)
+        tl.store(block_mass_ptr + place, tl.sum(tl.sum(weight, 1), 0))
 
 
 @triton.jit
-def _floor_kernel(
-    group_top_ptr,
+def _bracket_kernel(
+    logits_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
-    floor_ptr,
+    min_p_ptr,
+    block_top_ptr,
+    block_mass_ptr,
+    group_top_ptr,
+    bracket_ptr,
+    num_hits_ptr,
+    hits_ptr,
+    row_stride,
     vocab: tl.constexpr,
-    NUM_TOPS: tl.constexpr,
-    PADDED_TOPS: tl.constexpr,
-    LISTED: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """A value (the upper 16 bits of its key) that at least LISTED, or top_k, logits of a row reach."""
-    row = tl.program_id(0)
+    """low, high: most likely, low <= the smallest logit that stays < high. And the groups that reach low.
+
+    high = inf: low is certain, and nothing is above. Both -inf: min_p alone counts, for which all groups do.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
-    filtered = ((top_k > 0) & (top_k < vocab)) | (not (tl.load(top_p_ptr + row) >= 1))
-    floor = tl.load(top_k_ptr + row) * 0 + 32767
-    if filtered & (tl.load(temperature_ptr + row) > 0):
-        places = tl.arange(0, PADDED_TOPS)
-        there = places < NUM_TOPS
-        x = tl.load(group_top_ptr + row.to(tl.int64) * NUM_TOPS + places, there, other=float("-inf"))
-        keys = _ordered_key(x, 16)
-        bound = tl.maximum(tl.where(top_k < vocab, top_k, 0), LISTED).to(tl.float32)
-        high = tl.max(keys, 0)
-        low = tl.min(keys, 0)
-        # The smallest key above which there are fewer than `bound` of these; all that tie with it count.
-        floor = _smallest_listed_key(keys, tl.where(there, 1.0, 0.0), low, high, bound)
-    tl.store(floor_ptr + row, floor)
+    top_p = tl.load(top_p_ptr + row)
+    by_count = (top_k > 0) & (top_k < vocab)
+    by_mass = not (top_p >= 1)
+    if (temperature > 0) & (by_count | by_mass | (not (tl.load(min_p_ptr + row) <= 0))):
+        blocks = tl.arange(0, PADDED_BLOCKS)
+        known = blocks < NUM_BLOCKS
+        block_tops = tl.load(block_top_ptr + row * NUM_BLOCKS + blocks, known, other=float("-inf"))
+        masses = tl.load(block_mass_ptr + row * NUM_BLOCKS + blocks, known, other=0.0)
+        places = tl.arange(0, PADDED_BLOCKS * GROUPS)
+        there = places * WIDTH < vocab
+        first_group = row * (NUM_BLOCKS * GROUPS)
+        tops = tl.load(group_top_ptr + first_group + places, there, other=float("-inf"))
+        largest = tl.max(block_tops, 0)
+        temperature = tl.maximum(temperature, _LOWEST_TEMPERATURE)
+        sharpness = _LOG2_E / temperature
+        highest = tl.maximum(largest, -_FLOAT_MAX)
+        lowest = highest - _REACH * temperature
+        low = float("-inf")
+        high = float("-inf")
+        if by_count | by_mass:
+            high = float("inf")
+            total = tl.sum(masses * _weight(block_tops, largest, sharpness), 0)
+            bound = top_p * total
+            measure = tl.where(there, _weight(tops, largest, sharpness), 0.0)
+            if by_count:
+                bound = top_k.to(tl.float32)
+                measure = tl.where(there, 1.0, 0.0)
+            start = tl.maximum(tl.min(tl.where(there, tops, highest), 0), lowest)
+            low, _ = _bracket(tops, measure, start, highest, bound)
+            reached = there & (tops >= low)
+            too_light = tl.sum(tl.where(reached, measure, 0.0), 0) < bound
+            most = 3 * ((vocab + WIDTH - 1) // WIDTH) // 4
+            if (not by_count) & (too_light | (tl.sum(reached.to(tl.int32), 0) > most)):
+                low, _ = _bracket(tops, tl.where(there, 1.0, 0.0), start, highest, most * 1.0)
+                sampled = tl.load(logits_ptr + row * row_stride + places * WIDTH, there, other=float("-inf"))
+                sampled = _tamed(sampled)
+                measure = tl.where(there, _weight(sampled, largest, sharpness), 0.0)
+                start = tl.maximum(tl.min(tl.where(there, sampled, highest), 0), lowest)
+                whole = tl.sum(measure, 0)
+                # The mass below what stays, in units of a sampled weight, and the sampling error of that: the
+                # variance is the sum of the squares, at most the mass times its largest weight.
+                below = (total - bound) / WIDTH
+                middle_low, middle_high = _bracket(sampled, measure, start, highest, whole - below)
+                heaviest = _weight(middle_high, largest, sharpness)
+                if below >= _ENOUGH * heaviest:
+                    error = _MARGIN * tl.sqrt(below * heaviest)
+                    low, _ = _bracket(sampled, measure, start, middle_high, whole - (below - error))
+                    _, high = _bracket(sampled, measure, middle_low, highest, whole - (below + error))
+        hit = there & (tops >= low)
+        place = tl.cumsum(hit.to(tl.int32), 0) - 1
+        tl.store(hits_ptr + first_group + place, places, hit)
+        tl.store(num_hits_ptr + row, tl.sum(hit.to(tl.int32), 0))
+        tl.store(bracket_ptr + 2 * row, low)
+        tl.store(bracket_ptr + 2 * row + 1, high)
+    else:
+        tl.store(num_hits_ptr + row, 0)
 
 
 @triton.jit
-def _block_mass_kernel(
+def _list_kernel(
     logits_ptr,
-    block_top_ptr,
-    floor_ptr,
     temperature_ptr,
     min_p_ptr,
-    block_mass_ptr,
+    block_top_ptr,
+    bracket_ptr,
+    num_hits_ptr,
+    hits_ptr,
+    above_mass_ptr,
     draw_mass_ptr,
     count_ptr,
     listed_ptr,
@@ -288,59 +384,66 @@ def _block_mass_kernel(
     NUM_BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """The mass of a block of a row, that of it which min_p leaves, and the logits that reach the floor."""
+    """Of GROUPS hits of a row: the mass above the bracket, what min_p leaves of it, the logits in it."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature > 0:
-        blocks = tl.arange(0, PADDED_BLOCKS)
-        tops = tl.load(block_top_ptr + row * NUM_BLOCKS + blocks, blocks < NUM_BLOCKS, other=float("-inf"))
-        largest = tl.max(tops, 0)
-        min_p = tl.load(min_p_ptr + row)
-        floor = tl.load(floor_ptr + row)
-        sharpness = _LOG2_E / tl.maximum(temperature, _LOWEST_TEMPERATURE)
-        place = row * NUM_BLOCKS + block
-        mass = tl.zeros([TILE], tl.float32)
-        drawable = tl.zeros([TILE], tl.float32)
-        count = block * 0
-        for v0 in tl.static_range(0, BLOCK_V, TILE):
-            ids = block * BLOCK_V + v0 + tl.arange(0, TILE)
-            # Loaded here, since torch.compile takes a tensor that is loaded in a function, and then decides
-            # where to store, for one that is written.
-            x = tl.load(logits_ptr + row * row_stride + ids, ids < vocab, other=float("-inf"))
-            x = _tamed(x)
-            weight = tl.where(ids < vocab, _weight(x, largest, sharpness), 0.0)
-            mass += weight
-            drawable += tl.where((weight >= min_p) | (x == largest), weight, 0.0)
-            if floor < 32767:
-                inside = ((_ordered_key(x, 16) >= floor) & (ids < vocab)).to(tl.int32)
-                slot = count + tl.cumsum(inside, 0) - 1
-                tl.store(listed_ptr + place * SLOTS + slot, x, (inside > 0) & (slot < SLOTS))
-                count += tl.sum(inside, 0)
-        tl.store(block_mass_ptr + place, tl.sum(mass, 0))
-        tl.store(draw_mass_ptr + place, tl.sum(drawable, 0))
-        tl.store(count_ptr + place, count)
+    chunk = tl.program_id(1)
+    num_hits = tl.load(num_hits_ptr + row)
+    if chunk * GROUPS < num_hits:
+        hits = chunk * GROUPS + tl.arange(0, GROUPS)
+        groups = tl.load(hits_ptr + row * (NUM_BLOCKS * GROUPS) + hits, hits < num_hits, other=vocab)
+        low = tl.load(bracket_ptr + 2 * row)
+        high = tl.load(bracket_ptr + 2 * row + 1)
+        ids = (groups * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+        there = ids < vocab
+        # Loaded here, since torch.compile takes a tensor that is loaded in a function, and then decides
+        # where to store, for one that is written.
+        x = tl.load(logits_ptr + row * row_stride + ids, there, other=float("-inf"))
+        x = _tamed(x)
+        inside = (there & (x >= low) & (x < high)).to(tl.int32)
+        in_groups = tl.sum(inside, 1)
+        slot = (tl.cumsum(in_groups, 0) - in_groups)[:, None] + tl.cumsum(inside, 1) - 1
+        place = row * NUM_BLOCKS + chunk
+        tl.store(listed_ptr + place * SLOTS + slot, x, (inside > 0) & (slot < SLOTS))
+        tl.store(count_ptr + place, tl.sum(in_groups, 0))
+        mass = 0.0
+        drawable = 0.0
+        if high < float("inf"):
+            blocks = tl.arange(0, PADDED_BLOCKS)
+            tops = tl.load(
+                block_top_ptr + row * NUM_BLOCKS + blocks, blocks < NUM_BLOCKS, other=float("-inf")
+            )
+            largest = tl.max(tops, 0)
+            sharpness = _LOG2_E / tl.maximum(tl.load(temperature_ptr + row), _LOWEST_TEMPERATURE)
+            weight = tl.where(there & (x >= high), _weight(x, largest, sharpness), 0.0)
+            stays = (weight >= tl.load(min_p_ptr + row)) | (x == largest)
+            mass = tl.sum(tl.sum(weight, 1), 0)
+            drawable = tl.sum(tl.sum(tl.where(stays, weight, 0.0), 1), 0)
+        tl.store(above_mass_ptr + place, mass)
+        tl.store(draw_mass_ptr + place, drawable)
 
 
 @triton.jit
 def _sample_kernel(
     logits_ptr,
-    block_top_ptr,
-    block_id_ptr,
-    floor_ptr,
-    block_mass_ptr,
-    draw_mass_ptr,
-    count_ptr,
-    listed_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
     seed_ptr,
     position_ptr,
+    block_top_ptr,
+    block_group_ptr,
+    block_mass_ptr,
+    bracket_ptr,
+    num_hits_ptr,
+    hits_ptr,
+    above_mass_ptr,
+    draw_mass_ptr,
+    count_ptr,
+    listed_ptr,
     out_ptr,
     row_stride,
     vocab: tl.constexpr,
@@ -348,93 +451,114 @@ def _sample_kernel(
     PADDED_BLOCKS: tl.constexpr,
     LOW_ZERO_BITS: tl.constexpr,
     SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    """The id that a row draws, or its first largest. A chunk is BLOCK_V ids: a block, or hits of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    LANES: tl.constexpr = PADDED_BLOCKS * TILE
+    GROUPS: tl.constexpr = BLOCK_V // WIDTH
+    row_ptr = logits_ptr + row * row_stride
     blocks = tl.arange(0, PADDED_BLOCKS)
-    block_tops = tl.load(
-        block_top_ptr + row.to(tl.int64) * NUM_BLOCKS + blocks, blocks < NUM_BLOCKS, other=float("-inf")
-    )
-    block_ids = tl.load(
-        block_id_ptr + row.to(tl.int64) * NUM_BLOCKS + blocks, blocks < NUM_BLOCKS, other=vocab
-    )
+    known = blocks < NUM_BLOCKS
+    places = row * NUM_BLOCKS + blocks
+    block_tops = tl.load(block_top_ptr + places, known, other=float("-inf"))
     largest = tl.max(block_tops, 0)
-    chosen = tl.min(tl.where(block_tops == largest, block_ids, vocab), 0)
-
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
         min_p = tl.load(min_p_ptr + row)
-        sharpness = _LOG2_E / tl.maximum(temperature, _LOWEST_TEMPERATURE)
-        lowest_key = _ordered_key(tl.min(tl.zeros([1], tl.float32) - float("inf"), 0), LOW_ZERO_BITS).to(
-            tl.int64
-        )
-        largest_key = _ordered_key(largest, LOW_ZERO_BITS).to(tl.int64)
-        threshold = lowest_key
         by_count = (top_k > 0) & (top_k < vocab)
         by_mass = not (top_p >= 1)
-        block_mass = tl.zeros([PADDED_BLOCKS], tl.float32)
-        row_blocks = row.to(tl.int64) * NUM_BLOCKS + blocks
-        settled = row * 0
+        sharpness = _LOG2_E / tl.maximum(temperature, _LOWEST_TEMPERATURE)
+        block_mass = tl.load(block_mass_ptr + places, known, other=0.0)
+        block_mass *= _weight(block_tops, largest, sharpness)
+        num_hits = tl.load(num_hits_ptr + row)
+        num_chunks = (num_hits + GROUPS - 1) // GROUPS
+        lowest_key = _ordered_key(tl.min(tl.zeros([1], tl.float32) - float("inf"), 0), LOW_ZERO_BITS)
+        threshold = lowest_key.to(tl.int64)
         if by_count | by_mass:
-            counts = tl.load(count_ptr + row_blocks, blocks < NUM_BLOCKS, other=0)
-            if tl.max(counts, 0) <= SLOTS:
-                slots = tl.arange(0, SLOTS)
-                there = slots[None, :] < counts[:, None]
-                x = tl.load(listed_ptr + row_blocks[:, None] * SLOTS + slots[None, :], there, other=0.0)
-                keys = _ordered_key(x, LOW_ZERO_BITS)
-                weight = tl.where(there, _weight(x, largest, sharpness), 0.0)
-                # Every logit of at least this key is listed.
-                cut = tl.load(floor_ptr + row).to(tl.int64) << (16 - LOW_ZERO_BITS)
-                enough = tl.sum(counts, 0) >= 1
+            total = tl.sum(block_mass, 0)
+            largest_key = _ordered_key(largest, LOW_ZERO_BITS).to(tl.int64)
+            in_use = blocks < num_chunks
+            list_ptr = listed_ptr + row * (NUM_BLOCKS * SLOTS)
+            lanes = tl.arange(0, LANES)
+            # As many values of a list at a time as there are lanes for.
+            step = TILE
+            while (step < SLOTS) & (2 * step * num_chunks <= LANES):
+                step *= 2
+            chunks = lanes // step
+            counts = tl.load(count_ptr + row * NUM_BLOCKS + chunks, chunks < num_chunks, other=0)
+            longest = tl.max(counts, 0)
+            settled = longest <= SLOTS
+            low = _ordered_key(tl.load(bracket_ptr + 2 * row), LOW_ZERO_BITS).to(tl.int64)
+            if settled:
+                high = tl.load(bracket_ptr + 2 * row + 1)
+                certain = high == float("inf")
+                high = tl.minimum(_ordered_key(high, LOW_ZERO_BITS).to(tl.int64), largest_key)
+                above = tl.sum(tl.load(above_mass_ptr + places, in_use, other=0.0), 0)
                 if by_count:
-                    enough = tl.sum(counts, 0) >= top_k
-                    one = tl.where(there, 1.0, 0.0)
-                    cut = _smallest_listed_key(keys, one, cut, largest_key, top_k.to(tl.float32))
+                    settled = tl.sum(tl.load(count_ptr + places, in_use, other=0), 0) >= top_k
+                    low = _smallest_key(
+                        list_ptr, chunks * SLOTS, lanes % step, counts, longest, step,
+                        low, high, 0.0, top_k.to(tl.float32), largest, sharpness,
+                        False, LOW_ZERO_BITS, LANES,
+                    )  # fmt: skip
                 if by_mass:
-                    kept = tl.sum(tl.where(keys >= cut.to(tl.int32), weight, 0.0))
-                    bound = top_p * kept
-                    if not by_count:
-                        masses = tl.load(block_mass_ptr + row_blocks, blocks < NUM_BLOCKS, other=0.0)
-                        bound = top_p * tl.sum(masses, 0)
-                    enough = enough & (kept >= bound)
-                    cut = _smallest_listed_key(keys, weight, cut, largest_key, bound)
-                if enough:
-                    inside = (keys >= cut.to(tl.int32)) & ((weight >= min_p) | (x == largest))
-                    block_mass = tl.sum(tl.where(inside & there, weight, 0.0), 1)
-                    threshold = cut
-                    settled = row * 0 + 1
-        else:
-            block_mass = tl.load(draw_mass_ptr + row_blocks, blocks < NUM_BLOCKS, other=0.0)
-            settled = row * 0 + 1
-
-        if settled == 0:
-            if (top_k > 0) & (top_k < vocab):
-                threshold = _smallest_key(
-                    row_ptr, threshold, largest_key, top_k.to(tl.float32), largest, sharpness,
-                    False, vocab, LOW_ZERO_BITS, BLOCK_V,
+                    kept = above + tl.sum(
+                        _masses(
+                            list_ptr, chunks * SLOTS, lanes % step, counts, longest, step,
+                            low, float("-inf"), largest, sharpness, LOW_ZERO_BITS, LANES,
+                        )
+                    )  # fmt: skip
+                    bound = top_p * tl.where(by_count, kept, total)
+                    settled = settled & (kept > 0) & (kept >= bound) & (certain | (above < bound))
+                    low = _smallest_key(
+                        list_ptr, chunks * SLOTS, lanes % step, counts, longest, step,
+                        low, high, above, bound, largest, sharpness,
+                        True, LOW_ZERO_BITS, LANES,
+                    )  # fmt: skip
+            chunks = lanes // TILE
+            slots = lanes % TILE
+            if settled:
+                threshold = low
+                counts = tl.load(count_ptr + row * NUM_BLOCKS + chunks, chunks < num_chunks, other=0)
+                masses = _masses(
+                    list_ptr, chunks * SLOTS, slots, counts, longest, TILE,
+                    threshold, min_p, largest, sharpness, LOW_ZERO_BITS, LANES,
                 )  # fmt: skip
-            if not (top_p >= 1):
-                kept = tl.zeros([BLOCK_V], tl.float32)
-                for v0 in range(0, vocab, BLOCK_V):
-                    x = _load_logits(row_ptr, v0 + tl.arange(0, BLOCK_V), vocab)
-                    inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
-                    kept += tl.where(inside, _weight(x, largest, sharpness), 0.0)
-                threshold = _smallest_key(
-                    row_ptr, threshold, largest_key, top_p * tl.sum(kept, 0), largest, sharpness,
-                    True, vocab, LOW_ZERO_BITS, BLOCK_V,
+                block_mass = tl.load(draw_mass_ptr + places, in_use, other=0.0)
+                block_mass += tl.sum(tl.reshape(masses, (PADDED_BLOCKS, TILE)), 1)
+            else:
+                num_hits = num_hits * 0
+                counts = tl.minimum(vocab - chunks * BLOCK_V, BLOCK_V)
+                if by_count:
+                    threshold = _smallest_key(
+                        row_ptr, chunks * BLOCK_V, slots, counts, BLOCK_V, TILE,
+                        threshold, largest_key, 0.0, top_k.to(tl.float32), largest, sharpness,
+                        False, LOW_ZERO_BITS, LANES,
+                    )  # fmt: skip
+                    total = tl.sum(
+                        _masses(
+                            row_ptr, chunks * BLOCK_V, slots, counts, BLOCK_V, TILE,
+                            threshold, float("-inf"), largest, sharpness, LOW_ZERO_BITS, LANES,
+                        )
+                    )  # fmt: skip
+                if by_mass:
+                    threshold = _smallest_key(
+                        row_ptr, chunks * BLOCK_V, slots, counts, BLOCK_V, TILE,
+                        threshold, largest_key, 0.0, top_p * total, largest, sharpness,
+                        True, LOW_ZERO_BITS, LANES,
+                    )  # fmt: skip
+                masses = _masses(
+                    row_ptr, chunks * BLOCK_V, slots, counts, BLOCK_V, TILE,
+                    threshold, min_p, largest, sharpness, LOW_ZERO_BITS, LANES,
                 )  # fmt: skip
-
-            for v0 in range(0, vocab, BLOCK_V):
-                ids = v0 + tl.arange(0, BLOCK_V)
-                x = _load_logits(row_ptr, ids, vocab)
-                weight = _weight(x, largest, sharpness)
-                inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
-                inside = inside & ((weight >= min_p) | (x == largest)) & (ids < vocab)
-                mass = tl.sum(tl.where(inside, weight, 0.0), 0)
-                block_mass = tl.where(blocks == v0 // BLOCK_V, mass, block_mass)
+                block_mass = tl.sum(tl.reshape(masses, (PADDED_BLOCKS, TILE)), 1)
+        elif num_hits > 0:
+            block_mass = tl.load(draw_mass_ptr + places, blocks < num_chunks, other=0.0)
 
         word, _, _, _ = tl.philox(tl.load(seed_ptr + row), tl.load(position_ptr + row), 0, 0, 0)
         uniform = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
@@ -444,7 +568,12 @@ def _sample_kernel(
         last = tl.max(tl.where(block_mass > 0, blocks, 0), 0)
         block = tl.minimum(tl.min(tl.where(running > target, blocks, PADDED_BLOCKS), 0), last)
         before = tl.max(tl.where(blocks < block, running, 0.0), 0)
-        ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        offsets = tl.arange(0, BLOCK_V)
+        ids = block * BLOCK_V + offsets
+        if num_hits > 0:
+            hits = block * GROUPS + offsets // WIDTH
+            groups = tl.load(hits_ptr + row * (NUM_BLOCKS * GROUPS) + hits, hits < num_hits, other=vocab)
+            ids = groups * WIDTH + offsets % WIDTH
         x = _load_logits(row_ptr, ids, vocab)
         weight = _weight(x, largest, sharpness)
         inside = _ordered_key(x, LOW_ZERO_BITS) >= threshold.to(tl.int32)
@@ -452,8 +581,13 @@ def _sample_kernel(
         reached = before + tl.cumsum(tl.where(inside, weight, 0.0), 0)
         first = tl.min(tl.where(inside & (reached > target), ids, vocab), 0)
         fallback = tl.max(tl.where(inside & (weight > 0), ids, 0), 0)
-        chosen = tl.where(first < vocab, first, fallback)
-    tl.store(out_ptr + row, chosen)
+        tl.store(out_ptr + row, tl.where(first < vocab, first, fallback))
+    else:
+        block_groups = tl.load(block_group_ptr + places, known, other=0)
+        group = tl.min(tl.where(known & (block_tops == largest), block_groups, vocab), 0)
+        candidates = group * WIDTH + tl.arange(0, WIDTH)
+        is_largest = (_load_logits(row_ptr, candidates, vocab) == largest) & (candidates < vocab)
+        tl.store(out_ptr + row, tl.min(tl.where(is_largest, candidates, vocab), 0))
 
 
 def sample_triton(
@@ -469,47 +603,59 @@ def sample_triton(
     num_rows, vocab = logits.shape
     num_blocks = ceil_div(vocab, _BLOCK_V)
     padded_blocks = next_power_of_2(num_blocks)
-    num_tops = num_blocks * _GROUPS
-    device = logits.device
-    block_top = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=device)
-    block_id = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
-    group_top = torch.empty((num_rows, num_tops), dtype=torch.float32, device=device)
-    floor = torch.empty(num_rows, dtype=torch.int32, device=device)
-    block_mass = torch.empty_like(block_top)
-    draw_mass = torch.empty_like(block_top)
-    count = torch.empty_like(block_id)
-    listed = torch.empty((num_rows, num_blocks, _SLOTS), dtype=torch.float32, device=device)
-    out = torch.empty(num_rows, dtype=torch.int32, device=device)
-    _block_tops_kernel[(num_rows, num_blocks)](
+    groups = _BLOCK_V // _WIDTH
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((num_rows, *shape), dtype=dtype, device=logits.device)
+
+    block_top, block_mass, above_mass, draw_mass = (scratch(num_blocks) for _ in range(4))
+    block_group, count = (scratch(num_blocks, dtype=torch.int32) for _ in range(2))
+    group_top, bracket = scratch(num_blocks * groups), scratch(2)
+    num_hits, hits = scratch(dtype=torch.int32), scratch(num_blocks * groups, dtype=torch.int32)
+    listed = scratch(num_blocks, _SLOTS)
+    out = scratch(dtype=torch.int32)
+    _tops_kernel[(num_rows, num_blocks)](
         logits,
+        temperature,
         block_top,
-        block_id,
+        block_group,
+        block_mass,
         group_top,
         logits.stride(0),
         vocab,
-        _GROUPS,
+        _WIDTH,
         _BLOCK_V,
         num_warps=8,
     )
-    _floor_kernel[(num_rows,)](
-        group_top,
+    _bracket_kernel[(num_rows,)](
+        logits,
         temperature,
         top_k,
         top_p,
-        floor,
+        min_p,
+        block_top,
+        block_mass,
+        group_top,
+        bracket,
+        num_hits,
+        hits,
+        logits.stride(0),
         vocab,
-        num_tops,
-        padded_blocks * _GROUPS,
-        _LISTED if num_tops >= 2 * _LISTED else ceil_div(num_tops, 8),
+        num_blocks,
+        padded_blocks,
+        groups,
+        _WIDTH,
         num_warps=8,
     )
-    _block_mass_kernel[(num_rows, num_blocks)](
+    _list_kernel[(num_rows, num_blocks)](
         logits,
-        block_top,
-        floor,
         temperature,
         min_p,
-        block_mass,
+        block_top,
+        bracket,
+        num_hits,
+        hits,
+        above_mass,
         draw_mass,
         count,
         listed,
@@ -518,25 +664,28 @@ def sample_triton(
         num_blocks,
         padded_blocks,
         _SLOTS,
-        _TILE,
-        _BLOCK_V,
-        num_warps=4,
+        groups,
+        _WIDTH,
+        num_warps=2 * logits.element_size(),
     )
     _sample_kernel[(num_rows,)](
         logits,
-        block_top,
-        block_id,
-        floor,
-        block_mass,
-        draw_mass,
-        count,
-        listed,
         temperature,
         top_k,
         top_p,
         min_p,
         seed,
         position,
+        block_top,
+        block_group,
+        block_mass,
+        bracket,
+        num_hits,
+        hits,
+        above_mass,
+        draw_mass,
+        count,
+        listed,
         out,
         logits.stride(0),
         vocab,
@@ -544,8 +693,10 @@ def sample_triton(
         padded_blocks,
         _LOW_ZERO_BITS[logits.dtype],
         _SLOTS,
+        min(_SLOTS, _LANES // padded_blocks),
+        _WIDTH,
         _BLOCK_V,
-        num_warps=16,
+        num_warps=8,
     )
     return out
 

@@ -140,6 +140,29 @@ def test_kernel_equals_the_reference(seed, vocab, rows, half, coarse, data):
     assert torch.equal(got, sample_reference(logits, *columns))
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (0.5, 0, 0.9, 0.0),  # few ids stay
+        (2.5, 0, 0.9, 0.0),  # most stay
+        (2.5, 0, 0.3, 0.01),
+        (1.0, 0, 0.999, 0.0),
+        (1.0, 300, 0.8, 0.0),
+        (1.0, 4000, 1.0, 0.0),
+    ],
+)
+def test_kernel_equals_the_reference_over_a_large_vocabulary(temperature, top_k, top_p, min_p, device):
+    rng = torch.Generator().manual_seed(3)
+    logits = 2.5 * torch.randn((5, 17_000), generator=rng)
+    logits[1, :2000] += 6.0  # likely ids side by side
+    logits[2] = logits[2].round()  # many equals
+    logits[3] *= 0.01
+    logits[4, 10_000:] = -INF
+    columns = options(5, temperature, top_k, top_p, min_p, seed=[1, 2, 3, 4, 5])
+    got = sample_triton(logits.to(device), *(column.to(device) for column in columns)).cpu()
+    assert torch.equal(got, sample_reference(logits, *columns))
+
+
 @pytest.mark.parametrize("draw", [sample, sample_triton])
 def test_greedy_takes_the_lowest_of_equals_whatever_else_is_asked(draw, device):
     logits = torch.randn(4, 9000)
