@@ -102,14 +102,15 @@ def _rope_store_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
+    PARTS_FIRST: tl.constexpr,
     HALF_H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
     """One token's first half of the query heads and k, or its second half and v."""
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    token = (tl.program_id(0) // 2 if PARTS_FIRST else tl.program_id(0)).to(tl.int64)
+    part = tl.program_id(0) % 2 if PARTS_FIRST else tl.program_id(1)
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     lanes = tl.arange(0, BLOCK_HALF)
@@ -180,7 +181,9 @@ def rope_store_triton(
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     half_heads = ceil_div(num_heads, 2)
     block_h = next_power_of_2(half_heads)
-    _rope_store_kernel[(num_tokens, 2)](
+    # Which programs run side by side, as measured: a token's two with 8 KV heads, those of one part with 4.
+    parts_first = num_kv_heads * head_dim >= 1024
+    _rope_store_kernel[(2 * num_tokens, 1) if parts_first else (num_tokens, 2)](
         qkv,
         cos_sin,
         positions,
@@ -204,6 +207,7 @@ def rope_store_triton(
         num_kv_heads,
         head_dim,
         page_size,
+        parts_first,
         half_heads,
         block_h,
         next_power_of_2(num_kv_heads),
