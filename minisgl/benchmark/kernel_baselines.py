@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl.benchmark.attention_problems import AttentionShape
 from minisgl.benchmark.kernel_timing import Problem
+from triton_kernels.linear import gated_linear_reference, linear_reference
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from triton_kernels.silu_mul import silu_mul_reference
 
@@ -116,6 +117,8 @@ def _sample(
 PLAIN_TORCH: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm_reference,
     "add_rms_norm": add_rms_norm_reference,
+    "linear": linear_reference,
+    "gated_linear": gated_linear_reference,
     "silu_mul": silu_mul_reference,
     "rope_store": _rope_store,
     "paged_decode": _paged_decode,

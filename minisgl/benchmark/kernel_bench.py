@@ -36,25 +36,35 @@ from minisgl.benchmark.settings import KernelBenchSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,
     add_rms_norm_problem,
+    advance_rows_problem,
     fused_moe_problem,
+    gated_linear_problem,
+    gelu_tanh_mul_problem,
+    linear_problem,
+    moe_route_problem,
     rms_norm_problem,
     rope_store_problem,
     sample_problem,
     silu_mul_problem,
 )
 from minisgl.errors import ConfigError
+from triton_kernels.advance_rows import advance_rows_triton
 from triton_kernels.fused_moe import fused_moe_triton
+from triton_kernels.linear import gated_linear_triton, linear_triton
+from triton_kernels.moe_route import route_triton
 from triton_kernels.paged_decode import paged_decode_triton
 from triton_kernels.paged_prefill import paged_prefill_triton
 from triton_kernels.registry import KERNELS, with_replacements
 from triton_kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from triton_kernels.rope_store import rope_store_triton
 from triton_kernels.sample import sample_triton
-from triton_kernels.silu_mul import silu_mul_triton
+from triton_kernels.silu_mul import gelu_tanh_mul_triton, silu_mul_triton
 
 LAUNCHERS: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm_triton,
     "add_rms_norm": add_rms_norm_triton,
+    "linear": linear_triton,
+    "gated_linear": gated_linear_triton,
     "silu_mul": silu_mul_triton,
     "rope_store": rope_store_triton,
     "fused_moe": fused_moe_triton,
@@ -63,6 +73,13 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "paged_prefill": paged_prefill_triton,
 }
 """Kernels that run in the interpreter, where an engine would run the reference."""
+OTHERS: dict[str, Callable[..., Any]] = {
+    "gelu_tanh_mul": gelu_tanh_mul_triton,
+    "moe_route": route_triton,
+    "advance_rows": advance_rows_triton,
+}
+"""Kernels that nothing can be put in the place of."""
+BASELINES = ("inductor", "flashinfer")
 
 
 class BenchCase(NamedTuple):
@@ -72,6 +89,7 @@ class BenchCase(NamedTuple):
     label: str
     build: Callable[[torch.device, torch.dtype], Problem]
     attention: AttentionShape | None = None
+    dtype: torch.dtype | None = None  # instead of the run's
 
 
 def run_kernel_bench(
@@ -92,6 +110,7 @@ def run_kernel_bench(
     plot = Path(settings.plot) if settings.plot else None
     if plot is not None:
         check_chart_path(plot)
+    baselines = _wanted_baselines(settings.baselines)
     functions = _functions(settings.kernel, on_gpu)
     cases = list(_cases(settings.model, names, on_gpu))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -107,10 +126,10 @@ def run_kernel_bench(
             file=out,
         )
         for case in cases:
-            problem = case.build(device, dtype)
+            problem = case.build(device, case.dtype or dtype)
             result = _measure(problem, functions[case.op], ceilings, timer)
-            if settings.baselines and on_gpu:
-                result |= _baselines(problem, case, timer)
+            if on_gpu:
+                result |= _baselines(baselines, problem, case, timer)
             results.append(result)
             print(line(result), file=out, flush=True)
             del problem
@@ -143,10 +162,23 @@ def line(result: dict[str, Any]) -> str:
         f"{head}{result['us']:>10.2f} us{result['rate']:>9.3f} {result['unit']:<8}"
         f"{result['fraction']:>7.1%} {result['cache']}  err {result['error']:.0e}"
     )
-    for name in ("inductor", "flashinfer"):
+    for name in BASELINES:
         if f"{name}_us" in result:
             text += f"  {name} {result[f'{name}_us'] / result['us']:.2f}x"
     return text
+
+
+def _wanted_baselines(names: str) -> list[str]:
+    """Those of BASELINES that `names` lists.
+
+    Raises:
+        ConfigError: it lists something else.
+    """
+    wanted = [] if names == "none" else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in BASELINES:
+            raise ConfigError(f"--baselines: there are {' and '.join(BASELINES)}, and none; got {name!r}")
+    return wanted
 
 
 def _functions(specs: tuple[str, ...], on_gpu: bool) -> dict[str, Callable[..., Any]]:
@@ -156,9 +188,9 @@ def _functions(specs: tuple[str, ...], on_gpu: bool) -> dict[str, Callable[..., 
     except ValueError as error:
         raise ConfigError(f"--kernel: {error}") from error
     if on_gpu:
-        return kernels._asdict()
+        return kernels._asdict() | OTHERS
     replaced = {op: one for op, one in kernels._asdict().items() if one is not getattr(KERNELS, op)}
-    return LAUNCHERS | replaced
+    return LAUNCHERS | OTHERS | replaced
 
 
 def _cases(model: str, names: tuple[str, ...], on_gpu: bool) -> Iterator[BenchCase]:
@@ -181,31 +213,39 @@ def _cases(model: str, names: tuple[str, ...], on_gpu: bool) -> Iterator[BenchCa
 
 
 def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
+    def case(op: str, label: str, build: Callable[..., Problem], *numbers: Any) -> BenchCase:
+        return BenchCase(op, label, functools.partial(build, *numbers))
+
+    width, mlp, vocab = shape.hidden, shape.intermediate, shape.vocab
+    heads = f"{shape.heads}/{shape.kv_heads}/{shape.head_dim}" + (" normed" if shape.qk_norm else "")
     for tokens in (1, 64, 256, 4096, 16384) if on_gpu else (1, 5):
-        width, mlp = shape.hidden, shape.intermediate
-        heads = f"{shape.heads}/{shape.kv_heads}/{shape.head_dim}" + (" normed" if shape.qk_norm else "")
-        yield BenchCase("rms_norm", f"{tokens}x{width}", functools.partial(rms_norm_problem, tokens, width))
-        yield BenchCase(
-            "add_rms_norm", f"{tokens}x{width}", functools.partial(add_rms_norm_problem, tokens, width)
-        )
-        yield BenchCase("silu_mul", f"{tokens}x{mlp}", functools.partial(silu_mul_problem, tokens, mlp))
-        yield BenchCase(
-            "rope_store", f"{tokens}x{heads}", functools.partial(rope_store_problem, tokens, shape)
+        yield case("rms_norm", f"{tokens}x{width}", rms_norm_problem, tokens, width)
+        yield case("add_rms_norm", f"{tokens}x{width}", add_rms_norm_problem, tokens, width)
+        yield case("silu_mul", f"{tokens}x{mlp}", silu_mul_problem, tokens, mlp)
+        yield case("gelu_tanh_mul", f"{tokens}x{mlp}", gelu_tanh_mul_problem, tokens, mlp)
+        yield case("rope_store", f"{tokens}x{heads}", rope_store_problem, tokens, shape)
+    rows = 256 if on_gpu else 2
+    yield case("advance_rows", f"{rows}", advance_rows_problem, rows)
+    for count in (1, 8, 16) if on_gpu else (2,):
+        yield case("linear", f"{count}x{width} to {width}", linear_problem, count, width, width)
+        yield case("linear", f"{count}x{mlp} to {width}", linear_problem, count, mlp, width)
+        yield case(
+            "gated_linear", f"{count}x{width} to {2 * mlp}", gated_linear_problem, count, width, 2 * mlp
         )
     if shape.experts:
-        for tokens in (1, 4, 16, 64, 256, 1024, 8192) if on_gpu else (2,):
-            yield BenchCase(
-                "fused_moe",
-                f"{tokens}x{shape.hidden} {shape.experts}x{shape.expert_width} top {shape.experts_per_token}",
-                functools.partial(fused_moe_problem, tokens, shape),
-            )
-    for rows in (1, 256) if on_gpu else (2,):
+        routed = f"x{shape.experts} top {shape.experts_per_token}"
+        experts = f"x{width} {shape.experts}x{shape.expert_width} top {shape.experts_per_token}"
+        for tokens in (1, 64, 8192) if on_gpu else (2,):
+            yield case("moe_route", f"{tokens}{routed}", moe_route_problem, tokens, shape)
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 256, 1024, 8192) if on_gpu else (2,):
+            yield case("fused_moe", f"{tokens}{experts}", fused_moe_problem, tokens, shape)
+    for count in sorted({1, rows}) if on_gpu else (rows,):
         for kind in SAMPLING:
-            yield BenchCase(
-                "sample",
-                f"{rows}x{shape.vocab} {kind}",
-                functools.partial(sample_problem, rows, shape.vocab, kind),
-            )
+            yield case("sample", f"{count}x{vocab} {kind}", sample_problem, count, vocab, kind)
+    if on_gpu:
+        for kind in ("top_p", "top_p flat"):
+            in_float32 = case("sample", f"{rows}x{vocab} {kind} float32", sample_problem, rows, vocab, kind)
+            yield in_float32._replace(dtype=torch.float32)
     for attention in _decode_shapes(shape, on_gpu):
         yield BenchCase(
             "paged_decode", attention.label, functools.partial(decode_problem, attention), attention
@@ -276,15 +316,15 @@ def _measure(
     }
 
 
-def _baselines(problem: Problem, case: BenchCase, timer: Timer) -> dict[str, Any]:
-    makers = {"inductor": inductor_calls}
-    if has_flashinfer():
-        makers["flashinfer"] = flashinfer_calls
+def _baselines(names: list[str], problem: Problem, case: BenchCase, timer: Timer) -> dict[str, Any]:
+    makers = {"inductor": inductor_calls, "flashinfer": flashinfer_calls}
     found: dict[str, Any] = {}
-    for name, make in makers.items():
+    for name in names:
+        if name == "flashinfer" and not has_flashinfer():
+            continue
         torch.cuda.empty_cache()
         try:
-            calls = make(problem, case.attention)
+            calls = makers[name](problem, case.attention)
             if calls is not None:
                 found[f"{name}_us"] = round(timer(calls), 2)
         except Exception as error:  # another project's limits are a result, not ours to raise
@@ -312,7 +352,7 @@ def _plot(report: dict[str, Any], path: Path) -> None:
         return "" if us is None else f"{us:.1f} us"
 
     results = [result for result in report["results"] if "failed" not in result]
-    others = [name for name in ("inductor", "flashinfer") if any(f"{name}_us" in r for r in results)]
+    others = [name for name in BASELINES if any(f"{name}_us" in r for r in results)]
     groups = [
         Group(
             f"{result['op']} {result['shape']}",

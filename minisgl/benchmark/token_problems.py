@@ -1,9 +1,10 @@
-"""Everything but attention as problems to time: norms, SiLU-mul, RoPE and store, experts, sampling.
+"""Everything but attention as problems to time: norms, MLPs, RoPE and store, experts, sampling, rows.
 
 T tokens, R rows, M model width, F MLP width, E experts, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
 from minisgl.benchmark.model_shapes import ModelShape
+from triton_kernels.advance_rows import advance_rows_reference
 from triton_kernels.fused_moe import fused_moe_reference
-from triton_kernels.moe_route import top_k_reference
+from triton_kernels.linear import gated_linear_reference, linear_reference
+from triton_kernels.moe_route import Routing, top_k_reference
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from triton_kernels.rope_store import rope_store_reference
 from triton_kernels.sample import sample_reference
-from triton_kernels.silu_mul import silu_mul_reference
+from triton_kernels.silu_mul import gelu_tanh_mul_reference, silu_mul_reference
 
 EPS = 1e-5
 PAGE_SIZE = 16
@@ -68,6 +71,22 @@ def add_rms_norm_problem(tokens: int, width: int, device: torch.device, dtype: t
 
 def silu_mul_problem(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> Problem:
     """SiLU-mul of [T, 2F]."""
+    return _gated_problem("silu_mul", silu_mul_reference, tokens, width, device, dtype)
+
+
+def gelu_tanh_mul_problem(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """GELU-mul of [T, 2F]."""
+    return _gated_problem("gelu_tanh_mul", gelu_tanh_mul_reference, tokens, width, device, dtype)
+
+
+def _gated_problem(
+    op: str,
+    reference: Callable[[Tensor], Tensor],
+    tokens: int,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Problem:
     moved = 3 * tokens * width * dtype.itemsize
     gate_ups = [
         torch.randn((tokens, 2 * width), device=device, dtype=dtype) for _ in range(num_sets(moved, device))
@@ -75,24 +94,62 @@ def silu_mul_problem(tokens: int, width: int, device: torch.device, dtype: torch
 
     def check(function: Any) -> float:
         poison(moved // 3, device)
-        return relative_error(function(gate_ups[0]), silu_mul_reference(gate_ups[0].double()))
+        return relative_error(function(gate_ups[0]), reference(gate_ups[0].double()))
 
-    return Problem(
-        "silu_mul", f"{tokens}x{width}", tokens, moved, 0.0, [(x,) for x in gate_ups], moved, check
-    )
+    return Problem(op, f"{tokens}x{width}", tokens, moved, 0.0, [(x,) for x in gate_ups], moved, check)
+
+
+def linear_problem(rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """A linear layer [N, K] over R rows, without bias."""
+    return _linear_problem("linear", linear_reference, rows, width, outputs, device, dtype)
+
+
+def gated_linear_problem(
+    rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """A gated MLP's first half, [2F, K], over R rows."""
+    return _linear_problem("gated_linear", gated_linear_reference, rows, width, outputs, device, dtype)
+
+
+def _linear_problem(
+    op: str,
+    reference: Callable[..., Tensor],
+    rows: int,
+    width: int,
+    outputs: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Problem:
+    moved = outputs * width * dtype.itemsize
+    arguments = [
+        (
+            torch.randn((rows, width), device=device, dtype=dtype),
+            torch.randn((outputs, width), device=device, dtype=dtype) * width**-0.5,
+        )
+        for _ in range(num_sets(moved, device))
+    ]
+
+    def check(function: Any) -> float:
+        poison(rows * outputs * dtype.itemsize, device)
+        x, weight = arguments[0]
+        return relative_error(function(x, weight), reference(x.double(), weight.double()))
+
+    flop = 2.0 * rows * outputs * width
+    return Problem(op, f"{rows}x{width} to {outputs}", rows, moved, flop, arguments, moved, check)
 
 
 def rope_store_problem(tokens: int, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Problem:
     """From qkv [T, (H + 2K) * D] to random slots of pools that hold NaN."""
     heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     width = (heads + 2 * kv_heads) * head_dim
-    moved = 2 * tokens * width * dtype.itemsize
+    # In and out, each token's row of the table (all positions differ, as in a prefill), position and slot.
+    moved = tokens * (2 * width * dtype.itemsize + 4 * head_dim + 8)
     sets = num_sets(moved, device)
     pages = sets * math.ceil(tokens / PAGE_SIZE) + 1
     pools = torch.full((2, pages, PAGE_SIZE, kv_heads, head_dim), math.nan, device=device, dtype=dtype)
-    angles = torch.rand((4096, head_dim // 2), device=device) * 7
+    angles = torch.rand((max(4096, tokens), head_dim // 2), device=device) * 7
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    positions = torch.randint(0, 4096, (tokens,), device=device, dtype=torch.int32)
+    positions = torch.randperm(len(angles), device=device, dtype=torch.int32)[:tokens]
     slots = PAGE_SIZE + torch.randperm(sets * tokens, device=device, dtype=torch.int32)
     norms: tuple[Any, ...] = ()
     if shape.qk_norm:
@@ -170,6 +227,45 @@ def fused_moe_problem(tokens: int, shape: ModelShape, device: torch.device, dtyp
     return Problem("fused_moe", label, tokens, moved, flop, arguments, int(moved), check)
 
 
+def moe_route_problem(tokens: int, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Routing and sort of fused_moe by themselves, from float32 router logits [T, E]."""
+    experts, top_k = shape.experts, shape.experts_per_token
+    moved = tokens * (4 * experts + 12 * top_k)
+    logits = [torch.randn((tokens, experts), device=device) for _ in range(num_sets(moved, device))]
+
+    def check(function: Any) -> float:
+        poison(4 * tokens * top_k, device)
+        routing: Routing = function(*arguments[0])
+        chosen, weights = top_k_reference(logits[0], top_k, True)
+        if not torch.equal(routing.experts, chosen):
+            raise ValueError("other experts")
+        if not torch.equal(routing.order.long(), chosen.flatten().sort(stable=True).indices):
+            raise ValueError("another order")
+        return relative_error(routing.weights, weights)
+
+    arguments = [(x, top_k, True) for x in logits]
+    label = f"{tokens}x{experts} top {top_k}"
+    return Problem("moe_route", label, tokens, moved, 0.0, arguments, moved, check)
+
+
+def advance_rows_problem(rows: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Tokens and lengths of R rows into tables that hold them in another order."""
+    row_ids = torch.randperm(rows, device=device, dtype=torch.int32)
+    tables = torch.zeros((2, rows + 1), device=device, dtype=torch.int32)
+    arguments = [(row_ids, row_ids + 5, row_ids + 9, *tables, rows)]
+
+    def check(function: Any) -> float:
+        tables.zero_()
+        function(*arguments[0])
+        expected = torch.zeros_like(tables)
+        advance_rows_reference(*arguments[0][:3], *expected, rows)
+        if not torch.equal(tables, expected):
+            raise ValueError("wrong rows")
+        return 0.0
+
+    return Problem("advance_rows", f"{rows}", rows, 20.0 * rows, 0.0, arguments, 20 * rows, check)
+
+
 def sample_problem(rows: int, vocab: int, kind: str, device: torch.device, dtype: torch.dtype) -> Problem:
     """Logits [R, V] like a model's; `kind` is one of SAMPLING."""
     set_bytes = rows * vocab * dtype.itemsize
@@ -197,4 +293,5 @@ def sample_problem(rows: int, vocab: int, kind: str, device: torch.device, dtype
         return 0.0
 
     arguments = [(x, *columns) for x in logits]
-    return Problem("sample", f"{rows}x{vocab} {kind}", rows, set_bytes, 0.0, arguments, set_bytes, check)
+    label = f"{rows}x{vocab} {kind}" + (" float32" if dtype == torch.float32 else "")
+    return Problem("sample", label, rows, set_bytes, 0.0, arguments, set_bytes, check)

@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from minisgl.benchmark.kernel_baselines import PLAIN_TORCH
-from minisgl.benchmark.kernel_bench import LAUNCHERS
+from minisgl.benchmark.kernel_bench import LAUNCHERS, OTHERS
 from minisgl.benchmark.kernel_timing import Ceilings, Problem
 from minisgl.benchmark.model_shapes import find_shape
-from minisgl.benchmark.token_problems import fused_moe_problem, rope_store_problem
+from minisgl.benchmark.token_problems import (
+    advance_rows_problem,
+    fused_moe_problem,
+    moe_route_problem,
+    rope_store_problem,
+)
 from minisgl.cli import main
 from triton_kernels.fused_moe import fused_moe_reference
 from triton_kernels.registry import Kernels
@@ -25,11 +30,12 @@ CPU = torch.device("cpu")
 
 def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "k.json", tmp_path / "k.svg"
-    names = ["norm", "silu_mul", "rope", "paged", "greedy"]
+    names = ["norm", "_mul", "rope", "paged", "greedy", "advance_rows", "linear"]
     words = ["bench", "kernel", *names, "--device", "cpu", "--model", "smollm2-135m"]
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
-    assert {result["op"] for result in report["results"]} == LAUNCHERS.keys() - {"fused_moe"}
+    every = LAUNCHERS.keys() | OTHERS.keys()
+    assert {result["op"] for result in report["results"]} == every - {"fused_moe", "moe_route"}
     for result in report["results"]:
         assert result["error"] < 1e-4
         assert result["us"] > 0
@@ -57,6 +63,11 @@ def test_a_replacement_is_timed_in_the_ops_place_and_a_wrong_one_fails(
 def test_an_unknown_name_says_which_kernels_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernel", "dance", "--device", "cpu"]) == 2
     assert "no kernel and no shape is called 'dance'; the kernels: rms_norm, " in capsys.readouterr().err
+
+
+def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernel", "--device", "cpu", "--baselines", "inductor,magic"]) == 2
+    assert "there are inductor and flashinfer, and none; got 'magic'" in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +111,17 @@ def test_the_experts_problem_counts_the_experts_that_are_hit() -> None:
     assert problem.flop == 2 * 6 * 32 * 16
     with pytest.raises(ValueError, match="finite"):
         problem.check(lambda x, *rest: x * float("nan"))
+
+
+def test_the_routing_problem_knows_the_order_and_the_rows_problem_the_rows() -> None:
+    shape = find_shape("qwen3-30b-a3b")._replace(experts=6, experts_per_token=2)
+    route = OTHERS["moe_route"]
+    problem = moe_route_problem(5, shape, CPU, torch.float32)
+    assert problem.check(route) < 1e-6
+    with pytest.raises(ValueError, match="order"):
+        problem.check(lambda *given: route(*given)._replace(order=route(*given).order.flip(0)))
+    with pytest.raises(ValueError, match="rows"):
+        advance_rows_problem(5, CPU, torch.float32).check(lambda *given: None)
 
 
 def test_a_store_to_a_wrong_slot_is_found() -> None:
