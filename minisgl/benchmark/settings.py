@@ -126,11 +126,12 @@ class SimulateSettings:
     """Report of minisgl bench step to fit the cost of a step to. Without one costs are made up: for comparing
     policies with each other only."""
     against: str | None = None
-    """Report of a real run, of minisgl bench offline or serve: prints how far the simulation is from it. An
-    offline report brings its workload along; for serve give the same --trace."""
+    """Report of a real run: prints how far the simulation is from it, and takes over its workload. Of minisgl
+    bench offline, whose settings of the engine are taken over too; or of minisgl bench serve with a trace,
+    which is read again from where it was (or from --trace), at the --time-scale that is to be compared."""
     trace: str | None = None
-    """Arrivals from a trace file (Mooncake, Qwen-Bailian, Azure, BurstGPT). Auto: the workload of --against,
-    else that of minisgl bench offline."""
+    """Arrivals from a trace file (Mooncake, Qwen-Bailian, Azure, BurstGPT). Auto: the workload of --against;
+    without one that of minisgl bench offline."""
     trace_format: str | None = None
     """The trace's format. Auto: by its content."""
     num_requests: int | None = None

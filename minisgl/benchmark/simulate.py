@@ -7,7 +7,7 @@ far the whole is from a real run, is printed beside the result.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl.benchmark.latency import even_quantiles, summary
 from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.prompts import as_token_ids, codes_of, draw_codes, trace_draws
+from minisgl.benchmark.prompts import Draw, as_token_ids, codes_of, trace_draws
 from minisgl.benchmark.report import (
     CdfChart,
     Cell,
@@ -40,8 +40,8 @@ from minisgl.scheduler.simulator import Arrival, Served, StepCost, simulate
 from minisgl.weights.progress import Progress
 
 VOCAB_SIZE = 1 << 16
-CODES_OF_OFFLINE = 3
-"""First number of the key of an offline report's prompts (minisgl/benchmark/prompts.py)."""
+OFFLINE_STREAM = 3
+"""Begins the numbers of the streams that an offline report's prompts are drawn from."""
 
 
 class Knobs(NamedTuple):
@@ -107,6 +107,9 @@ def run_simulation(settings: SimulateSettings, output: OutputSettings, out: Text
     fit = None
     if settings.step_report is not None:
         fit = fit_step_cost(read_report(Path(settings.step_report).expanduser()))
+    measured = real.metrics if real is not None else {}
+    if real is not None and real.kind == "serve":
+        settings, measured = as_served(settings, real)
     combinations = combine(settings, _base(real))
     arrivals = make_arrivals(settings, real)
     progress = live_progress()
@@ -114,7 +117,7 @@ def run_simulation(settings: SimulateSettings, output: OutputSettings, out: Text
         run_once(arrivals, knobs, fit.cost if fit is not None else StepCost(), progress, f"setting {number}")
         for number, knobs in enumerate(combinations, 1)
     ]
-    report = _report(settings, results, fit, real)
+    report = _report(settings, results, fit, measured)
     if fit is not None:
         print(f"cost of a step, fitted:\n{format_table(report.tables['fit'])}", file=out)
         print(f"mean error {fit.mean_error:.1%}\n", file=out)
@@ -149,6 +152,34 @@ def combine(settings: SimulateSettings, base: Knobs) -> list[Knobs]:
     ]
 
 
+def as_served(
+    settings: SimulateSettings, real: Report
+) -> tuple[SimulateSettings, Mapping[str, float | int | str | None]]:
+    """The settings with the trace that a serve report replayed, and what it measured at their time scale.
+
+    Raises:
+        ConfigError: it replayed none, or not at this time scale.
+    """
+    points = real.tables.get("points", [])
+    scales = [row.get("time_scale") for row in points]
+    if not scales or None in scales:
+        raise ConfigError(
+            "only a trace that was replayed can be simulated; this report's requests came otherwise"
+        )
+    if settings.time_scale not in scales:
+        raise ConfigError(
+            f"--time-scale must be one that was measured ({', '.join(map(str, scales))}), "
+            f"got {settings.time_scale:g}"
+        )
+    served = replace(
+        settings,
+        trace=settings.trace or str(real.arguments.get("dataset")),
+        num_requests=real.arguments.get("num_requests"),
+        length_scale=str(real.arguments.get("length_scale", "1")),
+    )
+    return served, points[scales.index(settings.time_scale)]
+
+
 def make_arrivals(settings: SimulateSettings, real: Report | None) -> list[Arrival]:
     """The workload: a trace's, the real run's, or the offline benchmark's.
 
@@ -172,11 +203,11 @@ def make_arrivals(settings: SimulateSettings, real: Report | None) -> list[Arriv
         rows = real.tables.get("requests", [])
         if real.kind != "offline" or not rows:
             raise ConfigError(
-                f"a report of bench {real.kind} does not bring its workload along; give its --trace too"
+                f"--against needs a report of bench offline or serve, got one of bench {real.kind}"
             )
         lengths = [(_whole(row, "num_prompt_tokens"), _whole(row, "num_output_tokens")) for row in rows]
     return [
-        Arrival(0.0, _ids(draw_codes((CODES_OF_OFFLINE, index), num_prompt)), _params(num_output))
+        Arrival(0.0, _ids([Draw((OFFLINE_STREAM, index), num_prompt)]), _params(num_output))
         for index, (num_prompt, num_output) in enumerate(lengths)
     ]
 
@@ -264,7 +295,10 @@ SHOWN = (
 
 
 def _report(
-    settings: SimulateSettings, results: Sequence[Result], fit: Fit | None, real: Report | None
+    settings: SimulateSettings,
+    results: Sequence[Result],
+    fit: Fit | None,
+    measured: Mapping[str, Any],
 ) -> Report:
     varied = [name for name in Knobs._fields if len({getattr(one.knobs, name) for one in results}) > 1]
     labels = [
@@ -285,8 +319,8 @@ def _report(
     if fit is not None:
         tables["fit"] = fit.points
         metrics["fit_mean_error"] = fit.mean_error
-    if real is not None:
-        tables["against"] = _against(first.metrics, real.metrics)
+    if measured:
+        tables["against"] = _against(first.metrics, measured)
     samples: dict[str, list[float]] = dict(first.samples)
     charts: list[Chart] = []
     for latency, title in (("ttft_ms", "Time to first token"), ("itl_ms", "Time between tokens")):
@@ -308,15 +342,16 @@ def _report(
 
 
 def _against(
-    simulated: Mapping[str, float | int | None], real: Mapping[str, float | int | None]
+    simulated: Mapping[str, float | int | None], measured: Mapping[str, Any]
 ) -> list[dict[str, Cell]]:
     """Metrics that both have."""
     rows: list[dict[str, Cell]] = []
     for name, value in simulated.items():
-        measured = real.get(name)
-        if value is not None and measured is not None:
-            ratio = value / measured if measured else None
-            rows.append({"metric": name, "simulated": value, "real": measured, "ratio": ratio})
+        real = measured.get(name)
+        if value is not None and real is not None:
+            rows.append(
+                {"metric": name, "simulated": value, "real": real, "ratio": value / real if real else None}
+            )
     return rows
 
 
@@ -354,12 +389,12 @@ def _values(name: str, text: str | None) -> list[Any] | None:
 
 
 def _arrival(request: TraceRequest, index: int) -> Arrival:
-    prompt = _ids(codes_of(trace_draws(request, index), (0,)))
+    prompt = _ids(trace_draws(request, index))
     return Arrival(1e3 * request.arrival_s, prompt, _params(request.num_output_tokens))
 
 
-def _ids(codes: np.ndarray) -> np.ndarray:
-    return as_token_ids(codes, VOCAB_SIZE).astype(np.int32)
+def _ids(draws: Sequence[Draw]) -> np.ndarray:
+    return as_token_ids(codes_of(draws, (0,)), VOCAB_SIZE).astype(np.int32)
 
 
 def _params(num_output_tokens: int) -> SamplingParams:

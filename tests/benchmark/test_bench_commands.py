@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from minisgl.benchmark.offline import make_workload, measure_offline
-from minisgl.benchmark.report import Report, read_report
+from minisgl.benchmark.report import Report, make_report, read_report, write_report
 from minisgl.benchmark.settings import OfflineBenchSettings
 from minisgl.benchmark.startup import with_caches_in
 from minisgl.benchmark.workload import Item, random_workload, read_prompts
@@ -268,3 +268,40 @@ def test_a_cold_start_finds_no_compiled_code_anywhere(tmp_path: Path) -> None:
     assert config.compile_cache == ""
     assert "/full" not in variables.values()
     assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} <= set(variables)
+
+
+TRACE = [
+    {"timestamp": 1000 * i, "input_length": 600, "output_length": 24, "hash_ids": [7, i]} for i in range(6)
+]
+
+
+def served_report(path: Path, dataset: Path) -> None:
+    """As `minisgl bench serve` reports a replayed trace."""
+    points = [
+        {"time_scale": scale, "output_tokens_per_s": 10.0 / scale, "ttft_p50_ms": 5.0} for scale in (0.5, 2)
+    ]
+    arguments = {"dataset": str(dataset), "num_requests": 5, "length_scale": "1/8", "time_scale": "0.5,2"}
+    report = make_report("serve", arguments=arguments, metrics={}, tables={"points": points}, command="test")
+    write_report(path, report)
+
+
+def test_a_served_trace_is_simulated_as_it_was_served(tmp_path: Path) -> None:
+    trace, served, out = tmp_path / "t.jsonl", tmp_path / "serve.json", tmp_path / "s.json"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in TRACE), encoding="utf-8")
+    served_report(served, trace)
+    words = ["bench", "simulate", "--against", str(served), "--time-scale", "0.5", "--out", str(out)]
+    assert main(words) == 0
+    report = read_report(out)
+    assert [row["metric"] for row in report.tables["against"]] == ["output_tokens_per_s", "ttft_p50_ms"]
+    # 5 requests of 75 tokens, half a second apart; the first 64 tokens are those of block 7.
+    assert report.metrics["output_tokens_per_s"] == pytest.approx(15 / metric(report, "elapsed_s"))
+    assert metric(report, "elapsed_s") == pytest.approx(2.0, abs=0.1)
+    assert report.metrics["prefix_hit_rate"] == pytest.approx(4 * 64 / (5 * 75))
+    assert main([*words[:4], "--time-scale", "1"]) == 2
+
+
+def test_a_report_of_something_else_is_nothing_to_simulate(tmp_path: Path) -> None:
+    write_report(tmp_path / "a.json", make_report("startup", arguments={}, metrics={}, command="test"))
+    assert main(["bench", "simulate", "--against", str(tmp_path / "a.json")]) == 2
+    write_report(tmp_path / "b.json", make_report("serve", arguments={}, metrics={}, command="test"))
+    assert main(["bench", "simulate", "--against", str(tmp_path / "b.json")]) == 2
