@@ -13,8 +13,8 @@ from minisgl.benchmark.client_watch import ClientWatch
 from minisgl.benchmark.datasets import Conversation, Dialogue, Turn
 from minisgl.benchmark.load_client import Answer, LoadClient
 
-LEAD_S = 0.1
-"""From the start to the first arrival, to have its request ready."""
+PREPARED = 64
+"""Requests that are kept ready, because traces have many arrivals at the same instant."""
 
 
 class Load(NamedTuple):
@@ -24,6 +24,10 @@ class Load(NamedTuple):
     """Open loop: when each conversation begins, from the start of the run."""
     concurrency: int | None
     """Closed loop: how many conversations go on at a time."""
+
+
+Prepared = tuple[int, Dialogue, bytes]
+"""A conversation's place, and its first request."""
 
 
 class Sent(NamedTuple):
@@ -82,24 +86,36 @@ async def run_load(
         dialogue = new_dialogue()
         return dialogue, _body(client, dialogue, conversations[place].turns[0])
 
+    async def prepare_in_order(arrivals_s: Sequence[float], ready: "asyncio.Queue[Prepared]") -> None:
+        for place in sorted(range(len(conversations)), key=arrivals_s.__getitem__):
+            await ready.put((place, *prepare(place)))
+            await asyncio.sleep(0)  # answers come in between
+
+    async def keep_time(arrivals_s: Sequence[float]) -> None:
+        ready: asyncio.Queue[Prepared] = asyncio.Queue(PREPARED)
+        tasks.append(asyncio.ensure_future(prepare_in_order(arrivals_s, ready)))
+        while not (ready.full() or tasks[0].done()):
+            await asyncio.sleep(0)
+        start = time.monotonic()
+        for _ in conversations:
+            place, dialogue, body = await ready.get()
+            due_at = start + arrivals_s[place]
+            await asyncio.sleep(max(0.0, due_at - time.monotonic()))
+            tasks.append(asyncio.ensure_future(converse(place, dialogue, body, due_at)))
+
     async def keep_busy(places: Iterator[int]) -> None:
         for place in places:
             await converse(place, *prepare(place), None)
 
+    tasks: list[asyncio.Task[None]] = []
     async with ClientWatch() as watch:
-        tasks: list[asyncio.Task[None]] = []
         try:
             if load.arrivals_s is not None:
-                start = time.monotonic() + LEAD_S
-                for place in sorted(range(len(conversations)), key=load.arrivals_s.__getitem__):
-                    ready = prepare(place)  # before it is due
-                    due_at = start + load.arrivals_s[place]
-                    await asyncio.sleep(max(0.0, due_at - time.monotonic()))
-                    tasks.append(asyncio.ensure_future(converse(place, *ready, due_at)))
+                await keep_time(load.arrivals_s)
             else:
                 assert load.concurrency is not None
                 places = iter(range(len(conversations)))
-                tasks = [asyncio.ensure_future(keep_busy(places)) for _ in range(load.concurrency)]
+                tasks += [asyncio.ensure_future(keep_busy(places)) for _ in range(load.concurrency)]
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:

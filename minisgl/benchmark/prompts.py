@@ -14,7 +14,8 @@ from minisgl.benchmark.traces import TraceRequest
 FIRST_TOKEN_ID = 1000
 """Special tokens are the first ids of some vocabularies and the last of others; both are avoided."""
 
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
+GAMMA = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
 
 Codes = np.ndarray
 """uint64 [n]: one hash per token, still to be made an id or a word."""
@@ -35,10 +36,18 @@ class Draw(NamedTuple):
     num_tokens: int
 
 
-def codes_of(draws: Iterable[Draw], salt: Sequence[int]) -> Codes:
-    """A prompt's tokens; under another `salt` all are different."""
-    parts = [draw_codes((*salt, *draw.stream), draw.num_tokens) for draw in draws]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+def codes_of(draws: Sequence[Draw], salt: Sequence[int] = ()) -> Codes:
+    """A prompt's tokens; under another `salt` (whole numbers, any sign) all are different.
+
+    The mixing function is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators);
+    its state begins with what mixing the salt and the sequence's numbers one after the other gives.
+    """
+    salted = _absorb(0, salt)
+    states = np.array([_absorb(salted, draw.stream) for draw in draws], np.uint64)
+    lengths = [draw.num_tokens for draw in draws]
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    place = (1 + np.arange(len(starts)) - starts).astype(np.uint64)
+    return _mix(np.repeat(states, lengths) + place * np.uint64(GAMMA))
 
 
 def trace_draws(request: TraceRequest, index: int) -> tuple[Draw, ...]:
@@ -52,17 +61,6 @@ def trace_draws(request: TraceRequest, index: int) -> tuple[Draw, ...]:
     return (*draws, Draw((2, index), num_left)) if num_left else tuple(draws)
 
 
-def draw_codes(key: Sequence[int], num_tokens: int) -> Codes:
-    """The first `num_tokens` of the endless sequence that belongs to `key` (whole numbers, any sign).
-
-    The mixing function is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
-    """
-    state = np.zeros(1, np.uint64)
-    for number in key:
-        state = _mix(state + np.uint64(number & 0xFFFFFFFFFFFFFFFF) + GAMMA)
-    return _mix(state + np.arange(1, num_tokens + 1, dtype=np.uint64) * GAMMA)
-
-
 def as_token_ids(codes: Codes, vocab_size: int) -> np.ndarray:
     """int64 [n]: ids below `vocab_size` (at least 2), not the lowest ones."""
     first = min(FIRST_TOKEN_ID, vocab_size // 2)
@@ -72,6 +70,16 @@ def as_token_ids(codes: Codes, vocab_size: int) -> np.ndarray:
 def as_text(codes: Codes) -> str:
     """A text of words, each with a space before it, so that texts can be joined without a seam."""
     return "".join([f" {WORDS[place]}" for place in (codes % np.uint64(len(WORDS))).tolist()])
+
+
+def _absorb(state: int, numbers: Iterable[int]) -> int:
+    """The state after mixing in the numbers as `_mix` does; Python is faster than numpy at single numbers."""
+    for number in numbers:
+        state = (state + number + GAMMA) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from minisgl.benchmark.report import (
 from minisgl.benchmark.serve_plan import Point
 from minisgl.benchmark.settings import ServeBenchSettings
 
-LATE_SEND_MS = 20.0
+LATE_SEND_MS = 50.0
 """In 1 of 100 requests: what is worth a word."""
 ROUNDED_TO = 4
 """Digits behind the point of raw samples, which are milliseconds and seconds."""

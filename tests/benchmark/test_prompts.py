@@ -6,10 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.prompts import as_text, as_token_ids, codes_of, draw_codes, trace_draws
+from minisgl.benchmark.prompts import Draw, as_text, as_token_ids, codes_of, trace_draws
 from minisgl.benchmark.traces import TraceRequest
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.sources import resolve_model_folder
+
+
+def draw_codes(key: tuple[int, ...], num_tokens: int) -> np.ndarray:
+    return codes_of([Draw(key, num_tokens)])
+
 
 REQUEST = TraceRequest(
     arrival_s=0, num_prompt_tokens=40, num_output_tokens=1, block_ids=(5, 6, 7), block_tokens=16
@@ -49,6 +54,13 @@ def test_the_numbers_are_splitmix64s_from_a_state_mixed_of_the_key() -> None:
 
 def trace_codes(request: TraceRequest, index: int, seed: int = 0) -> np.ndarray:
     return codes_of(trace_draws(request, index), (seed,))
+
+
+def test_draws_behind_one_another_are_what_they_are_alone() -> None:
+    draws = [Draw((1,), 3), Draw((2, 9), 1), Draw((3,), 5)]
+    alone = [codes_of([draw], (7,)) for draw in draws]
+    assert np.array_equal(codes_of(draws, (7,)), np.concatenate(alone))
+    assert np.array_equal(codes_of([Draw((7, 1), 3)]), alone[0])
 
 
 def test_equal_blocks_have_equal_tokens_and_cut_blocks_begin_like_whole_ones() -> None:
