@@ -1,7 +1,6 @@
 """What the offline benchmark runs: prompts and output lengths, made up or read from a file.
 
-Promise: the same settings give the same workload everywhere. Needs nothing outside the standard library, so
-that the adapters in bench/peers/ load it inside other engines' environments.
+Promise: the same settings give the same workload everywhere.
 """
 
 import json
@@ -32,14 +31,14 @@ def check_offline_settings(settings: OfflineBenchSettings) -> None:
     Raises:
         ConfigError: a number is out of range.
     """
-    for name in ("num_prompts", "min_prompt_tokens", "min_output_tokens", "rounds"):
+    for name in ("num_prompts", "min_prompt_tokens", "min_output_tokens", "max_output_tokens", "rounds"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(settings, name)}")
     for low, high in (
         ("min_prompt_tokens", "max_prompt_tokens"),
         ("min_output_tokens", "max_output_tokens"),
     ):
-        if getattr(settings, low) > getattr(settings, high):
+        if settings.prompts is None and getattr(settings, low) > getattr(settings, high):
             raise ConfigError(
                 f"{_flag(low)} ({getattr(settings, low)}) is above {_flag(high)} ({getattr(settings, high)})"
             )

@@ -13,7 +13,7 @@ from minisgl.benchmark.offline import make_workload, measure_offline
 from minisgl.benchmark.report import Report, make_report, read_report, write_report
 from minisgl.benchmark.settings import OfflineBenchSettings
 from minisgl.benchmark.startup import with_caches_in
-from minisgl.benchmark.workload import Item, random_workload, read_prompts
+from minisgl.benchmark.workload import Item, check_offline_settings, random_workload, read_prompts
 from minisgl.cli import main
 from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine, build_engine
@@ -305,3 +305,9 @@ def test_a_report_of_something_else_is_nothing_to_simulate(tmp_path: Path) -> No
     assert main(["bench", "simulate", "--against", str(tmp_path / "a.json")]) == 2
     write_report(tmp_path / "b.json", make_report("serve", arguments={}, metrics={}, command="test"))
     assert main(["bench", "simulate", "--against", str(tmp_path / "b.json")]) == 2
+
+
+def test_real_prompts_need_no_range_of_lengths() -> None:
+    check_offline_settings(small_settings(prompts="p.txt", min_output_tokens=100, max_output_tokens=5))
+    with pytest.raises(ConfigError, match="--min-output-tokens"):
+        check_offline_settings(small_settings(min_output_tokens=100, max_output_tokens=5))
