@@ -6,7 +6,9 @@ conversation follow one another; what was sent late was late by the time that is
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from minisgl.benchmark.client_watch import ClientWatch
@@ -26,8 +28,12 @@ class Load(NamedTuple):
     """Closed loop: how many conversations go on at a time."""
 
 
-Prepared = tuple[int, Dialogue, bytes]
-"""A conversation's place, and its first request."""
+class Prepared(NamedTuple):
+    """A conversation that may begin."""
+
+    place: int
+    dialogue: Dialogue
+    body: bytes  # of the first turn's request
 
 
 class Sent(NamedTuple):
@@ -63,9 +69,10 @@ async def run_load(
     num_skipped = 0
     client.max_open = 0
 
-    async def converse(place: int, dialogue: Dialogue, body: bytes, due_at: float | None) -> None:
-        """All turns of a conversation; `body` is the first one's request."""
+    async def converse(prepared: Prepared, due_at: float | None) -> None:
+        """All turns of a conversation."""
         nonlocal num_skipped
+        place, dialogue, body = prepared
         turns = conversations[place].turns
         for number, turn in enumerate(turns):
             if number:
@@ -82,30 +89,29 @@ async def run_load(
                 return
             dialogue.hear(answer.stream.text)
 
-    def prepare(place: int) -> tuple[Dialogue, bytes]:
+    def prepare(place: int) -> Prepared:
         dialogue = new_dialogue()
-        return dialogue, _body(client, dialogue, conversations[place].turns[0])
-
-    async def prepare_in_order(arrivals_s: Sequence[float], ready: "asyncio.Queue[Prepared]") -> None:
-        for place in sorted(range(len(conversations)), key=arrivals_s.__getitem__):
-            await ready.put((place, *prepare(place)))
-            await asyncio.sleep(0)  # answers come in between
+        return Prepared(place, dialogue, _body(client, dialogue, conversations[place].turns[0]))
 
     async def keep_time(arrivals_s: Sequence[float]) -> None:
-        ready: asyncio.Queue[Prepared] = asyncio.Queue(PREPARED)
-        tasks.append(asyncio.ensure_future(prepare_in_order(arrivals_s, ready)))
-        while not (ready.full() or tasks[0].done()):
-            await asyncio.sleep(0)
+        later = iter(sorted(range(len(conversations)), key=arrivals_s.__getitem__))
+        ready = deque(map(prepare, islice(later, PREPARED)))
         start = time.monotonic()
-        for _ in conversations:
-            place, dialogue, body = await ready.get()
-            due_at = start + arrivals_s[place]
+        while ready:
+            first = ready.popleft()
+            due_at = start + arrivals_s[first.place]
+            while (not ready or time.monotonic() < due_at) and len(ready) < PREPARED:
+                place = next(later, None)
+                if place is None:
+                    break
+                ready.append(prepare(place))
+                await asyncio.sleep(0)  # answers come in between
             await asyncio.sleep(max(0.0, due_at - time.monotonic()))
-            tasks.append(asyncio.ensure_future(converse(place, dialogue, body, due_at)))
+            tasks.append(asyncio.ensure_future(converse(first, due_at)))
 
     async def keep_busy(places: Iterator[int]) -> None:
         for place in places:
-            await converse(place, *prepare(place), None)
+            await converse(prepare(place), None)
 
     tasks: list[asyncio.Task[None]] = []
     async with ClientWatch() as watch:
