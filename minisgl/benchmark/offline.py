@@ -44,6 +44,16 @@ from minisgl.weights.progress import Progress, no_progress
 
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 4
+SHOWN = (
+    "round",
+    "elapsed_s",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "num_steps",
+    "num_preemptions",
+    "num_recompiles",
+)
+"""Columns of the table of rounds on the terminal; the report has more."""
 BINS = 100
 """Points of the curve over time."""
 
@@ -88,7 +98,7 @@ def run_offline_bench(
         report = measure_offline(engine, items, settings, progress)
     finally:
         engine.close()
-    print(format_table(report.tables["rounds"]), file=out)
+    print(format_table(report.tables["rounds"], SHOWN), file=out)
     print(f"\n{format_metrics(report.metrics)}", file=out)
     deliver(report, output, out)
     return 0
@@ -197,7 +207,8 @@ def _run(
         if refused is not None:
             raise MinisglError(f"request {refused.request_id} was refused: {refused.error_message}")
         progress(name, num_received, num_wanted)
-    progress(name, num_wanted, num_wanted)
+    if num_received < num_wanted:  # some ended of themselves
+        progress(name, num_wanted, num_wanted)
     return Round(last - begin, num_received, step_s, step_tokens, lengths, before, engine.status(0))
 
 
