@@ -6,6 +6,8 @@ times on the monotonic clock, the server's own token counts, or one kind of erro
 
 import asyncio
 import contextlib
+import errno
+import resource
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ CHECK_INTERVAL_S = 1.0
 
 ERROR_KINDS = {
     "connect": "no connection to the server",
+    "client_limit": "this client may not open more connections (ulimit -n)",
     "no_answer": "the server closed the connection without an answer",
     "http": "an HTTP status other than 200, its number behind http_",
     "not_a_stream": "the answer is no stream of events",
@@ -198,6 +201,7 @@ async def open_client(target: Target) -> AsyncIterator[LoadClient]:
     """A client while the block lasts. Every request opens its own connection: a server may close one that was
     kept alive at the very moment it is used again, which would look like the server's fault."""
     key = target.api_key
+    _allow_many_connections()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -216,6 +220,13 @@ async def open_client(target: Target) -> AsyncIterator[LoadClient]:
                 await watch
 
 
+def _allow_many_connections() -> None:
+    """Each open request is an open file, and the usual limit of 1024 is meant for other programs."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 @contextlib.contextmanager
 def _as_failures(stream: AnswerStream) -> Iterator[None]:
     """What can happen on the way, as one of ERROR_KINDS."""
@@ -226,7 +237,9 @@ def _as_failures(stream: AnswerStream) -> Iterator[None]:
     except BadEventError as error:
         raise Failure("bad_event", str(error)) from None
     except aiohttp.ClientConnectorError as error:
-        raise Failure("connect", _words(getattr(error, "os_error", error))) from None
+        cause = getattr(error, "os_error", error)
+        kind = "client_limit" if cause.errno in (errno.EMFILE, errno.ENFILE) else "connect"
+        raise Failure(kind, _words(cause)) from None
     except aiohttp.ConnectionTimeoutError as error:
         raise Failure("connect", _words(error)) from None
     except (aiohttp.ClientError, OSError) as error:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -220,6 +221,17 @@ def test_the_closed_loop_keeps_so_many_open(server: FakeServer) -> None:
     spans = [(one["received_at"], one["writes"][-1][0]) for one in server.records("closed")]
     most = max(sum(start <= at < end for start, end in spans) for at, _ in spans)
     assert most == 3
+
+
+def test_more_requests_may_be_open_than_the_usual_limit_of_files(server: FakeServer) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, before[1]))
+    try:
+        done = run(target(server, fake={"first_s": 0.4}), Load([0.0] * 100, None), 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert {one.answer.error for one in done.sent} == {None}
+    assert done.max_open == 100
 
 
 def test_turns_follow_one_another_and_remember_the_answers(server: FakeServer) -> None:
