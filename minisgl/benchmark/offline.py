@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from minisgl.benchmark.model_configs import model_folder
 from minisgl.benchmark.plots import check_output, deliver
@@ -93,11 +94,14 @@ def run_offline_bench(
     progress = live_progress()
     with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
         items = make_workload(settings, folder)
+        begin = time.perf_counter()
         engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
+        start_s = time.perf_counter() - begin
     try:
         report = measure_offline(engine, items, settings, progress)
     finally:
         engine.close()
+    report = replace(report, metrics=report.metrics | {"start_s": start_s})
     print(format_table(report.tables["rounds"], SHOWN), file=out)
     print(f"\n{format_metrics(report.metrics)}", file=out)
     deliver(report, output, out)
