@@ -11,16 +11,24 @@ outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <=
 of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided; the D
 elements of a head lie next to each other.
 
-How: a row is cut into splits of `split_tokens` (half as long for rows of at most two of them, which would
-leave most of the GPU idle; doubled, tripled, ... where the row would get more than `max_splits`). Where the
-cuts lie depends on the row's own length and on nothing else, so its result is the same to the last bit alone
-and in any batch. (split, KV head) pairs are the units of work. A fixed number of programs per multiprocessor
-takes them in turn, finding each by a prefix sum over context_len, so one captured grid serves all lengths
-and very unequal rows spread evenly. The G query heads of a unit fill one 16-row tensor-core tile. Rows of
-one split are finished there; a second kernel merges the splits of the rest.
+How: a row is cut into slices of `split_tokens` / 8 tokens, or longer ones where there would be more than
+2 * `max_splits`. Consecutive slices of about `split_tokens`, at least two, form a split, in which they are
+folded from left to right. Where the cuts lie depends on the row's own length and on nothing else. A unit of
+work is one (split, KV head), or, in a batch whose splits would leave most of the GPU idle, one (slice, KV
+head); the second kernel then folds a split's slices, in the same order and with the same operations. So a
+row's result is the same to the last bit alone and in any batch.
+
+A fixed number of programs per multiprocessor takes the units in turn, finding each by a prefix sum over
+context_len, so one captured grid serves all lengths and very unequal rows spread evenly. A program is one
+warp where one has registers enough: nothing waits at barriers, and while one program changes units the others
+keep the memory busy. The query heads are the columns of both products (scores are [keys, heads], outputs
+[head dim, heads]): tensor cores take 8 columns, but 16 rows. Rows of one unit are finished there; a second
+kernel merges the others.
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
-Scratch: R * H * min(max_splits, C * S / split_tokens) * (D + 1) floats.
+Scratch: D + 2 floats for each head and each split that the page table has room for (at most `max_splits` a
+row), or each slice of the few rows that may be taken slice by slice, whichever is more; as much is written
+and read of it as there are units of rows with several.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
@@ -38,29 +46,42 @@ from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
 from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_BLOCK_R = 256
-_BLOCK_G = 16
-_BLOCK_SPLITS = 16
+_BLOCK_R = 32
+_SLICES_PER_SPLIT = 8
+_FEW = 4  # splits for less than a quarter of the programs are too few
+_MERGE_SPLITS = 8
+_MERGE_WARPS = 2
+_MERGE_PROGRAMS_PER_SM = 32
+_UNROLL = tl.constexpr(8)
 
 
 class DecodeConfig(NamedTuple):
-    """A launch configuration of paged_decode; split_tokens and max_splits change the last bits of results."""
+    """A launch configuration of paged_decode; the first three fields change the last bits of results."""
 
-    block_n: int  # keys per tile
-    split_tokens: int  # an even multiple of block_n
-    max_splits: int  # per row; a power of two
+    block_n: int  # keys per tile; at least 16 for each warp
+    split_tokens: int  # a multiple of 8 * block_n
+    max_splits: int  # per row
     num_warps: int
     num_stages: int
     programs_per_sm: int
 
 
-def default_decode_config(head_dim: int, element_size: int, page_size: int = 16) -> DecodeConfig:
-    """The configuration used where no other is given; each as measured on an H200."""
-    row_bytes = 2 * next_power_of_2(head_dim) * element_size
-    if row_bytes == 512 and page_size >= 16:
-        return DecodeConfig(32, 1024, 64, num_warps=4, num_stages=3, programs_per_sm=4)
-    block_n = min(64, max(16, 32768 // row_bytes))
-    return DecodeConfig(block_n, 512, 64, num_warps=4, num_stages=3, programs_per_sm=3)
+def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> DecodeConfig:
+    """The configuration used where no other is given: 8 warps per multiprocessor, each with 8 KiB per tile.
+
+    One warp where the outputs of a KV head's query heads leave it enough registers, as measured on an H200.
+    """
+    block_d = next_power_of_2(head_dim)
+    num_warps = max(1, block_d * _block_g(group) // 1024)
+    block_n = min(32, max(16, 4096 // (block_d * element_size)) * num_warps)
+    two_tiles = 2 * (2 * block_n * block_d * element_size)
+    programs_per_sm = min(8 // num_warps, (200 << 10) // two_tiles)
+    return DecodeConfig(block_n, 1024, 64, num_warps, num_stages=3, programs_per_sm=programs_per_sm)
+
+
+def _block_g(group: int) -> int:
+    """Columns of the tensor-core tiles: a KV head's query heads, rounded up."""
+    return 8 if group <= 8 else 16
 
 
 def paged_decode_reference(
@@ -97,29 +118,43 @@ def paged_decode_reference(
 
 
 @triton.jit
-def _row_cuts(length, window: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """(first seen token, tokens per split, number of splits) of a row; an empty row has one empty split."""
+def _row_cuts(
+    length,
+    window: tl.constexpr,
+    SLICE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MAX_SLICES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """How a row is cut; an empty row has one empty slice.
+
+    Returns (first seen token, begin of first slice, tokens per slice, slices per split, number of slices).
+    Slices begin at multiples of the tile, so that a tile lies in one page where pages are large enough.
+    """
     start = tl.maximum(length - window, 0) if window > 0 else length * 0
-    seen = length - start
-    split_tokens = SPLIT * tl.maximum((seen + SPLIT * MAX_SPLITS - 1) // (SPLIT * MAX_SPLITS), 1)
-    if MAX_SPLITS >= 4:
-        split_tokens = tl.where(seen <= 2 * SPLIT, SPLIT // 2, split_tokens)
-    num_splits = tl.maximum((seen + split_tokens - 1) // split_tokens, 1)
-    return start, split_tokens, num_splits
+    begin = start // BLOCK_N * BLOCK_N
+    tokens = length - begin
+    slice_tokens = SLICE * tl.maximum((tokens + SLICE * MAX_SLICES - 1) // (SLICE * MAX_SLICES), 1)
+    per_split = tl.maximum(SPLIT // slice_tokens, 2)
+    num_slices = tl.maximum((tokens + slice_tokens - 1) // slice_tokens, 1)
+    return start, begin, slice_tokens, per_split, num_slices
 
 
 @triton.jit
-def _count_splits(num_splits, target, row, row_begin, total):
-    """Go on with a search for the target-th split over a block of rows: what comes before it, and the sum.
+def _fold(top, mass, acc, more_top, more_mass, more_acc, HEADS: tl.constexpr):
+    """The softmax state over two sets of keys from theirs; heads lie along axis HEADS of acc.
 
-    (The search loads in the kernel's own body, because torch.compile takes a tensor that is loaded in a
-    function, and then decides where to store, for one that is written.)
+    Both kernels fold the same slices, and to the same bits: which products are rounded before they are added
+    is written out, not left to the compiler.
     """
-    ends = total + tl.cumsum(num_splits, 0)
-    before = (ends <= target) & (num_splits > 0)
-    row += tl.sum(before.to(tl.int32), 0)
-    row_begin = tl.maximum(row_begin, tl.max(tl.where(before, ends, 0), 0))
-    return row, row_begin, total + tl.sum(num_splits, 0)
+    new_top = tl.maximum(top, more_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old = tl.exp2(top - base)
+    new = tl.exp2(more_top - base)
+    mass = tl.fma(mass, old, more_mass * new)
+    old_acc = tl.broadcast_to(tl.expand_dims(old, 1 - HEADS), acc.shape)
+    acc = tl.fma(acc, old_acc, more_acc * tl.expand_dims(new, 1 - HEADS))
+    return new_top, mass, acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -131,8 +166,9 @@ def _paged_decode_splits_kernel(
     row_ids_ptr,
     context_len_ptr,
     out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
+    partial_acc_ptr,
+    partial_sum_ptr,
+    by_slice_ptr,
     num_rows,
     page_table_stride,
     q_row_stride,
@@ -150,122 +186,189 @@ def _paged_decode_splits_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
+    SLICE: tl.constexpr,
     SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SCRATCH_SPLITS: tl.constexpr,
+    MAX_SLICES: tl.constexpr,
+    ROW_SLICES: tl.constexpr,
+    ROW_SPLITS: tl.constexpr,
+    FEW_UNITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     G: tl.constexpr = H // K
+    ONE_PAGE: tl.constexpr = S % BLOCK_N == 0
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
-    num_units = tl.program_id(0) * 0
+    keys = tl.arange(0, BLOCK_N)
+    # The searches load in the kernel's own body, because torch.compile takes a tensor that is loaded in a
+    # function, and then decides where to store, for one that is written.
+    num_splits = tl.program_id(0) * 0
+    num_slices = tl.program_id(0) * 0
     for r0 in range(0, num_rows, BLOCK_R):
         rows = r0 + tl.arange(0, BLOCK_R)
-        length = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-        _, _, num_splits = _row_cuts(length, window, SPLIT, MAX_SPLITS)
-        num_units += tl.sum(tl.where(rows < num_rows, num_splits, 0), 0) * K
+        lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
+        _, _, _, per_split, slices = _row_cuts(lengths, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
+        slices = tl.where(rows < num_rows, slices, 0)
+        num_slices += tl.sum(slices, 0)
+        num_splits += tl.sum((slices + per_split - 1) // per_split, 0)
+    by_slice = num_splits * K < FEW_UNITS
+    if tl.program_id(0) == 0:
+        tl.store(by_slice_ptr, by_slice.to(tl.int32))
+    num_units = tl.where(by_slice, num_slices, num_splits) * K
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        # The block of rows that holds the target-th (split or slice), then the row and what comes before it.
         target = unit // K
-        row = unit * 0
-        row_begin = unit * 0
-        total = unit * 0
-        for r0 in range(0, num_rows, BLOCK_R):
-            rows = r0 + tl.arange(0, BLOCK_R)
-            length = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-            _, _, num_splits = _row_cuts(length, window, SPLIT, MAX_SPLITS)
-            num_splits = tl.where(rows < num_rows, num_splits, 0)
-            row, row_begin, total = _count_splits(num_splits, target, row, row_begin, total)
-        split = target - row_begin
-        kv_head = unit % K
-        row_length = tl.load(context_len_ptr + row)
-        start, split_tokens, row_splits = _row_cuts(row_length, window, SPLIT, MAX_SPLITS)
-        low = start + split * split_tokens
-        high = tl.minimum(row_length, low + split_tokens)
+        rows = tl.arange(0, BLOCK_R) - BLOCK_R
+        lengths = tl.zeros([BLOCK_R], tl.int32)
+        units = tl.zeros([BLOCK_R], tl.int32)
+        before = target * 0
+        total = target * 0
+        while total <= target:
+            rows += BLOCK_R
+            lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
+            _, _, _, per_split, slices = _row_cuts(lengths, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
+            per_unit = tl.where(by_slice, 1, per_split)
+            units = tl.where(rows < num_rows, (slices + per_unit - 1) // per_unit, 0)
+            before = total
+            total += tl.sum(units, 0)
+        ends = before + tl.cumsum(units, 0)
+        here = (ends - units <= target) & (target < ends)
+        row = tl.sum(tl.where(here, rows, 0), 0)
+        length = tl.sum(tl.where(here, lengths, 0), 0)
+        part = target - tl.sum(tl.where(here, ends - units, 0), 0)
+        kv_head = target * 0 + unit % K
+        start, begin, slice_tokens, per_split, row_slices = _row_cuts(
+            length, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N
+        )
+        per_unit = tl.where(by_slice, 1, per_split)
+        low = begin + part * per_unit * slice_tokens
+        high = tl.minimum(length, low + per_unit * slice_tokens)
         pages_ptr = page_table_ptr + tl.load(row_ids_ptr + row).to(tl.int64) * page_table_stride
+        k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
+        v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
+        # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
+        # pipeline half its depth. Further ahead, and Triton would not pipeline the loop at all.
+        ahead = low if ONE_PAGE else low + keys
+        next_page = tl.load(pages_ptr + ahead // S, ahead < high, other=0)
         heads = kv_head * G + group
-        q_mask = (group < G)[:, None] & (lanes < D)[None, :]
-        q_offsets = row.to(tl.int64) * q_row_stride + heads[:, None] * q_head_stride + lanes[None, :]
+        q_mask = (lanes < D)[:, None] & (group < G)[None, :]
+        q_offsets = row.to(tl.int64) * q_row_stride + heads[None, :] * q_head_stride + lanes[:, None]
         q = tl.load(q_ptr + q_offsets, q_mask, other=0.0)
-
+        # State of the slice and of the unit's slices before it.
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
-        # pipeline half its depth.
-        token = low + tl.arange(0, BLOCK_N)
-        next_page = tl.load(pages_ptr + token // S, token < high, other=0)
+        acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+        unit_top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        unit_mass = tl.zeros([BLOCK_G], tl.float32)
+        unit_acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+        slice_end = low + slice_tokens
         for n0 in range(low, high, BLOCK_N):
-            token = n0 + tl.arange(0, BLOCK_N)
-            seen = token < high
             page = next_page.to(tl.int64)
-            next_token = token + BLOCK_N
-            next_page = tl.load(pages_ptr + next_token // S, next_token < high, other=0)
-            kv_mask = seen[:, None] & (lanes < D)[None, :]
-            k_rows = page * k_page_stride + (token % S) * k_token_stride + kv_head * k_head_stride
-            k = tl.load(k_cache_ptr + k_rows[:, None] + lanes[None, :], kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            ahead = n0 + BLOCK_N if ONE_PAGE else n0 + BLOCK_N + keys
+            next_page = tl.load(pages_ptr + ahead // S, ahead < high, other=0)
+            token = n0 + keys
+            seen = token < high
+            if window > 0:
+                seen = seen & (token >= start)
+            if ONE_PAGE:
+                k_from = k_head_ptr + (page * k_page_stride + (n0 % S) * k_token_stride)
+                v_from = v_head_ptr + (page * v_page_stride + (n0 % S) * v_token_stride)
+                k_ptrs = k_from + ((keys * k_token_stride)[:, None] + lanes[None, :])
+                v_ptrs = v_from + ((keys * v_token_stride)[None, :] + lanes[:, None])
+            else:
+                k_rows = page * k_page_stride + (token % S) * k_token_stride
+                v_rows = page * v_page_stride + (token % S) * v_token_stride
+                k_ptrs = k_head_ptr + k_rows[:, None] + lanes[None, :]
+                v_ptrs = v_head_ptr + v_rows[None, :] + lanes[:, None]
+            k = tl.load(k_ptrs, seen[:, None] & (lanes < D)[None, :], other=0.0)
+            scores = tl.dot(k, q, input_precision="ieee") * scale
             if softcap > 0:
                 scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-            scores = tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            shrink = tl.exp2(top - new_top)
-            weights = tl.exp2(scores - new_top[:, None])
-            mass = mass * shrink + tl.sum(weights, 1)
-            v_rows = page * v_page_stride + (token % S) * v_token_stride + kv_head * v_head_stride
-            v = tl.load(v_cache_ptr + v_rows[:, None] + lanes[None, :], kv_mask, other=0.0)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            scores = tl.where(seen[:, None], scores * _LOG2_E, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 0))
+            # Only before a window can a tile be without a seen token.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) if window > 0 else new_top
+            shrink = tl.exp2(top - base)
+            weights = tl.exp2(scores - base[None, :])
+            mass = mass * shrink + tl.sum(weights, 0)
+            v = tl.load(v_ptrs, seen[None, :] & (lanes < D)[:, None], other=0.0)
+            acc = acc * shrink[None, :]
+            acc = tl.dot(v, weights.to(v.dtype), acc, input_precision="ieee")
             top = new_top
+            if n0 + BLOCK_N >= tl.minimum(slice_end, high):
+                unit_top, unit_mass, unit_acc = _fold(unit_top, unit_mass, unit_acc, top, mass, acc, 1)
+                top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+                mass = tl.zeros([BLOCK_G], tl.float32)
+                acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+                slice_end += slice_tokens
 
-        acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
-        if row_splits == 1:
-            out_offsets = (row.to(tl.int64) * H + heads)[:, None] * D + lanes[None, :]
-            tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), q_mask)
+        if row_slices <= per_unit:
+            done = unit_acc / tl.where(unit_mass > 0, unit_mass, 1.0)[None, :]
+            out_offsets = (row.to(tl.int64) * H + heads)[None, :] * D + lanes[:, None]
+            tl.store(out_ptr + out_offsets, done.to(out_ptr.dtype.element_ty), q_mask)
         else:
-            place = (row.to(tl.int64) * H + heads) * SCRATCH_SPLITS + split
-            tl.store(partial_out_ptr + place[:, None] * D + lanes[None, :], acc, q_mask)
-            tl.store(partial_lse_ptr + place, top + tl.log2(mass), group < G)
+            place = (row.to(tl.int64) * H + heads) * tl.where(by_slice, ROW_SLICES, ROW_SPLITS) + part
+            tl.store(partial_acc_ptr + place[None, :] * D + lanes[:, None], unit_acc, q_mask)
+            tl.store(partial_sum_ptr + 2 * place, unit_top, group < G)
+            tl.store(partial_sum_ptr + 2 * place + 1, unit_mass, group < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_splits_kernel(
     context_len_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
+    partial_acc_ptr,
+    partial_sum_ptr,
+    by_slice_ptr,
     out_ptr,
+    num_rows,
     window: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
+    SLICE: tl.constexpr,
     SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SCRATCH_SPLITS: tl.constexpr,
+    MAX_SLICES: tl.constexpr,
+    ROW_SLICES: tl.constexpr,
+    ROW_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    _, _, num_splits = _row_cuts(tl.load(context_len_ptr + row), window, SPLIT, MAX_SPLITS)
-    if num_splits > 1:
-        head = row.to(tl.int64) * H + tl.program_id(1)
-        lanes = tl.arange(0, BLOCK_D)
-        all_splits = tl.arange(0, MAX_SPLITS)
-        lse_ptr = partial_lse_ptr + head * SCRATCH_SPLITS
-        top = tl.max(tl.load(lse_ptr + all_splits, all_splits < num_splits, other=float("-inf")), 0)
-        mass = tl.zeros([BLOCK_SPLITS], tl.float32)
-        acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
-        for s0 in range(0, num_splits, BLOCK_SPLITS):
-            splits = s0 + tl.arange(0, BLOCK_SPLITS)
-            there = splits < num_splits
-            weight = tl.exp2(tl.load(lse_ptr + splits, there, other=float("-inf")) - top)
-            offsets = (head * SCRATCH_SPLITS + splits)[:, None] * D + lanes[None, :]
-            mask = there[:, None] & (lanes < D)[None, :]
-            mass += weight
-            acc += weight[:, None] * tl.load(partial_out_ptr + offsets, mask, other=0.0)
-        merged = tl.sum(acc, 0) / tl.sum(mass, 0)
-        tl.store(out_ptr + head * D + lanes, merged.to(out_ptr.dtype.element_ty), lanes < D)
+    by_slice = tl.load(by_slice_ptr) != 0
+    lanes = tl.arange(0, BLOCK_D)
+    for row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
+        length = tl.load(context_len_ptr + row)
+        _, _, _, per_split, num_slices = _row_cuts(length, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
+        num_splits = (num_slices + per_split - 1) // per_split
+        split_parts = tl.where(by_slice, per_split, 1)
+        num_parts = tl.where(by_slice, num_slices, num_splits)
+        if num_parts > 1:
+            head = tl.program_id(0).to(tl.int64) + row * H
+            row_place = head * tl.where(by_slice, ROW_SLICES, ROW_SPLITS)
+            top = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
+            mass = tl.zeros([BLOCK_SPLITS], tl.float32)
+            acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
+            for s0 in range(0, num_splits, BLOCK_SPLITS):
+                split_top = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
+                split_mass = tl.zeros([BLOCK_SPLITS], tl.float32)
+                split_acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
+                for p in tl.range(0, split_parts, loop_unroll_factor=_UNROLL):
+                    part = (s0 + tl.arange(0, BLOCK_SPLITS)) * split_parts + p
+                    there = part < num_parts
+                    place = row_place + part
+                    part_top = tl.load(partial_sum_ptr + 2 * place, there, other=float("-inf"))
+                    part_mass = tl.load(partial_sum_ptr + 2 * place + 1, there, other=0.0)
+                    mask = there[:, None] & (lanes < D)[None, :]
+                    part_acc = tl.load(partial_acc_ptr + place[:, None] * D + lanes[None, :], mask, other=0.0)
+                    split_top, split_mass, split_acc = _fold(
+                        split_top, split_mass, split_acc, part_top, part_mass, part_acc, 0
+                    )
+                top, mass, acc = _fold(top, mass, acc, split_top, split_mass, split_acc, 0)
+            weight = tl.exp2(top - tl.max(top, 0))
+            merged = tl.sum(acc * weight[:, None], 0) / tl.sum(mass * weight, 0)
+            tl.store(out_ptr + head * D + lanes, merged.to(out_ptr.dtype.element_ty), lanes < D)
 
 
 def paged_decode_triton(
@@ -283,21 +386,30 @@ def paged_decode_triton(
     """The kernels, whatever the device."""
     num_rows, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
     if config is None:
-        default = default_decode_config(head_dim, q.element_size(), page_size)
-        exact, near = (head_dim, num_heads // num_kv_heads), (num_kv_heads, page_size)
+        default = default_decode_config(head_dim, q.element_size(), group)
+        exact, near = (head_dim, group), (num_kv_heads, page_size)
         config = tuned(default, "paged_decode", q.device, q.dtype, exact, near)
-    max_seen = page_table.shape[1] * page_size
-    if window > 0:
-        max_seen = min(max_seen, window)
-    short_splits = min(4, ceil_div(max_seen, config.split_tokens // 2))
-    scratch_splits = min(config.max_splits, max(short_splits, ceil_div(max_seen, config.split_tokens)))
     block_d = next_power_of_2(head_dim)
+    multiprocessors = num_multiprocessors(q.device)
+    programs = multiprocessors * config.programs_per_sm
+    few_units = programs // _FEW
+    slice_tokens = max(config.block_n, config.split_tokens // _SLICES_PER_SPLIT)
+    cuts = (slice_tokens, config.split_tokens, 2 * config.max_splits)
+    # The most that the page table has room for; all splits of a row but its last exceed half of split_tokens.
+    max_tokens = page_table.shape[1] * page_size
+    if window > 0:
+        max_tokens = min(max_tokens, window + config.block_n)
+    row_slices = min(2 * config.max_splits, ceil_div(max_tokens, slice_tokens))
+    row_splits = min(config.max_splits, ceil_div(max_tokens, ceil_div(config.split_tokens, 2)))
+    few_rows = min(num_rows, ceil_div(few_units, num_kv_heads))
+    places = num_heads * max(num_rows * row_splits, few_rows * row_slices)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    scratch = (num_rows, num_heads, scratch_splits)
-    partial_lse = torch.empty(scratch, dtype=torch.float32, device=q.device)
-    partial_out = torch.empty((*scratch, head_dim), dtype=torch.float32, device=q.device)
-    _paged_decode_splits_kernel[(num_multiprocessors(q.device) * config.programs_per_sm,)](
+    partial_acc = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
+    partial_sum = torch.empty((places, 2), dtype=torch.float32, device=q.device)
+    by_slice = torch.empty((1,), dtype=torch.int32, device=q.device)
+    _paged_decode_splits_kernel[(programs,)](
         q,
         k_cache,
         v_cache,
@@ -305,8 +417,9 @@ def paged_decode_triton(
         row_ids,
         context_len,
         out,
-        partial_out,
-        partial_lse,
+        partial_acc,
+        partial_sum,
+        by_slice,
         num_rows,
         page_table.stride(0),
         q.stride(0),
@@ -324,31 +437,36 @@ def paged_decode_triton(
         num_kv_heads,
         head_dim,
         page_size,
-        config.split_tokens,
-        config.max_splits,
-        scratch_splits,
-        _BLOCK_G,
+        *cuts,
+        row_slices,
+        row_splits,
+        few_units,
+        _block_g(group),
         config.block_n,
         block_d,
         _BLOCK_R,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if scratch_splits > 1:
-        _merge_splits_kernel[(num_rows, num_heads)](
+    if row_slices > 1:
+        merging_rows = min(num_rows, ceil_div(multiprocessors * _MERGE_PROGRAMS_PER_SM, num_heads))
+        _merge_splits_kernel[(num_heads, merging_rows)](
             context_len,
-            partial_out,
-            partial_lse,
+            partial_acc,
+            partial_sum,
+            by_slice,
             out,
+            num_rows,
             window,
             num_heads,
             head_dim,
-            config.split_tokens,
-            config.max_splits,
-            scratch_splits,
+            *cuts,
+            row_slices,
+            row_splits,
+            config.block_n,
             block_d,
-            _BLOCK_SPLITS,
-            num_warps=2,
+            _MERGE_SPLITS,
+            num_warps=_MERGE_WARPS,
         )
     return out
 

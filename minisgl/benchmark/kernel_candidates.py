@@ -173,10 +173,22 @@ def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
 
 
 def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
-    tiles = ((16, 4, 6), (32, 3, 4), (32, 4, 3), (32, 4, 4), (32, 3, 6), (64, 3, 2), (64, 3, 3), (64, 4, 2))
+    """One length of splits: it decides how a row is cut."""
+    tiles = (
+        (16, 1, 3, 6),
+        (16, 1, 3, 8),
+        (16, 1, 3, 12),
+        (16, 1, 4, 8),
+        (32, 1, 3, 6),
+        (32, 1, 3, 8),
+        (32, 1, 4, 8),
+        (32, 2, 3, 3),
+        (32, 2, 3, 4),
+        (32, 2, 4, 4),
+        (64, 4, 3, 2),
+    )
     return [
-        DecodeConfig(block_n, split, 64, 4, stages, programs)
-        for (block_n, stages, programs), split in itertools.product(tiles, (512, 1024))
+        DecodeConfig(block_n, 1024, 64, warps, stages, programs) for block_n, warps, stages, programs in tiles
     ]
 
 
@@ -230,7 +242,9 @@ TUNABLE = {
             exact=_attention_exact,
             near=_attention_near,
             cases=_decode_cases,
-            default=lambda shape, size, element: default_decode_config(shape.head_dim, element, PAGE_SIZE),
+            default=lambda shape, size, element: default_decode_config(
+                shape.head_dim, element, shape.heads // shape.kv_heads
+            ),
             candidates=_decode_candidates,
             launcher=paged_decode_triton,
         ),

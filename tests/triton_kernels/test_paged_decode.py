@@ -15,7 +15,10 @@ from triton_kernels.paged_decode import (
     paged_decode_triton,
 )
 
-TINY = DecodeConfig(block_n=16, split_tokens=16, max_splits=4, num_warps=4, num_stages=2, programs_per_sm=2)
+TINY = DecodeConfig(block_n=16, split_tokens=64, max_splits=4, num_warps=1, num_stages=2, programs_per_sm=2)
+"""Slices of 16 tokens; of more in rows of more than 128."""
+MANY_PROGRAMS = TINY._replace(programs_per_sm=20)
+"""So many that a small batch is taken slice by slice."""
 
 
 def arguments(batch: PagedBatch):
@@ -51,26 +54,28 @@ def test_kernel_takes_every_head_dim(head_dim, dtype, device):
 
 @settings(max_examples=30)
 @given(
-    contexts=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    contexts=st.lists(st.integers(0, 300), min_size=1, max_size=5),
     group=st.sampled_from([1, 2, 3, 5, 7, 8, 16]),
     kv_heads=st.integers(1, 3),
     page_size=st.sampled_from([1, 2, 4, 16, 64, 256]),
     options=st.sampled_from([(0, 0.0), (1, 0.0), (50, 0.0), (0, 5.0), (33, 2.0)]),
+    config=st.sampled_from([TINY, MANY_PROGRAMS]),
     seed=st.integers(0, 1000),
 )
-def test_kernel_equals_torch_attention(contexts, group, kv_heads, page_size, options, seed):
+def test_kernel_equals_torch_attention(contexts, group, kv_heads, page_size, options, config, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    max_pages = -(-160 // page_size)
+    max_pages = -(-310 // page_size)
     batch = decode_batch(seed, contexts, group * kv_heads, kv_heads, 16, page_size, max_pages, device=device)
     expected = attention_by_sdpa(batch, 0.25, *options)
-    got = paged_decode_triton(*arguments(batch), 0.25, *options, config=TINY).cpu()
+    got = paged_decode_triton(*arguments(batch), 0.25, *options, config=config).cpu()
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [0, 40])
-def test_a_row_alone_equals_the_row_in_a_batch_to_the_last_bit(window, device):
-    contexts = [100, 0, 16, 17, 65, 1, 130]
-    batch = decode_batch(5, contexts, 6, 2, 16, 4, 40, device=device)
+@pytest.mark.parametrize("alone_config", [TINY, MANY_PROGRAMS])
+def test_a_row_alone_equals_the_row_in_a_batch_to_the_last_bit(window, alone_config, device):
+    contexts = [100, 0, 16, 17, 65, 1, 130, 290]
+    batch = decode_batch(5, contexts, 6, 2, 16, 4, 80, device=device)
     together = paged_decode_triton(*arguments(batch), 0.25, window, config=TINY)
     for r in range(len(contexts)):
         alone = paged_decode_triton(
@@ -82,7 +87,7 @@ def test_a_row_alone_equals_the_row_in_a_batch_to_the_last_bit(window, device):
             batch.context_len[r : r + 1],
             0.25,
             window,
-            config=TINY,
+            config=alone_config,
         )
         assert torch.equal(alone[0], together[r])
 
@@ -96,8 +101,8 @@ def test_a_result_does_not_depend_on_how_many_pages_a_row_may_have(device):
 
 
 def test_more_rows_than_a_search_block(device):
-    contexts = [3] * 260
-    contexts[7], contexts[258] = 0, 40
-    batch = decode_batch(7, contexts, 1, 1, 16, 16, 4, device=device)
+    contexts = [3] * 70
+    contexts[7], contexts[31], contexts[68] = 0, 80, 40
+    batch = decode_batch(7, contexts, 1, 1, 16, 16, 5, device=device)
     got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(programs_per_sm=1)).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
