@@ -225,6 +225,8 @@ def parse_share(text: str) -> float:
 
 def differing_circumstances(a: Report, b: Report) -> list[str]:
     """A line for each circumstance that differs and may explain a difference."""
-    names = ("gpu", "driver", "cpu", "num_cpus", "torch", "triton", "python", "git_commit")
-    pairs = [(name, getattr(a.environment, name), getattr(b.environment, name)) for name in names]
+    facts = ("gpu", "driver", "cpu", "num_cpus", "torch", "triton", "python", "git_commit")
+    work = ("num_requests", "num_prompt_tokens", "num_output_tokens", "num_errors")
+    pairs = [(name, getattr(a.environment, name), getattr(b.environment, name)) for name in facts]
+    pairs += [(name, a.metrics.get(name), b.metrics.get(name)) for name in work]
     return [f"{name} differs: {first} and {second}" for name, first, second in pairs if first != second]

@@ -122,9 +122,15 @@ def test_files_that_cannot_be_compared_are_exit_code_2(
 
 def test_other_circumstances_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = a_report(step_ms=[1.0, 2.0])
-    b = replace(a, environment=replace(a.environment, cpu="another processor"))
+    a = replace(a, metrics=a.metrics | {"num_requests": 8})
+    environment = replace(a.environment, cpu="another processor")
+    b = replace(a, environment=environment, metrics=a.metrics | {"num_requests": 9})
     run(tmp_path, a, b)
-    assert f"cpu differs: {a.environment.cpu} and another processor" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [
+        f"cpu differs: {a.environment.cpu} and another processor",
+        "num_requests differs: 8 and 9",
+    ]
 
 
 def test_a_ratio_to_zero_is_no_verdict(tmp_path: Path) -> None:
