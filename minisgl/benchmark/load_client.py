@@ -73,7 +73,7 @@ class Target:
 class Answer:
     """What became of one request; times in seconds on the monotonic clock."""
 
-    __slots__ = ("error", "error_message", "sent_at", "stream")
+    __slots__ = ("error", "error_message", "is_assumed", "sent_at", "stream")
 
     def __init__(self, sent_at: float, stream: AnswerStream) -> None:
         self.sent_at = sent_at
@@ -81,6 +81,8 @@ class Answer:
         self.error: str | None = None
         """One of ERROR_KINDS, http_ with the status; None = complete."""
         self.error_message = ""
+        self.is_assumed = False
+        """The counts are not the server's."""
 
     @property
     def usage(self) -> Usage:
@@ -135,8 +137,13 @@ class LoadClient:
                 "OpenAI-compatible server's, without a path; --served-model-name leaves this out"
             ) from None
 
-    async def send(self, body: bytes, keep_text: bool = False) -> Answer:
-        """Send one request now and follow its answer to the end; `keep_text` is for its `stream.text`."""
+    async def send(self, body: bytes, keep_text: bool = False, assumed: Usage | None = None) -> Answer:
+        """Send one request now and follow its answer to the end.
+
+        Args:
+            keep_text: the answer's `stream.text` is wanted.
+            assumed: taken for the counts of a server that sends none; without it that is an error.
+        """
         task = asyncio.current_task()
         assert task is not None
         answer = Answer(time.monotonic(), AnswerStream(self.target.is_chat, keep_text))
@@ -145,7 +152,7 @@ class LoadClient:
         self.max_open = max(self.max_open, self.num_open)
         try:
             with _as_failures(answer.stream):
-                await self._follow(task, body, answer)
+                await self._follow(task, body, answer, assumed)
         except Failure as failure:
             answer.error, answer.error_message = failure.kind, str(failure)
         except asyncio.CancelledError:
@@ -159,7 +166,9 @@ class LoadClient:
             del self._silent_since[task]
         return answer
 
-    async def _follow(self, task: asyncio.Task[Any], body: bytes, answer: Answer) -> None:
+    async def _follow(
+        self, task: asyncio.Task[Any], body: bytes, answer: Answer, assumed: Usage | None
+    ) -> None:
         now, stream = time.monotonic, answer.stream
         url = self.target.url + self.target.path
         async with self._session.post(url, data=body, allow_redirects=False) as response:
@@ -177,6 +186,8 @@ class LoadClient:
         stream.finish()
         if stream.finish_reason is None:
             raise Failure("truncated", "the stream ended without a finish reason")
+        if stream.usage is None and assumed is not None:
+            stream.usage, answer.is_assumed = assumed, True
         if stream.usage is None:
             raise Failure("no_usage", "the server answered stream_options.include_usage without usage")
         if stream.usage.completion_tokens == 0 or not any(stream.counts):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from minisgl.benchmark.client_watch import ClientWatch
 from minisgl.benchmark.datasets import Conversation, Dialogue, Turn
 from minisgl.benchmark.load_client import Answer, LoadClient
+from minisgl.benchmark.sse import Usage
 
 PREPARED = 64
 """Requests that are kept ready, because traces have many arrivals at the same instant."""
@@ -62,9 +63,15 @@ async def run_load(
     *,
     new_dialogue: Callable[[], Dialogue],
     think_time_s: float = 0.0,
+    assume_usage: bool = False,
     on_answer: Callable[[int], None] = lambda num_over: None,
 ) -> Run:
-    """Have all conversations and wait for the last answer; `on_answer` hears how many requests are over."""
+    """Have all conversations and wait for the last answer.
+
+    Args:
+        assume_usage: a server that sends no usage is taken to count what was made up and asked for.
+        on_answer: hears how many requests are over.
+    """
     sent: list[Sent] = []
     num_skipped = 0
     client.max_open = 0
@@ -73,13 +80,17 @@ async def run_load(
         """All turns of a conversation."""
         nonlocal num_skipped
         place, dialogue, body = prepared
+        num_tokens = 0  # of all that was said, as far as it is known
         turns = conversations[place].turns
         for number, turn in enumerate(turns):
             if number:
                 await asyncio.sleep(think_time_s)
                 body = _body(client, dialogue, turn)
             num_left = len(turns) - number - 1
-            answer = await client.send(body, keep_text=num_left > 0)
+            num_tokens += turn.num_prompt_tokens or 0
+            assumed = Usage(num_tokens, turn.num_output_tokens) if assume_usage else None
+            answer = await client.send(body, num_left > 0, assumed)
+            num_tokens += turn.num_output_tokens
             sent.append(Sent(place, number, turn, due_at, answer))
             due_at = None  # later turns are due when the earlier ones are answered
             if answer.error is not None:

@@ -19,6 +19,7 @@ from minisgl.benchmark.report import Report, format_table, live_progress
 from minisgl.benchmark.serve_plan import Plan, make_plan
 from minisgl.benchmark.serve_report import PointReport, make_serve_report, report_point
 from minisgl.benchmark.settings import OutputSettings, ServeBenchSettings
+from minisgl.benchmark.sse import Usage
 from minisgl.errors import ConfigError
 from minisgl.weights.progress import Progress
 
@@ -66,6 +67,7 @@ async def measure_serve(settings: ServeBenchSettings, plan: Plan, progress: Prog
                     # Other tokens at every point, or the prefix cache would know them from the one before.
                     new_dialogue=_dialogues(settings, plan, number),
                     think_time_s=settings.think_time_s,
+                    assume_usage=plan.assume_usage,
                     on_answer=lambda done, name=point.name: progress(name, done, num),
                 )
                 points.append(report_point(point, run, plan.slo))
@@ -84,11 +86,13 @@ async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan,
     """Ask once, to see that server and settings go together, then as often as --warmup says."""
     first = warm_up_prompts(plan.conversations, 1)[0].turns[0]
     dialogue = _dialogues(settings, plan, -1)()
-    probe = await client.send(client.target.body(dialogue.ask(first), PROBE_TOKENS))
+    assumed = Usage(0, PROBE_TOKENS) if plan.assume_usage else None
+    probe = await client.send(client.target.body(dialogue.ask(first), PROBE_TOKENS), assumed=assumed)
     if probe.error == "no_usage":
         raise ConfigError(
             f"{plan.target.url} sends no usage at the end of a stream, although stream_options.include_usage "
-            "asks for it; without it tokens can't be counted, only chunks, which are something else"
+            "asks for it; without it tokens can't be counted, only chunks, which are something else; "
+            "--tokens-from asked takes the server at its word"
         )
     if probe.error == "connect":
         raise ConfigError(f"no server answers at {plan.target.url} ({probe.error_message}); see --url")
@@ -105,6 +109,7 @@ async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan,
         others,
         Load([0.0] * len(others), None),
         new_dialogue=_dialogues(settings, plan, -2),
+        assume_usage=plan.assume_usage,
         on_answer=lambda done: progress("warm-up", done, len(others)),
     )
     failed = next((one.answer for one in run.sent if one.answer.error is not None), None)

@@ -65,6 +65,8 @@ class Plan:
     conversations: Sequence[Conversation]
     points: Sequence[Point]
     slo: Mapping[str, float]
+    assume_usage: bool
+    """A server that sends no usage is taken to count what was made up and asked for."""
 
 
 def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Plan:
@@ -92,6 +94,7 @@ def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Pl
         conversations=conversations,
         points=make_points(settings, conversations),
         slo=parse_slo(settings.slo) if settings.slo is not None else {},
+        assume_usage=settings.tokens_from == "asked",
     )
 
 
@@ -223,6 +226,10 @@ def _check(settings: ServeBenchSettings) -> None:
         value = getattr(settings, name)
         if value is not None and not least <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if settings.tokens_from not in ("usage", "asked"):
+        raise ConfigError(f"--tokens-from must be usage or asked, got {settings.tokens_from!r}")
+    if settings.tokens_from == "asked" and not settings.ignore_eos:
+        raise ConfigError("--tokens-from asked needs --ignore-eos: answers may end early without")
     if settings.num_requests is not None and settings.num_requests > MOST_REQUESTS:
         raise ConfigError(f"--num-requests must be at most {MOST_REQUESTS}, got {settings.num_requests}")
     for kind in ("prompt", "output"):

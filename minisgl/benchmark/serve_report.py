@@ -263,6 +263,11 @@ def _warnings(run: Run, complete: Sequence[Sent], send_lag_ms: float | None) -> 
             f"requests were sent late (p99 {send_lag_ms:.0f} ms behind their time): the load was lighter "
             "than asked for; TTFT counts from when they were sent"
         )
+    num_assumed = sum(one.answer.is_assumed for one in complete)
+    if num_assumed:
+        found.append(
+            f"the server sent no usage for {num_assumed} answers: they count as the tokens asked for"
+        )
     other_length = sum(one.answer.usage.completion_tokens != one.turn.num_output_tokens for one in complete)
     if other_length:
         found.append(f"{other_length} of {len(complete)} answers are not as long as asked for")

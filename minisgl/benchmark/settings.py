@@ -237,6 +237,9 @@ class ServeBenchSettings:
     """Ask for exactly as many tokens as wanted (an extension that most engines have)."""
     temperature: float = 0.0
     """Of every request; 0 is greedy."""
+    tokens_from: str = "usage"
+    """Where counts come from: "usage", and a server that sends none is refused; or "asked", and its answers
+    count as the tokens asked for, which --ignore-eos must make true, its prompts as the tokens made up."""
     extra_body: str | None = None
     """A JSON object: more fields for every request."""
     slo: str | None = None

@@ -126,6 +126,26 @@ def test_the_key_is_sent_and_in_no_report(url: str, tmp_path: Path, monkeypatch:
     assert "--api-key ***" in text
 
 
+def test_a_server_without_usage_may_be_taken_at_its_word(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    fake = json.dumps({"fake": {"no_usage": True, "per_event": 3}})
+    flags = ("--tokens-from", "asked", "--dataset", "multi-turn", "--turns", "2", "--num-requests", "3")
+    assert bench(url, *flags, "--extra-body", fake, "--out", str(out)) == 0
+    report = read_report(out)
+    settings = ServeBenchSettings(
+        dataset="multi-turn", turns=2, num_requests=3, min_prompt_tokens=4, max_prompt_tokens=9,
+        min_output_tokens=2, max_output_tokens=5,
+    )  # fmt: skip
+    asked = [conversation.turns for conversation in make_plan(settings).conversations]
+    assert report.metrics["num_output_tokens"] == sum(turn.num_output_tokens for two in asked for turn in two)
+    assert report.metrics["num_prompt_tokens"] == sum(
+        2 * (first.num_prompt_tokens or 0) + first.num_output_tokens + (second.num_prompt_tokens or 0)
+        for first, second in asked
+    )
+    assert report.metrics["prefix_hit_rate"] is None
+    assert "no usage for 6 answers" in str(report.tables["warnings"])
+
+
 @pytest.mark.parametrize(
     ("fake", "words"),
     [
@@ -184,6 +204,8 @@ def test_a_wrong_url_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -
         ({"temperature": -1.0}, "--temperature must be at least 0"),
         ({"temperature": float("inf")}, "--temperature must be at least 0"),
         ({"vocab_size": 1}, "--vocab-size must be at least 2"),
+        ({"tokens_from": "chunks"}, "--tokens-from must be"),
+        ({"tokens_from": "asked", "ignore_eos": False}, "--tokens-from asked needs"),
         ({"warmup": -1}, "--warmup must be at least 0"),
         ({"api_key": "a\nb"}, "--api-key has characters"),
         ({"num_requests": 10**11}, "--num-requests must be at most"),

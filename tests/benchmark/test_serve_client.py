@@ -176,7 +176,7 @@ def _percentile_errors(server: FakeServer, name: str) -> Iterator[float]:
                 for seq, (one, plan) in enumerate(zip(conversations, plans, strict=True))
             )
             send = client.send
-            client.send = lambda body, keep_text=False: send(next(bodies).encode())  # type: ignore[method-assign]
+            client.send = lambda body, *_: send(next(bodies).encode())  # type: ignore[method-assign]
             load = Load([0.004 * place for place in range(num)], None)
             return await run_load(client, conversations, load, new_dialogue=lambda: Dialogue("text", (0,), 9))
 
