@@ -5,17 +5,21 @@ Promise: facts are plain text, so an entry can say on disk what it is for.
 
 import hashlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SOURCE_SUFFIXES = (".py", ".json")
 
 
-def machine_facts(device: torch.device) -> dict[str, str]:
+def machine_facts(device: "torch.device") -> dict[str, str]:
     """What code compiled for a CUDA device depends on, besides the code that was compiled."""
+    import torch  # lazy: looking after the entries needs none
+
     properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": properties.name,
@@ -29,7 +33,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
     }
 
 
-def entry_name(facts: dict[str, str]) -> str:
+def entry_name(facts: Mapping[str, str]) -> str:
     """A folder name that other facts do not have: the GPU for people, a hash for certainty."""
     text = "\n".join(f"{name}={facts[name]}" for name in sorted(facts))
     gpu = "".join(c if c.isalnum() else "-" for c in facts.get("gpu", "unknown").lower())

@@ -9,7 +9,8 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,13 +166,30 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
     cache = command("cache", "Look after the compiled code that is kept between starts.", None)
     actions = cache.add_subparsers(metavar="WHAT", required=True, help="What to do with it.")
-    command("ls", "Show the entries, their size, and what is wrong with them.", _cache_list, actions)
-    command("verify", "As ls, with exit code 1 if an entry is not whole.", _cache_verify, actions)
-    pack = command("export", "Pack all entries, for machines of the same kind.", _cache_export, actions)
-    pack.add_argument("file", help="The .tar.gz to write.")
-    unpack = command("import", "Unpack entries from people you trust: it is code.", _cache_import, actions)
-    unpack.add_argument("file", help="A .tar.gz that 'minisgl cache export' wrote.")
-    command("clear", "Delete all entries that no engine is using.", _cache_clear, actions)
+
+    def action(name: str, summary: str, run: Callable[..., int], file: str = "") -> None:
+        sub = command(name, summary, run, actions)
+        if file:
+            sub.add_argument("file", help=file)
+        sub.add_argument(
+            "--compile-cache",
+            default=environ.get("MINISGL_COMPILE_CACHE"),
+            metavar="TEXT",
+            help='The folder, as for serve (default: "compiled" in the cache directory)',
+        )
+
+    action("ls", "Show the entries, their size, and what is wrong with them.", _cache_list)
+    action("verify", "As ls, with exit code 1 if an entry is not whole.", _cache_verify)
+    action(
+        "export", "Pack all entries, for machines of the same kind.", _cache_export, "The .tar.gz to write."
+    )
+    action(
+        "import",
+        "Unpack entries from people you trust: it is code.",
+        _cache_import,
+        "A .tar.gz that 'minisgl cache export' wrote.",
+    )
+    action("clear", "Delete all entries that no engine is using.", _cache_clear)
 
     doctor = command("doctor", "Show what is installed, what would be used, and why.", _doctor)
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
@@ -386,51 +404,61 @@ def _cache_list(arguments: argparse.Namespace, environ: Mapping[str, str], start
 
 
 def _cache_verify(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
-    from compile_cache.store import list_entries
+    from compile_cache.entries import list_entries
 
-    root = _compiled(environ)
+    root = _compiled(arguments, environ)
     entries = list_entries(root)
     if not entries:
         print(f"no compiled code in {root}")
     for info in entries:
         size = f"{info.num_files} files, {info.num_bytes / 2**20:.1f} MiB"
         print(f"{info.name}  {size}  {info.problem or 'whole'}")
-        print("    " + ", ".join(f"{name} {value}" for name, value in info.facts.items()))
+        if info.facts:
+            print("    " + ", ".join(f"{name} {value}" for name, value in info.facts.items()))
     return EXIT_FAILED if any(info.problem for info in entries) else EXIT_OK
 
 
 def _cache_export(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
-    from compile_cache.store import CacheError, export_entries
+    from compile_cache.entries import export_entries
 
-    try:
-        num_entries = export_entries(_compiled(environ), Path(arguments.file))
-    except CacheError as error:
-        raise ConfigError(str(error)) from error
+    with _cache_errors():
+        num_entries = export_entries(_compiled(arguments, environ), Path(arguments.file))
     print(f"{num_entries} entries in {arguments.file}")
     return EXIT_OK
 
 
 def _cache_import(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
-    from compile_cache.store import CacheError, import_entries
+    from compile_cache.entries import import_entries
 
-    try:
-        names = import_entries(_compiled(environ), Path(arguments.file))
-    except CacheError as error:
-        raise ConfigError(str(error)) from error
+    with _cache_errors():
+        names = import_entries(_compiled(arguments, environ), Path(arguments.file))
     print("\n".join(names))
     return EXIT_OK
 
 
 def _cache_clear(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
-    from compile_cache.store import clear
+    from compile_cache.entries import clear
 
-    print(f"{clear(_compiled(environ)) / 2**20:.1f} MiB freed")
+    with _cache_errors():
+        freed_bytes = clear(_compiled(arguments, environ))
+    print(f"{freed_bytes / 2**20:.1f} MiB freed")
     return EXIT_OK
 
 
-def _compiled(environ: Mapping[str, str]) -> Path:
-    """Where compiled code is kept, unless --compile-cache says otherwise."""
-    return Path(environ.get("MINISGL_COMPILE_CACHE") or cache_dir(environ) / "compiled")
+@contextmanager
+def _cache_errors() -> Iterator[None]:
+    """What the compile cache says to a user, as one of our errors."""
+    from compile_cache.seal import CacheError
+
+    try:
+        yield
+    except CacheError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _compiled(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path:
+    """Where compiled code is kept."""
+    return Path(arguments.compile_cache or cache_dir(environ) / "compiled").expanduser()
 
 
 def _folder(model: str, environ: Mapping[str, str]) -> Path:

@@ -296,3 +296,10 @@ def test_the_compile_cache_is_listed_packed_unpacked_and_cleared(tmp_path: Path,
         patch.setenv("MINISGL_CACHE", str(tmp_path / "there"))
         assert minisgl("import", str(tmp_path / "packed"))[0] == 0
         assert minisgl("verify")[0] == 0
+        there = str(tmp_path / "there" / "compiled")
+        patch.delenv("MINISGL_CACHE")
+        assert "whole" in minisgl("ls", "--compile-cache", there)[1]
+        assert minisgl("import", there, "--compile-cache", there) == (
+            2,
+            f"minisgl: error: {there} is not an exported compile cache: [Errno 21] Is a directory: '{there}'\n",
+        )

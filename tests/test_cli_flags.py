@@ -75,8 +75,8 @@ FLAGS = {
     "bench simulate": {*BENCH_SIMULATE.split(), *OUTPUT.split()},
     "bench compare": set(BENCH_COMPARE.split()),
     "bench plot": set(),
-    **{name: set() for name in ("cache", "cache ls", "cache verify", "cache export", "cache import")},
-    "cache clear": set(),
+    "cache": set(),
+    **{f"cache {what}": {"--compile-cache"} for what in ("ls", "verify", "export", "import", "clear")},
     "doctor": {"--json", *ENGINE.split()},
 }
 

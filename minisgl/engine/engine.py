@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from compile_cache.key import machine_facts
-from compile_cache.store import CacheError, OpenCache, open_cache
+from compile_cache.seal import CacheError
+from compile_cache.store import OpenCache, open_cache
 from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets
 from minisgl.engine.compiled import CapturedSteps, CompiledDecode, KernelCompilations, WholeStep
@@ -150,10 +151,12 @@ class Engine:
 
     def close(self) -> None:
         """Wait for launched steps, let go of them and of the compile cache. Open requests get no answer."""
-        while self._launched:
-            self.runner.collect(self._launched.popleft())
-        if self._compile_cache is not None:
-            self._compile_cache.close()
+        try:
+            while self._launched:
+                self.runner.collect(self._launched.popleft())
+        finally:
+            if self._compile_cache is not None:
+                self._compile_cache.close()
 
 
 def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engine:
@@ -185,8 +188,8 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
 
     assert config.attention_backend is not None
     build = partial(build_model, model_config, attention_backend=config.attention_backend, dtype=dtype)
-    check_weights_fit(bytes_of(build(device="meta")), available_bytes, config)
     try:
+        check_weights_fit(bytes_of(build(device="meta")), available_bytes, config)
         model = build(device=device)
         model.requires_grad_(False)
         stages.done("allocate the model")
@@ -208,15 +211,19 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
                 must_compile=must_compile,
             )
         if cache is not None:
-            cache.seal()
+            _seal(cache)
             stages.done("compile cache")
         return engine
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            "the GPU's memory did not suffice for the start; lower --max-step-tokens "
-            f"({config.max_step_tokens}), --max-running-requests ({config.max_running_requests}) or "
-            f"--memory-fraction ({config.memory_fraction}). CUDA said: {error}"
-        ) from error
+    except BaseException as error:
+        if cache is not None:
+            cache.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                "the GPU's memory did not suffice for the start; lower --max-step-tokens "
+                f"({config.max_step_tokens}), --max-running-requests ({config.max_running_requests}) or "
+                f"--memory-fraction ({config.memory_fraction}). CUDA said: {error}"
+            ) from error
+        raise
 
 
 class _Stages:
@@ -323,13 +330,20 @@ def _open_compile_cache(config: EngineConfig, device: torch.device) -> OpenCache
     if device.type == "cpu" or not config.compile_cache:
         return None
     try:
-        cache = open_cache(Path(config.compile_cache), machine_facts(device))
+        cache = open_cache(Path(config.compile_cache).expanduser(), machine_facts(device))
     except CacheError as error:
         logger.warning("starting without a compile cache: %s", error)
         return None
     if cache is not None and cache.note:
         logger.warning("%s", cache.note)
     return cache
+
+
+def _seal(cache: OpenCache) -> None:
+    try:
+        cache.seal()
+    except CacheError as error:
+        logger.warning("the next start compiles again: %s", error)
 
 
 def _record_graphs(

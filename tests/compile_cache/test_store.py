@@ -1,63 +1,22 @@
-"""The compile cache on disk: whatever state it is in, a start gets files it can trust or none."""
+"""A start and its entry: whatever state the folder is in, a start gets files it can trust or none."""
 
+import errno
 import json
 import multiprocessing
 import os
 import shutil
-import tarfile
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from starts import CONTENT, FACTS, OTHER, compile_something, entry_of, files_offered, start
 
-from compile_cache import store
-from compile_cache.key import entry_name, sources_digest
-from compile_cache.store import CacheError, OpenCache, open_cache
-
-FACTS = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11"}
-OTHER = {**FACTS, "gpu": "NVIDIA L4"}
-CONTENT = {"inductor/ab/code.py": "print(1)", "triton/K/kernel.cubin": "\x00\x01" * 500}
-
-
-def start(root: Path, facts: dict[str, str] = FACTS) -> tuple[OpenCache, dict[str, str]]:
-    environ: dict[str, str] = {}
-    cache = open_cache(root, facts, environ)
-    assert cache is not None
-    return cache, environ
-
-
-def compile_something(environ: dict[str, str]) -> None:
-    files = Path(environ["TRITON_CACHE_DIR"]).parent
-    for name, text in CONTENT.items():
-        (files / name).parent.mkdir(parents=True, exist_ok=True)
-        partial = files / f"{name}.{os.getpid()}.tmp"
-        partial.write_text(text)
-        partial.replace(files / name)
-
-
-@pytest.fixture
-def sealed(tmp_path: Path) -> Path:
-    """A root with one whole entry that nobody is using."""
-    root = tmp_path / "compiled"
-    cache, environ = start(root)
-    assert cache.was_empty
-    compile_something(environ)
-    cache.seal()
-    cache.close()
-    return root
-
-
-def files_offered(root: Path, facts: dict[str, str] = FACTS) -> tuple[dict[str, str], str]:
-    """What a start finds, and what it is told."""
-    cache, environ = start(root, facts)
-    files = Path(environ["TRITON_CACHE_DIR"]).parent
-    found = {p.relative_to(files).as_posix(): p.read_text() for p in files.rglob("*") if p.is_file()}
-    assert cache.was_empty == (not found)
-    cache.close()
-    return found, cache.note
-
-
-def entry_of(root: Path) -> Path:
-    return root / entry_name(FACTS)
+from compile_cache.key import entry_name
+from compile_cache.seal import CacheError
+from compile_cache.store import QUARANTINE, open_cache
 
 
 def test_the_second_start_finds_what_the_first_compiled(sealed: Path) -> None:
@@ -95,12 +54,13 @@ def test_a_damaged_entry_is_put_aside_and_built_anew(sealed: Path, damage: str) 
     assert found == {}
     assert "kernel.cubin" in note
     assert "put aside" in note
-    assert entry_of(sealed).with_name(entry_of(sealed).name + store.QUARANTINE).is_dir()
+    assert entry_of(sealed).with_name(entry_of(sealed).name + QUARANTINE).is_dir()
     assert files_offered(sealed) == ({}, "")
 
 
 @pytest.mark.parametrize(
-    "seal", ["", "{", "[]", '{"format": 99}', '{"format": 1, "facts": {}, "files": {"../x": [1, "a"]}}']
+    "seal",
+    ["", "{", "[]", '{"format": 99}', '{"format": 1, "facts": {}, "place": "", "files": {"../x": [1, "a"]}}'],
 )
 def test_a_broken_seal_is_a_damaged_entry(sealed: Path, seal: str) -> None:
     (entry_of(sealed) / "seal.json").write_text(seal)
@@ -115,6 +75,140 @@ def test_another_gpus_entry_under_our_name_is_not_used(sealed: Path) -> None:
     assert found == {}
     assert "another machine" in note
     assert files_offered(sealed) == (CONTENT, "")
+
+
+def test_closing_leaves_the_environment_as_it_was_and_the_process_may_start_again(sealed: Path) -> None:
+    environ: dict[str, str] = {}
+    for _ in range(2):
+        cache = open_cache(sealed, FACTS, environ)
+        assert cache is not None
+        assert Path(environ["TRITON_CACHE_DIR"], "K/kernel.cubin").exists()
+        cache.seal()
+        cache.close()
+        assert environ == {}
+
+
+def test_two_engines_of_one_process_share_the_entry_and_both_seal_it(sealed: Path) -> None:
+    environ: dict[str, str] = {}
+    first = open_cache(sealed, FACTS, environ)
+    assert first is not None
+    first.seal()
+    second = open_cache(sealed, FACTS, environ)
+    assert second is not None
+    (Path(environ["TRITON_CACHE_DIR"]) / "second.cubin").write_text("2")
+    second.seal()
+    first.close()
+    second.close()
+    assert environ == {}
+    assert files_offered(sealed)[0] == {**CONTENT, "triton/second.cubin": "2"}
+
+
+def test_variables_inherited_from_an_engine_are_no_wish_of_the_user(sealed: Path) -> None:
+    parent, environ = start(sealed)
+    parent.seal()
+    inherited = dict(environ)
+    parent.close()
+    child = open_cache(sealed, FACTS, inherited)
+    assert child is not None
+    child.close()
+
+
+def test_a_forked_child_does_not_keep_the_entry_locked(sealed: Path) -> None:
+    cache, _ = start(sealed)
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    try:
+        cache.close()
+        assert files_offered(sealed) == (CONTENT, "")
+    finally:
+        child.kill()
+        child.join()
+
+
+def _die_beside_another_start(root: Path) -> None:
+    _, environ = start(root)
+    compile_something(environ)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_start_compiled_for_itself_goes_with_the_next_start(sealed: Path) -> None:
+    first, _ = start(sealed)
+    killed = multiprocessing.get_context("fork").Process(target=_die_beside_another_start, args=(sealed,))
+    killed.start()
+    killed.join()
+    left = list(sealed.glob(".start-*"))
+    assert len(left) == 1
+    living, environ = start(sealed)
+    assert not left[0].exists()
+    compile_something(environ)
+    start(sealed)[0].close()
+    assert Path(environ["TRITON_CACHE_DIR"]).exists()
+    living.close()
+    first.close()
+
+
+def test_a_seal_that_cannot_be_written_leaves_the_former_one(
+    sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, environ = start(sealed)
+    (Path(environ["TRITON_CACHE_DIR"]) / "more.cubin").write_text("more")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(CacheError, match="No space left"):
+            cache.seal()
+    assert start(sealed)[0].note == ""  # it is over with starting: others need not compile for themselves
+    cache.close()
+    assert files_offered(sealed)[0] == CONTENT
+
+
+def test_a_moved_entry_says_where_its_files_are_now(tmp_path: Path) -> None:
+    cache, environ = start(tmp_path / "here")
+    kernel = Path(environ["TRITON_CACHE_DIR"]) / "K"
+    kernel.mkdir(parents=True)
+    (kernel / "k.cubin").write_text("binary")
+    (kernel / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(kernel / "k.cubin")}}))
+    (kernel / "__grp__other.json").write_text("of another Triton")
+    cache.seal()
+    cache.close()
+    shutil.copytree(tmp_path / "here", tmp_path / "there")  # the former place stays and must not be used
+    for _ in range(2):
+        found, note = files_offered(tmp_path / "there")
+        assert note == ""
+        moved = entry_of(tmp_path / "there") / "files" / "triton" / "K" / "k.cubin"
+        assert json.loads(found["triton/K/__grp__k.json"]) == {"child_paths": {"k.cubin": str(moved)}}
+        assert found["triton/K/__grp__other.json"] == "of another Triton"
+
+
+COMPILE_A_KERNEL = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def double(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr) * 2)
+
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: print("found" if cache_hit else "compiled")
+triton.compile(ASTSource(double, {"x_ptr": "*fp32"}, {}, {}), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_triton_finds_its_kernels_in_a_moved_entry(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(COMPILE_A_KERNEL)
+    root = tmp_path / "first"
+    for expected in ("compiled", "found"):
+        cache, environ = start(root)
+        said = subprocess.run(
+            [sys.executable, tmp_path / "kernel.py"],
+            env={**os.environ, "TRITON_INTERPRET": "0", **environ},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert said.stdout.strip() == expected, said.stderr
+        cache.seal()
+        cache.close()
+        root = root.rename(tmp_path / "second")
 
 
 def test_what_a_killed_start_left_is_deleted(sealed: Path) -> None:
@@ -135,13 +229,14 @@ def test_a_first_start_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
 def test_a_start_beside_another_compiles_for_itself_and_leaves_no_trace(sealed: Path) -> None:
     first, first_environ = start(sealed)
     second, environ = start(sealed)
-    assert second.was_empty
+    assert not list(Path(environ["TRITON_CACHE_DIR"]).parent.glob("*"))
     assert "another start" in second.note
     assert environ != first_environ
     compile_something(environ)
+    own_folder = Path(environ["TRITON_CACHE_DIR"]).parent.parent
     second.seal()
     second.close()
-    assert not Path(environ["TRITON_CACHE_DIR"]).parent.exists()
+    assert not own_folder.exists()
     first.seal()
     first.close()
     assert files_offered(sealed) == (CONTENT, "")
@@ -202,85 +297,13 @@ def test_a_folder_that_others_may_write_is_refused(sealed: Path) -> None:
         open_cache(sealed, FACTS, {})
 
 
+def test_another_users_folder_is_refused(sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(CacheError, match="belongs to another user"):
+        open_cache(sealed, FACTS, {})
+
+
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="can't be used"):
         open_cache(tmp_path / "file", FACTS, {})
-
-
-def test_the_list_names_sizes_and_what_is_wrong(sealed: Path) -> None:
-    (info,) = store.list_entries(sealed)
-    assert (info.name, info.facts, info.num_files, info.problem) == (entry_name(FACTS), FACTS, 2, "")
-    assert info.num_bytes == sum(len(text.encode()) for text in CONTENT.values())
-    (entry_of(sealed) / "files" / "inductor/ab/code.py").write_text("x")
-    assert "code.py" in store.list_entries(sealed)[0].problem
-
-
-def test_clear_frees_what_nobody_uses(sealed: Path) -> None:
-    cache, _ = start(sealed)
-    assert store.clear(sealed) == 0
-    cache.seal()
-    assert store.clear(sealed) == 0
-    cache.close()
-    assert store.clear(sealed) > 1000
-    assert store.list_entries(sealed) == []
-
-
-def test_an_exported_cache_serves_on_another_machine_of_the_same_kind(sealed: Path, tmp_path: Path) -> None:
-    assert store.export_entries(sealed, tmp_path / "cache.tar.gz") == 1
-    other = tmp_path / "other"
-    assert store.import_entries(other, tmp_path / "cache.tar.gz") == [entry_name(FACTS)]
-    assert files_offered(other) == (CONTENT, "")
-
-
-def test_an_import_refuses_what_is_not_whole_and_changes_nothing(sealed: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "cache.tar.gz"
-    store.export_entries(sealed, packed)
-    content = packed.read_bytes()
-    for bad in (b"", b"nonsense", content[: len(content) // 2]):
-        (tmp_path / "bad.tar.gz").write_bytes(bad)
-        with pytest.raises(CacheError):
-            store.import_entries(tmp_path / "other", tmp_path / "bad.tar.gz")
-    for name, kind in (
-        ("../evil", tarfile.REGTYPE),
-        ("/evil", tarfile.REGTYPE),
-        ("entry/link", tarfile.SYMTYPE),
-    ):
-        with tarfile.open(tmp_path / "bad.tar.gz", "w:gz") as archive:
-            member = tarfile.TarInfo(name)
-            member.type = kind
-            member.linkname = "/etc/passwd"
-            archive.addfile(member)
-        with pytest.raises(CacheError, match="does not belong"):
-            store.import_entries(tmp_path / "other", tmp_path / "bad.tar.gz")
-    renamed = tmp_path / "renamed"
-    shutil.copytree(sealed, renamed)
-    seal = renamed / entry_name(FACTS) / "seal.json"
-    seal.write_text(json.dumps({**json.loads(seal.read_text()), "facts": OTHER}))
-    store.export_entries(renamed, packed)
-    with pytest.raises(CacheError, match="not named"):
-        store.import_entries(tmp_path / "other", packed)
-    assert store.list_entries(tmp_path / "other") == []
-    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == []
-
-
-def test_there_must_be_something_to_export(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="no compiled code"):
-        store.export_entries(tmp_path, tmp_path / "cache.tar.gz")
-
-
-def test_every_change_of_a_source_changes_the_digest(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    seen = {sources_digest([tmp_path])}
-    for name, text in (("a/k.py", "1"), ("a/k.py", "2"), ("a/l.py", "2"), ("tuned.json", "{}")):
-        (tmp_path / name).write_text(text)
-        seen.add(sources_digest([tmp_path]))
-    assert len(seen) == 5
-    (tmp_path / "notes.txt").write_text("no source")
-    assert sources_digest([tmp_path]) in seen
-
-
-def test_other_facts_have_another_entry() -> None:
-    names = {entry_name(facts) for facts in (FACTS, OTHER, {**FACTS, "driver": "581"})}
-    assert len(names) == 3
-    assert all(name.startswith("nvidia-") for name in names)
