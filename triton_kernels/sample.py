@@ -14,20 +14,21 @@ Philox-4x32-10 with key `seed` and counter `position`: a row's draw depends on n
 
 The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; every id is in [0, V).
 
-How: no sort. One kernel goes over all blocks of all rows: the largest logit of a block and of every 64 ids in
-it, and the block's mass. Greedy rows, and those without top_k and top_p, need no more. For the others a
-program per row brackets the smallest logit that stays:
-  from below, by the largest logits of the groups of 64, a subset whose count and mass are known; where those
-  do not weigh enough (a flat distribution), from both sides, by a sample of one id in 64, or, where the
-  sample says little, from below by what three quarters of the groups reach.
-A third kernel adds up what lies above the bracket and lists what lies in it, reading only groups that reach
-it. The last finds the smallest logit that stays among the listed ones, by cutting the range of the ordered
-integers that float32 values map to in _WAYS + 1 parts at a time, and draws. Where the bracket turns out
-wrong or holds too much (many equal logits), it cuts over the row itself, one pass for each cut (7
-settle bf16 logits, 14 float32): same meaning, slower. A row decides by its own logits and options alone.
+How: no sort. One kernel goes over all blocks of all rows: the largest logit of a block and of every group of
+64 ids in it, and the block's mass. Rows without top_k, top_p and min_p need no more. For the others a program
+per row brackets the smallest logit that stays:
+  from below, by the largest logits of the groups, a part of the row whose count and mass are known; or
+  where these do not weigh enough (a flat distribution), from both sides, by a sample of one id in 64; or
+  where the sample says too little, from below by what three quarters of the groups reach.
+A third kernel adds up what lies above the bracket and lists what lies in it; it reads only groups that reach
+the bracket. The last finds the smallest logit that stays among the listed ones, by cutting the range of the
+ordered integers that float32 values map to in _WAYS + 1 parts again and again, and draws. Where the bracket
+turns out wrong or holds too much (many equal logits), it cuts over the row itself, one pass for each time (7
+of them settle bf16 logits, 14 float32): same meaning, slower. A row decides by its own logits and options
+alone.
 
-Cost: R*V elements read once, and for rows with top_k or top_p a part of them again: little where few ids
-stay, all where many do.
+Cost: R*V elements read once, and where there is top_k, top_p or min_p a part of them again: little where few
+ids stay, all where many do.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare.
@@ -163,12 +164,6 @@ def _ordered_key(x, LOW_ZERO_BITS: tl.constexpr):
 @triton.jit
 def _weight(x, largest, sharpness):
     return tl.exp2(tl.where(x == largest, 0.0, x - largest) * sharpness)
-
-
-@triton.jit
-def _thresholds(low, high):
-    """_WAYS keys between low and high - 1, ascending."""
-    return low + (high - low) * (1 + tl.arange(0, _WAYS)) // (_WAYS + 1)
 
 
 @triton.jit
@@ -335,7 +330,7 @@ def _bracket_kernel(
             if by_count:
                 bound = top_k.to(tl.float32)
                 measure = tl.where(there, 1.0, 0.0)
-            start = tl.maximum(tl.min(tl.where(there, tops, highest), 0), lowest)
+            start = tl.min(tl.where(tops > lowest, tops, highest), 0)
             low, _ = _bracket(tops, measure, start, highest, bound)
             reached = there & (tops >= low)
             too_light = tl.sum(tl.where(reached, measure, 0.0), 0) < bound
@@ -345,7 +340,7 @@ def _bracket_kernel(
                 sampled = tl.load(logits_ptr + row * row_stride + places * WIDTH, there, other=float("-inf"))
                 sampled = _tamed(sampled)
                 measure = tl.where(there, _weight(sampled, largest, sharpness), 0.0)
-                start = tl.maximum(tl.min(tl.where(there, sampled, highest), 0), lowest)
+                start = tl.min(tl.where(sampled > lowest, sampled, highest), 0)
                 whole = tl.sum(measure, 0)
                 # The mass below what stays, in units of a sampled weight, and the sampling error of that: the
                 # variance is the sum of the squares, at most the mass times its largest weight.
