@@ -53,6 +53,7 @@ def parse_seal(content: bytes) -> Seal:
     Raises:
         CacheError: it holds something else.
     """
+    wrong = CacheError("its seal is not one of this version")
     try:
         raw = json.loads(content)
         right = raw["format"] == FORMAT and isinstance(raw["place"], str)
@@ -62,9 +63,9 @@ def parse_seal(content: bytes) -> Seal:
             inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
             right &= inside and isinstance(size, int) and isinstance(digest, str)
     except (KeyError, TypeError, ValueError, AttributeError):
-        right = False
+        raise wrong from None
     if not right:
-        raise CacheError("its seal is not one of this version")
+        raise wrong
     return Seal(raw["facts"], raw["place"], files)
 
 

@@ -126,7 +126,8 @@ class EngineConfig:
     """Make a recompilation or a missing graph after warm-up an error instead of a counter."""
     compile_cache: str | None = None
     """Folder that keeps compiled code between starts on cuda. Auto: "compiled" in the cache directory; an
-    empty text leaves it to torch and Triton, as do their TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR."""
+    empty text leaves it to torch and Triton, as do their TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR,
+    and as does --kernel."""
     cpu_threads: int | None = None
     """Threads of torch on cpu. Auto: torch's own choice (the physical cores)."""
     kernel: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ whatever does all the same is counted, and an error with --strict-compile. Use f
 CUDA graph trees keep their state per thread.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,7 @@ class StepGraphs(Protocol):
         ...
 
     def counts(self) -> tuple[int, int]:
-        """(graphs compiled, CUDA graphs recorded) in this process so far."""
+        """(graphs compiled, CUDA graphs recorded) in this process so far, by whomever."""
         ...
 
 
@@ -77,7 +78,6 @@ class CompiledDecode:
         self._max_rows = step.rows.max_rows
         self._row_ids: dict[int, Tensor] = {}
         self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
-        self._expected = (0, 0)
         self.num_recompiles = 0
         self.num_graph_misses = 0
 
@@ -92,9 +92,9 @@ class CompiledDecode:
             self._graphs.record(row_ids)
             self._graphs.replay(row_ids)
             self._row_ids[bucket] = row_ids
-            torch.cuda.synchronize(self._device)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
-        self._expected = self._graphs.counts()
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
@@ -105,13 +105,14 @@ class CompiledDecode:
         row_ids = self._row_ids[bucket]
         if self._batches.get(bucket) != rows:
             padded = [*rows, *[self._max_rows] * (bucket - len(rows))]
-            row_ids.copy_(torch.tensor(padded, dtype=torch.int32).pin_memory(), non_blocking=True)
+            on_cuda = self._device.type == "cuda"
+            row_ids.copy_(torch.tensor(padded, dtype=torch.int32, pin_memory=on_cuda), non_blocking=True)
             self._batches[bucket] = rows
+        before = self._graphs.counts()
         token_ids = self._graphs.replay(row_ids)
-        counts = self._graphs.counts()
-        if counts != self._expected:
-            self.num_recompiles += counts[0] - self._expected[0]
-            self._expected = counts
+        after = self._graphs.counts()
+        if after != before:
+            self.num_recompiles += after[0] - before[0]
             self._note_miss(f"a decode step of {len(rows)} rows was compiled or recorded while serving")
         return token_ids
 
@@ -124,11 +125,12 @@ class CompiledDecode:
 class CapturedSteps:
     """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
 
-    All graphs share one memory pool, so their replays must follow each other on one stream.
+    All graphs share one memory pool, so their replays must follow each other on one stream. For the
+    arguments see `compiled_block`.
     """
 
-    def __init__(self, step: DecodeStep, *, compile_blocks: bool, max_batch: int) -> None:
-        run_block = compiled_block(max_batch) if compile_blocks else Block.forward
+    def __init__(self, step: DecodeStep, *, compile_blocks: bool, max_batch: int, keep: bool = True) -> None:
+        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else Block.forward
         self._step = DecodeStep(step.model, step.rows, run_block)
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
@@ -158,12 +160,16 @@ class CapturedSteps:
         return _graphs_compiled(), len(self._recorded)
 
 
-def compiled_block(max_batch: int, backend: str | Callable = "inductor") -> RunBlock:
+def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep: bool = True) -> RunBlock:
     """One compiled function for all blocks of a model, whose weights and pools are its inputs.
 
     It compiles twice: for up to linear.MAX_ROWS rows, and for more, up to `max_batch`.
+
+    Args:
+        keep: another start may reuse what is compiled. False where functions other than ours are in it:
+            torch would not notice that somebody edited theirs.
     """
-    _configure_inductor()
+    _configure_inductor(keep)
     compiled = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
 
     def run(
@@ -184,11 +190,11 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor") -> RunB
 class WholeStep:
     """Mode "full": the whole step as one compiled graph, which CUDA graph trees record.
 
-    It compiles twice: for up to linear.MAX_ROWS rows, and for more.
+    It compiles twice, as `compiled_block`, whose arguments it takes.
     """
 
-    def __init__(self, step: DecodeStep, device: torch.device, *, max_batch: int) -> None:
-        _configure_inductor()
+    def __init__(self, step: DecodeStep, device: torch.device, *, max_batch: int, keep: bool = True) -> None:
+        _configure_inductor(keep)
         torch._inductor.config.triton.cudagraph_or_error = True
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
         torch._inductor.config.triton.slow_path_cudagraph_asserts = False
@@ -226,12 +232,12 @@ def _mark_rows(tensor: Tensor, max_batch: int) -> None:
         torch._dynamo.mark_dynamic(tensor, 0, min=MAX_ROWS + 1, max=max(max_batch, MAX_ROWS + 2))
 
 
-def _configure_inductor() -> None:
+def _configure_inductor(keep: bool) -> None:
     # Floats of modules (eps, scale) are constants, not inputs with guards.
     torch._dynamo.config.specialize_float = True
     # torch's own key has the kernels' sources, not the host code that chooses their grids and options.
     ours = Path(__file__).parents[1], Path(triton_kernels.__path__[0])
-    torch.compiler.config.cache_key_tag = sources_digest(ours)
+    torch.compiler.config.cache_key_tag = sources_digest(ours) if keep else secrets.token_hex()
 
 
 def _graphs_compiled() -> int:

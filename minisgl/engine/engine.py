@@ -283,7 +283,7 @@ def _assemble(
         assert config.compile_mode is not None
         step = DecodeStep(model, rows)
         try:
-            compiled = _record_graphs(step, config.compile_mode, buckets, device, config.strict_compile)
+            compiled = _record_graphs(config, step, config.compile_mode, buckets, device)
         except Exception as error:
             if must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -293,7 +293,7 @@ def _assemble(
                 config.compile_mode,
                 exc_info=True,
             )
-            compiled = _record_graphs(step, "off", buckets, device, config.strict_compile)
+            compiled = _record_graphs(config, step, "off", buckets, device)
         stages.done(f"compile decode, record {len(buckets)} graphs")
     runner = ModelRunner(model, rows, page_size, device, compiled)
     kernels = None
@@ -327,7 +327,7 @@ def _assemble(
 
 def _open_compile_cache(config: EngineConfig, device: torch.device) -> OpenCache | None:
     """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used."""
-    if device.type == "cpu" or not config.compile_cache:
+    if device.type == "cpu" or not config.compile_cache or config.kernel:
         return None
     try:
         cache = open_cache(Path(config.compile_cache).expanduser(), machine_facts(device))
@@ -347,13 +347,14 @@ def _seal(cache: OpenCache) -> None:
 
 
 def _record_graphs(
-    step: DecodeStep, mode: str, buckets: tuple[int, ...], device: torch.device, strict: bool
+    config: EngineConfig, step: DecodeStep, mode: str, buckets: tuple[int, ...], device: torch.device
 ) -> CompiledDecode:
     """The decode step, compiled as `mode` says, with a graph for every bucket."""
+    keep = not config.kernel
     if mode == "full":
-        graphs = WholeStep(step, device, max_batch=buckets[-1])
+        graphs = WholeStep(step, device, max_batch=buckets[-1], keep=keep)
     else:
-        graphs = CapturedSteps(step, compile_blocks=mode == "layers", max_batch=buckets[-1])
-    compiled = CompiledDecode(step, graphs, buckets, device, strict=strict)
+        graphs = CapturedSteps(step, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep)
+    compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile)
     compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
     return compiled

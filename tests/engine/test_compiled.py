@@ -1,0 +1,116 @@
+"""Which graph a decode batch gets, with what in it, and what is counted when there is none."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.engine.buckets import decode_buckets
+from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine.rows import Rows
+from minisgl.errors import MinisglError
+
+CPU = torch.device("cpu")
+MAX_ROWS = 20
+BUCKETS = (2, 4, 8, 16)
+
+
+class Step:
+    """Stands in for the uncompiled step: each row's token is its id times ten."""
+
+    def __init__(self) -> None:
+        self.rows = Rows(MAX_ROWS, 4, 16, CPU)
+
+    def __call__(self, row_ids: Tensor) -> Tensor:
+        return row_ids * 10
+
+
+class Graphs:
+    """Stands in for recorded graphs: reads the tensor that was recorded, whatever is in it by then."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[int, Tensor] = {}
+        self.replayed: list[tuple[int, ...]] = []
+        self.compiled = 0
+        self.compiles_at_replay = 0
+
+    def record(self, row_ids: Tensor) -> None:
+        assert row_ids.shape[0] not in self.recorded
+        self.recorded[row_ids.shape[0]] = row_ids
+        self.compiled += 1
+
+    def replay(self, row_ids: Tensor) -> Tensor:
+        assert row_ids is self.recorded[row_ids.shape[0]]
+        self.replayed.append(tuple(row_ids.tolist()))
+        self.compiled += self.compiles_at_replay
+        return row_ids * 10
+
+    def counts(self) -> tuple[int, int]:
+        return self.compiled, len(self.recorded)
+
+
+def warm(strict: bool = False) -> tuple[CompiledDecode, Graphs]:
+    graphs = Graphs()
+    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=strict)  # pyright: ignore[reportArgumentType] (a stand-in)
+    decode.warm_up(lambda bucket, duration_ms: None)
+    graphs.replayed.clear()
+    return decode, graphs
+
+
+def test_warming_up_records_every_bucket_once_largest_first_with_padding_only() -> None:
+    graphs = Graphs()
+    seen = []
+    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (a stand-in)
+    decode.warm_up(lambda bucket, duration_ms: seen.append(bucket))
+    assert seen == [16, 8, 4, 2]
+    assert graphs.replayed == [(MAX_ROWS,) * bucket for bucket in seen]
+    assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
+
+
+def test_every_batch_gets_the_smallest_graph_that_holds_it_and_its_own_tokens_first() -> None:
+    decode, graphs = warm(strict=True)
+    for batch in range(1, 17):
+        rows = tuple(range(MAX_ROWS - batch, MAX_ROWS))[::-1]
+        assert decode(rows)[:batch].tolist() == [10 * row for row in rows]
+        bucket = min(size for size in BUCKETS if size >= batch)
+        assert graphs.replayed[-1] == (*rows, *(MAX_ROWS,) * (bucket - batch))
+    assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
+
+
+def test_rows_that_change_between_steps_are_never_those_of_an_earlier_step() -> None:
+    decode, graphs = warm()
+    for rows in ((1, 2, 3), (1, 2, 3), (5, 6), (1, 2, 3), (1, 2), (3, 2, 1), (7,), (1, 2, 3, 4), (3, 2, 1)):
+        assert decode(rows)[: len(rows)].tolist() == [10 * row for row in rows]
+    assert len(graphs.replayed) == 9
+
+
+def test_a_batch_beyond_the_largest_graph_runs_uncompiled_and_is_counted() -> None:
+    decode, graphs = warm()
+    rows = tuple(range(17))
+    assert decode(rows).tolist() == [10 * row for row in rows]
+    assert graphs.replayed == []
+    assert (decode.num_recompiles, decode.num_graph_misses) == (0, 1)
+    with pytest.raises(MinisglError, match="--strict-compile: no graph holds 17 rows"):
+        warm(strict=True)[0](rows)
+
+
+def test_what_a_step_compiles_is_counted_and_what_others_compile_is_not() -> None:
+    decode, graphs = warm()
+    graphs.compiled += 5  # another engine of this process
+    decode((1,))
+    assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
+    graphs.compiles_at_replay = 2
+    decode((1,))
+    assert (decode.num_recompiles, decode.num_graph_misses) == (2, 1)
+    strict, graphs = warm(strict=True)
+    graphs.compiles_at_replay = 1
+    with pytest.raises(MinisglError, match="compiled or recorded while serving"):
+        strict((1, 2))
+
+
+def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
+    assert decode_buckets(1) == (2,)
+    rows = Rows(1, 4, 16, CPU)
+    assert rows.counting[:3].tolist() == [0, 1, 2]
+    state = rows.read(torch.tensor([0, rows.max_rows], dtype=torch.int32))
+    assert state.context_len.tolist() == [1, 1]
+    assert state.slot_mapping.tolist() == [0, 0]  # the scratch page
