@@ -47,9 +47,9 @@ BENCH_OFFLINE = """
 BENCH_SERVE = """
     --api --api-key --arrival --concurrency --dataset --extra-body --ignore-eos --length-scale
     --max-output-tokens --max-prompt-tokens --min-output-tokens --min-prompt-tokens --no-ignore-eos
-    --num-requests --prefix-groups --prefix-tokens --prompt-form --request-rate --served-model-name --slo
-    --temperature --think-time-s --time-scale --timeout-s --tokenizer --tokens-from --turns --url --vocab-size
-    --warmup --workload-seed
+    --num-requests --prefix-groups --prefix-tokens --prompt-form --prompt-seed --request-rate
+    --served-model-name --slo --temperature --think-time-s --time-scale --timeout-s --tokenizer --tokens-from
+    --turns --url --vocab-size --warmup --workload-seed
 """
 BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"

@@ -79,7 +79,8 @@ async def measure_serve(settings: ServeBenchSettings, plan: Plan, progress: Prog
         shown = ("requests_per_s", "output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")
         shown = (points[0].point.knob, *shown, "e2e_p50_ms", "num_errors")
         print(format_table([point.row for point in points], shown) + "\n", file=out)
-    return make_serve_report(settings, model, points)
+    resolved = replace(settings, served_model_name=model, prompt_seed=plan.prompt_seed)
+    return make_serve_report(resolved, points)
 
 
 async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan, progress: Progress) -> None:
@@ -118,4 +119,4 @@ async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan,
 
 
 def _dialogues(settings: ServeBenchSettings, plan: Plan, number: int) -> Callable[[], Dialogue]:
-    return lambda: Dialogue(plan.form, (settings.workload_seed, number), settings.vocab_size)
+    return lambda: Dialogue(plan.form, (plan.prompt_seed, number), settings.vocab_size)

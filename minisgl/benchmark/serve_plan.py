@@ -4,6 +4,7 @@ Promise: every mistake in the settings that can be found without the server is f
 """
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -65,6 +66,7 @@ class Plan:
     conversations: Sequence[Conversation]
     points: Sequence[Point]
     slo: Mapping[str, float]
+    prompt_seed: int
     assume_usage: bool
     """A server that sends no usage is taken to count what was made up and asked for."""
 
@@ -94,6 +96,7 @@ def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Pl
         conversations=conversations,
         points=make_points(settings, conversations),
         slo=parse_slo(settings.slo) if settings.slo is not None else {},
+        prompt_seed=secrets.randbits(32) if settings.prompt_seed is None else settings.prompt_seed,
         assume_usage=settings.tokens_from == "asked",
     )
 

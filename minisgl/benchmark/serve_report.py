@@ -143,7 +143,7 @@ def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointRepor
     )
 
 
-def make_serve_report(settings: ServeBenchSettings, model: str, points: Sequence[PointReport]) -> Report:
+def make_serve_report(settings: ServeBenchSettings, points: Sequence[PointReport]) -> Report:
     """The report of all points. Metrics and samples of several points begin with the point's name."""
     is_single = len(points) == 1
 
@@ -164,7 +164,7 @@ def make_serve_report(settings: ServeBenchSettings, model: str, points: Sequence
     tables[table] = finite
     return make_report(
         "serve",
-        arguments={**asdict(settings), "api_key": None, "served_model_name": model},
+        arguments={**asdict(settings), "api_key": None},
         metrics={named(point, name): value for point in points for name, value in point.metrics.items()},
         tables=tables,
         samples={named(point, name): values for point in points for name, values in point.samples.items()},

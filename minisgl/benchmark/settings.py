@@ -248,4 +248,7 @@ class ServeBenchSettings:
     timeout_s: float = 1800.0
     """A request is given up when nothing came for so long; counted as client_timeout."""
     workload_seed: int = 0
-    """Seeds lengths, prompts and arrivals."""
+    """Seeds lengths and arrivals."""
+    prompt_seed: int | None = None
+    """Seeds the tokens of made-up prompts. Auto: another one each time, so that no prompt is in the server's
+    prefix cache from an earlier run; the report has it."""

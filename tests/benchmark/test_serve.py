@@ -260,6 +260,34 @@ def test_what_is_sent_follows_from_the_flags(url: str) -> None:
     assert all(isinstance(token, int) for token in default["prompt"])
 
 
+def test_every_run_asks_something_else_unless_its_seed_is_given(url: str, tmp_path: Path) -> None:
+    seeds = []
+    for name, flags in (
+        ("one", ()),
+        ("two", ()),
+        ("three", ("--prompt-seed", "7")),
+        ("four", ("--prompt-seed", "7")),
+    ):
+        out = tmp_path / "report.json"
+        assert (
+            bench(
+                url, "--num-requests", "1", "--extra-body", f'{{"run": "{name}"}}', "--out", str(out), *flags
+            )
+            == 0
+        )
+        seeds.append(read_report(out).arguments["prompt_seed"])
+    with urllib.request.urlopen(f"{url}/records", timeout=10) as answer:
+        bodies = [one["body"] for one in json.loads(answer.read())]
+    one, two, three, four = (
+        next(body["prompt"] for body in reversed(bodies) if body.get("run") == name)
+        for name in ("one", "two", "three", "four")
+    )
+    assert len(one) == len(two) == len(three)
+    assert one[:3] != two[:3]
+    assert three == four
+    assert (len(set(seeds)), seeds[2:]) == (3, [7, 7])
+
+
 def test_the_command_needs_no_torch() -> None:
     code = "import sys, minisgl.benchmark.serve; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
