@@ -1,5 +1,8 @@
 """Made-up prompts: reproducible, of exact length, equal only where they must be."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +92,17 @@ def test_texts_have_one_token_per_word_and_join_without_a_seam() -> None:
     first, second = as_text(draw_codes((1,), 333)), as_text(draw_codes((2,), 44))
     assert len(tokenizer.encode(first, add_special_tokens=False)) == 333
     assert len(tokenizer.encode(first + second, add_special_tokens=False)) == 377
+
+
+def test_a_dummy_models_tokenizer_has_text_for_nearly_every_id_and_knows_the_words(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "bench" / "dummy_model.py"
+    subprocess.run(
+        [sys.executable, str(script), "smollm2-135m", str(tmp_path)], check=True, stdout=subprocess.PIPE
+    )
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    vocab_size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    assert tokenizer.vocab_size == vocab_size
+    texts = [tokenizer.token_bytes(token_id) for token_id in range(256, vocab_size)]
+    assert all(text.isascii() and len(text) > 1 for text in texts)
+    assert len(set(texts)) == vocab_size - 256
+    assert len(tokenizer.encode(as_text(draw_codes((1,), 333)), add_special_tokens=False)) == 333
