@@ -26,7 +26,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json", required=False)
     architecture = _architecture(raw)
-    _refuse_what_is_missing(raw)
+    _refuse_what_is_missing(raw, architecture)
 
     hidden_size = _integer(raw, "hidden_size")
     num_heads = _integer(raw, "num_attention_heads")
@@ -98,7 +98,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     )
 
 
-def _refuse_what_is_missing(raw: dict[str, Any]) -> None:
+def _refuse_what_is_missing(raw: dict[str, Any], architecture: str) -> None:
     """Name the first setting that this engine would have to ignore.
 
     Raises:
@@ -117,13 +117,26 @@ def _refuse_what_is_missing(raw: dict[str, Any]) -> None:
             refuse(f"{name} = {raw[name]!r}")
     if raw.get("hidden_act", "silu") != "silu":
         refuse(f"hidden_act = {raw['hidden_act']!r}; only 'silu' is known")
-    if raw.get("sliding_window") and raw.get("use_sliding_window", True):
-        refuse(f"sliding_window = {raw['sliding_window']!r}")
+    window = _sliding_window(raw, architecture)
+    if window:
+        refuse(f"sliding_window = {window!r}")
     other_layers = sorted({str(kind) for kind in raw.get("layer_types") or []} - {"full_attention"})
     if other_layers:
         refuse(f"layer_types {', '.join(other_layers)}; only full_attention is known")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         refuse(f"partial_rotary_factor = {raw['partial_rotary_factor']!r}")
+
+
+def _sliding_window(raw: dict[str, Any], architecture: str) -> object:
+    """The window that some layers have; None = none has one, or `layer_types` says which."""
+    if architecture == "LlamaForCausalLM":
+        return raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    # Qwen: off unless asked for, then for the layers from max_window_layers on.
+    if not raw.get("use_sliding_window") or raw.get("layer_types"):
+        return None
+    first = raw.get("max_window_layers", 28)
+    all_full = isinstance(first, int) and first >= _integer(raw, "num_hidden_layers")
+    return None if all_full else raw.get("sliding_window", 4096)
 
 
 def _rope(raw: dict[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:

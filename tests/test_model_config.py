@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from minisgl.config import RopeScaling
 from minisgl.errors import ModelError
@@ -155,3 +155,46 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"generation_config\.json can't be read"):
         read_model_config(tmp_path)
+
+
+QWEN_WINDOWS: list[dict[str, object]] = [
+    {},
+    {"sliding_window": 100},
+    {"sliding_window": 100, "use_sliding_window": False, "max_window_layers": 1},
+    {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 31},
+    {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 32},
+    {"sliding_window": 100, "use_sliding_window": True, "layer_types": ["full_attention"] * 32},
+    {"sliding_window": 100, "use_sliding_window": True},
+    {"sliding_window": None, "use_sliding_window": True},
+    {"use_sliding_window": True},
+]
+
+
+@pytest.mark.parametrize("changes", QWEN_WINDOWS)
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
+def test_qwens_are_refused_where_transformers_gives_a_layer_a_window(
+    kind: type[Qwen2Config | Qwen3Config], changes: dict[str, object], tmp_path: Path
+) -> None:
+    name = kind.__name__.replace("Config", "ForCausalLM")
+    folder = write(tmp_path, architectures=[name], model_type=kind.model_type, rope_scaling=None, **changes)
+    theirs = kind.from_pretrained(folder)
+    if set(theirs.layer_types or []) == {"full_attention"}:
+        assert read_model_config(folder).num_layers == 32
+    else:
+        with pytest.raises(ModelError, match="sliding_window"):
+            read_model_config(folder)
+
+
+@pytest.mark.parametrize("missing", ["rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim"])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(
+    kind: type[LlamaConfig | Qwen2Config | Qwen3Config], missing: str, tmp_path: Path
+) -> None:
+    name = kind.__name__.replace("Config", "ForCausalLM")
+    keys: dict[str, object] = {"rope_scaling": None, "hidden_size": 2048, missing: ...}
+    folder = write(tmp_path, architectures=[name], model_type=kind.model_type, **keys)
+    ours, theirs = read_model_config(folder), kind.from_pretrained(folder)
+    assert ours.rope_theta == (theirs.rope_parameters or {}).get("rope_theta")
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
