@@ -18,17 +18,17 @@ work is one (split, KV head), or, in a batch whose splits would leave most of th
 head); the second kernel then folds a split's slices, in the same order and with the same operations. So a
 row's result is the same to the last bit alone and in any batch.
 
-A fixed number of programs per multiprocessor takes the units in turn, finding each by a prefix sum over
-context_len, so one captured grid serves all lengths and very unequal rows spread evenly. A program is one
-warp where one has registers enough: nothing waits at barriers, and while one program changes units the others
-keep the memory busy. The query heads are the columns of both products (scores are [keys, heads], outputs
-[head dim, heads]): tensor cores take 8 columns, but 16 rows. Rows of one unit are finished there; a second
-kernel merges the others.
+A fixed number of programs takes the units in turn, finding each by a prefix sum over context_len, so one
+captured grid serves all lengths. There are more programs than the GPU holds: the hardware starts one where
+another ends, which evens out units of unequal length. A program is one warp where one has registers enough:
+nothing waits at barriers, and while one program changes units the others keep the memory busy. The query
+heads are the columns of both products (scores are [keys, heads], outputs [head dim, heads]): tensor cores
+take 8 columns, but 16 rows. Rows of one unit are finished there; a second kernel merges the others.
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
 Scratch: D + 2 floats for each head and each split that the page table has room for (at most `max_splits` a
-row), or each slice of the few rows that may be taken slice by slice, whichever is more; as much is written
-and read of it as there are units of rows with several.
+row), or each slice of the few rows that may be taken slice by slice, whichever is more; what units of rows
+with several need of it is written and read.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
@@ -48,7 +48,7 @@ from triton_kernels.tuning import tuned
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _SLICES_PER_SPLIT = 8
-_FEW = 4  # splits for less than a quarter of the programs are too few
+_FEW_UNITS_PER_SM = 2  # fewer, and the batch is taken slice by slice
 _MERGE_SPLITS = 8
 _MERGE_WARPS = 2
 _MERGE_PROGRAMS_PER_SM = 32
@@ -63,19 +63,22 @@ class DecodeConfig(NamedTuple):
     max_splits: int  # per row
     num_warps: int
     num_stages: int
-    programs_per_sm: int
+    programs_per_sm: int  # to be launched, not only resident: the others start where one ends
 
 
 def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> DecodeConfig:
-    """The configuration used where no other is given: 8 warps per multiprocessor, each with 8 KiB per tile.
+    """The configuration used where no other is given, as measured on an H200.
 
-    One warp where the outputs of a KV head's query heads leave it enough registers, as measured on an H200.
+    One warp where the outputs of a KV head's query heads leave it enough registers, 8 KiB per warp and tile,
+    and thrice the programs that a multiprocessor holds (8 warps).
     """
     block_d = next_power_of_2(head_dim)
     num_warps = max(1, block_d * _block_g(group) // 1024)
-    block_n = min(32, max(16, 4096 // (block_d * element_size)) * num_warps)
+    block_n = min(32, max(16, 2048 // block_d) * num_warps)
+    if element_size == 4:  # no tensor cores: a product's sums need more registers
+        num_warps, block_n = 4, 16
     two_tiles = 2 * (2 * block_n * block_d * element_size)
-    programs_per_sm = min(8 // num_warps, (200 << 10) // two_tiles)
+    programs_per_sm = 3 * min(8 // num_warps, (200 << 10) // two_tiles)
     return DecodeConfig(block_n, 1024, 64, num_warps, num_stages=3, programs_per_sm=programs_per_sm)
 
 
@@ -394,7 +397,7 @@ def paged_decode_triton(
     block_d = next_power_of_2(head_dim)
     multiprocessors = num_multiprocessors(q.device)
     programs = multiprocessors * config.programs_per_sm
-    few_units = programs // _FEW
+    few_units = multiprocessors * _FEW_UNITS_PER_SM
     slice_tokens = max(config.block_n, config.split_tokens // _SLICES_PER_SPLIT)
     cuts = (slice_tokens, config.split_tokens, 2 * config.max_splits)
     # The most that the page table has room for; all splits of a row but its last exceed half of split_tokens.

@@ -175,17 +175,17 @@ def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
 def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
     """One length of splits: it decides how a row is cut."""
     tiles = (
-        (16, 1, 3, 6),
         (16, 1, 3, 8),
-        (16, 1, 3, 12),
-        (16, 1, 4, 8),
-        (32, 1, 3, 6),
-        (32, 1, 3, 8),
-        (32, 1, 4, 8),
-        (32, 2, 3, 3),
-        (32, 2, 3, 4),
-        (32, 2, 4, 4),
-        (64, 4, 3, 2),
+        (16, 1, 3, 16),
+        (16, 1, 3, 24),
+        (16, 1, 4, 24),
+        (32, 1, 3, 16),
+        (32, 1, 3, 24),
+        (32, 1, 4, 24),
+        (32, 2, 3, 9),
+        (32, 2, 3, 12),
+        (32, 2, 4, 12),
+        (64, 4, 3, 6),
     )
     return [
         DecodeConfig(block_n, 1024, 64, warps, stages, programs) for block_n, warps, stages, programs in tiles

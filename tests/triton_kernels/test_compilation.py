@@ -101,7 +101,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "advance_rows": ["context_len_ptr", "last_token_ptr"],
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
-        "paged_decode": ["out_ptr", "partial_lse_ptr", "partial_out_ptr"],
+        "paged_decode": ["by_slice_ptr", "out_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
         "paged_prefill": ["out_ptr"],
         "sample": [
             "above_mass_ptr",

@@ -149,7 +149,7 @@ def main() -> None:
         torch.randn(64),
         dynamic=(0, 2, 3),
     )
-    q, rows = torch.randn(6, 6, 64), (ints(9, 7), ints(6), ints(6))
+    q, rows = torch.randn(6, 6, 64), (ints(9, 70), ints(6), ints(6))
     trace(
         "paged_decode",
         lambda *args: paged_decode.paged_decode_triton(*args, scale=0.1),
