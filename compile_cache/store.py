@@ -139,7 +139,7 @@ def open_cache(
         release(lock)
         folder = TemporaryFolder(root)
         return OpenCache(folder.path / FILES, variables, folder, facts, cache)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CacheError(f"the compile cache in {root} can't be used: {error}") from error
 
 

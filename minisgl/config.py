@@ -211,7 +211,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     backend = config.attention_backend or ("triton" if on_cuda else "torch")
     can_record = on_cuda and backend == "triton"
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
-    compile_mode = config.compile_mode or ("layers" if max_graph_batch else "off")
+    compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = replace(
         config,
         device=device,

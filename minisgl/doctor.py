@@ -289,7 +289,9 @@ def _choices(
         "device": seen,
         "dtype": dtype_reason,
         "attention_backend": "paged Triton kernels" if on_cuda else "plain torch; Triton needs a GPU",
-        "compile_mode": "one CUDA graph per batch size" if on_cuda else "the first answer comes sooner",
+        "compile_mode": "one compiled block, in a CUDA graph per batch size"
+        if resolved.compile_mode == "layers"
+        else "graphs need a GPU and Triton attention; on a CPU the first answer comes sooner",
         "max_context_tokens": "the model's own limit",
         "max_running_requests": f"default on {resolved.device}",
         "max_step_tokens": f"default on {resolved.device}",

@@ -63,7 +63,8 @@ class LLM:
                 raise ConfigError(f"LLM has no setting {name!r}; there are: {', '.join(known)}")
         config = EngineConfig(model=model, **engine)
         check_engine_config(config)
-        config = with_cache_dir(config, cache_dir or default_cache_dir())
+        if config.compile_cache is None:
+            config = with_cache_dir(config, cache_dir or default_cache_dir())
         started = time.perf_counter()
         folder = resolve_model_folder(model, cache_dir=cache_dir, progress=progress)
         self._tokenizer = Tokenizer.from_folder(folder)

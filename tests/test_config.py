@@ -114,6 +114,16 @@ def test_what_no_server_can_run_with_is_refused(fields: dict[str, Any]) -> None:
         check_server_config(ServerConfig(**fields))
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_graphs_asked_for_where_there_are_none_are_named_not_what_follows_from_them(
+    backend: str | None,
+) -> None:
+    config = EngineConfig(max_graph_batch=4, attention_backend=backend)
+    facts = DeviceFacts(has_cuda=backend is not None)
+    with pytest.raises(ConfigError, match="--max-graph-batch 4 needs --device cuda"):
+        resolve_engine_config(config, MODEL, facts)
+
+
 def test_the_defaults_are_fine() -> None:
     check_engine_config(EngineConfig())
     check_server_config(ServerConfig())

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from minisgl.errors import ModelError
+from minisgl.errors import ConfigError, ModelError
 from minisgl.weights.progress import Progress, no_progress
 
 
@@ -47,8 +47,18 @@ HUB_FILES_NOT_NEEDED = ["*/*", "consolidated*"]
 
 
 def default_cache_dir() -> Path:
-    """`~/.cache/minisgl`; the command line puts XDG_CACHE_HOME or MINISGL_CACHE in its place."""
-    return Path.home() / ".cache" / "minisgl"
+    """`~/.cache/minisgl`; the command line puts XDG_CACHE_HOME or MINISGL_CACHE in its place.
+
+    Raises:
+        ConfigError: this user has no home directory.
+    """
+    try:
+        return Path.home() / ".cache" / "minisgl"
+    except RuntimeError:
+        raise ConfigError(
+            "a place for models and compiled code is needed, and this user has no home directory; "
+            "say where with MINISGL_CACHE (in Python: cache_dir)"
+        ) from None
 
 
 def builtin_folder(name: str, cache_dir: Path) -> Path:

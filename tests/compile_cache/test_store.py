@@ -305,5 +305,6 @@ def test_another_users_folder_is_refused(sealed: Path, monkeypatch: pytest.Monke
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match="can't be used"):
-        open_cache(tmp_path / "file", FACTS, {})
+    for place in ("file", "file/below", "a\0b", "a\ud800b"):
+        with pytest.raises(CacheError, match="can't be used"):
+            open_cache(tmp_path / place, FACTS, {})
