@@ -6,6 +6,7 @@ kind and are in no latency; when the client was the bottleneck, the report says 
 
 import asyncio
 import gc
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +39,23 @@ def run_serve_bench(
     """
     check_output(output)
     plan = make_plan(settings, cache_dir)
-    report = asyncio.run(measure_serve(settings, plan, live_progress(), out))
+
+    def keep(report: Report) -> None:
+        deliver(report, replace(output, plot=None), io.StringIO())
+
+    report = asyncio.run(measure_serve(settings, plan, live_progress(), out, keep))
     deliver(report, output, out)
     return 1 if report.tables["errors"] else 0
 
 
-async def measure_serve(settings: ServeBenchSettings, plan: Plan, progress: Progress, out: TextIO) -> Report:
-    """Warm up, then run every point; prints each as it ends.
+async def measure_serve(
+    settings: ServeBenchSettings,
+    plan: Plan,
+    progress: Progress,
+    out: TextIO,
+    keep: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Warm up, then run every point; prints each as it ends, and gives `keep` the report so far.
 
     Raises:
         ConfigError: there is no such server, or it refuses what every request has in common.
@@ -72,15 +83,14 @@ async def measure_serve(settings: ServeBenchSettings, plan: Plan, progress: Prog
                 )
                 points.append(report_point(point, run, plan.slo))
                 print(points[-1].text(), file=out, flush=True)
+                keep(make_serve_report(settings, plan, client.target.model, points))
         finally:
             gc.unfreeze()
-        model = client.target.model
     if len(points) > 1:
         shown = ("requests_per_s", "output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")
         shown = (points[0].point.knob, *shown, "e2e_p50_ms", "num_errors")
         print(format_table([point.row for point in points], shown) + "\n", file=out)
-    resolved = replace(settings, served_model_name=model, prompt_seed=plan.prompt_seed)
-    return make_serve_report(resolved, points)
+    return make_serve_report(settings, plan, client.target.model, points)
 
 
 async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan, progress: Progress) -> None:

@@ -35,7 +35,7 @@ from minisgl.benchmark.report import (
     make_report,
     own_command,
 )
-from minisgl.benchmark.serve_plan import Point
+from minisgl.benchmark.serve_plan import Plan, Point
 from minisgl.benchmark.settings import ServeBenchSettings
 
 LATE_SEND_MS = 50.0
@@ -143,9 +143,12 @@ def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointRepor
     )
 
 
-def make_serve_report(settings: ServeBenchSettings, points: Sequence[PointReport]) -> Report:
-    """The report of all points. Metrics and samples of several points begin with the point's name."""
-    is_single = len(points) == 1
+def make_serve_report(
+    settings: ServeBenchSettings, plan: Plan, model: str, points: Sequence[PointReport]
+) -> Report:
+    """The report of the points so far. Where several are planned, metrics and samples begin with the point's
+    name."""
+    is_single = len(plan.points) == 1
 
     def named(point: PointReport, name: str) -> str:
         return name if is_single else f"{point.point.name}/{name}"
@@ -164,7 +167,12 @@ def make_serve_report(settings: ServeBenchSettings, points: Sequence[PointReport
     tables[table] = finite
     return make_report(
         "serve",
-        arguments={**asdict(settings), "api_key": None},
+        arguments={
+            **asdict(settings),
+            "api_key": None,
+            "served_model_name": model,
+            "prompt_seed": plan.prompt_seed,
+        },
         metrics={named(point, name): value for point in points for name, value in point.metrics.items()},
         tables=tables,
         samples={named(point, name): values for point in points for name, values in point.samples.items()},

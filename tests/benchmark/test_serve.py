@@ -1,5 +1,7 @@
 """`minisgl bench serve` as a user runs it: settings, report, pictures, counts, refusals."""
 
+import asyncio
+import io
 import json
 import os
 import re
@@ -13,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark.report import read_report
-from minisgl.benchmark.serve import PROBE_TOKENS
+from minisgl.benchmark.report import Report, read_report, write_report
+from minisgl.benchmark.serve import PROBE_TOKENS, measure_serve
 from minisgl.benchmark.serve_plan import make_plan
 from minisgl.benchmark.settings import ServeBenchSettings
 from minisgl.cli import main
 from minisgl.errors import ConfigError
+from minisgl.weights.progress import no_progress
 
 FAKE = Path(__file__).with_name("fake_openai_server.py")
 TRACES = Path(__file__).resolve().parent.parent / "data" / "traces"
@@ -94,6 +97,23 @@ def test_several_points_are_drawn_over_what_varies(url: str, tmp_path: Path) -> 
     picture = plot.read_text()
     for words in ("Throughput", "Time to first token", "time scale", "Requests in the server"):
         assert words in picture
+
+
+def test_what_was_measured_before_an_interruption_is_kept(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    seen: list[list[object]] = []
+    plan = make_plan(ServeBenchSettings(url=url, num_requests=2, max_output_tokens=100, concurrency="1,2"))
+
+    def interrupt(report: Report) -> None:
+        write_report(out, report)
+        seen.append([row["concurrency"] for row in report.tables["points"]])
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(measure_serve(ServeBenchSettings(), plan, no_progress, io.StringIO(), interrupt))
+    assert seen == [[1]]
+    assert read_report(out).metrics["concurrency=1/num_complete"] == 2
 
 
 def test_errors_are_counted_and_make_the_exit_code_1(
