@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
 from compile_cache.key import entry_name
 from compile_cache.seal import (
     FILES,
@@ -120,8 +122,7 @@ def open_cache(
     """
     variables = os.environ if environ is None else environ
     root = root.absolute()
-    # Below the root: another engine of this process, or of the one that started it.
-    if any(variables.get(name) and not Path(variables[name]).is_relative_to(root) for name in VARIABLES):
+    if any(_is_users_choice(variables.get(name), root) for name in VARIABLES):
         return None
     entry = root / entry_name(facts)
     try:
@@ -141,6 +142,12 @@ def open_cache(
         return OpenCache(folder.path / FILES, variables, folder, facts, cache)
     except (OSError, ValueError) as error:
         raise CacheError(f"the compile cache in {root} can't be used: {error}") from error
+
+
+def _is_users_choice(folder: str | None, root: Path) -> bool:
+    """Not set, or torch's own default, which importing torch._dynamo sets: nobody chose it. Below the root:
+    another engine of this process, or of the one that started it, did."""
+    return bool(folder) and folder != default_cache_dir() and not Path(folder).is_relative_to(root)
 
 
 def _open_entry(

@@ -16,7 +16,7 @@ from starts import CONTENT, FACTS, OTHER, compile_something, entry_of, files_off
 
 from compile_cache.key import entry_name
 from compile_cache.seal import CacheError
-from compile_cache.store import QUARANTINE, open_cache
+from compile_cache.store import QUARANTINE, VARIABLES, open_cache
 
 
 def test_the_second_start_finds_what_the_first_compiled(sealed: Path) -> None:
@@ -308,3 +308,15 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     for place in ("file", "file/below", "a\0b", "a\ud800b"):
         with pytest.raises(CacheError, match="can't be used"):
             open_cache(tmp_path / place, FACTS, {})
+
+
+def test_what_importing_the_engine_sets_is_no_choice_of_the_users(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, minisgl.engine.engine\n"
+        "from compile_cache.store import open_cache\n"
+        f"cache = open_cache(pathlib.Path({str(tmp_path)!r}), {FACTS!r})\n"
+        "print(cache is not None, os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    said = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith(f"True {tmp_path}")
