@@ -1,4 +1,4 @@
-"""How a kernel is checked and timed: the one way, for `minisgl tune`, `minisgl bench kernel` and bench/.
+"""How a kernel is checked and timed: the one way, for `minisgl tune` and `minisgl bench kernel`.
 
 Promise: what is timed has been checked on the same inputs; outputs and memory that must not be read held NaN
 before. A time is the median over replays of a CUDA graph of many calls, which rotate through input sets that
