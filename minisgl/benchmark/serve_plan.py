@@ -34,6 +34,8 @@ from minisgl.benchmark.settings import ServeBenchSettings
 from minisgl.errors import ConfigError
 
 MOST_REQUESTS = 1_000_000
+MOST_PROMPT_TOKENS = 10_000_000
+"""Both far beyond what a server takes, and within what memory holds."""
 
 
 class Point(NamedTuple):
@@ -79,6 +81,9 @@ def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Pl
     """
     _check(settings)
     conversations = make_conversations(settings, cache_dir)
+    longest = max(turn.num_prompt_tokens or 0 for one in conversations for turn in one.turns)
+    if longest > MOST_PROMPT_TOKENS:
+        raise ConfigError(f"a prompt would have {longest} tokens, at most {MOST_PROMPT_TOKENS} can be made")
     form = _form(settings, conversations)
     fields: dict[str, Any] = {"temperature": settings.temperature}
     if settings.ignore_eos:

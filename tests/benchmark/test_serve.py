@@ -229,6 +229,8 @@ def test_a_wrong_url_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -
         ({"warmup": -1}, "--warmup must be at least 0"),
         ({"api_key": "a\nb"}, "--api-key has characters"),
         ({"num_requests": 10**11}, "--num-requests must be at most"),
+        ({"max_prompt_tokens": 10**12}, "at most 10000000 can be made"),
+        ({"dataset": str(TRACES / "azure.csv"), "length_scale": "1e9"}, "at most 10000000 can be made"),
         ({"url": ""}, "--url"),
         ({"url": "https://"}, "--url"),
         ({"url": "ftp://there"}, "--url"),
