@@ -31,8 +31,9 @@ Cost: R*V elements read once, and where there is top_k, top_p or min_p a part of
 ids stay, all where many do.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare.
-# pyright: reportCallIssue=false
+# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# another looks like the call that raises outside of a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

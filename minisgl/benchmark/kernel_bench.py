@@ -32,6 +32,7 @@ from minisgl.benchmark.kernel_timing import (
 )
 from minisgl.benchmark.model_shapes import ModelShape, find_shapes
 from minisgl.benchmark.plots import Group, check_chart_path, write_chart
+from minisgl.benchmark.report import output_path, write_atomically
 from minisgl.benchmark.settings import KernelBenchSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,
@@ -102,7 +103,8 @@ def run_kernel_bench(
         timer: measures instead of CUDA graphs, for tests.
 
     Raises:
-        ConfigError: an unknown name or model, a replacement that does not fit, or no GPU.
+        ConfigError: an unknown name, model or baseline, a replacement that does not fit, no GPU, or a place
+            that can't be written to.
     """
     on_gpu = settings.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
@@ -110,6 +112,7 @@ def run_kernel_bench(
     plot = Path(settings.plot) if settings.plot else None
     if plot is not None:
         check_chart_path(plot)
+    written = output_path("--out", settings.out)
     baselines = _wanted_baselines(settings.baselines)
     functions = _functions(settings.kernel, on_gpu)
     cases = list(_cases(settings.model, names, on_gpu))
@@ -118,9 +121,16 @@ def run_kernel_bench(
     timer = timer or (graph_microseconds if on_gpu else wall_microseconds)
     torch.manual_seed(time.time_ns())
     begin = time.perf_counter()
-    results = []
+    results: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        **_environment(on_gpu),
+        "model": settings.model,
+        "replaced": list(settings.kernel),
+    }
     with torch.inference_mode():
         ceilings = measure_ceilings(timer, device)
+        report["ceilings"] = {name: round(value, 4) for name, value in ceilings._asdict().items()}
+        report["results"] = results
         print(
             f"copies {ceilings.copy_tb_s:.2f} TB/s, multiplies {ceilings.matmul_tflop_s:.0f} TFLOP/s",
             file=out,
@@ -132,21 +142,15 @@ def run_kernel_bench(
                 result |= _baselines(baselines, problem, case, timer)
             results.append(result)
             print(line(result), file=out, flush=True)
+            if written is not None:  # each time, so that an interrupted run leaves what it has
+                write_atomically(written, (json.dumps(report, indent=1) + "\n").encode())
             del problem
             if on_gpu:
                 torch.cuda.empty_cache()
     failures = sum("failed" in result for result in results)
     print(f"{len(results)} results, {failures} failed, {time.perf_counter() - begin:.0f} s", file=out)
-    report = {
-        **_environment(on_gpu),
-        "model": settings.model,
-        "replaced": list(settings.kernel),
-        "ceilings": {name: round(value, 4) for name, value in ceilings._asdict().items()},
-        "results": results,
-    }
-    if settings.out is not None:
-        Path(settings.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(settings.out, file=out)
+    if written is not None:
+        print(written, file=out)
     if plot is not None:
         _plot(report, plot)
         print(plot, file=out)

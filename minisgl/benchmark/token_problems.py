@@ -258,7 +258,7 @@ def advance_rows_problem(rows: int, device: torch.device, dtype: torch.dtype) ->
         tables.zero_()
         function(*arguments[0])
         expected = torch.zeros_like(tables)
-        advance_rows_reference(*arguments[0][:3], *expected, rows)
+        advance_rows_reference(row_ids, row_ids + 5, row_ids + 9, expected[0], expected[1], rows)
         if not torch.equal(tables, expected):
             raise ValueError("wrong rows")
         return 0.0
