@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -43,6 +44,8 @@ EXIT_INTERRUPTED = 130
 LAST_ANSWERS_S = 2.0
 """How long clients may take to read the end of their answer when the server stops."""
 TEXT_THREADS = 2
+OTHER_FILES = 64
+"""Open files beside the connections of requests: sockets, logs, libraries."""
 
 
 def run_server(
@@ -65,6 +68,7 @@ def run_server(
     """
     check_server_config(server)
     check_engine_config(engine)
+    allow_open_files(server.max_queued_requests + OTHER_FILES)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
     listener = _bind(server.host, server.port)
@@ -95,6 +99,20 @@ def run_server(
         listener.close()
         if ipc_dir is not None:
             shutil.rmtree(ipc_dir, ignore_errors=True)
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise this process's limit to what the system lets it have; a warning where that is below `wanted`."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY and most < wanted:
+        logger.warning(
+            "the system allows this process %d open files, fewer than the %d that --max-queued-requests may "
+            "take; raise the hard limit (ulimit -Hn), or lower the flag",
+            most,
+            wanted,
+        )
 
 
 class Service(NamedTuple):
