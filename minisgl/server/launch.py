@@ -107,7 +107,7 @@ def allow_open_files(wanted: int) -> None:
     if limit != most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most != resource.RLIM_INFINITY and most < wanted:
-        logger.warning(
+        log.warning(
             "the system allows this process %d open files, fewer than the %d that --max-queued-requests may "
             "take; raise the hard limit (ulimit -Hn), or lower the flag",
             most,
