@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from compile_cache.key import entry_name
-from compile_cache.seal import FILES, SEAL, CacheError, check_entry, parse_seal, read_seal
+from compile_cache.seal import FILES, SEAL, CacheError, check_entry, files_in, parse_seal, read_seal
 from compile_cache.store import (
     QUARANTINE,
     TemporaryFolder,
@@ -156,7 +156,11 @@ def _entries_in(root: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> list[int]:
-    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    sizes = []
+    for path in files_in(folder):
+        with suppress(FileNotFoundError):  # an engine renamed it meanwhile
+            sizes.append(path.stat().st_size)
+    return sizes
 
 
 def _pack(entry: Path, archive: tarfile.TarFile) -> None:

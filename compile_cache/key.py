@@ -6,7 +6,6 @@ Promise: facts are plain text, so an entry can say on disk what it is for.
 import hashlib
 import platform
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,8 @@ SOURCE_SUFFIXES = (".py", ".json")
 
 def machine_facts(device: "torch.device") -> dict[str, str]:
     """What code compiled for a CUDA device depends on, besides the code that was compiled."""
-    import torch  # lazy: looking after the entries needs none
+    import torch  # both lazy: looking after the entries needs neither
+    import triton
 
     properties = torch.cuda.get_device_properties(device)
     return {
@@ -27,7 +27,7 @@ def machine_facts(device: "torch.device") -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "driver": _driver_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": triton.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
     }

@@ -10,7 +10,7 @@ another error than CacheError.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -125,13 +125,20 @@ def settle_in(entry: Path, seal: Seal) -> None:
 def list_files(files: Path) -> dict[str, tuple[int, str]]:
     """(size, SHA-256) of every file below `files`, by its relative path, but those still being written."""
     listed = {}
-    for path in sorted(files.rglob("*")):
+    for path in sorted(files_in(files)):
         parts = path.relative_to(files).parts
         unfinished = any(part.startswith("tmp.") or part.endswith(".tmp") for part in parts)
-        if path.is_file() and not path.is_symlink() and not unfinished:
+        if not path.is_symlink() and not unfinished:
             with suppress(FileNotFoundError):  # somebody's temporary file
                 listed[path.relative_to(files).as_posix()] = (path.stat().st_size, _sha256(path))
     return listed
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """Every file below a folder in which others may be working: what vanishes meanwhile is passed over."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            yield Path(parent, name)
 
 
 def delete_unlisted(entry: Path, listed: Mapping[str, object]) -> None:

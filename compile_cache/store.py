@@ -126,8 +126,7 @@ def open_cache(
         return None
     entry = root / entry_name(facts)
     try:
-        for folder in (root, entry):
-            make_own_folder(folder)
+        make_own_folder(root)
         sweep(root)
         lock = open_lock(entry)
         try:
@@ -157,6 +156,7 @@ def _open_entry(
     alone = try_lock(lock, fcntl.LOCK_EX)
     if not alone and not try_lock(lock, fcntl.LOCK_SH):
         return "another start is using the compile cache; this start compiles for itself"
+    make_own_folder(entry)
     files, note, listed = entry / FILES, "", {}
     try:
         # Without a seal it is new, or its first start never ended: nothing in it counts.

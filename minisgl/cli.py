@@ -458,7 +458,7 @@ def _cache_errors() -> Iterator[None]:
 
 def _compiled(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path:
     """Where compiled code is kept."""
-    return Path(arguments.compile_cache or cache_dir(environ) / "compiled").expanduser()
+    return Path(os.path.expanduser(arguments.compile_cache or cache_dir(environ) / "compiled"))
 
 
 def _folder(model: str, environ: Mapping[str, str]) -> Path:

@@ -9,7 +9,7 @@
 R rows of the batch, B rows of the tables, C pages a row may have, S page size. A row may come several times
 (padding does). Where a row's p // S is not below C, its slot is -1.
 
-Cost: 44*R bytes read, 44*R written: a launch.
+Cost: 40*R bytes read, 40*R written: a launch.
 """
 
 # Launching a kernel looks like calling it, but takes plain numbers for its constexpr parameters.

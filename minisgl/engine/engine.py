@@ -5,6 +5,7 @@ overlapped execution are the same code and give the same tokens.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -293,6 +294,7 @@ def _assemble(
                 config.compile_mode,
                 exc_info=True,
             )
+        if compiled is None:  # only now: in the handler, the error keeps what was recorded alive
             compiled = _record_graphs(config, step, "off", buckets, device)
         stages.done(f"compile decode, record {len(buckets)} graphs")
     runner = ModelRunner(model, rows, page_size, device, compiled)
@@ -330,7 +332,7 @@ def _open_compile_cache(config: EngineConfig, device: torch.device) -> OpenCache
     if device.type == "cpu" or not config.compile_cache or config.kernel:
         return None
     try:
-        cache = open_cache(Path(config.compile_cache).expanduser(), machine_facts(device))
+        cache = open_cache(Path(os.path.expanduser(config.compile_cache)), machine_facts(device))
     except CacheError as error:
         logger.warning("starting without a compile cache: %s", error)
         return None

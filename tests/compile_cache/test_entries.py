@@ -1,6 +1,8 @@
 """Looking after the compile cache: what is listed, deleted, packed and unpacked."""
 
 import json
+import multiprocessing
+import random
 import shutil
 import tarfile
 from pathlib import Path
@@ -101,6 +103,41 @@ def test_a_first_start_that_still_runs_is_listed_as_such(tmp_path: Path) -> None
     assert (info.facts, info.num_files) == ({}, 2)
     assert "still runs" in info.problem
     cache.close()
+
+
+def _start_list_and_clear(root: Path, seed: int, results) -> None:
+    rng = random.Random(seed)
+    said = []
+    try:
+        for _ in range(60):
+            cache, environ = start(root)
+            compile_something(environ)
+            if rng.random() < 0.7:
+                cache.seal()
+            said.append(cache.note)
+            list_entries(root)
+            cache.close()
+            if rng.random() < 0.2:
+                clear(root)
+    except Exception as error:
+        said.append(repr(error))
+    results.put(said)
+
+
+def test_starts_lists_and_clears_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_start_list_and_clear, args=(tmp_path, seed, results)) for seed in range(3)
+    ]
+    for process in processes:
+        process.start()
+    said = {text for _ in processes for text in results.get(timeout=60)}
+    for process in processes:
+        process.join()
+    beside = "another start is using the compile cache; this start compiles for itself"
+    assert said <= {"", beside}
+    assert not list(tmp_path.glob(".start-*"))
 
 
 def test_there_must_be_something_to_export(tmp_path: Path) -> None:
