@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Everything that is measured on one GPU, in parts of a few minutes; the reports go where OUT says.
+#
+#   OUT=bench/results/h200 MODEL=~/.cache/minisgl/models/smollm2-135m bench/gpu_suite.sh check tests
+#   OUT=bench/results/h200 bench/gpu_suite.sh tune kernels
+#   OUT=bench/results/h200 bench/gpu_suite.sh engine
+#   OUT=bench/results/h200 TRACE=mooncake.jsonl bench/gpu_suite.sh serve
+#
+#   check    the engine and a server against transformers, on the built-in model in $MODEL      1.5 minutes
+#   tests    the kernels' tests, on the GPU                                                      1 minute
+#   tune     launch configurations of every kernel that changed, into the shipped table          2 minutes
+#   kernels  every kernel over the shapes its speed is judged by, flashinfer beside it           4 minutes
+#   engine   offline, step and start of three models with dummy weights                          6 minutes
+#   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
+#
+# COMMIT names the code where there is no .git. A part that fails does not keep the others from running.
+set -u
+: "${OUT:?where the reports go}"
+PYTHON=${PYTHON:-python3}
+COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
+MODELS=${MODELS:-qwen3-0.6b llama-3.1-8b qwen3-14b}
+PORT=${PORT:-8077}
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+failed=()
+
+run() {
+    echo "== $*"
+    "$@" || failed+=("$*")
+}
+
+minisgl() { "$PYTHON" -m minisgl "$@"; }
+
+check() {
+    run "$PYTHON" bench/gpu_check.py --model "${MODEL:?the built-in model, see: minisgl pull smollm2-135m}" \
+        --out "$OUT/gpu-check-smollm2-135m.json"
+}
+
+tests() {
+    run "$PYTHON" -m pytest -q -p no:cacheprovider tests/triton_kernels --deselect \
+        tests/triton_kernels/test_compilation.py
+}
+
+tune() {
+    run minisgl tune --model all
+}
+
+kernels() {
+    run minisgl bench kernel paged --baselines flashinfer --out "$OUT/kernels-attention.json"
+    run minisgl bench kernel 256x151936 1x151936 --model qwen3-8b --baselines none --out "$OUT/kernels-sample.json"
+    run minisgl bench kernel fused_moe moe_route rope_store --model qwen3-30b-a3b --baselines none \
+        --out "$OUT/kernels-qwen3-30b-a3b.json"
+    run minisgl bench kernel norm _mul rope_store linear advance_rows --baselines flashinfer \
+        --out "$OUT/kernels-llama-3.1-8b.json"
+    run minisgl bench kernel "rms_norm 4096x" "silu_mul 4096x" "rope_store 4096x" "256x128256 top_p" \
+        "linear 8x" "decode 256x1024" --baselines inductor --out "$OUT/kernels-inductor.json"
+}
+
+engine() {
+    for model in $MODELS; do
+        run minisgl bench offline --model "$model" --dummy-weights --max-context-tokens 4096 --rounds 2 \
+            --commit "$COMMIT" --out "$OUT/offline-$model.json"
+        run minisgl bench step --model "$model" --dummy-weights --max-context-tokens 8192 \
+            --commit "$COMMIT" --out "$OUT/step-$model.json"
+        run minisgl bench startup --model "$model" --dummy-weights --max-context-tokens 4096 --rounds 1 \
+            --commit "$COMMIT" --out "$OUT/startup-$model.json"
+    done
+}
+
+serve() {
+    local folder server cache
+    folder=$(mktemp -d)
+    "$PYTHON" bench/dummy_model.py qwen3-14b "$folder"
+    for cache in prefix-cache no-prefix-cache; do
+        minisgl serve --model "$folder" --dummy-weights --port "$PORT" "--$cache" > "$OUT/server-$cache.log" 2>&1 &
+        server=$!
+        until curl -sf "http://127.0.0.1:$PORT/health" > /dev/null; do
+            kill -0 "$server" 2> /dev/null || { tail -20 "$OUT/server-$cache.log"; break; }
+            sleep 1
+        done
+        run minisgl bench serve --url "http://127.0.0.1:$PORT" --dataset "${TRACE:?a trace of Mooncake}" \
+            --num-requests "${REQUESTS:-300}" --length-scale 1/8 --time-scale "${SCALES:-0.4,0.6,0.8,1.0,1.6}" \
+            --temperature 1 --slo ttft:500,tpot:50 --commit "$COMMIT" --out "$OUT/serve-qwen3-14b-$cache.json"
+        kill "$server"
+        wait "$server"
+    done
+    rm -r "$folder"
+}
+
+for part in "$@"; do
+    case $part in
+        check | tests | tune | kernels | engine | serve) "$part" ;;
+        *) echo "no part is called $part; see the head of this file" >&2; exit 2 ;;
+    esac
+done
+for command in ${failed[@]+"${failed[@]}"}; do echo "FAILED: $command" >&2; done
+[ ${#failed[@]} -eq 0 ]
