@@ -1,0 +1,78 @@
+"""What a start does with the compile cache, however it ends."""
+
+import json
+import logging
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from compile_cache.seal import CacheError
+from compile_cache.store import OpenCache
+from minisgl.config import EngineConfig
+from minisgl.engine import engine as engine_module
+from minisgl.engine.engine import build_engine
+from minisgl.errors import ConfigError
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+ENGINE = EngineConfig(device="cpu", dtype="float32", dummy_weights=True, num_pages=9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What the start is given, as on a GPU."""
+    opened = Mock(spec=OpenCache)
+    monkeypatch.setattr(engine_module, "_open_compile_cache", lambda config, device: opened)
+    return opened
+
+
+def test_a_start_seals_and_the_engines_end_lets_go(folder: Path, cache: Mock) -> None:
+    stages = []
+    engine = build_engine(ENGINE, folder, lambda name, duration_ms: stages.append(name))
+    cache.seal.assert_called_once_with()
+    cache.close.assert_not_called()
+    assert stages[-1] == "compile cache"
+    engine.close()
+    cache.close.assert_called_once_with()
+
+
+def test_a_start_that_fails_lets_go_and_seals_nothing(folder: Path, cache: Mock) -> None:
+    impossible = EngineConfig(device="cpu", dtype="float32", dummy_weights=True, num_pages=1 << 30)
+    with pytest.raises(ConfigError, match="--num-pages"):
+        build_engine(impossible, folder, lambda name, duration_ms: None)
+    cache.seal.assert_not_called()
+    cache.close.assert_called_once_with()
+
+
+def test_a_disk_that_is_full_stops_no_start(
+    folder: Path, cache: Mock, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.seal.side_effect = CacheError("it can't be sealed: no space left")
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(ENGINE, folder, lambda name, duration_ms: None)
+    assert "no space left" in caplog.text
+    assert engine.num_pages == 8
+    engine.close()
+
+
+def test_without_a_gpu_there_is_nothing_to_keep(folder: Path, tmp_path: Path) -> None:
+    config = EngineConfig(
+        device="cpu", dtype="float32", dummy_weights=True, num_pages=9, compile_cache=str(tmp_path / "c")
+    )
+    build_engine(config, folder, lambda name, duration_ms: None).close()
+    assert not (tmp_path / "c").exists()
