@@ -22,8 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
 from compile_cache.key import entry_name
 from compile_cache.seal import (
     FILES,
@@ -144,9 +142,13 @@ def open_cache(
 
 
 def _is_users_choice(folder: str | None, root: Path) -> bool:
-    """Not set, or torch's own default, which importing torch._dynamo sets: nobody chose it. Below the root:
-    another engine of this process, or of the one that started it, did."""
-    return bool(folder) and folder != default_cache_dir() and not Path(folder).is_relative_to(root)
+    """Not set, or in torch's own default, which importing torch._dynamo sets: nobody chose it. Below the
+    root: another engine of this process, or of the one that started it, did."""
+    if not folder:
+        return False
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # lazy: most have set nothing
+
+    return not any(Path(folder).is_relative_to(place) for place in (root, default_cache_dir()))
 
 
 def _open_entry(

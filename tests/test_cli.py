@@ -133,7 +133,9 @@ def test_main_gives_the_exit_code_back(capsys: pytest.CaptureFixture[str]) -> No
     assert "no-such-model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--model", "no-such-model"], ["pull", "--list"]])
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--model", "no-such-model"], ["pull", "--list"], ["cache", "ls"]]
+)
 def test_serving_and_pulling_load_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from minisgl.cli import main; main(sys.argv[1:]);"

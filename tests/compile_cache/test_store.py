@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from starts import CONTENT, FACTS, OTHER, compile_something, entry_of, files_offered, start
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from compile_cache.key import entry_name
 from compile_cache.seal import CacheError
@@ -308,6 +309,15 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     for place in ("file", "file/below", "a\0b", "a\ud800b"):
         with pytest.raises(CacheError, match="can't be used"):
             open_cache(tmp_path / place, FACTS, {})
+
+
+def test_what_torch_sets_when_it_compiles_is_no_choice_of_the_users(sealed: Path) -> None:
+    default = default_cache_dir()
+    cache = open_cache(
+        sealed, FACTS, {"TORCHINDUCTOR_CACHE_DIR": default, "TRITON_CACHE_DIR": f"{default}/triton/0"}
+    )
+    assert cache is not None
+    cache.close()
 
 
 def test_what_importing_the_engine_sets_is_no_choice_of_the_users(tmp_path: Path) -> None:
