@@ -136,7 +136,7 @@ def test_main_gives_the_exit_code_back(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "arguments", [["serve", "--model", "no-such-model"], ["pull", "--list"], ["cache", "ls"]]
 )
-def test_serving_and_pulling_load_no_torch(arguments: list[str]) -> None:
+def test_what_computes_nothing_loads_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from minisgl.cli import main; main(sys.argv[1:]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
