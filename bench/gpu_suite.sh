@@ -19,6 +19,7 @@ set -u
 PYTHON=${PYTHON:-python3}
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 MODELS=${MODELS:-qwen3-0.6b llama-3.1-8b qwen3-14b}
+SERVE_MODEL=${SERVE_MODEL:-qwen3-14b}
 PORT=${PORT:-8077}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -70,17 +71,18 @@ engine() {
 serve() {
     local folder server cache
     folder=$(mktemp -d)
-    "$PYTHON" bench/dummy_model.py qwen3-14b "$folder"
+    "$PYTHON" bench/dummy_model.py "$SERVE_MODEL" "$folder"
     for cache in prefix-cache no-prefix-cache; do
-        minisgl serve --model "$folder" --dummy-weights --port "$PORT" "--$cache" > "$OUT/server-$cache.log" 2>&1 &
+        "$PYTHON" -m minisgl serve --model "$folder" --dummy-weights --port "$PORT" "--$cache" \
+            > "$OUT/server-$cache.log" 2>&1 &
         server=$!
         until curl -sf "http://127.0.0.1:$PORT/health" > /dev/null; do
-            kill -0 "$server" 2> /dev/null || { tail -20 "$OUT/server-$cache.log"; break; }
             sleep 1
+            kill -0 "$server" || { tail -20 "$OUT/server-$cache.log"; failed+=("the server"); continue 2; }
         done
         run minisgl bench serve --url "http://127.0.0.1:$PORT" --dataset "${TRACE:?a trace of Mooncake}" \
             --num-requests "${REQUESTS:-300}" --length-scale 1/8 --time-scale "${SCALES:-0.4,0.6,0.8,1.0,1.6}" \
-            --temperature 1 --slo ttft:500,tpot:50 --commit "$COMMIT" --out "$OUT/serve-qwen3-14b-$cache.json"
+            --temperature 1 --slo ttft:500,tpot:50 --commit "$COMMIT" --out "$OUT/serve-$SERVE_MODEL-$cache.json"
         kill "$server"
         wait "$server"
     done
