@@ -7,7 +7,7 @@ STANDARD_DEVIATION = 0.02
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Matrices get N(0, 0.02), vectors (norm weights, biases) 1; the same for the same seed, dtype and device."""
+    """Matrices get N(0, 0.02), vectors (norm weights, biases) 1; the same for one seed, dtype and device."""
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for parameter in model.parameters():
