@@ -128,6 +128,13 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     pull.add_argument("name", nargs="?", help="A built-in model or a hub name.")
     pull.add_argument("--list", action="store_true", help="Show the built-in models.")
 
+    plan = command("plan", "Show what of a model fits on a GPU, from its config alone.", _plan)
+    plan.add_argument(
+        "--gpu", default=environ.get("MINISGL_GPU", "H200"), metavar="TEXT",
+        help="A GPU's name, or its memory in GiB (default: %(default)s).",
+    )  # fmt: skip
+    add_flags(plan, "engine", EngineConfig, environ)
+
     tune = command("tune", "Measure the kernels' launch configurations for a model on this GPU.", _tune)
     add_flags(tune, "tuning", TuneSettings, environ)
 
@@ -293,6 +300,18 @@ def _pull(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
         raise ConfigError("say which model: minisgl pull smollm2-135m ('minisgl pull --list' shows them)")
     _start_log("info", "pull")
     print(_folder(arguments.name, environ))
+    return EXIT_OK
+
+
+def _plan(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.benchmark.model_configs import model_folder
+    from minisgl.capacity import describe, find_capacity, gpu_gib
+
+    engine = EngineConfig(**{**values_of(EngineConfig, arguments, environ), "dummy_weights": True})
+    check_engine_config(engine)
+    gpu_gib(arguments.gpu)
+    with model_folder(engine, cache_dir=cache_dir(environ)) as folder:
+        print(describe(find_capacity(engine, folder, arguments.gpu), engine.model, arguments.gpu))
     return EXIT_OK
 
 

@@ -65,6 +65,7 @@ FLAGS = {
     "chat": {"--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},
+    "plan": {"--gpu", *ENGINE.split()},
     "tune": set(TUNE.split()),
     "bench": set(),
     "bench kernel": set(BENCH_KERNEL.split()),

@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
     "doctor": {"errors", "config", "model_config", "weights", "engine", "__init__"},
+    "capacity": {"errors", "config", "model_config", "models", "engine"},
     "benchmark": SEAMS
     | {
         "offline",
@@ -64,7 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     }
     | {"server", "__init__"},
     "cli": SEAMS
-    | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "compile_cache", "__init__"},
+    | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "compile_cache", "capacity"}
+    | {"__init__"},
     "__init__": {"errors", "request", "offline", "llm"},
     "__main__": {"cli"},
 }

@@ -22,7 +22,7 @@ from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets
 from minisgl.engine.compiled import CapturedSteps, CompiledDecode, KernelCompilations, WholeStep
 from minisgl.engine.device import find_device_facts, free_host_bytes
-from minisgl.engine.memory import GRAPH_BYTES, LIBRARY_RESERVE_BYTES, check_weights_fit, plan_memory
+from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
 from minisgl.engine.replace_kernels import replace_kernels
@@ -271,9 +271,7 @@ def _assemble(
         weights_bytes=bytes_of(model),
         activation_bytes=peaks.prefill_bytes,
         tables_bytes=bytes_of(rows),
-        reserve_bytes=peaks.decode_bytes + LIBRARY_RESERVE_BYTES + GRAPH_BYTES * len(buckets)
-        if device.type == "cuda"
-        else 0,
+        reserve_bytes=peaks.decode_bytes + graph_reserve_bytes(len(buckets)) if device.type == "cuda" else 0,
     )
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, dtype, device)

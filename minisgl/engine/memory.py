@@ -59,6 +59,21 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: EngineCo
         )
 
 
+def estimate_activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """What the largest step takes beyond weights, pool and tables, generously, where it can't be measured."""
+    assert config.dtype is not None
+    assert config.max_step_tokens is not None
+    assert config.max_running_requests is not None
+    per_token = 8 * model.hidden_size + 3 * model.intermediate_size
+    logits = 3 * config.max_running_requests * model.vocab_size
+    return DTYPE_BYTES[config.dtype] * (config.max_step_tokens * per_token + logits)
+
+
+def graph_reserve_bytes(num_graphs: int) -> int:
+    """Kept free on CUDA for recorded graphs and the libraries."""
+    return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * num_graphs
+
+
 def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one page: K and V of page_size tokens in all layers."""
     assert config.dtype is not None

@@ -12,6 +12,7 @@ from torch import nn
 
 from minisgl.config import EngineConfig, ModelConfig
 from minisgl.engine.inputs import PrefillBatch, Stager
+from minisgl.engine.memory import estimate_activation_bytes
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.models.decoder import Decoder
@@ -44,8 +45,7 @@ def measure_peaks(
     assert config.max_context_tokens is not None
     num_rows = config.max_running_requests
     if device.type == "cpu":
-        per_token = 8 * model_config.hidden_size + 3 * model_config.intermediate_size
-        return Peaks(4 * (config.max_step_tokens * per_token + 3 * num_rows * model_config.vocab_size), 0)
+        return Peaks(estimate_activation_bytes(model_config, config), 0)
     model.allocate_kv(1, config.page_size, dtype, device)
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     batch = padding_batch(num_rows, row_tokens, rows, device)

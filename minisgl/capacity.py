@@ -1,0 +1,146 @@
+"""`minisgl plan`: what fits on a GPU, from a model's config.json alone.
+
+Promise: the arithmetic is the engine's own (`minisgl/engine/memory.py`); only activations, which the engine
+measures, are estimated here, and the GPU's memory is taken from a table or from the user.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from minisgl.config import GIB, DeviceFacts, EngineConfig, resolve_engine_config
+from minisgl.engine.buckets import decode_buckets
+from minisgl.engine.memory import (
+    MemoryBudget,
+    check_weights_fit,
+    estimate_activation_bytes,
+    graph_reserve_bytes,
+    plan_memory,
+)
+from minisgl.engine.profile import bytes_of
+from minisgl.engine.rows import Rows
+from minisgl.errors import ConfigError
+from minisgl.model_config import read_model_config
+from minisgl.models.registry import build_model
+
+GPU_GIB = {
+    "B200": 178.3,
+    "H200": 139.8,
+    "H100": 79.1,
+    "A100-80GB": 79.2,
+    "A100-40GB": 39.4,
+    "RTX-6000-Ada": 47.4,
+    "L40S": 44.4,
+    "RTX-5090": 31.3,
+    "RTX-4090": 23.5,
+    "RTX-3090": 23.6,
+    "A10": 22.0,
+    "L4": 22.0,
+    "T4": 14.6,
+}
+"""Memory as CUDA reports it, in GiB, rounded down."""
+CONTEXT_GIB = 0.6
+"""What a CUDA context takes before the engine asks what is free."""
+
+
+class Capacity(NamedTuple):
+    """What fits."""
+
+    config: EngineConfig
+    budget: MemoryBudget
+    requests: dict[int, int]
+    """Context in tokens -> requests of that length whose pages fit, not limited by --max-running-requests."""
+
+
+def gpu_gib(name: str) -> float:
+    """Memory of a GPU in GiB: a name of GPU_GIB, in any case, or a number.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    known = {gpu.lower(): memory for gpu, memory in GPU_GIB.items()}
+    wanted = name.lower().removeprefix("nvidia ").replace(" ", "-")
+    if wanted in known:
+        return known[wanted]
+    try:
+        memory = float(name)
+    except ValueError:
+        memory = 0.0
+    if not 1 <= memory <= 1e6:
+        raise ConfigError(f"--gpu must be one of {', '.join(GPU_GIB)}, or its memory in GiB, got {name!r}")
+    return memory
+
+
+def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
+    """What of the model in `folder` fits on the GPU.
+
+    Raises:
+        ConfigError: nothing does, or a setting is impossible.
+        ModelError: config.json can't be read.
+    """
+    model = read_model_config(folder)
+    facts = DeviceFacts(has_cuda=True, cuda_name=gpu)
+    config = resolve_engine_config(config, model, facts)
+    if config.device != "cuda":
+        raise ConfigError("minisgl plan plans for GPUs; leave --device away")
+    assert config.dtype is not None
+    assert config.attention_backend is not None
+    assert config.max_running_requests is not None
+    assert config.max_context_tokens is not None
+    assert config.max_graph_batch is not None
+    available_bytes = int((gpu_gib(gpu) - CONTEXT_GIB) * GIB * config.memory_fraction)
+    meta = torch.device("meta")
+    decoder = build_model(
+        model, attention_backend=config.attention_backend, dtype=getattr(torch, config.dtype), device=meta
+    )
+    weights_bytes = bytes_of(decoder)
+    check_weights_fit(weights_bytes, available_bytes, config)
+    pages_per_row = -(-config.max_context_tokens // config.page_size)
+    budget = plan_memory(
+        model,
+        config,
+        available_bytes=available_bytes,
+        weights_bytes=weights_bytes,
+        activation_bytes=estimate_activation_bytes(model, config),
+        tables_bytes=bytes_of(Rows(config.max_running_requests, pages_per_row, config.page_size, meta)),
+        reserve_bytes=graph_reserve_bytes(len(decode_buckets(config.max_graph_batch))),
+    )
+    contexts = [1 << power for power in range(10, 31) if 1 << power < config.max_context_tokens]
+    usable = budget.num_pages - 1  # one is the scratch page
+    requests = {
+        context: usable // -(-context // config.page_size)
+        for context in (*contexts, config.max_context_tokens)
+    }
+    return Capacity(config, budget, requests)
+
+
+def describe(capacity: Capacity, model: str, gpu: str) -> str:
+    """The plan as a person reads it."""
+    config, budget, requests = capacity
+    assert config.max_running_requests is not None
+    parts = [
+        ("weights", budget.weights_bytes, f"in {config.dtype}"),
+        ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),
+        ("tables", budget.tables_bytes, f"{config.max_running_requests} rows"),
+        ("reserve", budget.reserve_bytes, "CUDA graphs and libraries"),
+        (
+            "KV pool",
+            budget.pool_bytes,
+            f"{(budget.num_pages - 1) * config.page_size:,} tokens of "
+            f"{budget.page_bytes / config.page_size / 1024:.4g} KiB",
+        ),
+    ]
+    unused = budget.available_bytes - sum(size for _, size, _ in parts)
+    parts.append(("unused", unused, "more than the requests below can use" if unused > GIB else ""))
+    lines = [
+        f"{model} on {gpu}: {gpu_gib(gpu):.1f} GiB, of which the engine may take "
+        f"{budget.available_bytes / GIB:.1f} (--memory-fraction {config.memory_fraction:g})",
+        *(f"  {name:<12}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in parts),
+        "",
+        f"{'context':>12}{'requests at once':>20}",
+    ]
+    for context, fitting in requests.items():
+        limit = "the KV pool" if fitting < config.max_running_requests else "--max-running-requests"
+        lines.append(f"{context:>12,}{min(fitting, config.max_running_requests):>20,}  limited by {limit}")
+    return "\n".join(lines)
