@@ -3,11 +3,13 @@
     token_ids[r]    = last_token[row_ids[r]]
     positions[r]    = context_len[row_ids[r]]                 where the row's next token goes
     context_len[r]  = positions[r] + 1                        what the row sees once it is there
-    slot_mapping[r] = page_table[row, p // S] * S + p % S     row = row_ids[r], p = positions[r]
+    slot_mapping[r] = page * S + p % S                        row = row_ids[r], p = positions[r],
+                                                              page = page_table[row, p // S]
     and temperature, top_k, top_p, min_p, seed of the row
 
 R rows of the batch, B rows of the tables, C pages a row may have, S page size. A row may come several times
-(padding does). Where a row's p // S is not below C, its slot is -1.
+(padding does). Where p // S is not below C, and where the page is 0, which belongs to nobody (all pages of a
+padding row are that), the slot is -1: nothing is written for such a row, and it goes to no expert.
 
 Cost: 40*R bytes read, 40*R written: a launch.
 """
@@ -58,7 +60,8 @@ def read_rows_reference(
     positions = context_len[index]
     column = (positions // page_size).long()
     page = page_table[index, column.clamp(max=page_table.shape[1] - 1)]
-    slots = torch.where(column < page_table.shape[1], page * page_size + positions % page_size, -1)
+    somewhere = (column < page_table.shape[1]) & (page > 0)
+    slots = torch.where(somewhere, page * page_size + positions % page_size, -1)
     sampling = (table[index] for table in (temperature, top_k, top_p, min_p, seed))
     return RowState(last_token[index], positions, positions + 1, slots.int(), *sampling)
 
@@ -97,7 +100,7 @@ def _read_rows_kernel(
     tl.store(token_ids_out_ptr + entries, tl.load(last_token_ptr + rows, there, other=0), there)
     tl.store(positions_out_ptr + entries, positions, there)
     tl.store(context_len_out_ptr + entries, positions + 1, there)
-    tl.store(slot_mapping_out_ptr + entries, tl.where(inside, page * S + positions % S, -1), there)
+    tl.store(slot_mapping_out_ptr + entries, tl.where(page > 0, page * S + positions % S, -1), there)
     tl.store(temperature_out_ptr + entries, tl.load(temperature_ptr + rows, there, other=0.0), there)
     tl.store(top_k_out_ptr + entries, tl.load(top_k_ptr + rows, there, other=0), there)
     tl.store(top_p_out_ptr + entries, tl.load(top_p_ptr + rows, there, other=0.0), there)

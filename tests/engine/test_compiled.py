@@ -113,4 +113,4 @@ def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
     assert rows.counting[:3].tolist() == [0, 1, 2]
     state = rows.read(torch.tensor([0, rows.max_rows], dtype=torch.int32))
     assert state.context_len.tolist() == [1, 1]
-    assert state.slot_mapping.tolist() == [0, 0]  # the scratch page
+    assert state.slot_mapping.tolist() == [-1, -1]  # nothing is written
