@@ -1,4 +1,4 @@
-"""The wire between the server process and the engine process: msgspec msgpack of tagged structs.
+"""The wire between the server processes and the engine process: msgspec msgpack of tagged structs.
 
 Promise: plain data only (no pickle, no tensors). Structs are positional: fields are only ever
 appended, with defaults, so old and new can talk.
@@ -7,6 +7,9 @@ appended, with defaults, so old and new can talk.
 import msgspec
 
 from minisgl.request import RequestOutput, SamplingParams
+
+IDS_PER_SERVER = 1 << 40
+"""Server process r hands out the request ids from r * IDS_PER_SERVER on, so that no two are equal."""
 
 
 class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -30,10 +33,19 @@ class Ping(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """Server -> engine: are you alive? Answered by `Status` from the engine's own loop."""
 
     sequence: int
+    server: int = 0
+    """Rank of the server process that asks and gets the answer."""
 
 
 class Shutdown(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Server -> engine: stop now, cleanly."""
+
+
+class FlushCache(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """Server -> engine: drop every cached page that no running request uses. Answered by `CacheFlushed`."""
+
+    sequence: int
+    server: int = 0
 
 
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
@@ -81,6 +93,10 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     num_output_tokens: int = 0
     num_broken_counts: int = 0
     """Times the pages did not add up while nothing ran; 0 unless there is a bug."""
+    num_held_pages: int = 0
+    """Pages that requests hold; 0 when nothing runs."""
+    num_held_rows: int = 0
+    """Rows of the device tables that requests hold; 0 when nothing runs."""
 
 
 class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
@@ -89,5 +105,13 @@ class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
     message: str
 
 
-ToEngine = AddRequest | AbortRequest | Ping | Shutdown
-ToServer = Ready | StartupStage | StepOutput | Status | Fatal
+class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):
+    """Engine -> server: the answer to `FlushCache`."""
+
+    sequence: int
+    num_pages: int
+    """Pages that are free because of it."""
+
+
+ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache
+ToServer = Ready | StartupStage | StepOutput | Status | Fatal | CacheFlushed

@@ -1,8 +1,8 @@
-"""The sockets between the server process and one engine process: the only user of zmq.
+"""The sockets between the server processes and one engine process: the only user of zmq.
 
 Promise: messages arrive in the order they were sent and none is dropped while both processes live
 (PUSH/PULL pairs without a high-water mark; the server's cap on open requests bounds the queues).
-The endpoints are two ipc files in a private directory, so two instances never meet.
+The endpoints are two ipc files per server process in a private directory, so two instances never meet.
 """
 
 import tempfile
@@ -13,14 +13,16 @@ import zmq
 import zmq.asyncio
 
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.messages import ToEngine, ToServer
+from minisgl.messages import IDS_PER_SERVER, StepOutput, ToEngine, ToServer
+from minisgl.request import RequestOutput
 
 TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
 LONGEST_PATH = 100
 """A unix socket's path may have 107 bytes; the file names and a margin come off that."""
 CONNECT_MS = 5000
-"""How long the engine waits for the server's end, which was there before it."""
+"""How long the engine waits for each server process's end: the first was there before it, others may start
+at the same time."""
 LAST_WORDS_MS = 1000
 """How long the engine's `close` may wait for its last message (a `Fatal`) to leave."""
 
@@ -43,18 +45,26 @@ def make_ipc_dir() -> Path:
 
 
 class EngineSocket:
-    """The engine's end: plain blocking calls from the engine's one loop."""
+    """The engine's end: plain blocking calls from the engine's one loop.
 
-    def __init__(self, ipc_dir: str | Path) -> None:
+    Args:
+        num_servers: server processes, with the ranks 0 to num_servers - 1.
+    """
+
+    def __init__(self, ipc_dir: str | Path, num_servers: int = 1) -> None:
         self._context = zmq.Context()
         self._inbox = _socket(self._context, zmq.PULL)
-        self._outbox = _socket(self._context, zmq.PUSH)
-        # The server may answer the first message at once: by then it must have somebody to send to.
+        self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(num_servers)]
+        # A server may answer the first message at once: by then it must have somebody to send to.
         handshake = self._inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE))
-        handshake.poll(CONNECT_MS)
+        for rank in range(num_servers):
+            self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE, rank))
+        for _ in range(num_servers):
+            if handshake.poll(CONNECT_MS):
+                handshake.recv_multipart()
         self._inbox.disable_monitor()
-        self._outbox.connect(_endpoint(ipc_dir, TO_SERVER))
+        for rank, outbox in enumerate(self._outboxes):
+            outbox.connect(_endpoint(ipc_dir, TO_SERVER, rank))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
@@ -65,28 +75,42 @@ class EngineSocket:
             messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
         return messages
 
-    def send(self, message: ToServer) -> None:
-        """Queue `message` for the server; never waits for it to be read."""
-        self._outbox.send(self._encoder.encode(message))
+    def send(self, message: ToServer, server: int | None = None) -> None:
+        """Queue `message` for one server process, or for all; never waits for it to be read."""
+        data = self._encoder.encode(message)
+        for outbox in self._outboxes if server is None else [self._outboxes[server]]:
+            outbox.send(data)
+
+    def send_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Queue what a step gave, each output for the server process whose request it is."""
+        if len(self._outboxes) == 1:
+            self.send(StepOutput(outputs))
+            return
+        shares: dict[int, list[RequestOutput]] = {}
+        for output in outputs:
+            shares.setdefault(output.request_id // IDS_PER_SERVER, []).append(output)
+        for rank, share in shares.items():
+            self.send(StepOutput(share), rank)
 
     def close(self) -> None:
-        """Close both sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""
+        """Close all sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""
         self._inbox.close(linger=0)
-        self._outbox.close(linger=LAST_WORDS_MS)
+        for outbox in self._outboxes:
+            outbox.close(linger=LAST_WORDS_MS)
         self._context.term()
 
 
 class ServerSocket:
-    """The server's end, to be made and used inside one asyncio event loop."""
+    """One server process's end, to be made and used inside one asyncio event loop."""
 
-    def __init__(self, ipc_dir: str | Path) -> None:
+    def __init__(self, ipc_dir: str | Path, rank: int = 0) -> None:
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         # A plain socket: sending never waits, and a socket of its own can't swallow the inbox's wake-ups.
         self._outbox = _socket(self._context, zmq.PUSH)
-        self._inbox.bind(_endpoint(ipc_dir, TO_SERVER))
-        self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE))
+        self._inbox.bind(_endpoint(ipc_dir, TO_SERVER, rank))
+        self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE, rank))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToServer)
 
@@ -123,5 +147,5 @@ def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
     return socket
 
 
-def _endpoint(ipc_dir: str | Path, name: str) -> str:
-    return f"ipc://{ipc_dir}/{name}"
+def _endpoint(ipc_dir: str | Path, name: str, rank: int) -> str:
+    return f"ipc://{ipc_dir}/{name}.{rank}"

@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import EngineDeadError
-from minisgl.messages import AbortRequest, AddRequest, Fatal, Ping, Ready, Shutdown, Status, StepOutput
+from minisgl.messages import (
+    IDS_PER_SERVER,
+    AbortRequest,
+    AddRequest,
+    CacheFlushed,
+    Fatal,
+    FlushCache,
+    Ping,
+    Ready,
+    Shutdown,
+    Status,
+    StepOutput,
+)
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.transport import EngineSocket, ServerSocket, make_ipc_dir
 
@@ -36,11 +48,18 @@ def test_trap_26_the_directory_is_private_and_never_the_same(ipc_dir: Path) -> N
 
 def test_messages_of_every_kind_arrive_unchanged_and_in_order(ipc_dir: Path) -> None:
     params = SamplingParams(max_tokens=5, stop=("a", "b"), seed=7, stop_token_ids=(3,))
-    down = [AddRequest(1, b"\x01\x00\x00\x00", params, 2), AbortRequest(1), Ping(9), Shutdown()]
+    down = [
+        AddRequest(1, b"\x01\x00\x00\x00", params, 2),
+        AbortRequest(1),
+        Ping(9),
+        FlushCache(3),
+        Shutdown(),
+    ]
     up = [
         Ready(100, 10, 16, 8, "cpu", {"import": 1.5}),
         StepOutput([RequestOutput(1, [5, 6]), RequestOutput(2, [], FinishReason.STOP, 3)]),
         Status(9, num_steps=4),
+        CacheFlushed(3, 17),
         Fatal("no memory"),
     ]
 
@@ -83,6 +102,34 @@ def test_trap_26_no_message_of_a_burst_is_lost_or_overtaken(ipc_dir: Path) -> No
         assert arrived == [Ping(sequence) for sequence in range(count)]
         engine.close()
         server.close()
+
+    asyncio.run(talk())
+
+
+def test_each_server_process_gets_its_own_outputs_and_all_hear_what_is_for_all(ipc_dir: Path) -> None:
+    mine, other = RequestOutput(1, [5]), RequestOutput(IDS_PER_SERVER + 1, [6], FinishReason.STOP)
+
+    async def talk() -> None:
+        servers = [ServerSocket(ipc_dir, rank) for rank in range(3)]
+        engine = EngineSocket(ipc_dir, 3)
+        engine.send(Fatal("no memory"))
+        engine.send_outputs([mine, other, mine])
+        engine.send(Status(4), 2)
+        heard = [[await asyncio.wait_for(server.receive(), LIMIT_S) for _ in range(2)] for server in servers]
+        assert heard == [
+            [Fatal("no memory"), StepOutput([mine, mine])],
+            [Fatal("no memory"), StepOutput([other])],
+            [Fatal("no memory"), Status(4)],
+        ]
+        for rank, server in enumerate(servers):
+            server.send(Ping(0, rank))
+        arrived: list[object] = []
+        while len(arrived) < 3:
+            arrived += engine.receive(int(LIMIT_S * 1000))
+        assert sorted(ping.server for ping in arrived if isinstance(ping, Ping)) == [0, 1, 2]
+        engine.close()
+        for server in servers:
+            server.close()
 
     asyncio.run(talk())
 

@@ -124,6 +124,10 @@ class Engine:
             num_cached_tokens=stats.num_cached_tokens,
             num_output_tokens=stats.num_output_tokens,
             num_broken_counts=self.num_broken_counts,
+            num_held_pages=self.cache.num_usable_pages
+            - self.cache.num_free_pages
+            - self.cache.num_evictable_pages,
+            num_held_rows=self._scheduler.num_held_rows,
         )
 
     def check_at_idle(self) -> None:

@@ -1,6 +1,7 @@
 """The engine process: `python -m minisgl.engine.worker`, started by the server.
 
-Reads one JSON line from stdin: {"engine": EngineConfig fields, "model_folder", "ipc_dir", "log_level"}.
+Reads one JSON line from stdin: {"engine": EngineConfig fields, "model_folder", "ipc_dir", "log_level",
+"num_servers"}.
 The pipe stays open as a sign of life: at its end the parent is gone, and so is this process.
 
 Promise: it never outlives its parent, answers every message, and says why when it has to end.
@@ -20,7 +21,17 @@ import msgspec
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
 from minisgl.log import setup_logging
-from minisgl.messages import AbortRequest, AddRequest, Fatal, Ping, Ready, Shutdown, StartupStage, StepOutput
+from minisgl.messages import (
+    AbortRequest,
+    AddRequest,
+    CacheFlushed,
+    Fatal,
+    FlushCache,
+    Ping,
+    Ready,
+    Shutdown,
+    StartupStage,
+)
 from minisgl.transport import EngineSocket
 
 logger = logging.getLogger(__name__)
@@ -38,6 +49,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     model_folder: str
     ipc_dir: str
     log_level: str = "info"
+    num_servers: int = 1
+    """Server processes at the other end of the sockets."""
 
 
 def main() -> int:
@@ -52,7 +65,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(config.log_level, "engine")
-    socket = EngineSocket(config.ipc_dir)
+    socket = EngineSocket(config.ipc_dir, config.num_servers)
     try:
         _run(config, socket, started)
         return 0
@@ -101,14 +114,16 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
                     engine.add(message)
                 case AbortRequest(request_id):
                     engine.abort(request_id)
-                case Ping(sequence):
-                    socket.send(engine.status(sequence))
+                case Ping(sequence, server):
+                    socket.send(engine.status(sequence), server)
+                case FlushCache(sequence, server):
+                    socket.send(CacheFlushed(sequence, engine.flush_prefix_cache()), server)
                 case Shutdown():
                     engine.close()
                     return
         outputs = engine.step()
         if outputs:
-            socket.send(StepOutput(outputs))
+            socket.send_outputs(outputs)
 
 
 def end_with_the_parent(ipc_dir: str) -> None:

@@ -113,6 +113,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_held_rows(self) -> int:
+        """Rows that were handed out and have not come back."""
+        return self.config.max_rows - len(self._free_rows)
+
+    @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or has an output that nobody took."""
         return bool(self._requests or self._launched or self._outputs)

@@ -33,13 +33,14 @@ from minisgl.engine.worker import end_with_the_parent
 from minisgl.messages import (
     AbortRequest,
     AddRequest,
+    CacheFlushed,
     Fatal,
+    FlushCache,
     Ping,
     Ready,
     Shutdown,
     StartupStage,
     Status,
-    StepOutput,
 )
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
@@ -96,7 +97,13 @@ class FakeEngine:
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Ping):
-                    self.socket.send(Status(message.sequence, self.num_steps, num_running=len(self.running)))
+                    running = len(self.running)
+                    status = Status(
+                        message.sequence, self.num_steps, num_running=running, num_held_rows=running
+                    )
+                    self.socket.send(status, message.server)
+                elif isinstance(message, FlushCache):
+                    self.socket.send(CacheFlushed(message.sequence, 5), message.server)
                 elif isinstance(message, AddRequest):
                     self.add(message)
                 elif isinstance(message, AbortRequest):
@@ -116,7 +123,7 @@ class FakeEngine:
                     del self.running[request_id]
         if outputs:
             self.num_steps += 1
-            self.socket.send(StepOutput(outputs))
+            self.socket.send_outputs(outputs)
 
     def go(self) -> None:
         for answer in self.running.values():
@@ -172,7 +179,7 @@ def main() -> None:
     end_with_the_parent(settings["ipc_dir"])
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())
-    socket = EngineSocket(settings["ipc_dir"])
+    socket = EngineSocket(settings["ipc_dir"], settings.get("num_servers", 1))
     if knobs["start"] == "exit":
         sys.exit(3)
     if knobs["start"] == "fatal":
