@@ -122,14 +122,14 @@ class Block(nn.Module):
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
         """x and residual, [T, M] -> the same; their sum is the stream."""
-        x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(x, positions, cos_sin, inputs)
-        x, residual = self.post_attention_layernorm.forward_add(x, residual)
-        return self.mlp(x), residual
+        qkv, residual = self.self_attn.qkv_proj.forward_add_norm(x, residual, self.input_layernorm)
+        x = self.self_attn(qkv, positions, cos_sin, inputs)
+        return self.mlp.forward_add_norm(x, residual, self.post_attention_layernorm)
 
 
 class SelfAttention(nn.Module):
-    """The projections around a layer's attention; q, k and v as one product, then normalised if asked for."""
+    """A layer's attention between its projections: q and k are normalised if asked for; `qkv_proj`, as one
+    product, is called with the norm before it."""
 
     def __init__(self, config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -143,7 +143,6 @@ class SelfAttention(nn.Module):
         self.attention = Attention(config.num_heads, config.num_kv_heads, config.head_dim, attend)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device)
 
-    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
-        """[T, M] -> [T, M]."""
-        qkv = self.qkv_proj(x)
+    def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
+        """qkv_proj's [T, (H + 2K) * D] -> [T, M]."""
         return self.o_proj(self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm))

@@ -7,6 +7,10 @@ from torch.nn import functional as F
 from triton_kernels.linear import (
     MAX_ROWS,
     LinearConfig,
+    add_norm_gated_linear,
+    add_norm_gated_linear_triton,
+    add_norm_linear,
+    add_norm_linear_triton,
     default_linear_config,
     gated_linear,
     gated_linear_triton,
@@ -15,8 +19,15 @@ from triton_kernels.linear import (
 )
 from triton_kernels.registry import with_replacements
 
-SIZES = [(1, 48, 96), (2, 40, 300), (5, 33, 64), (MAX_ROWS, 130, 257)]
-CONFIGS = [None, LinearConfig(16, 64, 2, 3), LinearConfig(64, 32, 4, 2)]
+# Rows, outputs, width and a configuration; few, because each is compiled anew on a GPU.
+CASES = [
+    ((1, 48, 96), None),
+    ((2, 40, 300), LinearConfig(16, 64, 2, 3)),
+    ((5, 33, 64), LinearConfig(64, 32, 4, 2)),
+    ((MAX_ROWS, 130, 257), None),
+    ((MAX_ROWS - 3, 130, 257), LinearConfig(16, 64, 2, 3)),
+]
+EPS = 1e-2
 
 
 @pytest.fixture
@@ -32,28 +43,88 @@ def inputs(rows: int, outputs: int, width: int, device: str | torch.device, dtyp
     return tuple(tensor.to(device, dtype) for tensor in (x, weight, bias))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("size", SIZES)
+def norm_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual for x, of another stride, and a norm's weight."""
+    rng = torch.Generator().manual_seed(1)
+    residual, weight = torch.randn(x.shape, generator=rng), torch.randn(x.shape[1], generator=rng)
+    return residual.to(x), weight.to(x)
+
+
+def normed(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of the sum as it is in x's dtype, in float64."""
+    total = (x + residual).double()
+    return weight.double() * total / (total.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, in_bfloat16: float = 5e-3) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: in_bfloat16}[got.dtype]
+    assert (got.double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(("size", "config"), CASES)
 def test_a_linear_layer_with_and_without_bias(size, config, device, dtype):
     x, weight, bias = inputs(*size, device, dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    for added in (None, bias):
-        expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
-        for got in (linear_triton(x, weight, added, config), linear(x, weight, added)):
-            assert (got.double() - expected).norm() <= tolerance * expected.norm()
+    added = bias if size[0] % 2 else None
+    expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
+    assert_close(linear_triton(x, weight, added, config), expected)
+    assert_close(linear(x, weight, added), expected)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "config"), CASES)
 def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, dtype):
     rows, outputs, width = size
     x, weight, _ = inputs(rows, 2 * outputs, width, device, dtype)
     gate, up = F.linear(x.double(), weight.double()).chunk(2, dim=-1)
     expected = F.silu(gate) * up
     for got in (gated_linear_triton(x, weight, config), gated_linear(x, weight)):
-        assert (got.double() - expected).norm() <= (
-            1e-5 if dtype == torch.float32 else 8e-3
-        ) * expected.norm()
+        assert_close(got, expected, in_bfloat16=8e-3)
+
+
+@pytest.mark.parametrize(("size", "config"), CASES)
+def test_the_sum_with_the_residual_is_normalised_before_the_product_and_returned(size, config, device, dtype):
+    x, weight, bias = inputs(*size, device, dtype)
+    residual, norm_weight = norm_inputs(x)
+    added = bias if size[0] % 2 else None
+    expected = F.linear(
+        normed(x, residual, norm_weight), weight.double(), None if added is None else added.double()
+    )
+    for function, options in ((add_norm_linear_triton, {"config": config}), (add_norm_linear, {})):
+        poison_what_is_allocated_next(x, weight)
+        got, total = function(x, residual, norm_weight, EPS, weight, added, **options)
+        assert_close(got, expected)
+        assert torch.equal(total, x + residual)
+
+
+@pytest.mark.parametrize(("size", "config"), CASES)
+def test_the_same_before_a_gated_layer(size, config, device, dtype):
+    rows, outputs, width = size
+    x, weight, _ = inputs(rows, 2 * outputs, width, device, dtype)
+    residual, norm_weight = norm_inputs(x)
+    gate, up = F.linear(normed(x, residual, norm_weight), weight.double()).chunk(2, dim=-1)
+    for function, options in (
+        (add_norm_gated_linear_triton, {"config": config}),
+        (add_norm_gated_linear, {}),
+    ):
+        poison_what_is_allocated_next(x, weight)
+        got, total = function(x, residual, norm_weight, EPS, weight, **options)
+        assert_close(got, F.silu(gate) * up, in_bfloat16=8e-3)
+        assert torch.equal(total, x + residual)
+
+
+def poison_what_is_allocated_next(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """NaN in memory of the sizes of the outputs: what is not written shows."""
+    outputs = [torch.full((x.shape[0], n), float("nan")).to(x) for n in (*weight.shape, weight.shape[0] // 2)]
+    del outputs
+
+
+@pytest.mark.parametrize("rows", [0, 1, MAX_ROWS])
+def test_rows_of_zeros_stay_zeros_with_a_norm(rows, device, dtype):
+    x, weight, _ = inputs(MAX_ROWS, 48, 96, device, dtype)
+    x[rows:] = 0
+    got, total = add_norm_linear_triton(x, torch.zeros_like(x), torch.ones_like(x[0]), EPS, weight)
+    assert got[:rows].isfinite().all()
+    assert not got[rows:].any()
+    assert torch.equal(total, x)
 
 
 def test_a_row_is_the_same_to_the_last_bit_alone_and_in_any_batch(device, dtype):
@@ -61,6 +132,16 @@ def test_a_row_is_the_same_to_the_last_bit_alone_and_in_any_batch(device, dtype)
     together = linear_triton(x, weight)
     for row in (0, 7, MAX_ROWS - 1):
         assert torch.equal(linear_triton(x[row : row + 1], weight)[0], together[row])
+
+
+def test_so_it_is_with_a_norm(device, dtype):
+    x, weight, _ = inputs(MAX_ROWS, 130, 257, device, dtype)
+    residual, norm_weight = norm_inputs(x)
+    together, _ = add_norm_linear_triton(x, residual, norm_weight, EPS, weight)
+    for row in (0, 7, MAX_ROWS - 1):
+        one = slice(row, row + 1)
+        alone, _ = add_norm_linear_triton(x[one], residual[one], norm_weight, EPS, weight)
+        assert torch.equal(alone[0], together[row])
 
 
 def test_nothing_beyond_the_rows_and_the_weights_is_used(device, dtype):
@@ -79,12 +160,13 @@ def test_more_rows_than_the_kernel_takes_are_torchs(device):
 
 @pytest.mark.parametrize("shared_bytes", [48 * 1024, 99 * 1024, 227 * 1024])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated, normed):
     for outputs in (64, 4096, 6144, 14336, 151936):
-        config = default_linear_config(outputs, gated, shared_bytes)
-        tile = config.block_k * ((2 if gated else 1) * config.block_n + MAX_ROWS)
+        config = default_linear_config(outputs, gated, shared_bytes, normed)
+        tiles = [(2 if gated else 1) * config.block_n, MAX_ROWS, *([MAX_ROWS, 1] if normed else [])]
         assert config.num_stages >= 1
-        assert 2 * tile * config.num_stages <= shared_bytes
+        assert 2 * config.block_k * sum(tiles) * config.num_stages <= shared_bytes
 
 
 def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):
@@ -94,3 +176,24 @@ def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):
     kernels = with_replacements(["silu_mul=triton_kernels.silu_mul:twice"])
     x, weight, _ = inputs(2, 8, 4, torch.device("cpu"), torch.float32)
     assert torch.equal(kernels.gated_linear(x, weight), 2 * F.linear(x, weight))
+    norm = (torch.ones_like(x), torch.ones(4), EPS)
+    got, _ = kernels.add_norm_gated_linear(x, *norm, weight)
+    assert torch.equal(got, 2 * kernels.add_norm_linear(x, *norm, weight)[0])
+
+
+def test_replacing_the_norm_takes_the_layers_with_a_norm_apart(monkeypatch):
+    import triton_kernels.rms_norm as module
+
+    def no_norm(x, residual, weight, eps):
+        return x, x - residual
+
+    monkeypatch.setattr(module, "no_norm", no_norm, raising=False)
+    kernels = with_replacements(["add_rms_norm=triton_kernels.rms_norm:no_norm"])
+    x, weight, bias = inputs(2, 8, 4, torch.device("cpu"), torch.float32)
+    norm = (torch.ones_like(x), torch.ones(4), EPS)
+    for got, total in (
+        (kernels.add_norm_linear(x, *norm, weight, bias), F.linear(x, weight, bias)),
+        (kernels.add_norm_gated_linear(x, *norm, weight), gated_linear(x, weight)),
+    ):
+        assert torch.equal(got[0], total)
+        assert torch.equal(got[1], x - 1)
