@@ -27,14 +27,40 @@ class RopeScaling:
     """How rotary frequencies are stretched beyond the length the model was first trained on."""
 
     kind: str
-    """Either "llama3" or "linear" (others are refused by name until they are implemented)."""
+    """One of "linear", "llama3", "yarn" (others are refused by name)."""
     factor: float
+    original_max_position: int = 8192
+    """llama3 and yarn: context length before stretching, in tokens."""
     low_freq_factor: float = 1.0
     """llama3 only."""
     high_freq_factor: float = 4.0
     """llama3 only."""
-    original_max_position: int = 8192
-    """llama3 only: context length before stretching, in tokens."""
+    beta_fast: float = 32.0
+    """yarn only: frequencies with more turns than this over the original context are kept."""
+    beta_slow: float = 1.0
+    """yarn only: frequencies with fewer turns than this are stretched by the whole factor."""
+    truncate: bool = True
+    """yarn only: the bounds of the blend between the two lie on whole frequencies."""
+    attention_factor: float = 1.0
+    """yarn only: what cosines and sines are multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that stands in place of the MLP."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Width of one expert."""
+    renormalize: bool
+    """The weights of a token's experts sum to 1; otherwise they are their share of all experts' softmax."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have an MLP of `ModelConfig.intermediate_size` instead."""
+    module_name: str = "mlp"
+    """What the checkpoint calls the mixture in a layer."""
+    gate_up_down_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """What the checkpoint calls the matrices of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +83,14 @@ class ModelConfig:
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     qkv_bias: bool = False
-    """The q, k and v projections have biases (Qwen2)."""
+    """The q, k and v projections have biases (Qwen2; others where `attention_bias` says so)."""
+    o_bias: bool = False
+    """The output projection has a bias (where `attention_bias` says so)."""
     qk_norm: bool = False
-    """Each head of q and k is normalised before the rotation (Qwen3)."""
+    """Each head of q and k is normalised before the rotation (Qwen3, Gemma 3)."""
+    windows: tuple[int, ...] = ()
+    """Tokens that each layer sees, the new one included; 0 = all of them. Empty = every layer sees all."""
+    experts: ExpertsConfig | None = None
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": what the weights are stored in."""
     eos_token_ids: tuple[int, ...]
@@ -70,6 +101,14 @@ class ModelConfig:
     def kv_elements_per_token(self) -> int:
         """K and V elements of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def mlp_elements_per_token(self) -> int:
+        """Elements between the two halves of the widest MLP of one token, and its experts' outputs."""
+        if self.experts is None:
+            return self.intermediate_size
+        each = self.experts.intermediate_size + self.hidden_size
+        return max(self.intermediate_size, self.experts.experts_per_token * each)
 
 
 @dataclass(frozen=True, kw_only=True)

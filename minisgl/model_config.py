@@ -5,16 +5,49 @@ name, never ignored. Reads what transformers 4 and transformers 5 write.
 """
 
 import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import DTYPE_BYTES, ModelConfig, RopeScaling
+from minisgl.config import DTYPE_BYTES, ExpertsConfig, ModelConfig, RopeScaling
 from minisgl.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Hugging Face class names whose settings are understood here; models/registry.py builds them."""
-
 LARGEST_INTEGER = 1 << 31
+MOST_EXPERTS = 1024
+EXPERT_TILE = 16
+"""What the mixture's kernels want widths to be a multiple of."""
+
+
+class Windows(Enum):
+    """Which layers `sliding_window` is for."""
+
+    NONE = "the class has none: the key is refused"
+    ALL = "every layer"
+    ALL_IF_USED = "every layer, where use_sliding_window says so"
+    LATER_LAYERS_IF_USED = "those of layer_types, else from max_window_layers on, if use_sliding_window"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What one Hugging Face class makes of config.json; defaults are transformers' own for keys left out."""
+
+    num_kv_heads: int | None = None
+    """None = as many as query heads."""
+    head_dim: int | None = None
+    """None = hidden_size / num_attention_heads."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    windows: Windows = Windows.NONE
+    sliding_window: int | None = 4096
+    qkv_bias: bool = False
+    """q, k and v always have biases; `attention_bias` means nothing."""
+    attention_bias: bool = False
+    """`attention_bias` gives all four projections one; a class that does not read it refuses it."""
+    qk_norm: bool = False
+    read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -26,28 +59,28 @@ def read_model_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json", required=False)
     architecture = _architecture(raw)
-    _refuse_what_is_missing(raw, architecture)
+    family = FAMILIES[architecture]
+    _refuse_what_is_missing(raw, family)
 
     hidden_size = _integer(raw, "hidden_size")
     num_heads = _integer(raw, "num_attention_heads")
-    num_kv_heads = _integer(raw, "num_key_value_heads", num_heads)
+    num_kv_heads = _integer(raw, "num_key_value_heads", family.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
             f"num_key_value_heads ({num_kv_heads})"
         )
-    is_qwen3 = architecture == "Qwen3ForCausalLM"
-    if raw.get("head_dim") is None and hidden_size % num_heads and not is_qwen3:
+    if raw.get("head_dim") is None and hidden_size % num_heads and family.head_dim is None:
         raise ModelError(
             f"config.json gives no head_dim and hidden_size ({hidden_size}) is no multiple of "
             f"num_attention_heads ({num_heads})"
         )
-    # Where the file gives none: transformers' own default for the architecture.
-    head_dim = _integer(raw, "head_dim", 128 if is_qwen3 else hidden_size // num_heads)
+    head_dim = _integer(raw, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
-    max_position = _integer(raw, "max_position_embeddings")
-    rope_theta, rope_scaling = _rope(raw, max_position)
+    rope_theta, rope_scaling = _rope(raw, family)
+    max_position = _max_position(raw, rope_scaling)
+    has_bias = family.attention_bias and bool(raw.get("attention_bias"))
     return ModelConfig(
         architecture=architecture,
         num_layers=_integer(raw, "num_hidden_layers"),
@@ -58,16 +91,122 @@ def read_model_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=_integer(raw, "vocab_size"),
         max_position=max_position,
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        rms_norm_eps=_number(raw, "rms_norm_eps", family.rms_norm_eps),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=is_qwen3,
+        qkv_bias=family.qkv_bias or has_bias,
+        o_bias=has_bias,
+        qk_norm=family.qk_norm,
+        windows=_windows(raw, family, max_position),
+        experts=family.read_experts(raw) if family.read_experts else None,
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_joined_ids("eos_token_id", generation, raw),
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
     )
+
+
+def _qwen3_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
+    """Qwen3-MoE's mixture; None where no layer has one."""
+    if raw.get("num_experts", raw.get("num_local_experts")) == 0:
+        return None
+    num_layers = _integer(raw, "num_hidden_layers")
+    every = _integer(raw, "decoder_sparse_step", 1)
+    listed = raw.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise ModelError(f"config.json: mlp_only_layers must be a list of layers, got {listed!r}")
+    dense = frozenset(layer for layer in range(num_layers) if layer in listed or (layer + 1) % every)
+    if len(dense) == num_layers:
+        return None
+    experts = ExpertsConfig(
+        num_experts=_num_experts(raw, 128),
+        experts_per_token=_integer(raw, "num_experts_per_tok", 8),
+        intermediate_size=_integer(raw, "moe_intermediate_size", 768),
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=dense,
+    )
+    return _checked(experts, _integer(raw, "hidden_size"), "moe_intermediate_size")
+
+
+def _mixtral_experts(raw: dict[str, Any]) -> ExpertsConfig:
+    experts = ExpertsConfig(
+        num_experts=_num_experts(raw, 8),
+        experts_per_token=_integer(raw, "num_experts_per_tok", 2),
+        intermediate_size=_integer(raw, "intermediate_size"),
+        renormalize=True,
+        module_name="block_sparse_moe",
+        gate_up_down_names=("w1", "w3", "w2"),
+    )
+    return _checked(experts, _integer(raw, "hidden_size"), "intermediate_size")
+
+
+def _num_experts(raw: dict[str, Any], default: int) -> int:
+    """Under either name: transformers 5 writes num_local_experts for Qwen, too."""
+    name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    return _integer(raw, name, default)
+
+
+def _checked(experts: ExpertsConfig, hidden_size: int, width_name: str) -> ExpertsConfig:
+    """The same experts.
+
+    Raises:
+        ModelError: their number or widths are none that the kernels take.
+    """
+    if not experts.experts_per_token <= experts.num_experts <= MOST_EXPERTS:
+        raise ModelError(
+            f"config.json: num_experts_per_tok ({experts.experts_per_token}) may be at most the number of "
+            f"experts ({experts.num_experts}), and that at most {MOST_EXPERTS}"
+        )
+    for name, width in (("hidden_size", hidden_size), (width_name, experts.intermediate_size)):
+        if width % EXPERT_TILE:
+            raise ModelError(
+                f"config.json: with experts, {name} must be a multiple of {EXPERT_TILE}, got {width}"
+            )
+    return experts
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(attention_bias=True),
+    "MistralForCausalLM": Family(num_kv_heads=8, windows=Windows.ALL),
+    "MixtralForCausalLM": Family(
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        windows=Windows.ALL,
+        sliding_window=None,
+        read_experts=_mixtral_experts,
+    ),
+    "Qwen2ForCausalLM": Family(num_kv_heads=32, windows=Windows.LATER_LAYERS_IF_USED, qkv_bias=True),
+    "Qwen3ForCausalLM": Family(
+        num_kv_heads=32,
+        head_dim=128,
+        windows=Windows.LATER_LAYERS_IF_USED,
+        attention_bias=True,
+        qk_norm=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        num_kv_heads=4,
+        windows=Windows.ALL_IF_USED,
+        attention_bias=True,
+        qk_norm=True,
+        read_experts=_qwen3_experts,
+    ),
+}
+"""By Hugging Face class name; models/registry.py builds them."""
+
+MEANS_NOTHING: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+}
+"""Keys that this engine does not follow, and the values (null always) that ask for nothing."""
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
@@ -90,87 +229,154 @@ def _architecture(raw: dict[str, Any]) -> str:
     if isinstance(named, str):
         named = [named]
     for name in named:
-        if name in ARCHITECTURES:
+        if name in FAMILIES:
             return name
     got = ", ".join(map(str, named)) or f"none (model_type {raw.get('model_type')!r})"
     raise ModelError(
-        f"the model's architecture is not supported: got {got}; supported: {', '.join(ARCHITECTURES)}"
+        f"the model's architecture is not supported: got {got}; supported: {', '.join(FAMILIES)}"
     )
 
 
-def _refuse_what_is_missing(raw: dict[str, Any], architecture: str) -> None:
+def _refuse_what_is_missing(raw: dict[str, Any], family: Family) -> None:
     """Name the first setting that this engine would have to ignore.
 
     Raises:
         ModelError: there is one.
     """
-
-    def refuse(what: str) -> None:
-        raise ModelError(f"this engine does not have what config.json asks for: {what}")
-
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        refuse(f"quantized weights ({method}); take the model's unquantized version")
-    for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
-            refuse(f"{name} = {raw[name]!r}")
-    if raw.get("hidden_act", "silu") != "silu":
-        refuse(f"hidden_act = {raw['hidden_act']!r}; only 'silu' is known")
-    window = _sliding_window(raw, architecture)
-    if window:
-        refuse(f"sliding_window = {window!r}")
-    other_layers = sorted({str(kind) for kind in raw.get("layer_types") or []} - {"full_attention"})
-    if other_layers:
-        refuse(f"layer_types {', '.join(other_layers)}; only full_attention is known")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        refuse(f"partial_rotary_factor = {raw['partial_rotary_factor']!r}")
+        raise _missing(f"quantized weights ({method}); take the model's unquantized version")
+    for name, harmless in MEANS_NOTHING.items():
+        value = raw.get(name)
+        if value is not None and value not in harmless:
+            known = f"; only {harmless[0]!r} is known" if harmless and harmless[0] else ""
+            raise _missing(f"{name} = {value!r}{known}")
+    if raw.get("attention_bias") and not (family.attention_bias or family.qkv_bias):
+        raise _missing(f"attention_bias = {raw['attention_bias']!r}")
+    if family.windows is Windows.NONE and raw.get("sliding_window") and raw.get("use_sliding_window", True):
+        raise _missing(f"sliding_window = {raw['sliding_window']!r}")
 
 
-def _sliding_window(raw: dict[str, Any], architecture: str) -> object:
-    """The window that some layers have; None = none has one, or `layer_types` says which."""
-    if architecture == "LlamaForCausalLM":
-        return raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-    # Qwen: off unless asked for, then for the layers from max_window_layers on.
-    if not raw.get("use_sliding_window") or raw.get("layer_types"):
-        return None
-    first = raw.get("max_window_layers", 28)
-    all_full = isinstance(first, int) and first >= _integer(raw, "num_hidden_layers")
-    return None if all_full else raw.get("sliding_window", 4096)
+def _missing(what: str) -> ModelError:
+    return ModelError(f"this engine does not have what config.json asks for: {what}")
 
 
-def _rope(raw: dict[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
+def _windows(raw: dict[str, Any], family: Family, max_position: int) -> tuple[int, ...]:
+    """`ModelConfig.windows`; a window as long as the longest context is none."""
+    num_layers = _integer(raw, "num_hidden_layers")
+    kinds = _layer_types(raw, num_layers)
+    reads_layer_types = family.windows is Windows.LATER_LAYERS_IF_USED
+    if kinds and not reads_layer_types and "sliding_attention" in kinds:
+        raise _missing("layer_types with sliding_attention, which this architecture does not read")
+    used = family.windows is Windows.ALL or bool(raw.get("use_sliding_window"))
+    window = raw.get("sliding_window", family.sliding_window)
+    if family.windows is Windows.NONE or not used or window is None:
+        if "sliding_attention" in kinds:
+            raise ModelError("config.json: layer_types has sliding_attention, but there is no sliding_window")
+        return ()
+    window = _integer({"sliding_window": window}, "sliding_window")
+    if window >= max_position:
+        return ()
+    if not reads_layer_types:
+        return (window,) * num_layers
+    if not kinds:
+        first = raw.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ModelError(f"config.json: max_window_layers must be a whole number, got {first!r}")
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _layer_types(raw: dict[str, Any], num_layers: int) -> list[str]:
+    """`layer_types`, one for each layer; empty where there is none.
+
+    Raises:
+        ModelError: it has another length, or a type that is not known here.
+    """
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or len(kinds) not in (0, num_layers):
+        raise ModelError(f"config.json: layer_types must name a type for each of {num_layers} layers")
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    if others:
+        raise _missing(f"layer_types {', '.join(others)}; known are full_attention, sliding_attention")
+    return kinds
+
+
+def _max_position(raw: dict[str, Any], scaling: RopeScaling | None) -> int:
+    """Longest context; YaRN's reaches as far as its factor says (Qwen2.5 keeps the length before it)."""
+    max_position = _integer(raw, "max_position_embeddings")
+    if scaling is None or scaling.kind != "yarn":
+        return max_position
+    return max(max_position, int(scaling.original_max_position * scaling.factor))
+
+
+def _rope(raw: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     for settings in (older, newer):
         if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
             raise ModelError("config.json: RoPE settings that differ by layer type are not supported")
     # Where a folder has both, transformers follows rope_scaling; theta may still lie in the other.
+    theta = _number(newer, "rope_theta", _number(raw, "rope_theta", family.rope_theta))
     parameters = older or newer
-    theta = _number(newer, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    theta = _number(parameters, "rope_theta", theta)
+    return _number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters)
+
+
+def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any]) -> RopeScaling | None:
+    """What `parameters` ask for beyond theta.
+
+    Raises:
+        ModelError: a type of RoPE that is not known here.
+    """
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("config.json: a partial_rotary_factor other than 1 is not supported")
+        raise _missing(f"partial_rotary_factor = {parameters['partial_rotary_factor']!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
+    # Dynamic NTK changes nothing up to max_position_embeddings, and longer contexts are refused: the angles
+    # of keys that are already in the pool can't change with a sequence's length.
+    if kind in ("default", "dynamic"):
+        return None
     if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=_number(parameters, "factor"))
-    if kind == "llama3":
-        original = raw.get("original_max_position_embeddings") or max_position
-        scaling = RopeScaling(
-            kind="llama3",
-            factor=_number(parameters, "factor"),
-            low_freq_factor=_number(parameters, "low_freq_factor"),
-            high_freq_factor=_number(parameters, "high_freq_factor"),
-            original_max_position=_integer(parameters, "original_max_position_embeddings", original),
-        )
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise ModelError("config.json: RoPE's high_freq_factor must be larger than low_freq_factor")
-        return theta, scaling
-    raise ModelError(
-        f"this engine does not have what config.json asks for: RoPE of type {kind!r}; "
-        "known are default, linear, llama3"
+        return RopeScaling(kind="linear", factor=_number(parameters, "factor"))
+    if kind not in ("llama3", "yarn"):
+        raise _missing(f"RoPE of type {kind!r}; known are default, linear, dynamic, llama3, yarn")
+    # transformers prefers the one beside the RoPE settings.
+    key = "original_max_position_embeddings"
+    max_position = _integer(raw, "max_position_embeddings")
+    original = _integer(parameters if raw.get(key) is None else raw, key, max_position)
+    if kind == "yarn":
+        return _yarn(parameters, original, max_position)
+    scaling = RopeScaling(
+        kind="llama3",
+        factor=_number(parameters, "factor"),
+        original_max_position=original,
+        low_freq_factor=_number(parameters, "low_freq_factor"),
+        high_freq_factor=_number(parameters, "high_freq_factor"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ModelError("config.json: RoPE's high_freq_factor must be larger than low_freq_factor")
+    return scaling
+
+
+def _yarn(parameters: dict[str, Any], original: int, max_position: int) -> RopeScaling:
+    factor = _number(parameters, "factor", max_position / original)
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    magnify = magnitude(1.0)
+    if mscale and mscale_all_dim:
+        magnify = magnitude(_number(parameters, "mscale")) / magnitude(_number(parameters, "mscale_all_dim"))
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        beta_fast=_number(parameters, "beta_fast", 32.0),
+        beta_slow=_number(parameters, "beta_slow", 1.0),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_number(parameters, "attention_factor", magnify),
     )
 
 

@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from minisgl.config import RopeScaling
 from minisgl.errors import ModelError
@@ -92,6 +100,8 @@ def test_a_config_that_transformers_5_writes_is_read(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "default"}}, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 4}}, "linear"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, None),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
     ],
 )
 def test_rope_kinds(changes: dict[str, object], kind: str | None, tmp_path: Path) -> None:
@@ -115,16 +125,27 @@ def test_a_null_head_dim_is_derived(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": ...}, "model_type 'llama'"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"sliding_window": 4096}, "sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "each of 32 layers"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 16}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 16}, "linear_attention"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 32}, "no sliding_"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"n_shared_experts": 1}, "n_shared_experts"),
+        ({"shared_expert_intermediate_size": 5632}, "shared_expert_intermediate_size"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2000}, "at most 1024"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"architectures": ["MixtralForCausalLM"], "intermediate_size": 100}, "multiple of 16"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": "first"}, "mlp_only_layers"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"num_key_value_heads": 5}, "num_key_value_heads"),
@@ -157,7 +178,32 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-QWEN_WINDOWS: list[dict[str, object]] = [
+@pytest.mark.parametrize("value", [True, False])
+def test_a_key_for_biases_means_nothing_to_qwen2(value: bool, tmp_path: Path) -> None:
+    folder = write(tmp_path, architectures=["Qwen2ForCausalLM"], attention_bias=value)
+    config = read_model_config(folder)
+    assert (config.qkv_bias, config.o_bias) == (True, False)
+
+
+def test_yarn_reaches_as_far_as_its_factor_says(tmp_path: Path) -> None:
+    """Qwen2.5's and Qwen3's own instructions: the one keeps the trained length in the file, the other not."""
+    for name, max_position in (("Qwen2ForCausalLM", 32768), ("Qwen3ForCausalLM", 40960)):
+        scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+        folder = write(
+            tmp_path, architectures=[name], max_position_embeddings=max_position, rope_scaling=scaling
+        )
+        assert read_model_config(folder).max_position == 131072
+
+
+KINDS: dict[str, type[PreTrainedConfig]] = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "MixtralForCausalLM": MixtralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+}
+WINDOWS: list[dict[str, object]] = [
     {},
     {"sliding_window": 100},
     {"sliding_window": 100, "use_sliding_window": False, "max_window_layers": 1},
@@ -165,36 +211,67 @@ QWEN_WINDOWS: list[dict[str, object]] = [
     {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 32},
     {"sliding_window": 100, "use_sliding_window": True, "layer_types": ["full_attention"] * 32},
     {"sliding_window": 100, "use_sliding_window": True},
+    {"sliding_window": 131072, "use_sliding_window": True, "max_window_layers": 0},
     {"sliding_window": None, "use_sliding_window": True},
     {"use_sliding_window": True},
 ]
 
 
-@pytest.mark.parametrize("changes", QWEN_WINDOWS)
-@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
-def test_qwens_are_refused_where_transformers_gives_a_layer_a_window(
-    kind: type[Qwen2Config | Qwen3Config], changes: dict[str, object], tmp_path: Path
+@pytest.mark.parametrize("changes", WINDOWS)
+@pytest.mark.parametrize("architecture", [name for name in KINDS if name != "LlamaForCausalLM"])
+def test_layers_have_the_windows_that_transformers_gives_them(
+    architecture: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    name = kind.__name__.replace("Config", "ForCausalLM")
-    folder = write(tmp_path, architectures=[name], model_type=kind.model_type, rope_scaling=None, **changes)
+    kind = KINDS[architecture]
+    folder = write(
+        tmp_path, architectures=[architecture], model_type=kind.model_type, rope_scaling=None, **changes
+    )
     theirs = kind.from_pretrained(folder)
-    if set(theirs.layer_types or []) == {"full_attention"}:
-        assert read_model_config(folder).num_layers == 32
-    else:
-        with pytest.raises(ModelError, match="sliding_window"):
-            read_model_config(folder)
+    window = getattr(theirs, "sliding_window", None)
+    has_types = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    types = theirs.layer_types if has_types else ["sliding_attention" if window else "full_attention"] * 32
+    expected = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    ours = read_model_config(folder).windows
+    assert (ours or (0,) * 32) == tuple(0 if size == 131072 else size for size in expected)
 
 
-@pytest.mark.parametrize("missing", ["rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim"])
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "missing", ["rope_theta", "rms_norm_eps", "tie_word_embeddings", "head_dim", "num_key_value_heads"]
+)
+@pytest.mark.parametrize("architecture", KINDS)
 def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(
-    kind: type[LlamaConfig | Qwen2Config | Qwen3Config], missing: str, tmp_path: Path
+    architecture: str, missing: str, tmp_path: Path
 ) -> None:
-    name = kind.__name__.replace("Config", "ForCausalLM")
+    kind = KINDS[architecture]
     keys: dict[str, object] = {"rope_scaling": None, "hidden_size": 2048, missing: ...}
-    folder = write(tmp_path, architectures=[name], model_type=kind.model_type, **keys)
+    folder = write(tmp_path, architectures=[architecture], model_type=kind.model_type, **keys)
     ours, theirs = read_model_config(folder), kind.from_pretrained(folder)
     assert ours.rope_theta == (theirs.rope_parameters or {}).get("rope_theta")
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_experts_that_are_left_out_are_transformers_own(architecture: str, tmp_path: Path) -> None:
+    kind = KINDS[architecture]
+    folder = write(tmp_path, architectures=[architecture], model_type=kind.model_type)
+    ours, theirs = read_model_config(folder).experts, kind.from_pretrained(folder)
+    assert ours is not None
+    assert ours.num_experts == theirs.num_experts
+    assert ours.experts_per_token == theirs.num_experts_per_tok
+    width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.intermediate_size == width
+    assert ours.renormalize == getattr(theirs, "norm_topk_prob", True)
+
+
+def test_layers_without_experts_are_those_transformers_makes_dense(tmp_path: Path) -> None:
+    qwen: dict[str, object] = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6}
+    folder = write(tmp_path, **qwen, mlp_only_layers=[0, 3], decoder_sparse_step=2)
+    experts = read_model_config(folder).experts
+    assert experts is not None
+    assert experts.dense_layers == {0, 2, 3, 4}
+    assert read_model_config(write(tmp_path, **qwen, num_experts=0)).experts is None
+    assert read_model_config(write(tmp_path, **qwen, decoder_sparse_step=7)).experts is None

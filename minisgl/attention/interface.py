@@ -23,5 +23,8 @@ class AttentionInputs(NamedTuple):
     max_query_len: int  # most new tokens of a row; 1 = every row is a decode (T == R)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float], Tensor]
-"""A backend: (q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale) -> [T, H, D]; causal."""
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int], Tensor]
+"""A backend: (q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window) -> [T, H, D]; causal.
+
+A token sees the last `window` tokens, itself included; 0 = all.
+"""

@@ -10,9 +10,12 @@ from triton_kernels.paged_decode import paged_decode_reference
 from triton_kernels.paged_prefill import paged_prefill_reference
 
 
-def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, window: int = 0
+) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
     where = (inputs.page_table, inputs.row_ids, inputs.context_len)
     if inputs.max_query_len == 1:
-        return paged_decode_reference(q, k_cache, v_cache, *where, scale)
-    return paged_prefill_reference(q, k_cache, v_cache, *where, inputs.row_start, inputs.max_query_len, scale)
+        return paged_decode_reference(q, k_cache, v_cache, *where, scale, window)
+    rows = (*where, inputs.row_start, inputs.max_query_len)
+    return paged_prefill_reference(q, k_cache, v_cache, *rows, scale, window)

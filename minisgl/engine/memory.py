@@ -64,7 +64,7 @@ def estimate_activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     assert config.dtype is not None
     assert config.max_step_tokens is not None
     assert config.max_running_requests is not None
-    per_token = 8 * model.hidden_size + 3 * model.intermediate_size
+    per_token = 8 * model.hidden_size + 3 * model.mlp_elements_per_token
     logits = 3 * config.max_running_requests * model.vocab_size
     return DTYPE_BYTES[config.dtype] * (config.max_step_tokens * per_token + logits)
 

@@ -19,17 +19,23 @@ class Attention(nn.Module):
     """Rotates q and k, stores k and v in the pool, attends. Buffers: k_cache and v_cache [P, S, K, D].
 
     The pool is empty (P = 0) until `allocate_kv`; the engine knows its size only after a memory profile.
+
+    Args:
+        window: tokens that each token sees, itself included; 0 = all before it.
     """
 
     k_cache: Tensor
     v_cache: Tensor
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, attend: Attend) -> None:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, attend: Attend, *, window: int = 0
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
+        self.window = window
         self.attend = attend
         self.kernels = KERNELS
         for name in ("k_cache", "v_cache"):
@@ -61,7 +67,7 @@ class Attention(nn.Module):
         q = self.kernels.rope_store(
             qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache, *norms
         )
-        out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale)
+        out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale, self.window)
         return out.view(-1, self.num_heads * self.head_dim)
 
 

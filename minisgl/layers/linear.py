@@ -11,17 +11,30 @@ from triton_kernels.registry import KERNELS
 
 
 class Linear(nn.Module):
-    """`y = x @ weight.T`, no bias; the weight is allocated, not initialised."""
+    """`y = x @ weight.T (+ bias)`; both are allocated, not initialised."""
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(
+                torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
+            )
         self.kernels = KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
-        return self.kernels.linear(x, self.weight)
+        return self.kernels.linear(x, self.weight, self.bias)
 
 
 class FusedLinear(nn.Module):

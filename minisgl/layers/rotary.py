@@ -20,14 +20,17 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu") -> Ten
         ModelError: the config asks for a RoPE scaling that is not known here.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    frequencies = _scaled(1.0 / config.rope_theta**exponents, config.rope_scaling)
+    frequencies = _scaled(1.0 / config.rope_theta**exponents, config.rope_theta, config.rope_scaling)
     positions = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    if config.rope_scaling is not None:
+        table *= config.rope_scaling.attention_factor
+    return table.to(device)
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Frequencies [D/2] after the stretching that `scaling` describes."""
+def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Frequencies theta^(-2i / D), [D/2], after the stretching that `scaling` describes."""
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -39,4 +42,28 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - keep) * frequencies / scaling.factor + keep * frequencies
-    raise ModelError(f"RoPE scaling {scaling.kind!r} is not known; known are linear and llama3")
+    if scaling.kind == "yarn":
+        keep = _yarn_share_kept(frequencies.shape[0], theta, scaling)
+        return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+    raise ModelError(f"RoPE scaling {scaling.kind!r} is not known; known are linear, llama3 and yarn")
+
+
+def _yarn_share_kept(num_frequencies: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency stays as it is, 1 to 0: YaRN's ramp (https://arxiv.org/abs/2309.00071).
+
+    Frequency i turns original_max_position * theta^(-2i / D) / 2 pi times over the original context; the
+    ramp falls from where that is beta_fast to where it is beta_slow.
+    """
+
+    def place(turns: float) -> float:
+        length = scaling.original_max_position / (turns * 2 * math.pi)
+        return num_frequencies * math.log(length) / math.log(theta)
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_frequencies - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(num_frequencies, dtype=torch.float32, device="cpu") - low) / (high - low)
+    return 1 - ramp.clamp(0.0, 1.0)

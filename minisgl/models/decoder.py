@@ -1,4 +1,5 @@
-"""The one decoder of the Llama family: Llama, Qwen2 (qkv bias), Qwen3 (q/k norm).
+"""The one decoder of the Llama family: Llama, Mistral (window), Mixtral (experts), Qwen2 (qkv bias), Qwen3
+(q/k norm) and Qwen3-MoE (both).
 
 Promise: the forward pass is one straight line of tensor operations: no branch looks at a tensor's value,
 so it traces as a single graph; the only state is the KV pool in the attention layers' buffers.
@@ -17,6 +18,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
 
@@ -42,7 +44,9 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(Block(config, attend, dtype, device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, attend, dtype, device) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, torch.device("meta"))
         if config.tie_word_embeddings:
@@ -93,25 +97,31 @@ class Decoder(nn.Module):
         views: dict[str, Tensor] = {}
         for path, module in self.named_modules():
             outer = path.rpartition(".")[0]
-            if isinstance(module, FusedLinear):
+            if isinstance(module, FusedLinear | MoeMLP):
                 views |= {f"model.{outer}.{name}": rows for name, rows in module.part_tensors().items()}
             elif module is self.lm_head:
                 if self.lm_head.weight is not self.embed_tokens.weight:
                     views["lm_head.weight"] = self.lm_head.weight.detach()
             elif isinstance(module, Linear | Embedding | RMSNorm):
-                views[f"model.{path}.weight"] = module.weight.detach()
+                named = module.named_parameters()
+                views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
         return views
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on the normalised sum of what came before."""
+    """Attention and MLP (or experts), each on the normalised sum of what came before."""
 
-    def __init__(self, config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.self_attn = SelfAttention(config, attend, dtype, device)
+        self.self_attn = SelfAttention(config, layer, attend, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, device)
+        if config.experts is None or layer in config.experts.dense_layers:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, device)
+        else:
+            self.mlp = MoeMLP(config.experts, config.hidden_size, dtype, device)
 
     def forward(
         self,
@@ -124,14 +134,19 @@ class Block(nn.Module):
         """x and residual, [T, M] -> the same; their sum is the stream."""
         qkv, residual = self.self_attn.qkv_proj.forward_add_norm(x, residual, self.input_layernorm)
         x = self.self_attn(qkv, positions, cos_sin, inputs)
-        return self.mlp.forward_add_norm(x, residual, self.post_attention_layernorm)
+        norm = self.post_attention_layernorm
+        if isinstance(self.mlp, MoeMLP):
+            return self.mlp.forward_add_norm(x, residual, norm, inputs.slot_mapping)
+        return self.mlp.forward_add_norm(x, residual, norm)
 
 
 class SelfAttention(nn.Module):
     """A layer's attention between its projections: q and k are normalised if asked for; `qkv_proj`, as one
     product, is called with the norm before it."""
 
-    def __init__(self, config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -140,8 +155,11 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
-        self.attention = Attention(config.num_heads, config.num_kv_heads, config.head_dim, attend)
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, device)
+        window = config.windows[layer] if config.windows else 0
+        self.attention = Attention(
+            config.num_heads, config.num_kv_heads, config.head_dim, attend, window=window
+        )
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
     def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """qkv_proj's [T, (H + 2K) * D] -> [T, M]."""

@@ -1,6 +1,6 @@
 """From a Hugging Face architecture name to the module that runs it.
 
-To add a model: teach minisgl/model_config.py to read its settings, then name its builder here.
+How to add a model: docs/adding-a-model.md.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,13 @@ from minisgl.models.decoder import Decoder
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
     "LlamaForCausalLM": Decoder,
+    "MistralForCausalLM": Decoder,
+    "MixtralForCausalLM": Decoder,
     "Qwen2ForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
+    "Qwen3MoeForCausalLM": Decoder,
 }
-"""The same names as `minisgl.model_config.ARCHITECTURES`, which a test holds together."""
+"""The same names as `minisgl.model_config.FAMILIES`, which a test holds together."""
 
 
 def build_model(

@@ -44,6 +44,29 @@ SCALINGS = {
             "original_max_position_embeddings": 1024,
         },
     ),
+    "yarn": (
+        RopeScaling(kind="yarn", factor=4.0, original_max_position=2048, attention_factor=0.9),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "attention_factor": 0.9,
+        },
+    ),
+    "yarn_untruncated": (
+        RopeScaling(
+            kind="yarn", factor=4.0, original_max_position=2048, truncate=False, beta_fast=20.0, beta_slow=3.0
+        ),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "attention_factor": 1.0,
+            "truncate": False,
+            "beta_fast": 20.0,
+            "beta_slow": 3.0,
+        },
+    ),
 }
 
 
@@ -70,5 +93,5 @@ def test_angles_equal_transformers(kind: str) -> None:
 
 
 def test_an_unknown_scaling_is_refused() -> None:
-    with pytest.raises(ModelError, match="yarn"):
-        make_cos_sin(replace(CONFIG, rope_scaling=RopeScaling(kind="yarn", factor=2.0)))
+    with pytest.raises(ModelError, match="longrope"):
+        make_cos_sin(replace(CONFIG, rope_scaling=RopeScaling(kind="longrope", factor=2.0)))

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_llama import random_llama
+from tiny_models import random_model
 
 from minisgl.errors import ConfigError, ModelError
-from minisgl.model_config import ARCHITECTURES, read_model_config
+from minisgl.model_config import FAMILIES, read_model_config
 from minisgl.models.registry import BUILDERS, build_model
 
 
 def test_every_architecture_that_is_read_can_be_built() -> None:
-    assert set(BUILDERS) == set(ARCHITECTURES)
+    assert set(BUILDERS) == set(FAMILIES)
 
 
 def test_an_unknown_architecture_or_backend_is_an_error(tmp_path: Path) -> None:
-    random_llama().save_pretrained(tmp_path)
+    random_model().save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
     with pytest.raises(ModelError, match="MambaForCausalLM"):
         build_model(
@@ -31,7 +31,7 @@ def test_an_unknown_architecture_or_backend_is_an_error(tmp_path: Path) -> None:
 
 
 def test_parameters_have_the_asked_dtype_and_angles_stay_float32(tmp_path: Path) -> None:
-    random_llama().save_pretrained(tmp_path)
+    random_model().save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
     model = build_model(config, attention_backend="torch", dtype=torch.bfloat16, device="cpu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import PagedRunner, load_ours
+from tiny_models import PagedRunner, load_ours
 from transformers import AutoTokenizer
 
 from minisgl.errors import ModelError

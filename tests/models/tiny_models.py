@@ -1,4 +1,4 @@
-"""Tiny random models of the Llama family that transformers builds, and a paged store to run ours with.
+"""Tiny random models that transformers builds, and a paged store to run ours with.
 
 R rows, T new tokens, P pages, S page size.
 """
@@ -19,7 +19,7 @@ from minisgl.weights.loader import load_weights
 VOCAB_SIZE = 97
 
 
-def random_llama(seed: int = 0, family: str = "llama", **settings: object) -> PreTrainedModel:
+def random_model(seed: int = 0, family: str = "llama", **settings: object) -> PreTrainedModel:
     """A float32 model whose logits spread over several units (transformers' own scale is nearly flat).
 
     Args:

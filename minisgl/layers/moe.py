@@ -1,0 +1,61 @@
+"""The mixture of experts. T tokens, M model width, E experts, F width of one expert."""
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.config import ExpertsConfig
+from minisgl.layers.norm import RMSNorm
+from triton_kernels.registry import KERNELS
+
+
+class MoeMLP(nn.Module):
+    """The weighted sum of the gated MLPs of the experts that a token's router picks.
+
+    All experts' matrices lie in two tensors: gate_up [E, 2F, M], the gate in the upper F rows, and down
+    [E, M, F]; the router is [E, M]. They are allocated, not initialised.
+    """
+
+    def __init__(
+        self, config: ExpertsConfig, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = KERNELS
+        width = config.intermediate_size
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.router = weight(config.num_experts, hidden_size)
+        self.gate_up = weight(config.num_experts, 2 * width, hidden_size)
+        self.down = weight(config.num_experts, hidden_size, width)
+
+    def forward(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        """[T, M] -> [T, M]; tokens without a slot (int32 [T], -1: padding) cost nothing and yield zeros."""
+        logits = self.kernels.linear(x, self.router)
+        # An expert that only padding went to would be read for nothing.
+        logits = logits.masked_fill((slot_mapping < 0).unsqueeze(1), float("-inf"))
+        experts = self.config
+        return self.kernels.fused_moe(
+            x, logits, self.gate_up, self.down, experts.experts_per_token, experts.renormalize
+        )
+
+    def forward_add_norm(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(the mixture of norm(x + residual), x + residual), each [T, M]."""
+        x, residual = norm.forward_add(x, residual)
+        return self(x, slot_mapping), residual
+
+    def part_tensors(self) -> dict[str, Tensor]:
+        """The router and each expert's matrices, by the checkpoint's name in a layer: views."""
+        module = self.config.module_name
+        gate, up, down = self.config.gate_up_down_names
+        views = {f"{module}.gate.weight": self.router.detach()}
+        for expert in range(self.config.num_experts):
+            upper, lower = self.gate_up.detach()[expert].chunk(2)
+            prefix = f"{module}.experts.{expert}"
+            views[f"{prefix}.{gate}.weight"] = upper
+            views[f"{prefix}.{up}.weight"] = lower
+            views[f"{prefix}.{down}.weight"] = self.down.detach()[expert]
+        return views

@@ -1,0 +1,171 @@
+"""Every family that is read, against the same tiny random model in transformers, in float32 on the CPU."""
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, PagedRunner, load_ours, logits_of, random_model
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from minisgl.model_config import FAMILIES
+from minisgl.models.decoder import Decoder
+
+LONGEST = 300
+TOLERANCE = 1e-4
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def heads(num_heads: int, num_kv_heads: int, **others: Any) -> dict[str, Any]:
+    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, **others}
+
+
+def rope(kind: str, **others: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **others}}
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_groups_of_1": ("llama", heads(6, 6)),
+    "llama_groups_of_3_tied": ("llama", heads(6, 2, tie_word_embeddings=True, rms_norm_eps=0.03)),
+    "llama_groups_of_4_head_dim_given": ("llama", heads(4, 1, head_dim=20)),
+    "llama_groups_of_8_tied": ("llama", heads(8, 1, head_dim=16, tie_word_embeddings=True)),
+    "llama_attention_bias": ("llama", {"attention_bias": True}),
+    "llama_default_rope_other_theta": ("llama", rope("default")),
+    "llama_linear_rope": ("llama", rope("linear", factor=3.0)),
+    "llama_dynamic_rope": ("llama", rope("dynamic", factor=3.0)),
+    "llama3_rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama_yarn_attention_factor": (
+        "llama",
+        {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
+    "llama_yarn_mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
+    ),
+    "mistral_window": ("mistral", heads(6, 2, sliding_window=20)),
+    "mistral_no_window_head_dim_given": ("mistral", heads(4, 1, sliding_window=None, head_dim=20)),
+    "mixtral_8_experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral_4_experts_window": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 17},
+    ),
+    "qwen2": ("qwen2", heads(6, 2)),
+    "qwen2_tied_yarn": ("qwen2", heads(8, 1, tie_word_embeddings=True, rope_parameters=YARN)),
+    "qwen2_window_that_is_off": ("qwen2", {"use_sliding_window": False, "sliding_window": 5}),
+    "qwen2_window_in_the_second_layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3_tied": ("qwen3", heads(6, 2, head_dim=20, tie_word_embeddings=True, rms_norm_eps=0.03)),
+    "qwen3_groups_of_1_attention_bias": ("qwen3", heads(6, 6, head_dim=16, attention_bias=True)),
+    "qwen3_window_in_the_first_layer": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3_moe_4_experts": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
+    ),
+    "qwen3_moe_60_experts_renormalized": (
+        "qwen3_moe",
+        {
+            "num_experts": 60,
+            "num_experts_per_tok": 7,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe_one_dense_layer_window": (
+        "qwen3_moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 40,
+        },
+    ),
+    "qwen3_moe_every_second_layer": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
+    ),
+}
+
+
+class Pair(NamedTuple):
+    """One model in both engines, a text, and transformers' logits of it."""
+
+    theirs: PreTrainedModel
+    ours: Decoder
+    token_ids: list[int]
+    expected: Tensor  # float32 [LONGEST, V]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, settings = VARIANTS[request.param]
+    folder: Path = tmp_path_factory.mktemp("model")
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(folder)
+    token_ids = random.Random(7).choices(range(VOCAB_SIZE), k=LONGEST)
+    return Pair(theirs, load_ours(folder), token_ids, logits_of(theirs, token_ids))
+
+
+def runner_for(pair: Pair, page_size: int = 16) -> PagedRunner:
+    return PagedRunner(pair.ours, num_rows=1, page_size=page_size, max_tokens=LONGEST, seed=page_size)
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert torch.isfinite(ours).all()
+    assert (ours - theirs).abs().max().item() < TOLERANCE
+
+
+def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
+    assert pair.expected.std() > 0.5, "a flat model would hide mistakes"
+    for length, chunk in ((1, 1), (2, 2), (17, 17), (LONGEST, LONGEST), (LONGEST, 77), (70, 7), (50, 1)):
+        runner = runner_for(pair, page_size=8 if chunk == 7 else 16)
+        token_ids = pair.token_ids[:length]
+        parts = [runner.feed([(0, token_ids[i : i + chunk])]) for i in range(0, length, chunk)]
+        assert_same(torch.cat(parts), pair.expected[:length])
+
+
+def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
+    prompt = pair.token_ids[:45]
+    with torch.no_grad():
+        answer = pair.theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )
+    runner = runner_for(pair)
+    fed = prompt
+    for expected in answer[0, len(prompt) :].tolist():
+        token = int(runner.feed([(0, fed)], last_only=True).argmax())
+        assert token == expected
+        fed = [token]
+
+
+def test_every_family_that_is_read_is_compared() -> None:
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIANTS.values()} == set(FAMILIES)
