@@ -71,11 +71,22 @@ class Decoder(nn.Module):
             logit_index: int [R], places in 0..T-1; the head runs on these only.
             run_block: calls a block, as a compiled function that all of them share.
         """
+        x, residual = self.run_blocks(token_ids, positions, inputs, run_block)
+        return self.head(x, residual, logit_index)
+
+    def run_blocks(
+        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, run_block: RunBlock | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All but the head: x and residual, [T, M], whose sum is the stream. Arguments as for `forward`."""
         run_block = run_block or Block.forward
         x = self.embed_tokens(token_ids)
         residual = torch.zeros_like(x)
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, positions, self.cos_sin, inputs)
+        return x, residual
+
+    def head(self, x: Tensor, residual: Tensor, logit_index: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or [R, V] of the tokens that `logit_index`, int [R], names."""
         if logit_index is not None:
             x, residual = x.index_select(0, logit_index), residual.index_select(0, logit_index)
         x, _ = self.norm.forward_add(x, residual)
