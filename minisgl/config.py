@@ -15,6 +15,8 @@ from minisgl.log import LEVELS
 MIB = 1 << 20
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRAPH_TOKENS = 2048
+"""Prefills up to this size are recorded by default: the host launches larger ones faster than they run."""
 LARGEST = (1 << 31) - 1
 """Bound of counts that have no smaller one of their own."""
 SHORTEST_S = 0.01
@@ -157,6 +159,9 @@ class EngineConfig:
     max_graph_batch: int | None = None
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests with Triton attention on cuda, else 0."""
+    max_graph_tokens: int | None = None
+    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured; 0 = no such graphs.
+    Auto: 2048 (at most max_step_tokens) where decode has graphs, else 0."""
     attention_backend: str | None = None
     """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
     seed: int = 0
@@ -250,6 +255,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     backend = config.attention_backend or ("triton" if on_cuda else "torch")
     can_record = on_cuda and backend == "triton"
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
+    auto_graph_tokens = min(max_step_tokens, GRAPH_TOKENS) if can_record and max_graph_batch else 0
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = replace(
         config,
@@ -263,6 +269,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
+        max_graph_tokens=given(config.max_graph_tokens, auto_graph_tokens),
         attention_backend=backend,
     )
     check_engine_config(resolved)  # once more: now every relation between two values is there to be checked
@@ -331,14 +338,17 @@ def check_engine_config(config: EngineConfig) -> None:
         )
         if config.compile_mode in ("layers", "full"):
             raise ConfigError(f"--compile-mode {config.compile_mode} {why}; use --compile-mode off")
-        if config.max_graph_batch:
-            raise ConfigError(f"--max-graph-batch {config.max_graph_batch} {why}; use --max-graph-batch 0")
+        for flag in ("max_graph_batch", "max_graph_tokens"):
+            name, value = f"--{flag.replace('_', '-')}", getattr(config, flag)
+            if value:
+                raise ConfigError(f"{name} {value} {why}; use {name} 0")
     if config.max_graph_batch == 0 and config.compile_mode in ("layers", "full"):
         raise ConfigError(
             f"--compile-mode {config.compile_mode} compiles what goes into graphs, and --max-graph-batch 0 "
             "asks for none; use --compile-mode off"
         )
     check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
+    check_range("max_graph_tokens", 0, step or 1 << 20, f"max_step_tokens ({step or 1 << 20})")
     check_range("cpu_threads", 1, 1024)
     _check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
 

@@ -24,7 +24,8 @@ SERVER = """
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
-    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-running-requests
+    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
+    --max-running-requests
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights --no-overlap
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --prefix-cache --seed --strict-compile

@@ -122,42 +122,71 @@ class CompiledDecode:
             raise MinisglError(f"--strict-compile: {what}")
 
 
-class CapturedSteps:
-    """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
+class GraphRecorder:
+    """Records functions as CUDA graphs that share one memory pool.
 
-    All graphs share one memory pool, so their replays must follow each other on one stream. For the
-    arguments see `compiled_block`.
+    So their replays must follow each other on one stream.
     """
 
-    def __init__(self, step: DecodeStep, *, compile_blocks: bool, max_batch: int, keep: bool = True) -> None:
-        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else Block.forward
-        self._step = DecodeStep(step.model, step.rows, run_block)
+    def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows
 
-    def record(self, row_ids: Tensor) -> None:
+    def record(self, run: Callable[[], Tensor], warm_runs: int = 1) -> Callable[[], Tensor]:
+        """Run it `warm_runs` times, then record it; what comes back replays it and gives its result.
+
+        Raises:
+            whatever `run` does; nothing is left recording then.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_RUNS):
-                self._step(row_ids)
+            for _ in range(warm_runs):
+                run()
             # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                token_ids = self._step(row_ids)
+                result = run()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._recorded[row_ids.shape[0]] = (graph, token_ids)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class CapturedSteps:
+    """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
+
+    For the arguments see `compiled_block`.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        recorder: GraphRecorder,
+        *,
+        compile_blocks: bool,
+        max_batch: int,
+        keep: bool = True,
+    ) -> None:
+        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else Block.forward
+        self._step = DecodeStep(step.model, step.rows, run_block)
+        self._recorder = recorder
+        self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
+
+    def record(self, row_ids: Tensor) -> None:
+        replay = self._recorder.record(lambda: self._step(row_ids), WARM_RUNS)
+        self._replays[row_ids.shape[0]] = replay
 
     def replay(self, row_ids: Tensor) -> Tensor:
-        graph, token_ids = self._recorded[row_ids.shape[0]]
-        graph.replay()
-        return token_ids
+        return self._replays[row_ids.shape[0]]()
 
     def counts(self) -> tuple[int, int]:
-        return _graphs_compiled(), len(self._recorded)
+        return _graphs_compiled(), len(self._replays)
 
 
 def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep: bool = True) -> RunBlock:

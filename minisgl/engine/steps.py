@@ -45,7 +45,7 @@ class DecodeStep(nn.Module):
 
 
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
-    """Feed chunks of prompts; the tokens of the rows that sample, int32, in batch order."""
+    """Feed chunks of prompts; a token for each row, int32 [R], to be ignored where a prompt goes on."""
     inputs = AttentionInputs(
         page_table=rows.page_table,
         row_ids=batch.row_ids,
@@ -56,8 +56,7 @@ def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
     )
     logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index)
     state = rows.read(batch.row_ids)
-    token_ids = _sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
-    return token_ids[batch.sampling]
+    return _sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
 
 
 def _sample_and_advance(
