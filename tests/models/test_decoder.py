@@ -14,6 +14,7 @@ from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.config import ExpertsConfig, ModelConfig
 from minisgl.engine.compiled import compiled_block
+from minisgl.layers.moe import MoeMLP
 from minisgl.models.decoder import Decoder
 from minisgl.weights.dummy import fill_dummy
 from triton_kernels.registry import KERNELS
@@ -161,7 +162,8 @@ class CountingBackend:
 def test_tokens_without_a_slot_go_to_no_expert() -> None:
     model = tiny_decoder(tie_word_embeddings=True, experts=EXPERTS)
     fill_dummy(model, seed=0)
-    mixture = model.layers[0].mlp
+    mixture = model.get_submodule("layers.0.mlp")
+    assert isinstance(mixture, MoeMLP)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     every = mixture(x, int32([3, 9, 5, 0]))
     some = mixture(x, int32([3, -1, 5, -1]))

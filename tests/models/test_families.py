@@ -156,9 +156,8 @@ def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
 def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
     prompt = pair.token_ids[:45]
     with torch.no_grad():
-        answer = pair.theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
-        )
+        generate: Any = pair.theirs.generate
+        answer = generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     runner = runner_for(pair)
     fed = prompt
     for expected in answer[0, len(prompt) :].tolist():
