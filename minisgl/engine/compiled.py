@@ -11,6 +11,7 @@ whatever does all the same is counted, and an error with --strict-compile. Use f
 CUDA graph trees keep their state per thread.
 """
 
+import importlib
 import secrets
 import time
 from collections.abc import Callable
@@ -31,9 +32,6 @@ from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import Block, RunBlock
 from triton_kernels.linear import MAX_ROWS
-
-WARM_RUNS = 2
-"""Uncaptured runs before a recording: the first compiles kernels, both fill allocator and library caches."""
 
 
 class StepGraphs(Protocol):
@@ -84,7 +82,7 @@ class CompiledDecode:
     def warm_up(self, on_bucket: Callable[[int, float], None]) -> None:
         """Compile and record every bucket, largest first, with padding rows only.
 
-        Calls `on_bucket(bucket, duration_ms)` after each.
+        Calls `on_bucket(bucket, duration_ms)` after each, with the host's time.
         """
         for bucket in reversed(self._buckets):
             started = time.perf_counter()
@@ -92,9 +90,9 @@ class CompiledDecode:
             self._graphs.record(row_ids)
             self._graphs.replay(row_ids)
             self._row_ids[bucket] = row_ids
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
+        if self._device.type == "cuda":  # not in between: the device runs while the host records the next
+            torch.cuda.synchronize(self._device)
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
@@ -132,8 +130,8 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], Tensor], warm_runs: int = 1) -> Callable[[], Tensor]:
-        """Run it `warm_runs` times, then record it; what comes back replays it and gives its result.
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run it, which compiles what is missing, then record it; what comes back replays it.
 
         Raises:
             whatever `run` does; nothing is left recording then.
@@ -141,8 +139,7 @@ class GraphRecorder:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            for _ in range(warm_runs):
-                run()
+            run()
             # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -179,7 +176,7 @@ class CapturedSteps:
         self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
 
     def record(self, row_ids: Tensor) -> None:
-        replay = self._recorder.record(lambda: self._step(row_ids), WARM_RUNS)
+        replay = self._recorder.record(lambda: self._step(row_ids))
         self._replays[row_ids.shape[0]] = replay
 
     def replay(self, row_ids: Tensor) -> Tensor:
@@ -271,6 +268,11 @@ def _configure_inductor(keep: bool) -> None:
 
 def _graphs_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def import_compiler() -> None:
+    """Import what torch.compile otherwise imports on first use: some two seconds."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 class KernelCompilations:

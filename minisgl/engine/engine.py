@@ -6,6 +6,7 @@ overlapped execution are the same code and give the same tokens.
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from minisgl.engine.compiled import (
     GraphRecorder,
     KernelCompilations,
     WholeStep,
+    import_compiler,
 )
 from minisgl.engine.device import find_device_facts, free_host_bytes
 from minisgl.engine.inputs import HostPageTable, Stager
@@ -199,6 +201,9 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
     cache = _open_compile_cache(config, device)
     stages.done("settings and device")
 
+    importing = threading.Thread(target=import_compiler, name="import-compiler", daemon=True)
+    if config.compile_mode != "off":
+        importing.start()  # loading weights is work for disk and copies, and leaves Python free
     assert config.attention_backend is not None
     build = partial(build_model, model_config, attention_backend=config.attention_backend, dtype=dtype)
     try:
@@ -211,6 +216,9 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
         else:
             load_weights(model, folder, model_config, dtype=dtype, device=device)
         stages.done("dummy weights" if config.dummy_weights else "load weights")
+        if importing.ident is not None:
+            importing.join()
+            stages.done("import the compiler")
         with torch.inference_mode():
             engine = _assemble(
                 config,
@@ -403,7 +411,15 @@ def _record_graphs(
             step, recorder, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep
         )
     compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile)
-    compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+    durations_ms: dict[int, float] = {}
+    compiled.warm_up(durations_ms.__setitem__)
+    slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]
+    logger.info(
+        "recorded %d decode graphs in %.1f s, most of it for %s",
+        len(durations_ms),
+        sum(durations_ms.values()) / 1e3,
+        " and ".join(f"{bucket} rows ({durations_ms[bucket] / 1e3:.1f} s)" for bucket in slowest),
+    )
     return compiled
 
 
