@@ -93,6 +93,17 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     """Tokens that each layer sees, the new one included; 0 = all of them. Empty = every layer sees all."""
     experts: ExpertsConfig | None = None
+    local_rope_layers: frozenset[int] = frozenset()
+    """Layers that rotate by `local_rope_theta`, unscaled, instead (Gemma 3's with a window)."""
+    local_rope_theta: float = 10000.0
+    attention_scale: float | None = None
+    """What attention scores are multiplied by; None = 1 / sqrt(head_dim)."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied by, rounded to their dtype (Gemma)."""
+    logit_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+    norms_less_one: bool = False
+    """The checkpoint holds the weights of all norms less 1 (Gemma)."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": what the weights are stored in."""
     eos_token_ids: tuple[int, ...]

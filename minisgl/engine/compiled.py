@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import torch._dynamo
 import torch._inductor.config
-from torch import Tensor
+from torch import Tensor, nn
 from triton import knobs
 
 import triton_kernels
@@ -30,7 +30,7 @@ from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
-from minisgl.models.decoder import Block, RunBlock
+from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.linear import MAX_ROWS
 
 
@@ -170,7 +170,7 @@ class CapturedSteps:
         max_batch: int,
         keep: bool = True,
     ) -> None:
-        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else Block.forward
+        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else call_block
         self._step = DecodeStep(step.model, step.rows, run_block)
         self._recorder = recorder
         self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
@@ -196,10 +196,10 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep
             torch would not notice that somebody edited theirs.
     """
     _configure_inductor(keep)
-    compiled = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
+    compiled = torch.compile(call_block, fullgraph=True, dynamic=False, backend=backend)
 
     def run(
-        block: Block,
+        block: nn.Module,
         x: Tensor,
         residual: Tensor,
         positions: Tensor,

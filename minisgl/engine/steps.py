@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.rows import Rows
-from minisgl.models.decoder import Block, Decoder, RunBlock
+from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.read_rows import RowState
 
@@ -20,10 +20,10 @@ class DecodeStep(nn.Module):
     """One more token for each row of a batch.
 
     Args:
-        run_block: what runs the model's blocks, as `Block.forward` does.
+        run_block: what runs the model's blocks, as `call_block` does.
     """
 
-    def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = Block.forward) -> None:
+    def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = call_block) -> None:
         super().__init__()
         self.model = model
         self.rows = rows

@@ -12,8 +12,10 @@ from minisgl.attention.interface import Attend
 from minisgl.config import ModelConfig
 from minisgl.errors import ModelError
 from minisgl.models.decoder import Decoder
+from minisgl.models.gemma3 import build_gemma3
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
+    "Gemma3ForCausalLM": build_gemma3,
     "LlamaForCausalLM": Decoder,
     "MistralForCausalLM": Decoder,
     "MixtralForCausalLM": Decoder,

@@ -32,6 +32,10 @@ class LoadableModel(Protocol):
         """By the checkpoint's name, views of the parameters to copy into."""
         ...
 
+    def loaded(self) -> None:
+        """Called once, when everything is copied."""
+        ...
+
 
 def load_weights(
     model: LoadableModel,
@@ -42,7 +46,7 @@ def load_weights(
     device: torch.device | str,
     on_progress: Progress = no_progress,
 ) -> None:
-    """Fill `model`, whose parameters are allocated as `dtype` on `device`, from the safetensors in `folder`.
+    """Fill `model`, whose parameters are allocated on `device`, from the safetensors in `folder`.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, unexpected or of another shape;
@@ -50,7 +54,7 @@ def load_weights(
     """
     targets = model.checkpoint_tensors()
     for name, view in targets.items():
-        assert view.dtype == dtype, f"{name} is allocated as {view.dtype}, not as {dtype}"
+        assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
     with ExitStack() as stack:
         tensors: dict[str, tuple[Path, Any]] = {}
@@ -75,8 +79,10 @@ def load_weights(
             with _readable(path), torch.no_grad():
                 for rows, piece in _pieces(stored):
                     targets[name][rows].copy_(piece)
-                    done += piece.numel() * dtype.itemsize
+                    done += piece.numel() * targets[name].itemsize
                     on_progress("loading the weights", done, total)
+    with torch.no_grad():
+        model.loaded()
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

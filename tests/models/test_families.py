@@ -112,6 +112,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
     ),
+    "gemma3_windows": (
+        "gemma3_text",
+        heads(
+            6,
+            2,
+            head_dim=16,
+            sliding_window=20,
+            query_pre_attn_scalar=50,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "gemma3_groups_of_1_softcap": (
+        "gemma3_text",
+        heads(4, 4, head_dim=20, sliding_window=600, final_logit_softcapping=5.0, attention_bias=True),
+    ),
+    "gemma3_untied_linear_rope_in_full_layers": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 33,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 70000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
 }
 
 
