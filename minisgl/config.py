@@ -4,6 +4,7 @@ Promise: the dataclasses are frozen and nobody writes to them after `resolve_eng
 of the command line are generated from the fields and their docstrings (`minisgl/cli.py`).
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -202,6 +203,8 @@ class ServerConfig:
     """Name clients must send as `model`. Auto: the value of --model; a folder's last part."""
     max_queued_requests: int = 1024
     """Open requests beyond which new ones get 429."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens of requests that have no token yet, beyond which new ones get 429. Auto: any number."""
     max_body_bytes: int = 16 * MIB
     """Largest request body; larger gets 413."""
     max_upload_bytes: int = 256 * MIB
@@ -216,6 +219,20 @@ class ServerConfig:
     """The engine counts as dead, and the server ends, when it neither steps nor answers for this long."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
+    api_key: tuple[str, ...] = ()
+    """Clients must send this as "Authorization: Bearer KEY"; without any, none is needed. As
+    MINISGL_API_KEY it stays out of the list of processes."""
+    cors_origin: tuple[str, ...] = ()
+    """Web pages from this origin may call, as https://example.org; "*" for all."""
+    tls_cert: str | None = None
+    """File with the certificate chain (PEM), for HTTPS; needs --tls-key."""
+    tls_key: str | None = None
+    """File with the certificate's private key (PEM)."""
+    access_log: bool = False
+    """Write a line of JSON to stderr for every HTTP call."""
+    api_workers: int = 1
+    """Server processes that share the port, 1 to 64: more of them tokenize and stream more. The limits on
+    open requests and queued tokens are split among them."""
     log_level: str = "info"
     """One of "debug", "info", "warning", "error"; prompts are never logged above debug."""
 
@@ -372,6 +389,19 @@ def check_server_config(config: ServerConfig) -> None:
     """
     _check_types(config)
     _check(0 <= config.port <= 65535, "port", "between 0 and 65535", config.port)
+    _check(1 <= config.api_workers <= 64, "api_workers", "between 1 and 64", config.api_workers)
+    queued = config.max_queued_tokens
+    _check(queued is None or 1 <= queued <= LARGEST, "max_queued_tokens", f"between 1 and {LARGEST}", queued)
+    for key in config.api_key:
+        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            raise ConfigError("--api-key must be visible ASCII characters without spaces around them")
+    for origin in config.cors_origin:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ConfigError(
+                f'--cors-origin must be as https://example.org, without a path, or "*"; got {origin!r}'
+            )
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     for flag in ("max_queued_requests", "max_body_bytes", "max_upload_bytes"):
         value = getattr(config, flag)
         _check(1 <= value <= LARGEST, flag, f"between 1 and {LARGEST}", value)
