@@ -37,6 +37,11 @@ from triton_kernels.linear import MAX_ROWS
 class StepGraphs(Protocol):
     """One graph of the decode step for each tensor of row ids that was recorded."""
 
+    @property
+    def own_step(self) -> DecodeStep | None:
+        """The step, its blocks compiled, that goes into graphs of ours; None = somebody else records it."""
+        ...
+
     def record(self, row_ids: Tensor) -> None:
         """Compile what is missing and record the step on these row ids, int32 [R], which stay in place."""
         ...
@@ -78,6 +83,11 @@ class CompiledDecode:
         self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
         self.num_recompiles = 0
         self.num_graph_misses = 0
+
+    @property
+    def own_step(self) -> DecodeStep | None:
+        """`StepGraphs.own_step`."""
+        return self._graphs.own_step
 
     def warm_up(self, on_bucket: Callable[[int, float], None]) -> None:
         """Compile and record every bucket, largest first, with padding rows only.
@@ -171,12 +181,12 @@ class CapturedSteps:
         keep: bool = True,
     ) -> None:
         run_block = compiled_block(max_batch, keep=keep) if compile_blocks else call_block
-        self._step = DecodeStep(step.model, step.rows, run_block)
+        self.own_step = DecodeStep(step.model, step.rows, run_block)
         self._recorder = recorder
         self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
 
     def record(self, row_ids: Tensor) -> None:
-        replay = self._recorder.record(lambda: self._step(row_ids))
+        replay = self._recorder.record(lambda: self.own_step(row_ids))
         self._replays[row_ids.shape[0]] = replay
 
     def replay(self, row_ids: Tensor) -> Tensor:
@@ -224,6 +234,7 @@ class WholeStep:
         torch._inductor.config.triton.cudagraph_or_error = True
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
         torch._inductor.config.triton.slow_path_cudagraph_asserts = False
+        self.own_step = None
         self._compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
         self._device = device
         self._max_batch = max_batch

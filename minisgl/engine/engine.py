@@ -37,8 +37,9 @@ from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
+from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.steps import DecodeStep, prefill_step
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, RequestError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.messages import AddRequest, Status
@@ -97,6 +98,18 @@ class Engine:
     def add(self, request: AddRequest) -> None:
         """Take in a request; its first output, or its refusal, comes out of a later `step`."""
         prompt = np.frombuffer(request.prompt_ids, dtype="<i4").astype(np.int32)
+        if request.params.changes_logits:
+            try:
+                self.runner.allocate_logit_tables()
+            except torch.OutOfMemoryError:
+                refusal = RequestError(
+                    503,
+                    "out_of_memory",
+                    "no memory is left for penalties, biases and bans; start the server with a lower "
+                    "--memory-fraction or --max-running-requests",
+                )
+                self._scheduler.refuse(request.request_id, refusal)
+                return
         self._scheduler.add(request.request_id, prompt, request.params, request.priority)
 
     def abort(self, request_id: int) -> None:
@@ -112,7 +125,7 @@ class Engine:
         keep_in_flight = 1 if self.config.overlap and plan is not None else 0
         while len(self._launched) > keep_in_flight:
             step = self._launched.popleft()
-            self._scheduler.apply(step.plan, self.runner.collect(step))
+            self._scheduler.apply(step.plan, *self.runner.collect(step))
         return self._scheduler.take_outputs()
 
     def status(self, sequence: int) -> Status:
@@ -348,7 +361,16 @@ def _assemble(
         stages.done(f"record {len(chunk_buckets)} prefill graphs")
     if device.type == "cuda":
         kernels = KernelCompilations()
-    runner = ModelRunner(model, rows, pages, stager, device, compiled, chunk_graphs)
+    runner = ModelRunner(
+        model,
+        rows,
+        pages,
+        stager,
+        device,
+        compiled,
+        chunk_graphs,
+        _special_decode(compiled, DecodeStep(model, rows), recorder, buckets, device),
+    )
 
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
@@ -421,6 +443,20 @@ def _record_graphs(
         " and ".join(f"{bucket} rows ({durations_ms[bucket] / 1e3:.1f} s)" for bucket in slowest),
     )
     return compiled
+
+
+def _special_decode(
+    compiled: CompiledDecode | None,
+    step: DecodeStep,
+    recorder: GraphRecorder | None,
+    buckets: tuple[int, ...],
+    device: torch.device,
+) -> SpecialDecode:
+    """Decode steps with extras, recorded with the compiled blocks where the plain ones are."""
+    own_step = compiled.own_step if compiled is not None else None
+    if recorder is None or own_step is None:
+        return SpecialDecode(step, None, (), device)
+    return SpecialDecode(own_step, recorder.record, buckets, device)
 
 
 def _record_prefill(
