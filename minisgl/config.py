@@ -184,6 +184,8 @@ class EngineConfig:
     """Folder that keeps compiled code between starts on cuda. Auto: "compiled" in the cache directory; an
     empty text leaves it to torch and Triton, as do their TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR,
     and as does --kernel."""
+    profile_dir: str | None = None
+    """Folder for the traces of torch's profiler that POST /debug/profile asks for. Auto: none are made."""
     cpu_threads: int | None = None
     """Threads of torch on cpu. Auto: torch's own choice (the physical cores)."""
     kernel: tuple[str, ...] = ()

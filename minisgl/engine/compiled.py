@@ -104,9 +104,13 @@ class CompiledDecode:
         if self._device.type == "cuda":  # not in between: the device runs while the host records the next
             torch.cuda.synchronize(self._device)
 
+    def bucket_of(self, num_rows: int) -> int | None:
+        """Rows of the graph that so many rows run in; None = there is none."""
+        return bucket_for(num_rows, self._buckets)
+
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
-        bucket = bucket_for(len(rows), self._buckets)
+        bucket = self.bucket_of(len(rows))
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
             return self._step(torch.tensor(rows, dtype=torch.int32).to(self._device))

@@ -35,6 +35,7 @@ from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_m
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
+from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
 from minisgl.engine.special_steps import SpecialDecode
@@ -78,6 +79,8 @@ class Engine:
         self._kernels = kernels
         self._compile_cache = compile_cache
         self._launched: deque[LaunchedStep] = deque()
+        self.timeline = Timeline()
+        self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
         self.num_broken_counts = 0  # times `check_at_idle` found pages lost
 
     @property
@@ -118,14 +121,23 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Plan and launch a step, collect the one before (with overlap) or this one; what came of it."""
+        begin_s = time.perf_counter()
         plan = self._scheduler.plan()
+        planned_s = time.perf_counter()
         if plan is not None:
             self._launched.append(self.runner.launch(plan))
+            launched_s = time.perf_counter()
+            self.timeline.launched(plan, self.runner.buckets_of(plan), begin_s, planned_s, launched_s)
         # With overlap one step stays in flight while the next is planned; without a plan nothing can.
         keep_in_flight = 1 if self.config.overlap and plan is not None else 0
         while len(self._launched) > keep_in_flight:
             step = self._launched.popleft()
+            waiting_s = time.perf_counter()
+            step.wait()
+            collected_s = time.perf_counter()
             self._scheduler.apply(step.plan, *self.runner.collect(step))
+            self.timeline.applied(waiting_s, collected_s, time.perf_counter())
+            self.profiler.step_is_over()
         return self._scheduler.take_outputs()
 
     def status(self, sequence: int) -> Status:

@@ -49,6 +49,11 @@ class LaunchedStep:
     done: torch.cuda.Event | None
     prompt_logprobs: Tensor | None = None  # int32 [all chunks' targets, 2 + 2 * k]
 
+    def wait(self) -> None:
+        """Until the device is done with it."""
+        if self.done is not None:
+            self.done.synchronize()
+
 
 class ModelRunner:
     """Executes plans; owns the device tables and their copy on the host."""
@@ -71,7 +76,7 @@ class ModelRunner:
         self.stager = stager
         self._decode = DecodeStep(model, rows)
         self._compiled = compiled
-        self._prefill_graphs = prefill_graphs
+        self.prefill_graphs = prefill_graphs
         self._special_decode = special_decode or SpecialDecode(self._decode, None, (), device)
         self._logit_tables: LogitTables | None = None
 
@@ -121,10 +126,16 @@ class ModelRunner:
             done.record()
         return LaunchedStep(plan, tokens, done, prompt_logprobs)
 
+    def buckets_of(self, plan: StepPlan) -> tuple[int, int]:
+        """Rows of the graph that takes the plan's decodes, and tokens of the one for its chunks; 0 = none."""
+        decode = self._compiled.bucket_of(len(plan.decode_rows)) if self._compiled is not None else None
+        graphs = self.prefill_graphs
+        chunks = graphs.bucket_for(plan.chunks) if graphs is not None and plan.chunks else None
+        return decode or 0 if plan.decode_rows else 0, chunks.tokens if chunks is not None else 0
+
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait for a step."""
-        if step.done is not None:
-            step.done.synchronize()
+        step.wait()
         token_ids = [token for tokens in step.tokens for token in tokens.read()]
         prompt_logprobs: tuple[np.ndarray, ...] = ()
         if step.prompt_logprobs is not None:
@@ -147,7 +158,7 @@ class ModelRunner:
                 sampling,
                 (places, target_ids) if len(places) else None,
             )
-        graphs = self._prefill_graphs
+        graphs = self.prefill_graphs
         bucket = graphs.bucket_for(chunks) if graphs is not None else None
         if graphs is None or bucket is None:
             return prefill_step(self.model, self.rows, build_prefill(chunks, self.pages, self.stager)), None

@@ -15,16 +15,20 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from minisgl.config import EngineConfig
-from minisgl.errors import MinisglError
+from minisgl.errors import ConfigError, MinisglError
 from minisgl.log import setup_logging
 from minisgl.messages import (
     AbortRequest,
     AddRequest,
+    AskProfile,
+    AskTimeline,
     CacheFlushed,
+    DebugAnswer,
     Fatal,
     FlushCache,
     Ping,
@@ -34,6 +38,9 @@ from minisgl.messages import (
     StepOutput,
 )
 from minisgl.transport import EngineSocket
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +126,23 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
                     socket.send(engine.status(sequence), server)
                 case FlushCache(sequence, server):
                     socket.send(CacheFlushed(sequence, engine.flush_prefix_cache()), server)
+                case AskTimeline(sequence, server):
+                    socket.send(DebugAnswer(sequence, engine.timeline.to_trace()), server)
+                case AskProfile(sequence, server, num_steps):
+                    socket.send(_start_profile(engine, sequence, num_steps), server)
                 case Shutdown():
                     engine.close()
                     return
         outputs = engine.step()
         if outputs:
             socket.send_outputs(StepOutput(outputs))
+
+
+def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnswer:
+    try:
+        return DebugAnswer(sequence, str(engine.profiler.start(num_steps)).encode())
+    except ConfigError as error:
+        return DebugAnswer(sequence, b"", str(error))
 
 
 def end_with_the_parent(ipc_dir: str) -> None:
