@@ -40,6 +40,7 @@ from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
 from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.timeline import Timeline
 from minisgl.errors import ConfigError, RequestError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
