@@ -146,6 +146,7 @@ class FakeEngine:
         self.seen["added"] += 1
         self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
         self.seen["seed"] = request.params.seed
+        self.seen["priority"] = request.priority
         self.seen["max_tokens"] = request.params.max_tokens
         prompt_ids = np.frombuffer(request.prompt_ids, "<i4").tolist()
         found = COMMAND.search(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
