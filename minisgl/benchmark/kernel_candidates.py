@@ -34,7 +34,9 @@ from minisgl.benchmark.token_problems import (
     add_norm_linear_problem,
     add_rms_norm_problem,
     fused_moe_problem,
+    gated_linear_many_problem,
     gated_linear_problem,
+    linear_many_problem,
     linear_problem,
     rms_norm_problem,
     silu_mul_problem,
@@ -412,7 +414,9 @@ TUNABLE = {
             add_norm_gated_linear_problem,
             add_norm_gated_linear_triton,
         ),
-        _linear_many("linear_many", plain_matrices, linear_problem, linear_many_with),
-        _linear_many("gated_linear_many", gate_up_matrices, gated_linear_problem, gated_linear_many_with),
+        _linear_many("linear_many", plain_matrices, linear_many_problem, linear_many_with),
+        _linear_many(
+            "gated_linear_many", gate_up_matrices, gated_linear_many_problem, gated_linear_many_with
+        ),
     )
 }

@@ -109,6 +109,20 @@ def linear_problem(rows: int, width: int, outputs: int, device: torch.device, dt
     return _linear_problem("linear", linear_reference, False, rows, width, outputs, device, dtype)
 
 
+def linear_many_problem(
+    rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """The same for the op of larger batches."""
+    return linear_problem(rows, width, outputs, device, dtype)._replace(op="linear_many")
+
+
+def gated_linear_many_problem(
+    rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """A gated MLP's first half for the op of larger batches."""
+    return gated_linear_problem(rows, width, outputs, device, dtype)._replace(op="gated_linear_many")
+
+
 def gated_linear_problem(
     rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
 ) -> Problem:
