@@ -271,7 +271,7 @@ def _linear(
         by_size=False,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},
-        cases=functools.partial(_linear_cases, build, (1, 8, 16)),
+        cases=functools.partial(_linear_cases, build, (1, 16)),
         default=lambda matrix, size, element: default_linear_config(
             matrix.outputs // 2 if gated else matrix.outputs, gated, SHARED_BYTES, normed
         ),
@@ -294,7 +294,7 @@ def _linear_many(
         by_size=True,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},
-        cases=functools.partial(_linear_cases, build, (32, 64, 128, 256)),
+        cases=functools.partial(_linear_cases, build, (64, 128, 256)),
         default=lambda matrix, size, element: LIBRARY,
         candidates=lambda matrix, size: many_rows_candidates(matrix, size, gated="gated" in op),
         launcher=launcher,
