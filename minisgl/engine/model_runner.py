@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.engine.buckets import PrefillBucket
 from minisgl.engine.compiled import CompiledDecode
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
 from minisgl.engine.logits import LogitTables, pack_rules
@@ -129,8 +130,7 @@ class ModelRunner:
     def buckets_of(self, plan: StepPlan) -> tuple[int, int]:
         """Rows of the graph that takes the plan's decodes, and tokens of the one for its chunks; 0 = none."""
         decode = self._compiled.bucket_of(len(plan.decode_rows)) if self._compiled is not None else None
-        graphs = self.prefill_graphs
-        chunks = graphs.bucket_for(plan.chunks) if graphs is not None and plan.chunks else None
+        chunks = self._prefill_bucket(plan) if plan.chunks else None
         return decode or 0 if plan.decode_rows else 0, chunks.tokens if chunks is not None else 0
 
     def collect(self, step: LaunchedStep) -> StepResult:
@@ -146,7 +146,7 @@ class ModelRunner:
     def _prefill(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """The results of the chunks' rows, at least len(chunks), and log probabilities of their targets."""
         chunks = plan.chunks
-        if plan.chunk_extras != PLAIN or any(chunk.targets for chunk in chunks):
+        if _has_special_chunks(plan):
             batch = build_prefill(chunks, self.pages, self.stager)
             places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))
             return special_prefill(
@@ -158,17 +158,26 @@ class ModelRunner:
                 sampling,
                 (places, target_ids) if len(places) else None,
             )
-        graphs = self.prefill_graphs
-        bucket = graphs.bucket_for(chunks) if graphs is not None else None
-        if graphs is None or bucket is None:
+        bucket = self._prefill_bucket(plan)
+        if self.prefill_graphs is None or bucket is None:
             return prefill_step(self.model, self.rows, build_prefill(chunks, self.pages, self.stager)), None
-        return graphs.run(chunks, bucket, self.pages), None
+        return self.prefill_graphs.run(chunks, bucket, self.pages), None
+
+    def _prefill_bucket(self, plan: StepPlan) -> PrefillBucket | None:
+        """The graph that the plan's chunks run in; None = they run uncaptured."""
+        if self.prefill_graphs is None or _has_special_chunks(plan):
+            return None
+        return self.prefill_graphs.bucket_for(plan.chunks)
 
     def _to_host(self, results: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return results
         host = torch.empty(results.shape, dtype=torch.int32, pin_memory=True)
         return host.copy_(results, non_blocking=True)
+
+
+def _has_special_chunks(plan: StepPlan) -> bool:
+    return plan.chunk_extras != PLAIN or any(chunk.targets for chunk in plan.chunks)
 
 
 def _pack_targets(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:
