@@ -172,8 +172,9 @@ class EngineConfig:
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests with Triton attention on cuda, else 0."""
     max_graph_tokens: int | None = None
-    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured; 0 = no such graphs.
-    Auto: 2048 (at most max_step_tokens) where decode has graphs, else 0."""
+    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured, and so do those that the
+    GPU needs longer for than the host for their launch. 0 = no such graphs. Auto: 2048 (at most
+    max_step_tokens) where decode has graphs, else 0."""
     attention_backend: str | None = None
     """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
     seed: int = 0

@@ -371,7 +371,8 @@ def _assemble(
                 "--max-graph-tokens 0 asks for that, --strict-compile makes this an error. It said:",
                 exc_info=True,
             )
-        stages.done(f"record {len(chunk_buckets)} prefill graphs")
+        num_recorded = len(chunk_graphs.buckets) if chunk_graphs is not None else 0
+        stages.done(f"record {num_recorded} prefill graphs")
     if device.type == "cuda":
         kernels = KernelCompilations()
     runner = ModelRunner(
