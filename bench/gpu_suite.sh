@@ -48,14 +48,18 @@ tune() {
 }
 
 kernels() {
-    run minisgl bench kernel paged --baselines flashinfer --out "$OUT/kernels-attention.json"
-    run minisgl bench kernel 256x151936 1x151936 --model qwen3-8b --baselines none --out "$OUT/kernels-sample.json"
-    run minisgl bench kernel fused_moe moe_route rope_store --model qwen3-30b-a3b --baselines none \
-        --out "$OUT/kernels-qwen3-30b-a3b.json"
-    run minisgl bench kernel norm _mul rope_store linear advance_rows --baselines flashinfer \
-        --out "$OUT/kernels-llama-3.1-8b.json"
-    run minisgl bench kernel "rms_norm 4096x" "silu_mul 4096x" "rope_store 4096x" "256x128256 top_p" \
-        "linear 8x" "decode 256x1024" --baselines inductor --out "$OUT/kernels-inductor.json"
+    bench_kernel attention paged --baselines flashinfer
+    bench_kernel sample 256x151936 1x151936 --model qwen3-8b --baselines none
+    bench_kernel qwen3-30b-a3b fused_moe moe_route rope_store --model qwen3-30b-a3b --baselines none
+    bench_kernel llama-3.1-8b norm _mul rope_store linear advance_rows --baselines flashinfer
+    bench_kernel inductor "rms_norm 4096x" "silu_mul 4096x" "rope_store 4096x" "256x128256 top_p" \
+        "linear 8x" "decode 256x1024" --baselines inductor
+}
+
+bench_kernel() {
+    local name=$1
+    shift
+    run minisgl bench kernel "$@" --commit "$COMMIT" --out "$OUT/kernels-$name.json"
 }
 
 engine() {

@@ -143,6 +143,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     kernel = command("kernel", "Check and time the Triton kernels on this GPU.", _bench_kernel, benches)
     kernel.add_argument("names", nargs="*", help='Ops, or parts of "op shape", to measure; none is all.')
     add_flags(kernel, "measuring", KernelBenchSettings, environ)
+    add_flags(kernel, "output", OutputSettings, environ)
     offline = command("offline", "Throughput of one engine, without a server.", _bench_offline, benches)
     add_flags(offline, "workload", OfflineBenchSettings, environ)
     add_flags(offline, "output", OutputSettings, environ)
@@ -327,10 +328,11 @@ def _tune(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
 
 def _bench_kernel(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     settings = KernelBenchSettings(**values_of(KernelBenchSettings, arguments, environ))
+    output = OutputSettings(**values_of(OutputSettings, arguments, environ))
     _choose_interpreter(settings.device)
     from minisgl.benchmark.kernel_bench import run_kernel_bench
 
-    return run_kernel_bench(settings, tuple(arguments.names), sys.stdout)
+    return run_kernel_bench(settings, tuple(arguments.names), output, sys.stdout)
 
 
 def _bench_offline(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
