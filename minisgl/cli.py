@@ -243,7 +243,12 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     check_engine_config(engine)  # both before a model is fetched
     engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(server.log_level, "server")
-    return run_server(server, engine, _folder(engine.model, environ), started_at=started_at)
+    return run_server(
+        server,
+        engine,
+        _folder(engine.model, environ, engine.revision, engine.tokenizer),
+        started_at=started_at,
+    )
 
 
 def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
@@ -484,12 +489,20 @@ def _compiled(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path
     return Path(os.path.expanduser(arguments.compile_cache or cache_dir(environ) / "compiled"))
 
 
-def _folder(model: str, environ: Mapping[str, str]) -> Path:
+def _folder(
+    model: str, environ: Mapping[str, str], revision: str | None = None, tokenizer: str | None = None
+) -> Path:
     """The model's local folder, fetched with a progress bar when it is missing."""
     from minisgl.weights.progress import progress_on
     from minisgl.weights.sources import resolve_model_folder
 
-    return resolve_model_folder(model, cache_dir=cache_dir(environ), progress=progress_on(sys.stderr))
+    return resolve_model_folder(
+        model,
+        revision=revision,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir(environ),
+        progress=progress_on(sys.stderr),
+    )
 
 
 def _sampling(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:

@@ -130,7 +130,12 @@ class EngineConfig:
     """How one engine runs. `None` means "auto": `resolve_engine_config` puts a value there."""
 
     model: str = "smollm2-135m"
-    """What to serve: a built-in name (see `minisgl pull --list`), a local folder, or a hub name."""
+    """What to serve: a built-in name (`minisgl pull --list`), a local folder, a GGUF file, or a hub name."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub name. Auto: the main branch."""
+    tokenizer: str | None = None
+    """A folder or hub name whose tokenizer and chat template take the place of the model's own, as a GGUF
+    file may need it. Auto: the model's."""
     dummy_weights: bool = False
     """Random weights N(0, 0.02) instead of the checkpoint's: for benchmarks; needs only config.json."""
     device: str | None = None
