@@ -64,6 +64,7 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool, normed: bool) -> list[Li
         (64, 128, 4, 6),
     )
     outputs = matrix.outputs // 2 if gated else matrix.outputs
+    tiles_held = (3 if gated else 2) if normed else 1
     configs = [LinearConfig(*tile) for tile in tiles]
     fitting = [
         config
@@ -71,8 +72,8 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool, normed: bool) -> list[Li
         if outputs / config.block_n <= MOST_PROGRAMS
         and (config.block_n == 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
         and linear_stage_bytes(config, gated, normed) * config.num_stages <= SHARED_BYTES
-        # What a thread holds of the rows, or of sums, must fit into its registers.
-        and config.block_k * (2 if normed else 1) / config.num_warps <= 256
+        # What a thread holds of the rows and of their squares must fit into its registers.
+        and config.block_k * tiles_held / config.num_warps <= 256
     ]
     return [*fitting, APART] if normed else fitting
 
