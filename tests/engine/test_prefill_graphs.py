@@ -3,6 +3,7 @@
 "Recorded" here is a function that runs again on the same tensors, which is all that a graph can do.
 """
 
+import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.config import ModelConfig
+from minisgl.config import EngineConfig, ModelConfig
 from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets
+from minisgl.engine.engine import _record_prefill
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.rows import Rows
@@ -205,3 +207,27 @@ def test_a_model_that_is_always_slower_than_its_launch_has_no_graphs() -> None:
         graphs.warm_up(clock=lambda: next(times))
     assert graphs.buckets == ()
     assert graphs.bucket_for((Chunk(0, 0, bytes(4), True),)) is None
+
+
+def test_a_gpu_that_cannot_record_prefill_starts_without_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine()
+
+    def start(error: Exception, **settings: Any) -> PrefillGraphs | None:
+        def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            raise error
+
+        config = EngineConfig(**settings)
+        rest = (engine.model, engine.rows, record, BUCKETS, engine.pages, Stager(CPU), CPU)
+        return _record_prefill(config, *rest)
+
+    broken = RuntimeError("operation not permitted when stream is capturing")
+    with caplog.at_level(logging.WARNING):
+        assert start(broken) is None
+    assert "--max-graph-tokens 0" in caplog.text
+    assert "operation not permitted" in caplog.text
+    with pytest.raises(RuntimeError, match="not permitted"):
+        start(broken, strict_compile=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        start(torch.OutOfMemoryError("no room"))
