@@ -46,7 +46,10 @@ def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.Cap
         assert report.metrics[f"{name}_p50_us"] == row["ours_us"] == statistics.median(times)
         assert times
         assert msgspec.convert(row["error"], float) < 1e-4
-        assert row["ours_fraction"] == pytest.approx(row["floor_us"] / row["ours_us"], rel=0.05, abs=1e-3)
+        floor_us, us, fraction = (
+            msgspec.convert(row[c], float) for c in ("floor_us", "ours_us", "ours_fraction")
+        )
+        assert fraction == pytest.approx(floor_us / us, rel=0.05, abs=1e-3)
         assert row["unit"] in ("TB/s", "TFLOP/s")
         assert row["failed"] is None
     assert (report.environment.git_commit, report.environment.torch) == ("abc123", torch.__version__)
