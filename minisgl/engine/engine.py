@@ -29,7 +29,7 @@ from minisgl.engine.compiled import (
     WholeStep,
     import_compiler,
 )
-from minisgl.engine.device import find_device_facts, free_host_bytes
+from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_bytes
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
@@ -52,6 +52,7 @@ from minisgl.request import RequestOutput
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl.weights.dummy import fill_dummy
 from minisgl.weights.loader import load_weights
+from minisgl.weights.progress import logged_progress
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,25 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
         if config.dummy_weights:
             fill_dummy(model, config.seed)
         else:
-            load_weights(model, folder, model_config, dtype=dtype, device=device)
+            began = time.perf_counter()
+            num_bytes = load_weights(
+                model,
+                folder,
+                model_config,
+                dtype=dtype,
+                device=device,
+                on_progress=logged_progress(logger),
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            loaded_s = time.perf_counter() - began
+            logger.info(
+                "weights: %.2f GB in %.1f s, %.2f GB/s; peak host memory so far %.2f GB",
+                num_bytes / 1e9,
+                loaded_s,
+                num_bytes / 1e9 / loaded_s,
+                peak_host_bytes() / 1e9,
+            )
         stages.done("dummy weights" if config.dummy_weights else "load weights")
         if importing.ident is not None:
             importing.join()
