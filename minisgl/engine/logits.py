@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from minisgl.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from minisgl.scheduler.plan import LogitRules, RowInit
 
 COUNT_MASK = (1 << 24) - 1
@@ -62,8 +62,8 @@ def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
     min_len = np.zeros(num, dtype=np.int32)
     bias_ids = np.zeros((num, MAX_LOGIT_BIAS), dtype=np.int32)
     bias = np.zeros((num, MAX_LOGIT_BIAS), dtype=np.float32)
-    bad_words = np.full((num, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
-    bad_last = np.full((num, MAX_BAD_WORDS), -1, dtype=np.int32)
+    bad_words = np.full((num, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
+    bad_last = np.full((num, MAX_BAD_WORDS_IDS), -1, dtype=np.int32)
     recent = np.full((num, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
     marks = np.zeros((num, vocab_size), dtype=np.int32)
     for place, (_, rules) in enumerate(ruled):
@@ -138,8 +138,8 @@ class LogitTables(nn.Module):
             table(name, torch.float32)
         table("bias_ids", torch.int32, MAX_LOGIT_BIAS)
         table("bias", torch.float32, MAX_LOGIT_BIAS)
-        table("bad_words", torch.int32, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1)
-        table("bad_last", torch.int32, MAX_BAD_WORDS)
+        table("bad_words", torch.int32, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1)
+        table("bad_last", torch.int32, MAX_BAD_WORDS_IDS)
         table("recent", torch.int32, MAX_BAD_WORD_TOKENS - 1)
         table("marks", torch.int32, vocab_size)
 
