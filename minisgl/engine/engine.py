@@ -482,7 +482,7 @@ def _special_decode(
     own_step = compiled.own_step if compiled is not None else None
     if recorder is None or own_step is None:
         return SpecialDecode(step, None, (), device)
-    return SpecialDecode(own_step, recorder.record, buckets, device)
+    return SpecialDecode(step, recorder.record, buckets, device, own_step)
 
 
 def _record_prefill(
