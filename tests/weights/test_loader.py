@@ -195,10 +195,13 @@ def test_an_experts_matrices_go_to_their_place_and_a_missing_one_is_named(tmp_pa
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     ours = load(tmp_path)
     mixture = ours.get_submodule("layers.0.mlp")
-    expected = theirs.model.layers[0].mlp
-    assert torch.equal(mixture.get_parameter("gate_up"), expected.experts.gate_up_proj)
-    assert torch.equal(mixture.get_parameter("down"), expected.experts.down_proj)
-    assert torch.equal(mixture.get_parameter("router"), expected.gate.weight)
+    expected = theirs.get_submodule("model.layers.0.mlp")
+    for name, its_name in (
+        ("gate_up", "experts.gate_up_proj"),
+        ("down", "experts.down_proj"),
+        ("router", "gate.weight"),
+    ):
+        assert torch.equal(mixture.get_parameter(name), expected.get_parameter(its_name))
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_local_experts": 4}))
     with pytest.raises(ModelError, match=r"missing: model\.layers\.0\.block_sparse_moe\.experts\.3\.w1"):
