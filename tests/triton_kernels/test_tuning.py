@@ -13,6 +13,8 @@ import triton
 
 from triton_kernels import (
     fused_moe,
+    linear,
+    linear_many,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
@@ -202,6 +204,10 @@ CONFIGS = {
     "add_rms_norm": rms_norm.NormConfig,
     "silu_mul": silu_mul.SiluMulConfig,
     "fused_moe": fused_moe.MoeConfig,
+    "linear": linear.LinearConfig,
+    "gated_linear": linear.LinearConfig,
+    "linear_many": linear_many.TiledConfig,
+    "gated_linear_many": linear_many.TiledConfig,
 }
 
 
