@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from minisgl.errors import ConfigError
 
@@ -70,3 +71,8 @@ def join(rank: int, size: int, store: Path, device: torch.device) -> Ranks:
     )
     mesh = DeviceMesh(device.type, torch.arange(size), mesh_dim_names=("tp",))
     return Ranks(rank, size, mesh, device)
+
+
+def abort_collectives() -> None:
+    """Break off what waits for other ranks on a GPU; from any thread, and nothing works afterwards."""
+    _abort_process_group()
