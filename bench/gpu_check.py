@@ -71,7 +71,7 @@ def our_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
         sampled_rows=(0,),
     )
     runner.collect(runner.launch(plan))
-    batch = build_prefill(plan, runner.pages, runner.stager)
+    batch = build_prefill(plan.chunks, runner.pages, runner.stager)
     inputs = AttentionInputs(
         runner.rows.page_table,
         batch.row_ids,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine.buckets import decode_buckets
+from minisgl.engine.buckets import decode_buckets, prefill_buckets
 from minisgl.engine.memory import (
     MemoryBudget,
     check_weights_fit,
@@ -89,6 +89,9 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     assert config.max_running_requests is not None
     assert config.max_context_tokens is not None
     assert config.max_graph_batch is not None
+    assert config.max_graph_tokens is not None
+    num_graphs = len(decode_buckets(config.max_graph_batch))
+    num_graphs += len(prefill_buckets(config.max_graph_tokens, config.max_running_requests))
     available_bytes = int((gpu_gib(gpu) - CONTEXT_GIB) * GIB * config.memory_fraction)
     meta = torch.device("meta")
     decoder = build_model(
@@ -104,7 +107,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         weights_bytes=weights_bytes,
         activation_bytes=estimate_activation_bytes(model, config),
         tables_bytes=bytes_of(Rows(config.max_running_requests, pages_per_row, config.page_size, meta)),
-        reserve_bytes=graph_reserve_bytes(len(decode_buckets(config.max_graph_batch))),
+        reserve_bytes=graph_reserve_bytes(num_graphs),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < config.max_context_tokens]
     usable = budget.num_pages - 1  # one is the scratch page

@@ -4,6 +4,7 @@ Promise: the dataclasses are frozen and nobody writes to them after `resolve_eng
 of the command line are generated from the fields and their docstrings (`minisgl/cli.py`).
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -15,6 +16,8 @@ from minisgl.log import LEVELS
 MIB = 1 << 20
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRAPH_TOKENS = 2048
+"""Prefills up to this size are recorded by default: the host launches larger ones faster than they run."""
 LARGEST = (1 << 31) - 1
 """Bound of counts that have no smaller one of their own."""
 SHORTEST_S = 0.01
@@ -91,6 +94,17 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     """Tokens that each layer sees, the new one included; 0 = all of them. Empty = every layer sees all."""
     experts: ExpertsConfig | None = None
+    local_rope_layers: frozenset[int] = frozenset()
+    """Layers that rotate by `local_rope_theta`, unscaled, instead (Gemma 3's with a window)."""
+    local_rope_theta: float = 10000.0
+    attention_scale: float | None = None
+    """What attention scores are multiplied by; None = 1 / sqrt(head_dim)."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied by, rounded to their dtype (Gemma)."""
+    logit_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+    norms_less_one: bool = False
+    """The checkpoint holds the weights of all norms less 1 (Gemma)."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": what the weights are stored in."""
     eos_token_ids: tuple[int, ...]
@@ -157,6 +171,9 @@ class EngineConfig:
     max_graph_batch: int | None = None
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests with Triton attention on cuda, else 0."""
+    max_graph_tokens: int | None = None
+    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured; 0 = no such graphs.
+    Auto: 2048 (at most max_step_tokens) where decode has graphs, else 0."""
     attention_backend: str | None = None
     """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
     seed: int = 0
@@ -186,6 +203,8 @@ class ServerConfig:
     """Name clients must send as `model`. Auto: the value of --model; a folder's last part."""
     max_queued_requests: int = 1024
     """Open requests beyond which new ones get 429."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens of requests that have no token yet, beyond which new ones get 429. Auto: any number."""
     max_body_bytes: int = 16 * MIB
     """Largest request body; larger gets 413."""
     max_upload_bytes: int = 256 * MIB
@@ -200,6 +219,20 @@ class ServerConfig:
     """The engine counts as dead, and the server ends, when it neither steps nor answers for this long."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
+    api_key: tuple[str, ...] = ()
+    """Clients must send this as "Authorization: Bearer KEY"; without any, none is needed. As
+    MINISGL_API_KEY it stays out of the list of processes."""
+    cors_origin: tuple[str, ...] = ()
+    """Web pages from this origin may call, as https://example.org; "*" for all."""
+    tls_cert: str | None = None
+    """File with the certificate chain (PEM), for HTTPS; needs --tls-key."""
+    tls_key: str | None = None
+    """File with the certificate's private key (PEM)."""
+    access_log: bool = False
+    """Write a line of JSON to stderr for every HTTP call."""
+    api_workers: int = 1
+    """Server processes that share the port, 1 to 64: more of them tokenize and stream more. The limits on
+    open requests and queued tokens are split among them."""
     log_level: str = "info"
     """One of "debug", "info", "warning", "error"; prompts are never logged above debug."""
 
@@ -250,6 +283,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     backend = config.attention_backend or ("triton" if on_cuda else "torch")
     can_record = on_cuda and backend == "triton"
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
+    auto_graph_tokens = min(max_step_tokens, GRAPH_TOKENS) if can_record and max_graph_batch else 0
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = replace(
         config,
@@ -263,6 +297,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
+        max_graph_tokens=given(config.max_graph_tokens, auto_graph_tokens),
         attention_backend=backend,
     )
     check_engine_config(resolved)  # once more: now every relation between two values is there to be checked
@@ -331,14 +366,17 @@ def check_engine_config(config: EngineConfig) -> None:
         )
         if config.compile_mode in ("layers", "full"):
             raise ConfigError(f"--compile-mode {config.compile_mode} {why}; use --compile-mode off")
-        if config.max_graph_batch:
-            raise ConfigError(f"--max-graph-batch {config.max_graph_batch} {why}; use --max-graph-batch 0")
+        for flag in ("max_graph_batch", "max_graph_tokens"):
+            name, value = f"--{flag.replace('_', '-')}", getattr(config, flag)
+            if value:
+                raise ConfigError(f"{name} {value} {why}; use {name} 0")
     if config.max_graph_batch == 0 and config.compile_mode in ("layers", "full"):
         raise ConfigError(
             f"--compile-mode {config.compile_mode} compiles what goes into graphs, and --max-graph-batch 0 "
             "asks for none; use --compile-mode off"
         )
     check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
+    check_range("max_graph_tokens", 0, step or 1 << 20, f"max_step_tokens ({step or 1 << 20})")
     check_range("cpu_threads", 1, 1024)
     _check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
 
@@ -351,6 +389,19 @@ def check_server_config(config: ServerConfig) -> None:
     """
     _check_types(config)
     _check(0 <= config.port <= 65535, "port", "between 0 and 65535", config.port)
+    _check(1 <= config.api_workers <= 64, "api_workers", "between 1 and 64", config.api_workers)
+    queued = config.max_queued_tokens
+    _check(queued is None or 1 <= queued <= LARGEST, "max_queued_tokens", f"between 1 and {LARGEST}", queued)
+    for key in config.api_key:
+        if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            raise ConfigError("--api-key must be visible ASCII characters without spaces around them")
+    for origin in config.cors_origin:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ConfigError(
+                f'--cors-origin must be as https://example.org, without a path, or "*"; got {origin!r}'
+            )
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     for flag in ("max_queued_requests", "max_body_bytes", "max_upload_bytes"):
         value = getattr(config, flag)
         _check(1 <= value <= LARGEST, flag, f"between 1 and {LARGEST}", value)

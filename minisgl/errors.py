@@ -25,11 +25,20 @@ class RequestError(MinisglError):
         code: OpenAI's machine-readable code, for example ``context_length_exceeded``.
         message: needed, got, do this.
         param: the field of the request body that is at fault, if it is one field.
+        retry_after_s: when trying again may help, if that is known.
     """
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s

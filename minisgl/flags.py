@@ -21,6 +21,8 @@ from minisgl.errors import ConfigError
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
+SECRETS = frozenset({"api_key"})
+"""Fields whose value is never printed."""
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -28,7 +30,7 @@ class Field(NamedTuple):
     """One setting: its name, the type of one value, whether it repeats, default and meaning."""
 
     name: str
-    kind: type
+    kind: type | None  # None: no flag can hold it
     repeats: bool
     default: Any
     doc: str
@@ -73,7 +75,7 @@ def add_flags(
     """
     group = parser.add_argument_group(title)
     for field in fields_of(cls):
-        if field.name in skip:
+        if field.name in skip or field.kind is None:
             continue
         default = default_of(field, environ)
         help_text = _help(field, default)
@@ -123,7 +125,7 @@ def default_of(field: Field, environ: Mapping[str, str]) -> Any:
         ConfigError: the variable's text is none of the field's type.
     """
     text = environ.get(field.variable)
-    if text is None:
+    if text is None or field.kind is None:
         return field.default
     if field.kind is bool:
         if text.lower() in TRUE:
@@ -143,19 +145,27 @@ def _help(field: Field, default: Any) -> str:
     text = field.doc
     if field.kind is bool:
         text += f" (default: {'on' if default else 'off'})"
+    elif field.name in SECRETS:
+        text += f" (default: {'$' + field.variable if default else 'none'})"
     elif default is not None and default != ():
         text += f" (default: {default})"
     return text.replace("%", "%%")
 
 
-def _kind(hint: Any) -> tuple[type, bool]:
-    """The type of one value and whether a field holds several: int, `int | None`, `tuple[int, ...]`."""
+def _kind(hint: Any) -> tuple[type | None, bool]:
+    """The type of one value and whether a field holds several: int, `int | None`, `tuple[int, ...]`.
+
+    No flag can hold mappings, nor lists of lists: None.
+    """
     if isinstance(hint, types.UnionType):
         inner = [part for part in typing.get_args(hint) if part is not type(None)]
         if len(inner) == 1:
             return _kind(inner[0])
+    if typing.get_origin(hint) is dict:
+        return None, False
     if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], True
+        inner = typing.get_args(hint)[0]
+        return (None, False) if typing.get_origin(inner) is tuple else (inner, True)
     if hint in (bool, int, float, str):
         return hint, False
     raise TypeError(f"no flag can hold a {hint}")

@@ -7,10 +7,10 @@ name, never ignored. Reads what transformers 4 and transformers 5 write.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minisgl.config import DTYPE_BYTES, ExpertsConfig, ModelConfig, RopeScaling
 from minisgl.errors import ModelError
@@ -28,6 +28,7 @@ class Windows(Enum):
     ALL = "every layer"
     ALL_IF_USED = "every layer, where use_sliding_window says so"
     LATER_LAYERS_IF_USED = "those of layer_types, else from max_window_layers on, if use_sliding_window"
+    PATTERN = "those of layer_types, else all but every sixth (sliding_window_pattern)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,20 @@ class Family:
     attention_bias: bool = False
     """`attention_bias` gives all four projections one; a class that does not read it refuses it."""
     qk_norm: bool = False
+    tied: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """The key, and the one value that is known."""
+    is_gemma: bool = False
+    """Scaled embeddings, norms less 1, the scores' scale, two RoPE settings, soft cap of the logits."""
     read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
+
+
+class Rope(NamedTuple):
+    """What positions do."""
+
+    theta: float
+    scaling: RopeScaling | None
+    local_theta: float = 10000.0
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -78,10 +92,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     head_dim = _integer(raw, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
-    rope_theta, rope_scaling = _rope(raw, family)
-    max_position = _max_position(raw, rope_scaling)
+    rope = _gemma_rope(raw, family) if family.is_gemma else _rope(raw, family)
+    max_position = _max_position(raw, rope.scaling)
     has_bias = family.attention_bias and bool(raw.get("attention_bias"))
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         num_layers=_integer(raw, "num_hidden_layers"),
         hidden_size=hidden_size,
@@ -92,9 +106,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         vocab_size=_integer(raw, "vocab_size"),
         max_position=max_position,
         rms_norm_eps=_number(raw, "rms_norm_eps", family.rms_norm_eps),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
         qkv_bias=family.qkv_bias or has_bias,
         o_bias=has_bias,
         qk_norm=family.qk_norm,
@@ -103,6 +117,21 @@ def read_model_config(folder: Path) -> ModelConfig:
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_joined_ids("eos_token_id", generation, raw),
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
+    )
+    return _with_gemma_settings(config, raw, rope.local_theta) if family.is_gemma else config
+
+
+def _with_gemma_settings(config: ModelConfig, raw: dict[str, Any], local_theta: float) -> ModelConfig:
+    kinds = _layer_kinds(raw, FAMILIES[config.architecture])
+    softcap = raw.get("final_logit_softcapping")
+    return replace(
+        config,
+        local_rope_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
+        local_rope_theta=local_theta,
+        attention_scale=_number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
+        embedding_scale=math.sqrt(config.hidden_size),
+        logit_softcap=None if softcap is None else _number(raw, "final_logit_softcapping"),
+        norms_less_one=True,
     )
 
 
@@ -166,6 +195,17 @@ def _checked(experts: ExpertsConfig, hidden_size: int, width_name: str) -> Exper
 
 
 FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        num_kv_heads=4,
+        head_dim=256,
+        rope_theta=1e6,
+        windows=Windows.PATTERN,
+        attention_bias=True,
+        qk_norm=True,
+        tied=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        is_gemma=True,
+    ),
     "LlamaForCausalLM": Family(attention_bias=True),
     "MistralForCausalLM": Family(num_kv_heads=8, windows=Windows.ALL),
     "MixtralForCausalLM": Family(
@@ -195,13 +235,12 @@ FAMILIES = {
 """By Hugging Face class name; models/registry.py builds them."""
 
 MEANS_NOTHING: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
     "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
     "clip_qkv": (),
     "dual_chunk_attention_config": (),
+    "use_bidirectional_attention": (False,),
     "shared_expert_intermediate_size": (0,),
     "n_shared_experts": (0,),
     "num_shared_experts": (0,),
@@ -247,11 +286,15 @@ def _refuse_what_is_missing(raw: dict[str, Any], family: Family) -> None:
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise _missing(f"quantized weights ({method}); take the model's unquantized version")
+    activation, known = family.activation
+    if raw.get(activation, known) != known:
+        raise _missing(f"{activation} = {raw[activation]!r}; only {known!r} is known")
     for name, harmless in MEANS_NOTHING.items():
         value = raw.get(name)
         if value is not None and value not in harmless:
-            known = f"; only {harmless[0]!r} is known" if harmless and harmless[0] else ""
-            raise _missing(f"{name} = {value!r}{known}")
+            raise _missing(f"{name} = {value!r}")
+    if raw.get("final_logit_softcapping") is not None and not family.is_gemma:
+        raise _missing(f"final_logit_softcapping = {raw['final_logit_softcapping']!r}")
     if raw.get("attention_bias") and not (family.attention_bias or family.qkv_bias):
         raise _missing(f"attention_bias = {raw['attention_bias']!r}")
     if family.windows is Windows.NONE and raw.get("sliding_window") and raw.get("use_sliding_window", True):
@@ -264,44 +307,56 @@ def _missing(what: str) -> ModelError:
 
 def _windows(raw: dict[str, Any], family: Family, max_position: int) -> tuple[int, ...]:
     """`ModelConfig.windows`; a window as long as the longest context is none."""
-    num_layers = _integer(raw, "num_hidden_layers")
-    kinds = _layer_types(raw, num_layers)
-    reads_layer_types = family.windows is Windows.LATER_LAYERS_IF_USED
-    if kinds and not reads_layer_types and "sliding_attention" in kinds:
-        raise _missing("layer_types with sliding_attention, which this architecture does not read")
-    used = family.windows is Windows.ALL or bool(raw.get("use_sliding_window"))
-    window = raw.get("sliding_window", family.sliding_window)
-    if family.windows is Windows.NONE or not used or window is None:
-        if "sliding_attention" in kinds:
-            raise ModelError("config.json: layer_types has sliding_attention, but there is no sliding_window")
+    kinds = _layer_kinds(raw, family)
+    if "sliding_attention" not in kinds:
         return ()
-    window = _integer({"sliding_window": window}, "sliding_window")
+    window = _integer({"sliding_window": raw.get("sliding_window", family.sliding_window)}, "sliding_window")
     if window >= max_position:
         return ()
-    if not reads_layer_types:
-        return (window,) * num_layers
-    if not kinds:
-        first = raw.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            raise ModelError(f"config.json: max_window_layers must be a whole number, got {first!r}")
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    return windows if any(windows) else ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _layer_types(raw: dict[str, Any], num_layers: int) -> list[str]:
-    """`layer_types`, one for each layer; empty where there is none.
+def _layer_kinds(raw: dict[str, Any], family: Family) -> list[str]:
+    """Each layer's "full_attention" or "sliding_attention", as transformers gives them.
 
     Raises:
-        ModelError: it has another length, or a type that is not known here.
+        ModelError: `layer_types` has another length, or a type that is not known here or not read.
     """
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or len(kinds) not in (0, num_layers):
+    num_layers = _integer(raw, "num_hidden_layers")
+    listed = raw.get("layer_types") or []
+    if not isinstance(listed, list) or len(listed) not in (0, num_layers):
         raise ModelError(f"config.json: layer_types must name a type for each of {num_layers} layers")
-    others = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})
+    others = sorted({str(kind) for kind in listed} - {"full_attention", "sliding_attention"})
     if others:
         raise _missing(f"layer_types {', '.join(others)}; known are full_attention, sliding_attention")
+
+    window = raw.get("sliding_window", family.sliding_window)
+    used = window is not None and family.windows is not Windows.NONE
+    if family.windows in (Windows.ALL_IF_USED, Windows.LATER_LAYERS_IF_USED):
+        used = used and bool(raw.get("use_sliding_window"))
+    first = every = 0
+    if family.windows is Windows.LATER_LAYERS_IF_USED:
+        first = _whole(raw, "max_window_layers", 28)
+    elif family.windows is Windows.PATTERN:
+        every = _integer(raw, "sliding_window_pattern", 6)
+    kinds = ["full_attention"] * num_layers
+    for i in range(first if used else num_layers, num_layers):
+        if not every or (i + 1) % every:
+            kinds[i] = "sliding_attention"
+    if family.windows in (Windows.LATER_LAYERS_IF_USED, Windows.PATTERN):
+        if not used and ("sliding_attention" in listed or family.windows is Windows.PATTERN):
+            raise ModelError("config.json: some layers are to have a window, but there is no sliding_window")
+        return listed or kinds
+    if "sliding_attention" in listed and listed != kinds:
+        raise _missing("layer_types with sliding_attention, which this architecture does not read")
     return kinds
+
+
+def _whole(raw: dict[str, Any], key: str, default: int) -> int:
+    value = raw.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ModelError(f"config.json: {key} must be a whole number, got {value!r}")
+    return value
 
 
 def _max_position(raw: dict[str, Any], scaling: RopeScaling | None) -> int:
@@ -312,7 +367,7 @@ def _max_position(raw: dict[str, Any], scaling: RopeScaling | None) -> int:
     return max(max_position, int(scaling.original_max_position * scaling.factor))
 
 
-def _rope(raw: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
+def _rope(raw: dict[str, Any], family: Family) -> Rope:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     for settings in (older, newer):
@@ -321,7 +376,24 @@ def _rope(raw: dict[str, Any], family: Family) -> tuple[float, RopeScaling | Non
     # Where a folder has both, transformers follows rope_scaling; theta may still lie in the other.
     theta = _number(newer, "rope_theta", _number(raw, "rope_theta", family.rope_theta))
     parameters = older or newer
-    return _number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters)
+    return Rope(_number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters))
+
+
+def _gemma_rope(raw: dict[str, Any], family: Family) -> Rope:
+    """Of full and sliding layers apart: transformers 5 nests them, 4 has `rope_local_base_freq` beside."""
+    nested = raw.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
+        raise ModelError("config.json: rope_parameters must be those of full_attention and sliding_attention")
+    full = {**(nested.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+    local = nested.get("sliding_attention") or {}
+    kind = local.get("rope_type", "default")
+    if kind != "default":
+        raise _missing(f"RoPE of type {kind!r} in the layers with a window")
+    return Rope(
+        _number(full, "rope_theta", _number(raw, "rope_theta", family.rope_theta)),
+        _rope_scaling(raw, full),
+        _number(local, "rope_theta", _number(raw, "rope_local_base_freq", 10000.0)),
+    )
 
 
 def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any]) -> RopeScaling | None:

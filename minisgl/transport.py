@@ -17,7 +17,6 @@ import zmq.asyncio
 
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.messages import IDS_PER_SERVER, StepOutput, ToEngine, ToServer
-from minisgl.request import RequestOutput
 
 TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
@@ -86,16 +85,17 @@ class EngineSocket:
         for outbox in self._outboxes if server is None else [self._outboxes[server]]:
             outbox.send(data)
 
-    def send_outputs(self, outputs: list[RequestOutput]) -> None:
+    def send_outputs(self, step: StepOutput) -> None:
         """Queue what a step gave, each output for the server process whose request it is."""
         if len(self._outboxes) == 1:
-            self.send(StepOutput(outputs))
+            self.send(step)
             return
-        shares: dict[int, list[RequestOutput]] = {}
-        for output in outputs:
-            shares.setdefault(output.request_id // IDS_PER_SERVER, []).append(output)
+        shares: dict[int, StepOutput] = {}
+        for output in step.outputs:
+            rank = output.request_id // IDS_PER_SERVER
+            shares.setdefault(rank, StepOutput([])).outputs.append(output)
         for rank, share in shares.items():
-            self.send(StepOutput(share), rank)
+            self.send(share, rank)
 
     def close(self) -> None:
         """Close all sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""

@@ -19,19 +19,24 @@ from minisgl.flags import add_flags, fields_of, values_of
 from minisgl.request import SamplingParams
 
 SERVER = """
-    --drain-timeout-s --heartbeat-timeout-s --host --log-level --max-body-bytes --max-queued-requests
-    --max-upload-bytes --port --request-timeout-s --served-model-name --startup-timeout-s --upload-timeout-s
+    --access-log --api-key --api-workers --cors-origin --drain-timeout-s --heartbeat-timeout-s --host
+    --log-level --max-body-bytes --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log
+    --port --request-timeout-s --served-model-name --startup-timeout-s --tls-cert --tls-key
+    --upload-timeout-s
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
-    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-running-requests
+    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
+    --max-running-requests
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights --no-overlap
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --prefix-cache --seed --strict-compile
 """
 SAMPLING = """
-    --ignore-eos --max-tokens --min-p --no-ignore-eos --seed --stop --stop-token-ids --temperature
-    --top-k --top-p
+    --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output
+    --max-tokens --min-p --min-tokens --no-ignore-eos --no-include-stop-str-in-output
+    --no-skip-special-tokens --presence-penalty --repetition-penalty --seed --skip-special-tokens --stop
+    --stop-token-ids --temperature --top-k --top-p
 """
 TUNE = """
     --again --device --dry-run --gpu --model --no-again --no-dry-run --ops --out --plot
@@ -178,6 +183,14 @@ def test_the_environment_gives_defaults_and_flags_win() -> None:
 def test_a_bad_variable_is_named(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=name):
         build_parser({name: text})
+
+
+@pytest.mark.parametrize("command", ["serve", "bench serve"])
+def test_help_never_shows_a_secret(command: str) -> None:
+    shown = subparsers({"MINISGL_API_KEY": "hidden-value"})[command].format_help()
+    assert "hidden-value" not in shown
+    assert "(default: $MINISGL_API_KEY)" in " ".join(shown.split())
+    assert "(default: none)" in " ".join(subparsers()[command].format_help().split())
 
 
 def test_generate_and_chat_are_greedy_unless_asked_otherwise() -> None:

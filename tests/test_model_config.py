@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -196,6 +197,7 @@ def test_yarn_reaches_as_far_as_its_factor_says(tmp_path: Path) -> None:
 
 
 KINDS: dict[str, type[PreTrainedConfig]] = {
+    "Gemma3ForCausalLM": Gemma3TextConfig,
     "LlamaForCausalLM": LlamaConfig,
     "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig,
@@ -214,6 +216,7 @@ WINDOWS: list[dict[str, object]] = [
     {"sliding_window": 131072, "use_sliding_window": True, "max_window_layers": 0},
     {"sliding_window": None, "use_sliding_window": True},
     {"use_sliding_window": True},
+    {"sliding_window": 100, "sliding_window_pattern": 4},
 ]
 
 
@@ -228,9 +231,13 @@ def test_layers_have_the_windows_that_transformers_gives_them(
     )
     theirs = kind.from_pretrained(folder)
     window = getattr(theirs, "sliding_window", None)
-    has_types = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    has_types = architecture in ("Gemma3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
     types = theirs.layer_types if has_types else ["sliding_attention" if window else "full_attention"] * 32
     expected = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if None in expected:
+        with pytest.raises(ModelError, match="no sliding_window"):
+            read_model_config(folder)
+        return
     ours = read_model_config(folder).windows
     assert (ours or (0,) * 32) == tuple(0 if size == 131072 else size for size in expected)
 
@@ -246,7 +253,10 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(
     keys: dict[str, object] = {"rope_scaling": None, "hidden_size": 2048, missing: ...}
     folder = write(tmp_path, architectures=[architecture], model_type=kind.model_type, **keys)
     ours, theirs = read_model_config(folder), kind.from_pretrained(folder)
-    assert ours.rope_theta == (theirs.rope_parameters or {}).get("rope_theta")
+    rope = theirs.rope_parameters or {}
+    assert ours.rope_theta == rope.get("full_attention", rope).get("rope_theta")
+    if "sliding_attention" in rope:
+        assert ours.local_rope_theta == rope["sliding_attention"]["rope_theta"]
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -275,3 +285,48 @@ def test_layers_without_experts_are_those_transformers_makes_dense(tmp_path: Pat
     assert experts.dense_layers == {0, 2, 3, 4}
     assert read_model_config(write(tmp_path, **qwen, num_experts=0)).experts is None
     assert read_model_config(write(tmp_path, **qwen, decoder_sparse_step=7)).experts is None
+
+
+def test_gemma_3_is_read_as_transformers_4_wrote_it(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path,
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_theta=1000000,
+        rope_local_base_freq=20000,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        query_pre_attn_scalar=100,
+        hidden_size=640,
+        num_hidden_layers=18,
+    )
+    config, theirs = read_model_config(folder), Gemma3TextConfig.from_pretrained(folder)
+    assert theirs.rope_parameters["full_attention"]["factor"] == 8.0
+    assert config.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 20000.0)
+    assert config.windows == (512, 512, 512, 512, 512, 0) * 3
+    assert config.local_rope_layers == {i for i in range(18) if i % 6 != 5}
+    assert (config.attention_scale, config.embedding_scale) == (0.1, 640**0.5)
+    assert config.tie_word_embeddings is False, "this file says so"
+    assert config.logit_softcap is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"rope_parameters": {"rope_type": "default"}}, "sliding_attention"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "linear"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "no sliding_window"),
+    ],
+)
+def test_what_a_gemma_3_asks_for_in_vain_is_named(
+    changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    keys: dict[str, object] = {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": None}
+    with pytest.raises(ModelError, match=named):
+        read_model_config(write(tmp_path, **(keys | changes)))

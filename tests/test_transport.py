@@ -113,7 +113,7 @@ def test_each_server_process_gets_its_own_outputs_and_all_hear_what_is_for_all(i
         servers = [ServerSocket(ipc_dir, rank) for rank in range(3)]
         engine = EngineSocket(ipc_dir, 3)
         engine.send(Fatal("no memory"))
-        engine.send_outputs([mine, other, mine])
+        engine.send_outputs(StepOutput([mine, other, mine]))
         engine.send(Status(4), 2)
         heard = [[await asyncio.wait_for(server.receive(), LIMIT_S) for _ in range(2)] for server in servers]
         assert heard == [

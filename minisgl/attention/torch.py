@@ -1,21 +1,56 @@
-"""Attention in plain torch: the kernels' references, for the CPU and to compare with.
+"""Attention by torch's scaled_dot_product_attention, a row at a time: for the CPU, and to compare with.
 
-T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
+Promise: memory outside of what a row sees is never used (it may hold NaN); a row without keys yields zeros.
+
+T new tokens, H query heads, K KV heads, G = H / K, D head dim, P pages, S page size, N queries of one row and
+L keys that they see.
 """
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minisgl.attention.interface import AttentionInputs
-from triton_kernels.paged_decode import paged_decode_reference
-from triton_kernels.paged_prefill import paged_prefill_reference
+
+QUERIES_AT_ONCE = 512
+"""Of one row: bounds the mask and the scores, which grow with queries times keys."""
 
 
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, window: int = 0
 ) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
-    where = (inputs.page_table, inputs.row_ids, inputs.context_len)
-    if inputs.max_query_len == 1:
-        return paged_decode_reference(q, k_cache, v_cache, *where, scale, window)
-    rows = (*where, inputs.row_start, inputs.max_query_len)
-    return paged_prefill_reference(q, k_cache, v_cache, *rows, scale, window)
+    page_size, num_kv_heads = k_cache.shape[1:3]
+    queries = q.unflatten(1, (num_kv_heads, -1))
+    out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
+    starts = inputs.row_start.tolist()
+    rows = zip(inputs.row_ids.tolist(), inputs.context_len.tolist(), strict=True)
+    for r, (row, length) in enumerate(rows):
+        if length == 0:
+            continue
+        for low in range(starts[r], starts[r + 1], QUERIES_AT_ONCE):
+            high = min(low + QUERIES_AT_ONCE, starts[r + 1])
+            end = length - (starts[r + 1] - high)  # this block's keys are begin : end of the row's
+            begin = max(0, end - (high - low) + 1 - window) if window else 0
+            first_page = begin // page_size
+            pages = inputs.page_table[row, first_page : -(-end // page_size)]
+            seen = slice(begin - first_page * page_size, end - first_page * page_size)
+            keys = k_cache.index_select(0, pages).flatten(0, 1)[seen]
+            values = v_cache.index_select(0, pages).flatten(0, 1)[seen]
+            out[low:high] = _attend_block(queries[low:high], keys, values, scale, window)
+    return out.flatten(1, 2)
+
+
+def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
+    """queries [N, K, G, D] of the last N tokens of keys and values [L, K, D] -> [N, K, G, D]."""
+    num_queries, length = len(queries), len(keys)
+    k, v = keys.transpose(0, 1), values.transpose(0, 1)
+    if num_queries == 1:  # it sees all keys, and so its G heads can be what torch calls queries
+        return F.scaled_dot_product_attention(queries, k[None], v[None], scale=scale)
+    seen = torch.ones(num_queries, length, dtype=torch.bool, device=keys.device).tril(length - num_queries)
+    if window:
+        seen = seen.triu(length - num_queries - window + 1)
+    group = queries.shape[2]
+    k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    mixed = F.scaled_dot_product_attention(queries.permute(1, 2, 0, 3), k, v, attn_mask=seen, scale=scale)
+    return mixed.permute(2, 0, 1, 3)

@@ -81,17 +81,20 @@ class Work(NamedTuple):
 class Costs(NamedTuple):
     """A model's weights and K/V as far as steps read them."""
 
-    block_parameters: int
-    head_parameters: int
-    weight_bytes: int  # blocks and head; an embedding that is not the head is not read through
+    block_parameters: int  # experts excepted
+    head_parameters: int  # an embedding that is not the head is not read through
+    item_bytes: int
     kv_bytes_per_token: int
     attention_flop_per_pair: int  # one query token and one key token, all layers
+    expert_parameters: int = 0  # one expert in every layer that has experts
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     def decode(self, batch: int, context: float) -> Work:
         """One token for each of `batch` rows that attend to `context` tokens each."""
         return Work(
-            self.weight_bytes + batch * context * self.kv_bytes_per_token,
-            2 * batch * (self.block_parameters + self.head_parameters)
+            self._weight_bytes(batch) + batch * context * self.kv_bytes_per_token,
+            2 * batch * (self._parameters_per_token + self.head_parameters)
             + batch * context * self.attention_flop_per_pair,
         )
 
@@ -99,11 +102,24 @@ class Costs(NamedTuple):
         """`num_tokens` of one prompt behind `prefix` tokens; the head sees the last one only."""
         pairs = num_tokens * prefix + num_tokens * (num_tokens + 1) / 2
         return Work(
-            self.weight_bytes + (prefix + num_tokens) * self.kv_bytes_per_token,
-            2 * num_tokens * self.block_parameters
+            self._weight_bytes(num_tokens) + (prefix + num_tokens) * self.kv_bytes_per_token,
+            2 * num_tokens * self._parameters_per_token
             + 2 * self.head_parameters
             + pairs * self.attention_flop_per_pair,
         )
+
+    @property
+    def _parameters_per_token(self) -> int:
+        return self.block_parameters + self.experts_per_token * self.expert_parameters
+
+    def _weight_bytes(self, num_tokens: int) -> float:
+        """Everything once; of the experts those that are hit, on average, when routing is even."""
+        experts_hit = 0.0
+        if self.num_experts:
+            missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+            experts_hit = self.num_experts * (1 - missed)
+        parameters = self.block_parameters + self.head_parameters + experts_hit * self.expert_parameters
+        return parameters * self.item_bytes
 
 
 class Times(NamedTuple):
@@ -353,12 +369,20 @@ def _costs(engine: Engine, config: ModelConfig) -> Costs:
     embedding = model.embed_tokens.weight
     outside = 0 if embedding is model.lm_head.weight else embedding.numel()
     blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
+    expert, num_experts, experts_per_token = 0, 0, 0
+    if config.experts is not None:
+        num_experts, experts_per_token = config.experts.num_experts, config.experts.experts_per_token
+        num_layers = config.num_layers - len(config.experts.dense_layers)
+        expert = 3 * config.hidden_size * config.experts.intermediate_size * num_layers
     return Costs(
-        block_parameters=blocks,
+        block_parameters=blocks - num_experts * expert,
         head_parameters=head,
-        weight_bytes=(blocks + head) * item_bytes,
+        item_bytes=item_bytes,
         kv_bytes_per_token=config.kv_elements_per_token * item_bytes,
         attention_flop_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
+        expert_parameters=expert,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
     )
 
 

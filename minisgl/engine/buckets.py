@@ -1,6 +1,7 @@
-"""Batch sizes that have a recorded graph; everything between is padded up to the next one."""
+"""Sizes of steps that have a recorded graph; everything between is padded up to the next one."""
 
 from bisect import bisect_left
+from typing import NamedTuple
 
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:
@@ -20,3 +21,39 @@ def bucket_for(batch: int, buckets: tuple[int, ...]) -> int | None:
     """The smallest bucket that holds `batch` rows; None when even the largest doesn't."""
     index = bisect_left(buckets, batch)
     return buckets[index] if index < len(buckets) else None
+
+
+class PrefillBucket(NamedTuple):
+    """The most that one recorded prefill holds."""
+
+    tokens: int
+    rows: int
+
+
+def prefill_buckets(max_tokens: int, max_rows: int) -> tuple[PrefillBucket, ...]:
+    """Ascending buckets up to `max_tokens`; none if that is below 1.
+
+    Up to 128 tokens by powers of two, where reading the weights is all the work; then with steps that pad
+    by a third at most, because padding is computed. A row takes a share of the sampling and of the head's
+    product: there is one for every 16 tokens, and at least 16.
+    """
+    if max_tokens < 1:
+        return ()
+    sizes = {16, 32, 64, 128, 192, 256, 384, *range(512, 1024, 128), *range(1024, max_tokens + 256, 256)}
+    sizes = sorted({size for size in sizes if size < max_tokens} | {max_tokens})
+    return tuple(PrefillBucket(size, min(max(16, -(-size // 16)), size, max_rows)) for size in sizes)
+
+
+def prefill_bucket_for(
+    num_tokens: int, num_rows: int, buckets: tuple[PrefillBucket, ...]
+) -> PrefillBucket | None:
+    """The smallest bucket that holds such a prefill.
+
+    None when there is none, or when more than half of it (but for the smallest buckets) would be padding.
+    """
+    for bucket in buckets:
+        if bucket.tokens > max(64, 2 * num_tokens):
+            break
+        if bucket.tokens >= num_tokens and bucket.rows >= num_rows:
+            return bucket
+    return None

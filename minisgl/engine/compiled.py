@@ -11,6 +11,7 @@ whatever does all the same is counted, and an error with --strict-compile. Use f
 CUDA graph trees keep their state per thread.
 """
 
+import importlib
 import secrets
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Protocol
 import torch
 import torch._dynamo
 import torch._inductor.config
-from torch import Tensor
+from torch import Tensor, nn
 from triton import knobs
 
 import triton_kernels
@@ -29,11 +30,8 @@ from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
-from minisgl.models.decoder import Block, RunBlock
+from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.linear import MAX_ROWS
-
-WARM_RUNS = 2
-"""Uncaptured runs before a recording: the first compiles kernels, both fill allocator and library caches."""
 
 
 class StepGraphs(Protocol):
@@ -84,7 +82,7 @@ class CompiledDecode:
     def warm_up(self, on_bucket: Callable[[int, float], None]) -> None:
         """Compile and record every bucket, largest first, with padding rows only.
 
-        Calls `on_bucket(bucket, duration_ms)` after each.
+        Calls `on_bucket(bucket, duration_ms)` after each, with the host's time.
         """
         for bucket in reversed(self._buckets):
             started = time.perf_counter()
@@ -92,9 +90,9 @@ class CompiledDecode:
             self._graphs.record(row_ids)
             self._graphs.replay(row_ids)
             self._row_ids[bucket] = row_ids
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
+        if self._device.type == "cuda":  # not in between: the device runs while the host records the next
+            torch.cuda.synchronize(self._device)
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
@@ -122,42 +120,70 @@ class CompiledDecode:
             raise MinisglError(f"--strict-compile: {what}")
 
 
-class CapturedSteps:
-    """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
+class GraphRecorder:
+    """Records functions as CUDA graphs that share one memory pool.
 
-    All graphs share one memory pool, so their replays must follow each other on one stream. For the
-    arguments see `compiled_block`.
+    So their replays must follow each other on one stream.
     """
 
-    def __init__(self, step: DecodeStep, *, compile_blocks: bool, max_batch: int, keep: bool = True) -> None:
-        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else Block.forward
-        self._step = DecodeStep(step.model, step.rows, run_block)
+    def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows
 
-    def record(self, row_ids: Tensor) -> None:
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run it, which compiles what is missing, then record it; what comes back replays it.
+
+        Raises:
+            whatever `run` does; nothing is left recording then.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_RUNS):
-                self._step(row_ids)
+            run()
             # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                token_ids = self._step(row_ids)
+                result = run()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._recorded[row_ids.shape[0]] = (graph, token_ids)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class CapturedSteps:
+    """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
+
+    For the arguments see `compiled_block`.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        recorder: GraphRecorder,
+        *,
+        compile_blocks: bool,
+        max_batch: int,
+        keep: bool = True,
+    ) -> None:
+        run_block = compiled_block(max_batch, keep=keep) if compile_blocks else call_block
+        self._step = DecodeStep(step.model, step.rows, run_block)
+        self._recorder = recorder
+        self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
+
+    def record(self, row_ids: Tensor) -> None:
+        replay = self._recorder.record(lambda: self._step(row_ids))
+        self._replays[row_ids.shape[0]] = replay
 
     def replay(self, row_ids: Tensor) -> Tensor:
-        graph, token_ids = self._recorded[row_ids.shape[0]]
-        graph.replay()
-        return token_ids
+        return self._replays[row_ids.shape[0]]()
 
     def counts(self) -> tuple[int, int]:
-        return _graphs_compiled(), len(self._recorded)
+        return _graphs_compiled(), len(self._replays)
 
 
 def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep: bool = True) -> RunBlock:
@@ -170,10 +196,10 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep
             torch would not notice that somebody edited theirs.
     """
     _configure_inductor(keep)
-    compiled = torch.compile(Block.forward, fullgraph=True, dynamic=False, backend=backend)
+    compiled = torch.compile(call_block, fullgraph=True, dynamic=False, backend=backend)
 
     def run(
-        block: Block,
+        block: nn.Module,
         x: Tensor,
         residual: Tensor,
         positions: Tensor,
@@ -242,6 +268,11 @@ def _configure_inductor(keep: bool) -> None:
 
 def _graphs_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def import_compiler() -> None:
+    """Import what torch.compile otherwise imports on first use: some two seconds."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 class KernelCompilations:

@@ -6,6 +6,7 @@ overlapped execution are the same code and give the same tokens.
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,15 +20,24 @@ from compile_cache.key import machine_facts
 from compile_cache.seal import CacheError
 from compile_cache.store import OpenCache, open_cache
 from minisgl.config import EngineConfig, ModelConfig, resolve_engine_config
-from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CapturedSteps, CompiledDecode, KernelCompilations, WholeStep
+from minisgl.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
+from minisgl.engine.compiled import (
+    CapturedSteps,
+    CompiledDecode,
+    GraphRecorder,
+    KernelCompilations,
+    WholeStep,
+    import_compiler,
+)
 from minisgl.engine.device import find_device_facts, free_host_bytes
+from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep
+from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
@@ -191,6 +201,9 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
     cache = _open_compile_cache(config, device)
     stages.done("settings and device")
 
+    importing = threading.Thread(target=import_compiler, name="import-compiler", daemon=True)
+    if config.compile_mode != "off":
+        importing.start()  # loading weights is work for disk and copies, and leaves Python free
     assert config.attention_backend is not None
     build = partial(build_model, model_config, attention_backend=config.attention_backend, dtype=dtype)
     try:
@@ -203,6 +216,9 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
         else:
             load_weights(model, folder, model_config, dtype=dtype, device=device)
         stages.done("dummy weights" if config.dummy_weights else "load weights")
+        if importing.ident is not None:
+            importing.join()
+            stages.done("import the compiler")
         with torch.inference_mode():
             engine = _assemble(
                 config,
@@ -263,10 +279,13 @@ def _assemble(
     assert config.chunk_tokens is not None
     assert config.mixed_step_tokens is not None
     assert config.max_graph_batch is not None
+    assert config.max_graph_tokens is not None
     page_size = config.page_size
-    rows = Rows(config.max_running_requests, -(-config.max_context_tokens // page_size), page_size, device)
+    pages_per_row = -(-config.max_context_tokens // page_size)
+    rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
     replace_kernels(model, rows, config.kernel)
     buckets = decode_buckets(config.max_graph_batch)
+    chunk_buckets = prefill_buckets(config.max_graph_tokens, config.max_running_requests)
     peaks = measure_peaks(config, model_config, model, rows, device, dtype)
     budget = plan_memory(
         model_config,
@@ -275,18 +294,26 @@ def _assemble(
         weights_bytes=bytes_of(model),
         activation_bytes=peaks.prefill_bytes,
         tables_bytes=bytes_of(rows),
-        reserve_bytes=peaks.decode_bytes + graph_reserve_bytes(len(buckets)) if device.type == "cuda" else 0,
+        reserve_bytes=(
+            peaks.decode_bytes
+            + peaks.recorded_prefill_bytes
+            + graph_reserve_bytes(len(buckets) + len(chunk_buckets))
+            if device.type == "cuda"
+            else 0
+        ),
     )
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, dtype, device)
     stages.done("memory profile and KV pool")
 
+    recorder = GraphRecorder() if buckets or chunk_buckets else None
     compiled = None
     if buckets:
         assert config.compile_mode is not None
+        assert recorder is not None
         step = DecodeStep(model, rows)
         try:
-            compiled = _record_graphs(config, step, config.compile_mode, buckets, device)
+            compiled = _record_graphs(config, step, recorder, config.compile_mode, buckets, device)
         except Exception as error:
             if must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -297,14 +324,31 @@ def _assemble(
                 exc_info=True,
             )
         if compiled is None:  # only now: in the handler, the error keeps what was recorded alive
-            compiled = _record_graphs(config, step, "off", buckets, device)
+            compiled = _record_graphs(config, step, recorder, "off", buckets, device)
         stages.done(f"compile decode, record {len(buckets)} graphs")
-    runner = ModelRunner(model, rows, page_size, device, compiled)
+    pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
+    stager = Stager(device)
     kernels = None
     if device.type == "cuda":
         warm_up_prefill(model, rows, min(config.chunk_tokens, config.max_context_tokens), device)
-        kernels = KernelCompilations()
         stages.done("compile prefill kernels")
+    chunk_graphs = None
+    if chunk_buckets:
+        assert recorder is not None
+        try:
+            chunk_graphs = _record_prefill(model, rows, recorder, chunk_buckets, pages, stager, device)
+        except Exception as error:
+            if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.warning(
+                "prefill can't be recorded, so it runs uncaptured, which is slower for short prompts; "
+                "--max-graph-tokens 0 asks for that, --strict-compile makes this an error. It said:",
+                exc_info=True,
+            )
+        stages.done(f"record {len(chunk_buckets)} prefill graphs")
+    if device.type == "cuda":
+        kernels = KernelCompilations()
+    runner = ModelRunner(model, rows, pages, stager, device, compiled, chunk_graphs)
 
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
@@ -351,14 +395,46 @@ def _seal(cache: OpenCache) -> None:
 
 
 def _record_graphs(
-    config: EngineConfig, step: DecodeStep, mode: str, buckets: tuple[int, ...], device: torch.device
+    config: EngineConfig,
+    step: DecodeStep,
+    recorder: GraphRecorder,
+    mode: str,
+    buckets: tuple[int, ...],
+    device: torch.device,
 ) -> CompiledDecode:
     """The decode step, compiled as `mode` says, with a graph for every bucket."""
     keep = not config.kernel
     if mode == "full":
         graphs = WholeStep(step, device, max_batch=buckets[-1], keep=keep)
     else:
-        graphs = CapturedSteps(step, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep)
+        graphs = CapturedSteps(
+            step, recorder, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep
+        )
     compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile)
-    compiled.warm_up(lambda bucket, ms: logger.debug("decode graph of %d rows: %.0f ms", bucket, ms))
+    durations_ms: dict[int, float] = {}
+    compiled.warm_up(durations_ms.__setitem__)
+    slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]
+    logger.info(
+        "recorded %d decode graphs in %.1f s, most of it for %s",
+        len(durations_ms),
+        sum(durations_ms.values()) / 1e3,
+        " and ".join(f"{bucket} rows ({durations_ms[bucket] / 1e3:.1f} s)" for bucket in slowest),
+    )
     return compiled
+
+
+def _record_prefill(
+    model: Decoder,
+    rows: Rows,
+    recorder: GraphRecorder,
+    buckets: tuple[PrefillBucket, ...],
+    pages: HostPageTable,
+    stager: Stager,
+    device: torch.device,
+) -> PrefillGraphs:
+    """The prefill step with a graph for every bucket."""
+    graphs = PrefillGraphs(
+        partial(prefill_step, model, rows), recorder.record, buckets, pages, stager, device
+    )
+    graphs.warm_up()
+    return graphs

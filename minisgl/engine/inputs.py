@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.scheduler.plan import SCRATCH_PAGE, RowInit, StepPlan
+from minisgl.scheduler.plan import SCRATCH_PAGE, Chunk, RowInit, StepPlan
 
-STAGING_BUFFERS = 3
-"""One being filled, and one for each step that may be in flight."""
+STAGING_BUFFERS = 9
+"""A step makes up to three copies; one step is being filled, two may be in flight."""
 
 ALIGNMENT = 4
 """Staged arrays start at multiples of 16 bytes: Triton compiles another kernel for pointers that don't."""
@@ -29,16 +29,15 @@ class PageTableChange(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """The chunks of a step as one ragged batch, on the device."""
+    """The chunks of a step as one ragged batch, on the device; the last tokens and rows may be padding."""
 
     token_ids: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
-    slot_mapping: Tensor  # int32 [T]
+    slot_mapping: Tensor  # int32 [T]  -1 = padding, not written
     row_ids: Tensor  # int32 [R]
-    context_len: Tensor  # int32 [R]  this step's tokens included
-    row_start: Tensor  # int32 [R + 1]
-    logit_index: Tensor  # int32 [R]  each row's last token
-    sampling: Tensor  # int32 [N]  which of the R rows sample, ascending
+    context_len: Tensor  # int32 [R]  this step's tokens included; 0 = padding
+    row_start: Tensor  # int32 [R + 1]; padding rows own no token, padding tokens belong to no row
+    logit_index: Tensor  # int32 [R]  each row's last token; 0 = padding
     max_query_len: int
 
 
@@ -48,6 +47,11 @@ class HostPageTable:
     def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int) -> None:
         self._table = np.full((max_rows + 1, max_pages_per_row), SCRATCH_PAGE, dtype=np.int32)
         self._page_size = page_size
+
+    @property
+    def padding_row(self) -> int:
+        """The row that belongs to nobody."""
+        return self._table.shape[0] - 1
 
     def update(self, plan: StepPlan) -> PageTableChange | None:
         """Apply the plan's changes here and return them for the device; None = none."""
@@ -80,16 +84,24 @@ class Stager:
 
     def to_device(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """int32 arrays -> int32 tensors on the device, views of one copy."""
-        padded = [-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]
-        total = sum(padded)
-        packed = np.zeros(total, dtype=np.int32)
-        starts = [0, *np.cumsum(padded).tolist()]
-        for array, start in zip(arrays, starts, strict=False):
-            packed[start : start + len(array)] = array
-        tensor = torch.from_numpy(packed) if self._device.type == "cpu" else self._copy(packed)
-        return [tensor[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
+        packed = _packed(arrays)
+        tensor = torch.empty(len(packed), dtype=torch.int32, device=self._device)
+        self._copy(packed, tensor)
+        return _views(tensor, arrays)
 
-    def _copy(self, packed: np.ndarray) -> Tensor:
+    def buffer(self, arrays: list[np.ndarray]) -> tuple[Tensor, list[Tensor]]:
+        """The arrays in memory of their own, which `overwrite` fills again, and the views of it."""
+        packed = torch.from_numpy(_packed(arrays)).to(self._device)
+        return packed, _views(packed, arrays)
+
+    def overwrite(self, packed: Tensor, arrays: list[np.ndarray]) -> None:
+        """Other arrays of the same lengths into a `buffer`, behind what is queued on the device."""
+        self._copy(_packed(arrays), packed)
+
+    def _copy(self, packed: np.ndarray, target: Tensor) -> None:
+        if self._device.type == "cpu":
+            target.copy_(torch.from_numpy(packed))
+            return
         total = len(packed)
         buffer = self._buffers[self._next]
         copied = self._copied[self._next]
@@ -99,38 +111,59 @@ class Stager:
             buffer = torch.empty(max(total, 1024) * 2, dtype=torch.int32, pin_memory=True)
             self._buffers[self._next] = buffer
         buffer.numpy()[:total] = packed
-        tensor = buffer[:total].to(self._device, non_blocking=True)
+        target.copy_(buffer[:total], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copied[self._next] = event
         self._next = (self._next + 1) % STAGING_BUFFERS
-        return tensor
 
 
-def build_prefill(plan: StepPlan, pages: HostPageTable, stager: Stager) -> PrefillBatch:
-    """The plan's chunks as one batch."""
-    chunks = plan.chunks
+def _packed(arrays: list[np.ndarray]) -> np.ndarray:
+    """One array of all of them, each from a multiple of ALIGNMENT on."""
+    starts = _starts(arrays)
+    packed = np.zeros(starts[-1], dtype=np.int32)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + len(array)] = array
+    return packed
+
+
+def _views(packed: Tensor, arrays: list[np.ndarray]) -> list[Tensor]:
+    """The parts of a packed tensor that stand for `arrays`."""
+    return [packed[start : start + len(a)] for a, start in zip(arrays, _starts(arrays), strict=False)]
+
+
+def _starts(arrays: list[np.ndarray]) -> list[int]:
+    """Where each array starts, and where the last one ends, padded."""
+    return [0, *np.cumsum([-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()]
+
+
+def build_prefill(chunks: tuple[Chunk, ...], pages: HostPageTable, stager: Stager) -> PrefillBatch:
+    """The chunks as one batch without padding."""
     lengths = [chunk.num_new_tokens for chunk in chunks]
-    positions = [
-        np.arange(chunk.num_computed_tokens, chunk.num_computed_tokens + length, dtype=np.int32)
-        for chunk, length in zip(chunks, lengths, strict=True)
-    ]
-    row_start = np.zeros(len(chunks) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=row_start[1:])
-    sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
-    tensors = stager.to_device(
-        [
-            np.concatenate([np.frombuffer(chunk.token_ids, dtype="<i4") for chunk in chunks]),
-            np.concatenate(positions),
-            np.concatenate([pages.slots(c.row, p) for c, p in zip(chunks, positions, strict=True)]),
-            np.array([chunk.row for chunk in chunks], dtype=np.int32),
-            np.array([p[-1] + 1 for p in positions], dtype=np.int32),
-            row_start,
-            row_start[1:] - 1,
-            np.array(sampling, dtype=np.int32),
-        ]
-    )
+    tensors = stager.to_device(pack_prefill(chunks, pages, sum(lengths), len(lengths)))
     return PrefillBatch(*tensors, max_query_len=max(lengths))
+
+
+def pack_prefill(
+    chunks: tuple[Chunk, ...], pages: HostPageTable, num_tokens: int, num_rows: int
+) -> list[np.ndarray]:
+    """The int32 arrays of a `PrefillBatch`, in its order, padded to so many tokens and rows."""
+    token_ids, positions, slots = np.zeros((3, num_tokens), dtype=np.int32)
+    slots.fill(-1)
+    row_ids = np.full(num_rows, pages.padding_row, dtype=np.int32)
+    context_len, logit_index = np.zeros((2, num_rows), dtype=np.int32)
+    row_start = np.zeros(num_rows + 1, dtype=np.int32)
+    end = 0
+    for row, chunk in enumerate(chunks):
+        begin, end = end, end + chunk.num_new_tokens
+        length = chunk.num_computed_tokens + chunk.num_new_tokens
+        token_ids[begin:end] = np.frombuffer(chunk.token_ids, dtype="<i4")
+        positions[begin:end] = np.arange(chunk.num_computed_tokens, length, dtype=np.int32)
+        slots[begin:end] = pages.slots(chunk.row, positions[begin:end])
+        row_ids[row], context_len[row] = chunk.row, length
+        row_start[row + 1], logit_index[row] = end, end - 1
+    row_start[len(chunks) + 1 :] = end
+    return [token_ids, positions, slots, row_ids, context_len, row_start, logit_index]
 
 
 def pack_row_inits(inits: tuple[RowInit, ...]) -> list[np.ndarray]:

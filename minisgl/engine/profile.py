@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from minisgl.config import EngineConfig, ModelConfig
+from minisgl.engine.buckets import prefill_buckets
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.memory import estimate_activation_bytes
 from minisgl.engine.rows import Rows
@@ -23,6 +24,7 @@ class Peaks(NamedTuple):
 
     prefill_bytes: int
     decode_bytes: int
+    recorded_prefill_bytes: int  # of the largest that has a graph, which keeps its memory
 
 
 def bytes_of(module: nn.Module) -> int:
@@ -45,15 +47,22 @@ def measure_peaks(
     assert config.max_context_tokens is not None
     num_rows = config.max_running_requests
     if device.type == "cpu":
-        return Peaks(estimate_activation_bytes(model_config, config), 0)
+        return Peaks(estimate_activation_bytes(model_config, config), 0, 0)
     model.allocate_kv(1, config.page_size, dtype, device)
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     batch = padding_batch(num_rows, row_tokens, rows, device)
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
     decode = DecodeStep(model, rows)
+    recorded_bytes = 0
+    assert config.max_graph_tokens is not None
+    for bucket in prefill_buckets(config.max_graph_tokens, num_rows)[-1:]:
+        row_tokens = -(-bucket.tokens // bucket.rows)
+        recorded = padding_batch(bucket.rows, row_tokens, rows, device)
+        recorded_bytes = peak_bytes(lambda recorded=recorded: prefill_step(model, rows, recorded), device)
     return Peaks(
         peak_bytes(lambda: prefill_step(model, rows, batch), device),
         peak_bytes(lambda: decode(row_ids), device),
+        recorded_bytes,
     )
 
 
@@ -98,7 +107,6 @@ def padding_batch(num_rows: int, row_tokens: int, rows: Rows, device: torch.devi
             np.full(num_rows, row_tokens, dtype=np.int32),
             row_start,
             row_start[1:] - 1,
-            np.arange(num_rows, dtype=np.int32),
         ]
     )
     return PrefillBatch(*tensors, max_query_len=row_tokens)

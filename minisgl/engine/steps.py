@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.rows import Rows
-from minisgl.models.decoder import Block, Decoder, RunBlock
+from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.read_rows import RowState
 
@@ -20,10 +20,10 @@ class DecodeStep(nn.Module):
     """One more token for each row of a batch.
 
     Args:
-        run_block: what runs the model's blocks, as `Block.forward` does.
+        run_block: what runs the model's blocks, as `call_block` does.
     """
 
-    def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = Block.forward) -> None:
+    def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = call_block) -> None:
         super().__init__()
         self.model = model
         self.rows = rows
@@ -45,7 +45,7 @@ class DecodeStep(nn.Module):
 
 
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
-    """Feed chunks of prompts; the tokens of the rows that sample, int32, in batch order."""
+    """Feed chunks of prompts; a token for each row, int32 [R], to be ignored where a prompt goes on."""
     inputs = AttentionInputs(
         page_table=rows.page_table,
         row_ids=batch.row_ids,
@@ -56,8 +56,7 @@ def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
     )
     logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index)
     state = rows.read(batch.row_ids)
-    token_ids = _sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
-    return token_ids[batch.sampling]
+    return _sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
 
 
 def _sample_and_advance(

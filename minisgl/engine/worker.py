@@ -31,6 +31,7 @@ from minisgl.messages import (
     Ready,
     Shutdown,
     StartupStage,
+    StepOutput,
 )
 from minisgl.transport import EngineSocket
 
@@ -123,7 +124,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
                     return
         outputs = engine.step()
         if outputs:
-            socket.send_outputs(outputs)
+            socket.send_outputs(StepOutput(outputs))
 
 
 def end_with_the_parent(ipc_dir: str) -> None:

@@ -22,19 +22,27 @@ class Attention(nn.Module):
 
     Args:
         window: tokens that each token sees, itself included; 0 = all before it.
+        scale: of the scores; None = 1 / sqrt(D).
     """
 
     k_cache: Tensor
     v_cache: Tensor
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, attend: Attend, *, window: int = 0
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        attend: Attend,
+        *,
+        window: int = 0,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.attend = attend
         self.kernels = KERNELS

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.norm import RMSNorm
 from triton_kernels.registry import KERNELS
+from triton_kernels.silu_mul import gelu_tanh_mul
 
 
 class GatedMLP(nn.Module):
@@ -30,3 +31,19 @@ class GatedMLP(nn.Module):
             x, residual, norm.weight, norm.eps, self.gate_up_proj.weight
         )
         return self.down_proj(hidden), residual
+
+
+class GeluMLP(nn.Module):
+    """`down(gelu_tanh(gate(x)) * up(x))`, gate and up as one product (Gemma)."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = FusedLinear(hidden_size, parts, dtype, device)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, M] -> [T, M]."""
+        return self.down_proj(gelu_tanh_mul(self.gate_up_proj(x)))

@@ -13,19 +13,25 @@ from minisgl.config import ModelConfig, RopeScaling
 from minisgl.errors import ModelError
 
 
-def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, local: bool = False) -> Tensor:
     """float32 [max_position, D]: the cosines of D/2 angles, then their sines.
+
+    Args:
+        local: those of `local_rope_layers`, whose theta is their own and which nothing stretches.
 
     Raises:
         ModelError: the config asks for a RoPE scaling that is not known here.
     """
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if local:
+        theta, scaling = config.local_rope_theta, None
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    frequencies = _scaled(1.0 / config.rope_theta**exponents, config.rope_theta, config.rope_scaling)
+    frequencies = _scaled(1.0 / theta**exponents, theta, scaling)
     positions = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    if config.rope_scaling is not None:
-        table *= config.rope_scaling.attention_factor
+    if scaling is not None:
+        table *= scaling.attention_factor
     return table.to(device)
 
 

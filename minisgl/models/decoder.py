@@ -23,16 +23,22 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
-"""`Block.forward` as a function of the block and its arguments, or what computes the same."""
+"""`call_block`, or what computes the same."""
+MakeBlock = Callable[[ModelConfig, int, Attend, torch.dtype, torch.device], nn.Module]
+"""A layer's block by the layer's number; called as `Block` is."""
 
 
 class Decoder(nn.Module):
     """Embedding, blocks, final norm, head. Modules are named as in the checkpoint, less its "model." prefix.
 
     Parameters are allocated as `dtype` on `device` and hold nothing until loaded (minisgl/weights).
+
+    Args:
+        make_block: for a family whose blocks are other than `Block`; they are called with the same arguments.
     """
 
     cos_sin: Tensor
+    local_cos_sin: Tensor
 
     def __init__(
         self,
@@ -40,20 +46,29 @@ class Decoder(nn.Module):
         attend: Attend,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        make_block: MakeBlock | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
+        make_block = make_block or Block
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
-            Block(config, layer, attend, dtype, device) for layer in range(config.num_layers)
+            make_block(config, layer, attend, dtype, device) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.norm = make_norm(config, config.hidden_size, dtype, device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, torch.device("meta"))
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         else:
             self.lm_head.to_empty(device=device)
         self.register_buffer("cos_sin", make_cos_sin(config, device), persistent=False)
+        self.local_rope_layers = config.local_rope_layers
+        if config.local_rope_layers:
+            self.register_buffer("local_cos_sin", make_cos_sin(config, device, local=True), persistent=False)
+        self.embedding_scale = None
+        if config.embedding_scale is not None:
+            self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
+        self.logit_softcap = config.logit_softcap
 
     def forward(
         self,
@@ -71,15 +86,32 @@ class Decoder(nn.Module):
             logit_index: int [R], places in 0..T-1; the head runs on these only.
             run_block: calls a block, as a compiled function that all of them share.
         """
-        run_block = run_block or Block.forward
+        x, residual = self.run_blocks(token_ids, positions, inputs, run_block)
+        return self.head(x, residual, logit_index)
+
+    def run_blocks(
+        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, run_block: RunBlock | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All but the head: x and residual, [T, M], whose sum is the stream. Arguments as for `forward`."""
+        run_block = run_block or call_block
         x = self.embed_tokens(token_ids)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
         residual = torch.zeros_like(x)
-        for layer in self.layers:
-            x, residual = run_block(layer, x, residual, positions, self.cos_sin, inputs)
+        for index, layer in enumerate(self.layers):
+            cos_sin = self.local_cos_sin if index in self.local_rope_layers else self.cos_sin
+            x, residual = run_block(layer, x, residual, positions, cos_sin, inputs)
+        return x, residual
+
+    def head(self, x: Tensor, residual: Tensor, logit_index: Tensor | None = None) -> Tensor:
+        """Logits [T, V], or [R, V] of the tokens that `logit_index`, int [R], names."""
         if logit_index is not None:
             x, residual = x.index_select(0, logit_index), residual.index_select(0, logit_index)
         x, _ = self.norm.forward_add(x, residual)
-        return self.lm_head(x)
+        logits = self.lm_head(x)
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+        return logits
 
     def allocate_kv(
         self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
@@ -107,6 +139,29 @@ class Decoder(nn.Module):
                 views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
         return views
 
+    def loaded(self) -> None:
+        """Called once, when `checkpoint_tensors` hold what the checkpoint does."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.add_one()
+
+
+def call_block(
+    block: nn.Module,
+    x: Tensor,
+    residual: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    inputs: AttentionInputs,
+) -> tuple[Tensor, Tensor]:
+    """What the block of a layer makes of x and residual, [T, M]: the same two, whose sum is the stream."""
+    return block(x, residual, positions, cos_sin, inputs)
+
+
+def make_norm(config: ModelConfig, width: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    """One of the model's norms."""
+    return RMSNorm(width, config.rms_norm_eps, dtype, device, less_one=config.norms_less_one)
+
 
 class Block(nn.Module):
     """Attention and MLP (or experts), each on the normalised sum of what came before."""
@@ -115,9 +170,9 @@ class Block(nn.Module):
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.input_layernorm = make_norm(config, config.hidden_size, dtype, device)
         self.self_attn = SelfAttention(config, layer, attend, dtype, device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype, device)
         if config.experts is None or layer in config.experts.dense_layers:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, device)
         else:
@@ -153,11 +208,16 @@ class SelfAttention(nn.Module):
         self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, device, bias=config.qkv_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+            self.q_norm = make_norm(config, config.head_dim, dtype, device)
+            self.k_norm = make_norm(config, config.head_dim, dtype, device)
         window = config.windows[layer] if config.windows else 0
         self.attention = Attention(
-            config.num_heads, config.num_kv_heads, config.head_dim, attend, window=window
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            attend,
+            window=window,
+            scale=config.attention_scale,
         )
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 

@@ -13,9 +13,11 @@ from minisgl.attention.interface import Attend
 from minisgl.config import ModelConfig
 from minisgl.errors import ModelError
 from minisgl.models.decoder import Decoder
+from minisgl.models.gemma3 import build_gemma3
 from minisgl.parallel.sizes import rank_sizes, vocabulary_rows
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
+    "Gemma3ForCausalLM": build_gemma3,
     "LlamaForCausalLM": Decoder,
     "MistralForCausalLM": Decoder,
     "MixtralForCausalLM": Decoder,

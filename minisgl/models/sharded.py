@@ -24,12 +24,17 @@ from minisgl.parallel.sizes import vocabulary_rows
 class ShardedTensors:
     """What `load_weights` fills: the checkpoint's tensors as DTensors over the model's own memory."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, model: Decoder, tensors: dict[str, Tensor]) -> None:
+        self._model = model
         self._tensors = tensors
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """By the checkpoint's name, in the checkpoint's shape."""
         return self._tensors
+
+    def loaded(self) -> None:
+        """As the model's."""
+        self._model.loaded()
 
 
 def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTensors:
@@ -54,7 +59,7 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
             module.register_forward_hook(add_up)
     model.embed_tokens = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks)
     model.lm_head = SharedHead(model.lm_head, config.vocab_size, ranks)
-    return ShardedTensors(tensors)
+    return ShardedTensors(model, tensors)
 
 
 class SharedEmbedding(nn.Module):

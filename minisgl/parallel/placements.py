@@ -39,6 +39,7 @@ DECODER = {
 """By the layer's name in the checkpoint; an expert's layers are called as an MLP's."""
 
 PLANS: dict[str, dict[str, Split]] = {
+    "Gemma3ForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
     "MistralForCausalLM": DECODER,
     "MixtralForCausalLM": DECODER | {"w1": Split.COLWISE, "w3": Split.COLWISE, "w2": Split.ROWWISE},

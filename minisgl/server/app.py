@@ -7,42 +7,38 @@ a client that leaves takes its requests out of the engine.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
-from importlib import metadata
-from typing import Any, NamedTuple, TypeVar
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from minisgl.errors import MinisglError, RequestError
+from minisgl.errors import MinisglError
 from minisgl.request import MAX_SEED, SamplingParams, fit_to_context
+from minisgl.server.admin import Admin
 from minisgl.server.frontend import Delta, Frontend, Stream
+from minisgl.server.middleware import CallFacts, Gate, facts_of, json_answer
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
-from minisgl.server.replies import RETRY_AFTER_S, RETRYABLE, Shape, Usage, error_body, error_of, sse
+from minisgl.server.replies import PlainText, Shape, Usage, error_body, error_of, sse
+from minisgl.server.schemas import GenerateBody, read_body
 from minisgl.server.served_model import ServedModel
-from minisgl.server.uploads import BODY_TOO_LARGE, Uploads
+from minisgl.server.text_threads import TextThreads
+from minisgl.server.tokens import TokenApi
+from minisgl.server.uploads import Uploads
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-INLINE_BYTES = 4096
-"""Bodies up to this size are handled on the event loop: under a millisecond, less than a thread costs."""
 WRITE_GRACE_S = 10.0
 """How much longer than the request itself its client may take to read the answer."""
 
-Health = Callable[[], tuple[bool, dict[str, Any]]]
-"""-> (well?, facts for the body)."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class Api:
-    """The handlers.
+    """The handlers of what generates text.
 
     Args:
-        executor: threads for parsing, templating and tokenizing long input.
+        threads: for parsing, templating and tokenizing long input.
         uploads: reads the bodies.
-        health: asked by GET /health.
         timeout_s: how long a request may take; soon after, a client that does not read is cut off.
     """
 
@@ -50,16 +46,14 @@ class Api:
         self,
         model: ServedModel,
         frontend: Frontend,
-        executor: Executor,
+        threads: TextThreads,
         uploads: Uploads,
-        health: Health,
         timeout_s: float,
     ) -> None:
         self._model = model
         self._uploads = uploads
         self._frontend = frontend
-        self._executor = executor
-        self._health = health
+        self._threads = threads
         self._timeout_s = timeout_s
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -73,31 +67,19 @@ class Api:
             request, lambda body: parse_completion(body, model.defaults, model.tokenizer.vocab_size)
         )
 
-    async def models(self, _: web.Request) -> web.Response:
-        """GET /v1/models."""
-        return _json({"object": "list", "data": [self._model_card()]})
-
-    async def one_model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/{model}."""
-        self._check_model(request.match_info["model"])
-        return _json(self._model_card())
-
-    async def health(self, _: web.Request) -> web.Response:
-        """GET /health: 200 only while the engine is ready and alive."""
-        well, facts = self._health()
-        return _json(facts, 200 if well else 503)
-
-    async def version(self, _: web.Request) -> web.Response:
-        """GET /version."""
-        return _json({"version": metadata.version("minisgl")})
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /generate, as in mini-sglang: greedy, streamed as plain text."""
+        return await self._complete(request, _parse_generate)
 
     async def _complete(
         self, request: web.Request, parse: Callable[[bytes], ChatCall | CompletionCall]
     ) -> web.StreamResponse:
         with contextlib.ExitStack() as open_streams:
             call = await self._receive(request, parse, open_streams)
-            stream, tally = call.stream, call.tally
-            shape = Shape(call.is_chat, self._model.name, call.options.include_usage)
+            stream, tally, request_id = call.stream, call.tally, facts_of(request).request_id
+            shape = Shape(call.is_chat, self._model.name, request_id, call.options.include_usage)
+            if call.is_plain:
+                return await self._send_stream(request, stream, PlainText(), tally)
             if call.options.stream:
                 return await self._send_stream(request, stream, shape, tally)
             pieces: list[list[str]] = [[] for _ in range(stream.num_choices)]
@@ -107,7 +89,7 @@ class Api:
                 pieces[delta.choice].append(delta.text)
                 reasons[delta.choice] = delta.finish_reason or ""
         texts = map("".join, pieces)
-        return _answer(shape.whole(list(zip(texts, reasons, strict=True)), tally.usage()))
+        return json_answer(shape.whole(list(zip(texts, reasons, strict=True)), tally.usage()))
 
     async def _receive(
         self,
@@ -118,19 +100,23 @@ class Api:
         """Read, check and tokenize a call and send it to the engine; nothing of its body is kept."""
         with self._uploads.room(request):
             body = await self._uploads.read(request)
-            call = await self._work(len(body), lambda: parse(body))
+            call = await self._threads.run(len(body), lambda: parse(body))
             options, is_chat = call.options, isinstance(call, ChatCall)
-            self._check_model(options.model)
+            self._model.check_name(options.model)
             num_prompts = len(call.prompts) if isinstance(call, CompletionCall) else 1
-            stream = open_streams.enter_context(self._frontend.open(num_prompts * options.n))
-            prompts = await self._work(len(body), lambda: self._encode(call))
+            facts = facts_of(request)
+            stream = open_streams.enter_context(
+                self._frontend.open(num_prompts * options.n, facts.request_id)
+            )
+            prompts = await self._threads.run(len(body), lambda: self._encode(call))
             params = [_for_choice(options.params, rank) for rank in range(options.n)]
             choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
-            stream.submit(choices, "messages" if is_chat else "prompt")
-            return Call(stream, options, is_chat, Tally(prompts, options.n))
+            stream.submit(choices, "messages" if is_chat else "prompt", options.priority)
+            is_plain = isinstance(call, CompletionCall) and call.is_plain
+            return Call(stream, options, is_chat, is_plain, Tally(prompts, options.n, facts))
 
     async def _send_stream(
-        self, request: web.Request, stream: Stream, shape: Shape, tally: "Tally"
+        self, request: web.Request, stream: Stream, shape: Shape | PlainText, tally: "Tally"
     ) -> web.StreamResponse:
         """Server-sent events. Until the first one is there, an error is still an ordinary HTTP error."""
         response = web.StreamResponse(
@@ -175,7 +161,9 @@ class Api:
         """
         tokenizer, limit = self._model.tokenizer, self._frontend.max_context_tokens
         if isinstance(call, ChatCall):
-            text = self._model.template.render(call.messages)
+            text = self._model.template.render(
+                call.messages, call.add_generation_prompt, call.template_variables
+            )
             return [tokenizer.encode(text, False, max_tokens=limit, param="messages")]
         ready = []
         for prompt in call.prompts:
@@ -185,29 +173,6 @@ class Api:
             ready.append(prompt_ids)
         return ready
 
-    async def _work(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Do `work` here when its input is small, else in a thread."""
-        if num_bytes <= INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
-            raise RequestError(
-                404,
-                "model_not_found",
-                f"there is no model {name[:100]!r}; this is {self._model.name!r}",
-                "model",
-            )
-
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._model.created,
-            "owned_by": "minisgl",
-        }
-
 
 class Call(NamedTuple):
     """A call whose requests the engine has."""
@@ -215,14 +180,16 @@ class Call(NamedTuple):
     stream: Stream
     options: CallOptions
     is_chat: bool
+    is_plain: bool  # the answer is text without JSON around it
     tally: "Tally"
 
 
 class Tally:
-    """Counts the tokens of one call: each prompt once, each choice's output."""
+    """Counts the tokens of one call, in its facts too: each prompt once, each choice's output."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
-        self._num_prompt_tokens = sum(map(len, prompts))
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int, facts: CallFacts) -> None:
+        self._facts = facts
+        self._num_prompt_tokens = facts.num_prompt_tokens = sum(map(len, prompts))
         self._num_cached_tokens = [0] * (len(prompts) * n)
         self._n = n
         self._num_tokens = 0
@@ -230,6 +197,9 @@ class Tally:
     def take(self, delta: Delta) -> None:
         """Count what came."""
         self._num_tokens += delta.num_tokens
+        self._facts.num_output_tokens = self._num_tokens
+        if self._facts.first_token_s is None:
+            self._facts.first_token_s = time.monotonic() - self._facts.arrived_at
         cached = self._num_cached_tokens
         cached[delta.choice] = max(cached[delta.choice], delta.num_cached_tokens)
 
@@ -238,40 +208,34 @@ class Tally:
         return Usage(self._num_prompt_tokens, self._num_tokens, sum(self._num_cached_tokens[:: self._n]))
 
 
-def make_app(api: Api, max_body_bytes: int) -> web.Application:
+def make_app(api: Api, tokens: TokenApi, admin: Admin, gate: Gate, max_body_bytes: int) -> web.Application:
     """The application with all routes."""
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[_answer_errors])
+    app = web.Application(client_max_size=max_body_bytes)
+    gate.install(app)
     app.router.add_post("/v1/chat/completions", api.chat_completions, expect_handler=_expect)
     app.router.add_post("/v1/completions", api.completions, expect_handler=_expect)
-    app.router.add_get("/v1/models", api.models)
-    app.router.add_get("/v1/models/{model:.+}", api.one_model)
-    app.router.add_get("/health", api.health)
-    app.router.add_get("/version", api.version)
+    app.router.add_post("/generate", api.generate, expect_handler=_expect)
+    app.router.add_post("/tokenize", tokens.tokenize, expect_handler=_expect)
+    app.router.add_post("/detokenize", tokens.detokenize, expect_handler=_expect)
+    app.router.add_post("/abort", admin.abort)
+    app.router.add_post("/flush_cache", admin.flush_cache)
+    app.router.add_get("/v1/models", admin.models)
+    app.router.add_get("/v1/models/{model:.+}", admin.one_model)
+    app.router.add_get("/health", admin.health)
+    app.router.add_get("/health/ready", admin.ready)
+    app.router.add_get("/version", admin.version)
+    app.router.add_get("/server_info", admin.server_info)
+    app.router.add_get("/metrics", admin.metrics)
+    app.router.add_get("/load", admin.load)
+    app.router.add_get("/openapi.json", admin.openapi)
     return app
 
 
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception as OpenAI's error object."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        known = {
-            404: ("not_found", f"there is no {request.path[:200]}"),
-            405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
-            413: ("body_too_large", BODY_TOO_LARGE),
-        }
-        code, message = known.get(error.status, (None, error.reason))
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return _answer(error_body(error.status, code, message), error.status, allow)
-    except (web.RequestPayloadError, ConnectionError) as error:  # the latter: the client left meanwhile
-        words = " ".join(str(error).split())
-        return _answer(error_body(400, "invalid_body", f"the body can't be read: {words}"), 400)
-    except Exception as error:
-        if not isinstance(error, MinisglError):
-            log.exception("%s %s failed in the server", request.method, request.path)
-        status, body = error_of(error)
-        return _answer(body, status, {"Retry-After": str(RETRY_AFTER_S)} if status in RETRYABLE else {})
+def _parse_generate(body: bytes) -> CompletionCall:
+    fields: GenerateBody = read_body(body, GenerateBody)
+    params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=fields.ignore_eos)
+    options = CallOptions(None, stream=True, include_usage=False, n=1, params=params)
+    return CompletionCall([fields.prompt], options, is_plain=True)
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
@@ -282,7 +246,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # as the library does: no part of the answer is out yet
         return None
-    return _answer(error_body(417, "expectation_failed", "Expect may only be 100-continue"), 417)
+    return json_answer(error_body(417, "expectation_failed", "Expect may only be 100-continue"), 417)
 
 
 def _for_choice(params: SamplingParams, rank: int) -> SamplingParams:
@@ -290,11 +254,3 @@ def _for_choice(params: SamplingParams, rank: int) -> SamplingParams:
     if params.seed is None or rank == 0:
         return params
     return msgspec.structs.replace(params, seed=(params.seed + rank) & MAX_SEED)
-
-
-def _json(content: dict[str, Any], status: int = 200) -> web.Response:
-    return _answer(msgspec.json.encode(content), status)
-
-
-def _answer(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -1,7 +1,7 @@
-"""The engine's process as the server sees it: started, heard, watched, ended.
+"""The engine as a server process sees it: started, heard, asked, watched, ended.
 
 Promise: `died` resolves soon after the engine ends, gives up or falls silent, whatever the reason;
-nothing here waits without a limit, and `kill` leaves no process of the engine's group behind.
+nothing here waits without a limit, and `EngineProcess.kill` leaves no process of the engine's group behind.
 """
 
 import asyncio
@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.messages import Fatal, Ping, Ready, Shutdown, StartupStage, Status, StepOutput, ToEngine
+from minisgl.messages import (
+    CacheFlushed,
+    Fatal,
+    FlushCache,
+    Ping,
+    Ready,
+    Shutdown,
+    StartupStage,
+    Status,
+    StepOutput,
+    ToEngine,
+)
 from minisgl.transport import ServerSocket
 
 log = logging.getLogger(__name__)
@@ -31,44 +42,23 @@ SHUTDOWN_S = 5.0
 
 
 class EngineLink:
-    """One engine process and the socket to it. Make, use and close it inside one event loop.
+    """One server process's socket to the engine. Make, use and close it inside one event loop.
 
     Args:
-        command: what to start; it reads one line of JSON from stdin and ends when stdin does.
-        first_line: that line.
-
-    Raises:
-        ConfigError: the command can't be started.
+        rank: of this server process; several share one engine.
     """
 
-    def __init__(self, command: Sequence[str], first_line: bytes, ipc_dir: Path) -> None:
+    def __init__(self, ipc_dir: Path, rank: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.died: asyncio.Future[str] = self._loop.create_future()
-        self.exited = asyncio.Event()
         self.status: Status | None = None
+        self._rank = rank
         self._heard_at = time.monotonic()
-        self._ping_sequence = 0
-        self._socket = ServerSocket(ipc_dir)
-        try:
-            # A session of its own: Ctrl-C in the terminal is for the server, which drains first.
-            self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True)
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(f"the engine can't be started: {command[0]}: {error}") from None
-        assert self._process.stdin is not None  # opened as a pipe
-        self._stdin = self._process.stdin
-        threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
-        # Ends early: `died` tells. The pipe stays open, its end is how the engine learns of ours.
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(first_line + b"\n")
-            self._stdin.flush()
+        self._sequence = 0
+        self._asked: dict[int, asyncio.Future[Status | CacheFlushed]] = {}
+        self._socket = ServerSocket(ipc_dir, rank)
         self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def pid(self) -> int:
-        """The engine's process id."""
-        return self._process.pid
 
     @property
     def silent_s(self) -> float:
@@ -83,6 +73,18 @@ class EngineLink:
         """
         self._socket.send(message)
 
+    async def ask_status(self, limit_s: float) -> Status | None:
+        """The engine's figures as they are now; None when it does not answer within `limit_s`."""
+        self._sequence += 1
+        answer = await self._ask(self._sequence, Ping(self._sequence, self._rank), limit_s)
+        return answer if isinstance(answer, Status) else None
+
+    async def flush_cache(self, limit_s: float) -> int | None:
+        """Have the prefix cache dropped; pages freed, or None when no answer came within `limit_s`."""
+        self._sequence += 1
+        answer = await self._ask(self._sequence, FlushCache(self._sequence, self._rank), limit_s)
+        return answer.num_pages if isinstance(answer, CacheFlushed) else None
+
     def listen(
         self, on_output: Callable[[StepOutput], None], on_stage: Callable[[StartupStage], None]
     ) -> None:
@@ -90,42 +92,34 @@ class EngineLink:
         self._tasks.append(self._loop.create_task(self._listen(on_output, on_stage)))
 
     def watch(self, timeout_s: float) -> None:
-        """From now on the engine must be heard at least every `timeout_s`; otherwise it is killed."""
+        """From now on the engine must be heard at least every `timeout_s`; otherwise it counts as dead."""
         self._tasks.append(self._loop.create_task(self._heartbeat(timeout_s)))
 
-    def kill(self) -> None:
-        """End the engine and its children now."""
-        if self._process.returncode is None:  # not reaped: the number is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def stop(self) -> None:
-        """Ask the engine to end; after `SHUTDOWN_S` end it."""
-        with contextlib.suppress(EngineDeadError):
-            self.send(Shutdown())
-        if not await self._exits_within(SHUTDOWN_S):
-            log.warning("the engine did not stop within %g s and is killed", SHUTDOWN_S)
-            self.kill()
-            await self._exits_within(SHUTDOWN_S)
-
-    async def close(self) -> None:
-        """Kill what still runs, close socket and pipe."""
-        for task in self._tasks:
-            task.cancel()
-        self.kill()
-        await self._exits_within(SHUTDOWN_S)
-        self._socket.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-
-    async def _exits_within(self, seconds: float) -> bool:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.exited.wait(), seconds)
-        return self.exited.is_set()
-
-    def _declare_dead(self, reason: str) -> None:
+    def declare_dead(self, reason: str) -> None:
+        """Resolve `died`; the first reason stays."""
         if not self.died.done():
             self.died.set_result(reason)
+
+    def close(self) -> None:
+        """Stop listening and close the socket."""
+        for task in self._tasks:
+            task.cancel()
+        self._socket.close()
+
+    async def _ask(self, sequence: int, question: ToEngine, limit_s: float) -> Status | CacheFlushed | None:
+        answer = self._asked[sequence] = self._loop.create_future()
+        try:
+            self.send(question)
+            return await asyncio.wait_for(answer, limit_s)
+        except (EngineDeadError, asyncio.TimeoutError):
+            return None
+        finally:
+            del self._asked[sequence]
+
+    def _answered(self, message: Status | CacheFlushed) -> None:
+        waiting = self._asked.get(message.sequence)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
 
     async def _listen(
         self, on_output: Callable[[StepOutput], None], on_stage: Callable[[StartupStage], None]
@@ -138,18 +132,20 @@ class EngineLink:
                     _call(on_output, message)
                 elif isinstance(message, Status):
                     self.status = message
+                    self._answered(message)
+                elif isinstance(message, CacheFlushed):
+                    self._answered(message)
                 elif isinstance(message, StartupStage):
                     _call(on_stage, message)
                 elif isinstance(message, Ready):
                     if not self.ready.done():
                         self.ready.set_result(message)
                 elif isinstance(message, Fatal):
-                    self._declare_dead(message.message)
+                    self.declare_dead(message.message)
                 await asyncio.sleep(0)  # an engine that talks without pause must not keep others waiting
         except Exception as error:
             log.exception("the engine's messages can't be read")
-            self._declare_dead(f"its messages can't be read: {error}")
-            self.kill()
+            self.declare_dead(f"its messages can't be read: {error}")
 
     async def _heartbeat(self, timeout_s: float) -> None:
         """Counts its own turns, not the clock: a machine that slept must not look like a dead engine."""
@@ -157,15 +153,77 @@ class EngineLink:
         silent_turns = 0
         heard_at = self._heard_at
         while not self.died.done():
-            self._ping_sequence += 1
+            self._sequence += 1
             with contextlib.suppress(EngineDeadError):
-                self.send(Ping(self._ping_sequence))
+                self.send(Ping(self._sequence, self._rank))
             await asyncio.sleep(interval_s)
             silent_turns = 0 if self._heard_at != heard_at else silent_turns + 1
             heard_at = self._heard_at
             if silent_turns * interval_s >= timeout_s:
-                self._declare_dead(f"it neither stepped nor answered for {timeout_s:g} s")
-                self.kill()
+                self.declare_dead(f"it neither stepped nor answered for {timeout_s:g} s")
+
+
+class EngineProcess:
+    """The engine's process, started by one server process. Make, use and close it inside one event loop.
+
+    Args:
+        command: what to start; it reads one line of JSON from stdin and ends when stdin does.
+        first_line: that line.
+        link: hears when the process has ended; the process is killed when the link says that it is dead.
+
+    Raises:
+        ConfigError: the command can't be started.
+    """
+
+    def __init__(self, command: Sequence[str], first_line: bytes, link: EngineLink) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link = link
+        self.exited = asyncio.Event()
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the server, which drains first.
+            self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            raise ConfigError(f"the engine can't be started: {command[0]}: {error}") from None
+        assert self._process.stdin is not None  # opened as a pipe
+        self._stdin = self._process.stdin
+        threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
+        link.died.add_done_callback(lambda _: self.kill())
+        # Ends early: `died` tells. The pipe stays open, its end is how the engine learns of ours.
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(first_line + b"\n")
+            self._stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End the engine and its children now."""
+        if self._process.returncode is None:  # not reaped: the number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Ask the engine to end; after `SHUTDOWN_S` end it."""
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Shutdown())
+        if not await self._exits_within(SHUTDOWN_S):
+            log.warning("the engine did not stop within %g s and is killed", SHUTDOWN_S)
+            self.kill()
+            await self._exits_within(SHUTDOWN_S)
+
+    async def close(self) -> None:
+        """Kill what still runs, close the pipe."""
+        self.kill()
+        await self._exits_within(SHUTDOWN_S)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+
+    async def _exits_within(self, seconds: float) -> bool:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.exited.wait(), seconds)
+        return self.exited.is_set()
 
     def _wait_for_exit(self) -> None:
         """In a thread of its own, because waiting for a process must not depend on its pipes."""
@@ -182,7 +240,7 @@ class EngineLink:
         self.exited.set()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         # What it said last may still be on its way: outputs of its last step, a Fatal.
-        self._loop.call_later(LAST_MESSAGES_S, self._declare_dead, f"its process ended ({how})")
+        self._loop.call_later(LAST_MESSAGES_S, self._link.declare_dead, f"its process ended ({how})")
 
 
 def _call(callback: Callable[[T], None], message: T) -> None:

@@ -16,23 +16,17 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import msgspec
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
 from minisgl.errors import ConfigError, EngineDeadError, RequestError
 from minisgl.messages import Ready, StartupStage
-from minisgl.server.app import Api, make_app
-from minisgl.server.engine_link import EngineLink
-from minisgl.server.frontend import Frontend
-from minisgl.server.served_model import ServedModel, load_served_model, served_name
+from minisgl.server.api_workers import ApiWorkers
+from minisgl.server.engine_link import EngineLink, EngineProcess
+from minisgl.server.front import Front, FrontSettings, open_front, tls_context
+from minisgl.server.served_model import served_name
 from minisgl.server.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
-from minisgl.server.uploads import Uploads
 from minisgl.transport import make_ipc_dir
 
 log = logging.getLogger(__name__)
@@ -41,9 +35,7 @@ WORKER = ("-m", "minisgl.engine.worker")
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
-LAST_ANSWERS_S = 2.0
-"""How long clients may take to read the end of their answer when the server stops."""
-TEXT_THREADS = 2
+BACKLOG = 1024
 OTHER_FILES = 64
 """Open files beside the connections of requests: sockets, logs, libraries."""
 
@@ -63,7 +55,8 @@ def run_server(
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
-        ConfigError: the port can't be had, or a setting is out of range, both before anything is started.
+        ConfigError: the port or the TLS files can't be had, or a setting is out of range, all before anything
+            is started.
         ModelError: the folder has no usable tokenizer.
     """
     check_server_config(server)
@@ -71,7 +64,8 @@ def run_server(
     allow_open_files(server.max_queued_requests + OTHER_FILES)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
-    listener = _bind(server.host, server.port)
+    tls_context(server)  # each process makes its own; here it is only tried
+    listeners = _bind(server.host, server.port, server.api_workers)
     ipc_dir: Path | None = None
     try:
         ipc_dir = make_ipc_dir()
@@ -81,14 +75,16 @@ def run_server(
                 "model_folder": str(model_folder),
                 "ipc_dir": str(ipc_dir),
                 "log_level": server.log_level,
+                "num_servers": server.api_workers,
             },
             allow_nan=False,
         ).encode()
         service = Service(
             server=server,
+            engine=engine,
             model_name=served_name(server.served_model_name, engine.model),
             model_folder=model_folder,
-            listener=listener,
+            listeners=listeners,
             command=worker_command or [sys.executable, *WORKER],
             first_line=first_line,
             ipc_dir=ipc_dir,
@@ -96,7 +92,8 @@ def run_server(
         )
         return asyncio.run(_serve(service))
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         if ipc_dir is not None:
             shutil.rmtree(ipc_dir, ignore_errors=True)
 
@@ -119,9 +116,10 @@ class Service(NamedTuple):
     """What the event loop starts from."""
 
     server: ServerConfig
+    engine: EngineConfig
     model_name: str
     model_folder: Path
-    listener: socket.socket  # bound and listening
+    listeners: list[socket.socket]  # bound and listening, one for each server process
     command: list[str]  # the engine's
     first_line: bytes  # what the engine reads first
     ipc_dir: Path
@@ -146,115 +144,113 @@ class Signals:
 
 async def _serve(service: Service) -> int:
     """Everything between the bound port and the exit code."""
-    server, loop = service.server, asyncio.get_running_loop()
     signals = Signals()
-    executor = ThreadPoolExecutor(TEXT_THREADS, "text")
-    link = EngineLink(service.command, service.first_line, service.ipc_dir)
+    link = EngineLink(service.ipc_dir)
     try:
-        service.clock.lap("server: port, sockets, engine process")
-        # While the engine starts: this is not on the way to readiness.
-        model = await loop.run_in_executor(
-            executor, load_served_model, service.model_folder, service.model_name
-        )
-        frontend = Frontend(link.send, model.tokenizer, server.max_queued_requests, server.request_timeout_s)
-        link.listen(frontend.take, _print_stage)
-        api = Api(
-            model,
-            frontend,
-            executor,
-            Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s),
-            lambda: _health(server, frontend, link),
-            server.request_timeout_s,
-        )
-        runner = web.AppRunner(
-            make_app(api, server.max_body_bytes),
-            handler_cancellation=True,
-            shutdown_timeout=LAST_ANSWERS_S,
-            access_log=None,
-            logger=_http_log(),
-        )
-        await runner.setup()
+        process = EngineProcess(service.command, service.first_line, link)
         try:
-            await web.SockSite(runner, service.listener).start()
-            return await _supervise(service, model, frontend, link, signals)
+            settings = FrontSettings(
+                service.server,
+                service.engine,
+                service.model_name,
+                service.model_folder,
+                service.ipc_dir,
+                rank=0,
+                engine_pid=process.pid,
+            )
+            workers = ApiWorkers(settings, service.listeners[1:])
+            service.clock.lap("server: port, sockets, processes")
+            try:
+                # While the engine starts: this is not on the way to readiness.
+                front = await open_front(settings, link, service.listeners[0])
+                try:
+                    link.listen(front.frontend.take, _print_stage)
+                    return await _supervise(Running(service, front, link, process, workers, signals))
+                finally:
+                    await front.close()
+            finally:
+                await workers.close()
         finally:
-            await runner.cleanup()
+            await process.close()
     finally:
-        await link.close()
-        executor.shutdown(wait=False, cancel_futures=True)
+        link.close()
 
 
-async def _supervise(
-    service: Service, model: ServedModel, frontend: Frontend, link: EngineLink, signals: Signals
-) -> int:
+class Running(NamedTuple):
+    """What supervision looks after."""
+
+    service: Service
+    front: Front
+    link: EngineLink
+    process: EngineProcess
+    workers: ApiWorkers
+    signals: Signals
+
+
+async def _supervise(running: Running) -> int:
     """Wait for the engine, for its end, for a signal; then see to it that every request has its answer."""
-    server = service.server
-    host, port = service.listener.getsockname()[:2]
-    _say(f"Listening on {base_url(host, port)}; loading {model.name}")
-    await _first_of(link.ready, link.died, signals.stop.wait(), timeout_s=server.startup_timeout_s)
-    if link.ready.done() and not link.died.done():
+    service, front, link, _, workers, signals = running
+    server, frontend, model = service.server, front.frontend, front.model
+    host, port = service.listeners[0].getsockname()[:2]
+    tls = server.tls_cert is not None
+    _say(f"Listening on {base_url(host, port, tls)}; loading {model.name}")
+    failures = (link.died, workers.failed)
+    await _first_of(link.ready, *failures, signals.stop.wait(), timeout_s=server.startup_timeout_s)
+    if link.ready.done() and not any(failure.done() for failure in failures):
         ready = link.ready.result()
         frontend.welcome(ready.max_context_tokens)
         link.watch(server.heartbeat_timeout_s)
+        await _first_of(workers.all_ready(), *failures, signals.stop.wait(), timeout_s=None)
         _say(waterfall({**service.clock.laps, **_named(ready)}, service.clock.total_ms()))
         _say(f"Serving {model.name} on {ready.device}, up to {ready.max_context_tokens} tokens a request:")
-        _say(curl_line(host, port, model.name, chat=model.template.usable))
-        await _first_of(link.died, signals.stop.wait(), timeout_s=None)
-    elif not link.died.done() and not signals.stop.is_set():
+        _say(curl_line(base_url(host, port, tls), model.name, model.template.usable, bool(server.api_key)))
+        await _first_of(*failures, signals.stop.wait(), timeout_s=None)
+    elif not any(failure.done() for failure in failures) and not signals.stop.is_set():
         return _fail(
-            frontend, f"it was not ready after {server.startup_timeout_s:g} s (see --startup-timeout-s)"
+            running,
+            f"the engine was not ready after {server.startup_timeout_s:g} s (see --startup-timeout-s)",
         )
-    if not link.died.done():
-        if await _drain(server, frontend, link, signals):
+    if not any(failure.done() for failure in failures):
+        if await _drain(running):
             return EXIT_STOPPED
-        if not link.died.done():
+        if not any(failure.done() for failure in failures):
             return EXIT_INTERRUPTED
-    return _fail(frontend, link.died.result())
+    if link.died.done():
+        return _fail(running, f"the engine died: {link.died.result()}")
+    return _fail(running, workers.failed.result())
 
 
-async def _drain(server: ServerConfig, frontend: Frontend, link: EngineLink, signals: Signals) -> bool:
-    """Let the open requests end, then stop the engine; False if it died meanwhile or we may not wait."""
+async def _drain(running: Running) -> bool:
+    """Let the open requests end, then stop the engine; False if something died or we may not wait."""
+    service, front, link, process, workers, signals = running
+    frontend, failures = front.frontend, (link.died, workers.failed)
     refusal = RequestError(503, "shutting_down", "the server is shutting down")
     frontend.refuse(refusal)
+    workers.drain()
     if not link.ready.done():
         return True  # nothing runs yet, and an engine that loads does not listen
-    log.info("stopping: %d open requests may go on for %g s", frontend.num_open, server.drain_timeout_s)
-    await _first_of(
-        frontend.wait_until_empty(), link.died, signals.stop_now.wait(), timeout_s=server.drain_timeout_s
-    )
-    if link.died.done():
+    limit_s = service.server.drain_timeout_s
+    log.info("stopping: %d open requests may go on for %g s", frontend.num_open, limit_s)
+    everybody = asyncio.gather(frontend.wait_until_empty(), workers.all_empty())
+    await _first_of(everybody, *failures, signals.stop_now.wait(), timeout_s=limit_s)
+    everybody.cancel()
+    if any(failure.done() for failure in failures):
         return False
     frontend.fail_all(refusal)
+    await _first_of(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
-        await _first_of(link.stop(), signals.stop_now.wait(), timeout_s=None)
+        await _first_of(process.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 
 
-def _fail(frontend: Frontend, reason: str) -> int:
-    """The engine is gone: every open stream hears it."""
-    log.error("the engine died: %s", reason)
-    error = EngineDeadError(f"the engine died: {reason}")
-    frontend.refuse(error)
-    frontend.fail_all(error)
+def _fail(running: Running, reason: str) -> int:
+    """No answer can be given any more: every open stream hears it."""
+    log.error("%s", reason)
+    error = EngineDeadError(reason)
+    running.front.frontend.refuse(error)
+    running.front.frontend.fail_all(error)
+    running.workers.fail(reason)
     return EXIT_ENGINE_DIED
-
-
-def _health(server: ServerConfig, frontend: Frontend, link: EngineLink) -> tuple[bool, dict[str, Any]]:
-    """The body of GET /health, and whether all is well."""
-    refusal = frontend.refusal
-    reason = None if refusal is None else str(refusal)
-    if reason is None and link.silent_s > server.heartbeat_timeout_s:
-        reason = f"the engine has been silent for {link.silent_s:.1f} s"
-    facts: dict[str, Any] = {
-        "status": "ok" if reason is None else "unavailable",
-        "reason": reason,
-        "open_requests": frontend.num_open,
-        "running_requests": frontend.num_running,
-        "engine_pid": link.pid,
-        "engine_silent_s": round(link.silent_s, 3),
-        "engine": link.status and msgspec.structs.asdict(link.status),
-    }
-    return reason is None, facts
 
 
 async def _first_of(*waits: Awaitable[Any], timeout_s: float | None) -> None:
@@ -268,34 +264,31 @@ async def _first_of(*waits: Awaitable[Any], timeout_s: float | None) -> None:
                 task.cancel()
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket, early, so that a busy port is known before the model is loaded."""
+def _bind(host: str, port: int, num_servers: int) -> list[socket.socket]:
+    """Listening TCP sockets, early, so that a busy port is known before the model is loaded.
+
+    Several on one port share it by SO_REUSEPORT: the kernel gives each connection to one of them.
+    """
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][
             0
         ]
-        return socket.create_server((host, port), family=family, backlog=1024)
+        first = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        if num_servers == 1:
+            return [first]
+        # The first one was alone on the port, so nobody else's server shares it now.
+        host, port = first.getsockname()[:2]
+        first.close()
+        return [
+            socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True)
+            for _ in range(num_servers)
+        ]
     except (OSError, ValueError) as error:  # ValueError: not even the form of a name, as "a..b"
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
             f"can't listen on {host or '*'} port {port}: {why}; "
             "choose another with --host and --port (--port 0 takes a free one)"
         ) from None
-
-
-def _http_log() -> logging.Logger:
-    """The HTTP library's log, in which what a client got wrong is no error of ours."""
-    http_log = logging.getLogger("minisgl.server.http")
-
-    def is_ours(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            log.debug("a client's request can't be read: %s", str(error).replace("\n", " "))
-            return False
-        return True
-
-    http_log.filters[:] = [is_ours]
-    return http_log
 
 
 def _named(ready: Ready) -> dict[str, float]:

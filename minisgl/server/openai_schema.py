@@ -16,6 +16,7 @@ from minisgl.text.field_rules import kind_of, refuse_unsupported
 from minisgl.text.messages import normalize_messages
 
 MAX_CHOICES = 128
+MAX_PRIORITY = 2**31 - 1
 MAX_STOPS = 16
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the room that is left."""
@@ -51,11 +52,15 @@ class SharedFields(msgspec.Struct, frozen=True):
     min_p: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    priority: int | None = None
+    """Larger runs sooner; default 0."""
 
 
 class ChatFields(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True):
@@ -70,16 +75,20 @@ class CallOptions(NamedTuple):
     include_usage: bool
     n: int
     params: SamplingParams
+    priority: int = 0
 
 
 class ChatCall(NamedTuple):
     messages: list[dict[str, Any]]  # ready for the template: known roles, text content
     options: CallOptions
+    template_variables: dict[str, Any] = {}  # noqa: RUF012  never changed
+    add_generation_prompt: bool = True
 
 
 class CompletionCall(NamedTuple):
     prompts: list[str | list[int]]
     options: CallOptions
+    is_plain: bool = False  # the answer is text without JSON around it
 
 
 def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
@@ -88,14 +97,20 @@ def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
     Raises:
         RequestError: 400 with the field at fault.
     """
-    fields = _decode_object(body)
+    fields = decode_object(body)
     known = {*SharedFields.__struct_fields__, *ChatFields.__struct_fields__}
     refuse_unsupported(fields, known, UNSUPPORTED_BY_CHAT)
-    chat, shared = _convert(fields, ChatFields), _convert(fields, SharedFields)
+    chat, shared = convert(fields, ChatFields), convert(fields, SharedFields)
     messages = normalize_messages(chat.messages)
+    check_template_variables(chat.chat_template_kwargs)
     wanted = chat.max_completion_tokens
     _at_least_one("max_completion_tokens", wanted)
-    return ChatCall(messages, _options(shared, defaults, wanted if wanted is not None else shared.max_tokens))
+    return ChatCall(
+        messages,
+        _options(shared, defaults, wanted if wanted is not None else shared.max_tokens),
+        chat.chat_template_kwargs or {},
+        chat.add_generation_prompt is not False,
+    )
 
 
 def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> CompletionCall:
@@ -104,16 +119,33 @@ def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -
     Raises:
         RequestError: 400 with the field at fault.
     """
-    fields = _decode_object(body)
+    fields = decode_object(body)
     known = {*SharedFields.__struct_fields__, *CompletionFields.__struct_fields__}
     refuse_unsupported(fields, known, UNSUPPORTED_BY_COMPLETIONS)
-    completion, shared = _convert(fields, CompletionFields), _convert(fields, SharedFields)
+    completion, shared = convert(fields, CompletionFields), convert(fields, SharedFields)
     prompts = _prompts(completion.prompt, vocab_size)
     wanted = shared.max_tokens if shared.max_tokens is not None else COMPLETION_MAX_TOKENS
     return CompletionCall(prompts, _options(shared, defaults, wanted))
 
 
-def _decode_object(body: bytes) -> dict[str, Any]:
+def check_template_variables(variables: dict[str, Any] | None) -> None:
+    """The conversation itself is no variable of the template.
+
+    Raises:
+        RequestError: 400.
+    """
+    if variables is not None and "messages" in variables:
+        raise RequestError(
+            400, "invalid_value", "chat_template_kwargs may not hold messages", "chat_template_kwargs"
+        )
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A body's fields.
+
+    Raises:
+        RequestError: 400, it is no JSON object.
+    """
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -123,7 +155,12 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _convert(fields: dict[str, Any], kind: type[Any]) -> Any:
+def convert(fields: dict[str, Any], kind: type[Any]) -> Any:
+    """The struct `kind` with its fields' types checked.
+
+    Raises:
+        RequestError: 400 with the field that is missing or of another type.
+    """
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -165,6 +202,7 @@ def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int |
         stream=bool(shared.stream),
         include_usage=bool(shared.stream_options and shared.stream_options.include_usage),
         n=n,
+        priority=_priority(shared.priority),
         params=SamplingParams(
             max_tokens=max_tokens,
             stop=tuple(stop),
@@ -176,6 +214,14 @@ def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int |
 
 def _first(given: Any, default: Any) -> Any:
     return default if given is None else given
+
+
+def _priority(given: int | None) -> int:
+    if given is not None and not -MAX_PRIORITY - 1 <= given <= MAX_PRIORITY:
+        raise RequestError(
+            400, "invalid_value", f"priority must be a 32-bit integer, got {given}", "priority"
+        )
+    return given or 0
 
 
 def _at_least_one(name: str, value: int | None) -> None:
@@ -200,8 +246,18 @@ def _prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
     if not prompts or not all(prompts):
         raise RequestError(400, "invalid_value", "prompt is empty; give at least one token", "prompt")
     for tokens in prompts:
-        if not isinstance(tokens, str) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-            raise RequestError(
-                400, "invalid_value", f"prompt: token ids must be from 0 to {vocab_size - 1}", "prompt"
-            )
+        if not isinstance(tokens, str):
+            check_token_ids(tokens, vocab_size, "prompt")
     return prompts
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    """Refuse ids that no token can have.
+
+    Raises:
+        RequestError: 400 that names `param`.
+    """
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise RequestError(
+            400, "invalid_value", f"{param}: token ids must be from 0 to {vocab_size - 1}", param
+        )

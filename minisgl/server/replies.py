@@ -4,7 +4,6 @@ Promise: a field that OpenAI's clients read is there with OpenAI's name and type
 """
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from minisgl.errors import EngineDeadError, MinisglError, RequestError
 DONE = b"data: [DONE]\n\n"
 RETRY_AFTER_S = 2
 RETRYABLE = (429, 503)
+CHAT_ID = "chatcmpl-"
+COMPLETION_ID = "cmpl-"
 
 
 class Usage(msgspec.Struct):
@@ -40,14 +41,15 @@ class Shape:
     Args:
         chat: /v1/chat/completions, otherwise /v1/completions.
         model: the name the client knows.
+        request_id: of the HTTP call, part of the answer's id.
         include_usage: a stream ends with a chunk of usage, and all others say `usage: null`.
     """
 
-    def __init__(self, chat: bool, model: str, include_usage: bool = False) -> None:
+    def __init__(self, chat: bool, model: str, request_id: str, include_usage: bool = False) -> None:
         self._chat = chat
         self._include_usage = include_usage
         self._head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            "id": (CHAT_ID if chat else COMPLETION_ID) + request_id,
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -105,6 +107,22 @@ class Shape:
         if self._include_usage:
             chunk["usage"] = None
         return sse(self._encode(chunk))
+
+
+class PlainText:
+    """The events of /generate: the text itself, in one `data:` line for each of its lines."""
+
+    def opening(self, num_choices: int) -> bytes:
+        """None."""
+        return b""
+
+    def piece(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        """The event of new text."""
+        return sse(b"\ndata: ".join(text.encode().split(b"\n"))) if text else b""
+
+    def ending(self, usage: Usage) -> bytes:
+        """The last event."""
+        return DONE
 
 
 def sse(data: bytes) -> bytes:

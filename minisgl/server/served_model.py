@@ -25,6 +25,17 @@ class ServedModel(NamedTuple):
     template: ChatTemplate
     defaults: SamplingDefaults
 
+    def check_name(self, name: str | None) -> None:
+        """A call may leave the model out, or name this one.
+
+        Raises:
+            RequestError: 404, it names another.
+        """
+        if name is not None and name != self.name:
+            raise RequestError(
+                404, "model_not_found", f"there is no model {name[:100]!r}; this is {self.name!r}", "model"
+            )
+
 
 def load_served_model(folder: Path, name: str) -> ServedModel:
     """Read tokenizer, chat template and generation_config.json.

@@ -51,15 +51,17 @@ def waterfall(stages: Mapping[str, float], total_ms: float) -> str:
     return "\n".join(lines)
 
 
-def curl_line(host: str, port: int, model: str, chat: bool) -> str:
-    """A command that works when pasted into a shell on this machine."""
+def curl_line(url: str, model: str, chat: bool, needs_key: bool = False) -> str:
+    """A command that works when pasted into a shell on this machine; a key stays the shell's variable."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     ask = {"messages": [{"role": "user", "content": "Hello!"}]} if chat else {"prompt": "Once upon a time"}
     body = shlex.quote(json.dumps({"model": model, **ask, "temperature": 0}))
-    return f"curl {base_url(host, port)}{path} -H 'Content-Type: application/json' -d {body}"
+    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if needs_key else ""
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d {body}"
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, tls: bool = False) -> str:
     """Where a client on this machine finds a server that listens on `host`."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{name}]:{port}" if ":" in name and not name.startswith("[") else f"http://{name}:{port}"
+    name = f"[{name}]" if ":" in name and not name.startswith("[") else name
+    return f"{'https' if tls else 'http'}://{name}:{port}"

@@ -75,8 +75,15 @@ class ChatTemplate:
         """Whether there is a template that compiles."""
         return self._template is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt of `messages`, special tokens included: encode it without adding them again.
+
+        `variables` are further ones of the template, as `enable_thinking`; they win over the usual ones.
 
         Raises:
             RequestError: 400 with the template's own words when it refuses, or when there is none.
@@ -85,11 +92,14 @@ class ChatTemplate:
             raise RequestError(400, "chat_template_error", self._problem, "messages")
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    **(variables or {}),
+                    "messages": [dict(message) for message in messages],
+                }
             )
         except Exception as error:  # a template is foreign code: any exception may come out of it
             raise RequestError(

@@ -108,6 +108,10 @@ class Tokenizer:
         """The text of `ids`; ids that are no token give nothing."""
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary writes it; empty for an id that is no token."""
+        return self._fast.id_to_token(token_id) or ""
+
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""
         return token_id in self._special_ids

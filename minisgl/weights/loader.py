@@ -34,6 +34,10 @@ class LoadableModel(Protocol):
         are DTensors."""
         ...
 
+    def loaded(self) -> None:
+        """Called once, when everything is copied."""
+        ...
+
 
 def load_weights(
     model: LoadableModel,
@@ -44,7 +48,7 @@ def load_weights(
     device: torch.device | str,
     on_progress: Progress = no_progress,
 ) -> None:
-    """Fill `model`, whose parameters are allocated as `dtype` on `device`, from the safetensors in `folder`.
+    """Fill `model`, whose parameters are allocated on `device`, from the safetensors in `folder`.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, unexpected or of another shape;
@@ -52,7 +56,7 @@ def load_weights(
     """
     targets = model.checkpoint_tensors()
     for name, view in targets.items():
-        assert view.dtype == dtype, f"{name} is allocated as {view.dtype}, not as {dtype}"
+        assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
     with ExitStack() as stack:
         tensors: dict[str, tuple[Path, Any]] = {}
@@ -81,8 +85,10 @@ def load_weights(
                     continue
                 for rows, piece in _pieces(stored, place):
                     memory[rows].copy_(piece)
-                    done += piece.numel() * dtype.itemsize
+                    done += piece.numel() * memory.itemsize
                     on_progress("loading the weights", done, total)
+    with torch.no_grad():
+        model.loaded()
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -7,9 +7,17 @@ import pytest
 from minisgl.benchmark.model_configs import MODEL_CONFIGS, model_folder
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, ModelError
-from minisgl.model_config import ARCHITECTURES, read_model_config
+from minisgl.model_config import read_model_config
 
-BILLIONS = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "qwen3-0.6b": 0.596, "qwen3-14b": 14.77}
+BILLIONS = {
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "mistral-7b": 7.25,
+    "mixtral-8x7b": 46.7,
+    "qwen3-0.6b": 0.596,
+    "qwen3-14b": 14.77,
+    "qwen3-30b-a3b": 30.53,
+}
 """Parameters as the models' own pages give them; shared embeddings once."""
 
 
@@ -18,13 +26,14 @@ def parameters_of(folder: Path) -> float:
     config = read_model_config(folder)
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
+    if config.experts is not None:
+        expert = 3 * config.hidden_size * config.experts.intermediate_size
+        mlp = config.experts.num_experts * (expert + config.hidden_size)
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
     return (config.num_layers * (attention + mlp) + tables) / 1e9
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, raw in MODEL_CONFIGS.items() if raw["architectures"][0] in ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
 def test_a_known_model_is_a_folder_with_dummy_weights(name: str) -> None:
     with model_folder(EngineConfig(model=name, dummy_weights=True)) as folder:
         config = read_model_config(folder)

@@ -55,7 +55,7 @@ def test_a_prefill_batch_knows_where_each_token_goes() -> None:
     change = pages.update(plan)
     assert change is not None
     assert dict(zip(change.flat_index.tolist(), change.page_ids.tolist(), strict=True)) == {8: 7, 9: 9, 0: 5}
-    batch = build_prefill(plan, pages, Stager(CPU))
+    batch = build_prefill(plan.chunks, pages, Stager(CPU))
     assert batch.token_ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [3, 4, 5, 0]
     assert batch.slot_mapping.tolist() == [7 * 4 + 3, 9 * 4, 9 * 4 + 1, 5 * 4]
@@ -63,5 +63,4 @@ def test_a_prefill_batch_knows_where_each_token_goes() -> None:
     assert batch.context_len.tolist() == [6, 1]
     assert batch.row_start.tolist() == [0, 3, 4]
     assert batch.logit_index.tolist() == [2, 3]
-    assert batch.sampling.tolist() == [1]
     assert batch.max_query_len == 3

@@ -14,7 +14,9 @@ from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.config import ExpertsConfig, ModelConfig
 from minisgl.engine.compiled import compiled_block
-from minisgl.models.decoder import Decoder
+from minisgl.layers.moe import MoeMLP
+from minisgl.models.decoder import Decoder, MakeBlock
+from minisgl.models.gemma3 import Gemma3Block
 from minisgl.weights.dummy import fill_dummy
 from triton_kernels.registry import KERNELS
 
@@ -134,9 +136,12 @@ def test_a_decode_step_of_any_batch_size_is_one_graph(experts: ExpertsConfig | N
     assert graphs.count == 1
 
 
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_blocks_of_a_kind_share_one_compilation_for_few_rows_and_one_for_many(kinds: int) -> None:
-    model = traceable_decoder(replace(EXPERTS, dense_layers=frozenset({1})) if kinds == 2 else EXPERTS)
+@pytest.mark.parametrize(("family", "kinds"), [("dense", 1), ("experts", 1), ("both", 2), ("gemma3", 1)])
+def test_blocks_of_a_kind_share_one_compilation_for_few_rows_and_one_for_many(
+    family: str, kinds: int
+) -> None:
+    experts = {"experts": EXPERTS, "both": replace(EXPERTS, dense_layers=frozenset({1}))}.get(family)
+    model = traceable_decoder(experts, Gemma3Block if family == "gemma3" else None)
     graphs = CountingBackend()
     run_block = compiled_block(max_batch=24, backend=graphs)
     for batch, expected in ((24, 1), (17, 1), (16, 2), (2, 2), (20, 2), (5, 2)):
@@ -161,7 +166,8 @@ class CountingBackend:
 def test_tokens_without_a_slot_go_to_no_expert() -> None:
     model = tiny_decoder(tie_word_embeddings=True, experts=EXPERTS)
     fill_dummy(model, seed=0)
-    mixture = model.layers[0].mlp
+    mixture = model.get_submodule("layers.0.mlp")
+    assert isinstance(mixture, MoeMLP)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     every = mixture(x, int32([3, 9, 5, 0]))
     some = mixture(x, int32([3, -1, 5, -1]))
@@ -170,10 +176,12 @@ def test_tokens_without_a_slot_go_to_no_expert() -> None:
     assert (some[[1, 3]] == 0).all()
 
 
-def traceable_decoder(experts: ExpertsConfig | None = None) -> Decoder:
+def traceable_decoder(experts: ExpertsConfig | None = None, make_block: MakeBlock | None = None) -> Decoder:
     """With stand-ins for two ops, whose CPU references look at values as their kernels don't."""
     torch._dynamo.reset()
-    model = tiny_decoder(tie_word_embeddings=True, attend=attend_without_looking, experts=experts)
+    model = tiny_decoder(
+        tie_word_embeddings=True, attend=attend_without_looking, experts=experts, make_block=make_block
+    )
     kernels = KERNELS._replace(rope_store=store_without_looking)
     for attention in model.attention_layers():
         attention.kernels = kernels
@@ -237,6 +245,7 @@ def tiny_decoder(
     tie_word_embeddings: bool,
     attend: Attend = torch_attention.attend,
     experts: ExpertsConfig | None = None,
+    make_block: MakeBlock | None = None,
 ) -> Decoder:
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -257,4 +266,4 @@ def tiny_decoder(
         eos_token_ids=(2,),
         bos_token_id=None,
     )
-    return Decoder(config, attend)
+    return Decoder(config, attend, make_block=make_block)

@@ -112,6 +112,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
     ),
+    "gemma3_windows": (
+        "gemma3_text",
+        heads(
+            6,
+            2,
+            head_dim=16,
+            sliding_window=20,
+            query_pre_attn_scalar=50,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "gemma3_groups_of_1_softcap": (
+        "gemma3_text",
+        heads(4, 4, head_dim=20, sliding_window=600, final_logit_softcapping=5.0, attention_bias=True),
+    ),
+    "gemma3_untied_linear_rope_in_full_layers": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 33,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 70000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
 }
 
 
@@ -156,9 +184,8 @@ def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
 def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
     prompt = pair.token_ids[:45]
     with torch.no_grad():
-        answer = pair.theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
-        )
+        generate: Any = pair.theirs.generate
+        answer = generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     runner = runner_for(pair)
     fed = prompt
     for expected in answer[0, len(prompt) :].tolist():

@@ -41,6 +41,7 @@ from minisgl.messages import (
     Shutdown,
     StartupStage,
     Status,
+    StepOutput,
 )
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ class FakeEngine:
                     del self.running[request_id]
         if outputs:
             self.num_steps += 1
-            self.socket.send_outputs(outputs)
+            self.socket.send_outputs(StepOutput(outputs))
 
     def go(self) -> None:
         for answer in self.running.values():

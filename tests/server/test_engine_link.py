@@ -12,7 +12,7 @@ from small_model import CONTEXT, make_folder
 
 from minisgl.messages import AddRequest, StepOutput
 from minisgl.request import SamplingParams
-from minisgl.server.engine_link import EngineLink
+from minisgl.server.engine_link import EngineLink, EngineProcess
 from minisgl.transport import make_ipc_dir
 
 
@@ -29,7 +29,8 @@ def test_a_listener_that_fails_does_not_end_the_engine(
 
     async def main() -> None:
         first_line = json.dumps({"model_folder": str(folder), "ipc_dir": str(ipc_dir)}).encode()
-        link = EngineLink([sys.executable, str(FAKE_ENGINE)], first_line, ipc_dir)
+        link = EngineLink(ipc_dir)
+        process = EngineProcess([sys.executable, str(FAKE_ENGINE)], first_line, link)
         answered = asyncio.Event()
 
         def take(output: StepOutput) -> None:
@@ -45,7 +46,8 @@ def test_a_listener_that_fails_does_not_end_the_engine(
             await asyncio.wait_for(answered.wait(), LIMIT_S)
             assert not link.died.done()
         finally:
-            await link.close()
+            await process.close()
+            link.close()
 
     try:
         asyncio.run(main())

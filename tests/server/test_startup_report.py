@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from minisgl.server.startup_report import StartupClock, curl_line, waterfall
+from minisgl.server.startup_report import StartupClock, base_url, curl_line, waterfall
 
 
 def test_trap_33_the_waterfall_adds_up_to_the_wall_time() -> None:
@@ -30,7 +30,7 @@ def test_laps_leave_no_gap() -> None:
     [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("myhost", "http://myhost:80")],
 )
 def test_the_curl_line_survives_a_shell(host: str, base: str) -> None:
-    words = shlex.split(curl_line(host, 80, 'it\'s "mine"', chat=True))
+    words = shlex.split(curl_line(base_url(host, 80), 'it\'s "mine"', chat=True))
     assert words[:2] == ["curl", f"{base}/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == 'it\'s "mine"'
-    assert "/v1/completions" in curl_line(host, 80, "m", chat=False)
+    assert "/v1/completions" in curl_line(base_url(host, 80), "m", chat=False)

@@ -1,0 +1,196 @@
+"""The routes for those who run the server: health, figures, aborting, the cache, the API's description.
+
+Promise: figures are those of all server processes together, and the engine's are asked for at each call; what
+is not known is null, never a made-up zero.
+"""
+
+import dataclasses
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.errors import EngineDeadError, RequestError
+from minisgl.messages import Status
+from minisgl.server.engine_link import EngineLink
+from minisgl.server.frontend import Frontend
+from minisgl.server.metrics import CONTENT_TYPE, exposition
+from minisgl.server.middleware import json_answer
+from minisgl.server.openapi import openapi_document
+from minisgl.server.replies import CHAT_ID, COMPLETION_ID
+from minisgl.server.schemas import AbortBody, read_body
+from minisgl.server.served_model import ServedModel
+from minisgl.server.siblings import Siblings
+from minisgl.server.stats import total
+
+ASK_ENGINE_S = 2.0
+"""How long the engine may take to give its figures: it answers between two steps."""
+READY_S = 5.0
+
+
+class Admin:
+    """The handlers.
+
+    Args:
+        settings: of the server and of the engine, as given at the start.
+        engine_pid: the engine's process.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        frontend: Frontend,
+        link: EngineLink,
+        siblings: Siblings,
+        settings: tuple[ServerConfig, EngineConfig],
+        engine_pid: int,
+    ) -> None:
+        self._model = model
+        self._frontend = frontend
+        self._link = link
+        self._siblings = siblings
+        self._server, self._engine = settings
+        self._engine_pid = engine_pid
+        self._openapi = msgspec.json.encode(openapi_document(model.name))
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /health: 200 only while the engine is ready and alive."""
+        reason = self._why_not()
+        stats = self._frontend.stats
+        facts = {
+            "status": "ok" if reason is None else "unavailable",
+            "reason": reason,
+            "open_requests": stats.num_open_requests,
+            "running_requests": stats.num_running_requests,
+            "engine_pid": self._engine_pid,
+            "engine_silent_s": round(self._link.silent_s, 3),
+            "engine": self._link.status and msgspec.structs.asdict(self._link.status),
+        }
+        return _json(facts, 200 if reason is None else 503)
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """GET /health/ready: 200 when a request would be taken now and the engine's loop answers."""
+        reason = self._why_not()
+        if reason is None and await self._link.ask_status(READY_S) is None:
+            reason = f"the engine did not answer within {READY_S:g} s"
+        return _json({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
+
+    async def version(self, _: web.Request) -> web.Response:
+        """GET /version."""
+        return _json({"version": _version()})
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        """GET /server_info: what is held, what was counted, what was set."""
+        status = await self._fresh_status()
+        parts = await self._siblings.stats()
+        ready = self._link.ready.result() if self._link.ready.done() else None
+        settings = dataclasses.asdict(self._server)
+        settings["api_key"] = f"{len(settings['api_key'])} given"
+        return _json(
+            {
+                "version": _version(),
+                "model": self._model.name,
+                "max_model_len": self._frontend.max_context_tokens or None,
+                "engine_pid": self._engine_pid,
+                "engine": status and msgspec.structs.asdict(status),
+                "start": ready and msgspec.structs.asdict(ready),
+                "server": msgspec.to_builtins(total(parts)),
+                "processes": [
+                    {
+                        "open_requests": part.num_open_requests,
+                        "running_requests": part.num_running_requests,
+                        "output_tokens": part.num_output_tokens,
+                    }
+                    for part in parts
+                ],
+                "server_settings": settings,
+                "engine_settings": dataclasses.asdict(self._engine),
+            }
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics, for Prometheus."""
+        status = await self._fresh_status()
+        ready = self._link.ready.result() if self._link.ready.done() else None
+        text = exposition(self._model.name, total(await self._siblings.stats()), status, ready)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def load(self, _: web.Request) -> web.Response:
+        """GET /load: for those who choose between servers."""
+        status = await self._fresh_status()
+        whole = total(await self._siblings.stats())
+        ready = self._link.ready.result() if self._link.ready.done() else None
+        return _json(
+            {
+                "server_load": whole.num_open_requests,
+                "max_load": self._server.max_queued_requests,
+                "queued_tokens": whole.num_queued_tokens,
+                "running": status and status.num_running,
+                "waiting": status and status.num_waiting,
+                "kv_cache_usage": status and ready and status.num_held_pages / ready.num_pages,
+            }
+        )
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """POST /abort: end open calls; their clients get an error."""
+        body: AbortBody = read_body(await request.read(), AbortBody)
+        name = body.request_id if body.request_id is not None else body.rid
+        if bool(body.abort_all) == (name is not None):
+            raise RequestError(400, "invalid_value", "give request_id or abort_all: true", "request_id")
+        if name is not None:
+            name = name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
+        return _json({"aborted": await self._siblings.abort(name)})
+
+    async def flush_cache(self, _: web.Request) -> web.Response:
+        """POST /flush_cache: drop the prefix cache; what running requests use stays."""
+        if not self._link.ready.done() or self._link.died.done():
+            raise RequestError(503, "loading", self._why_not() or "the engine is not running")
+        freed = await self._link.flush_cache(READY_S)
+        if freed is None:
+            raise EngineDeadError(f"the engine did not answer within {READY_S:g} s")
+        return _json({"freed_pages": freed})
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return json_answer(self._openapi)
+
+    async def models(self, _: web.Request) -> web.Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def one_model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/{model}."""
+        self._model.check_name(request.match_info["model"])
+        return _json(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "minisgl",
+            "max_model_len": self._frontend.max_context_tokens or None,
+        }
+
+    def _why_not(self) -> str | None:
+        """Why requests are not welcome, or None."""
+        if self._frontend.refusal is not None:
+            return str(self._frontend.refusal)
+        if self._link.silent_s > self._server.heartbeat_timeout_s:
+            return f"the engine has been silent for {self._link.silent_s:.1f} s"
+        return None
+
+    async def _fresh_status(self) -> Status | None:
+        if not self._link.ready.done() or self._link.died.done():
+            return None
+        return await self._link.ask_status(ASK_ENGINE_S)
+
+
+def _version() -> str:
+    return metadata.version("minisgl")
+
+
+def _json(content: dict[str, Any], status: int = 200) -> web.Response:
+    return json_answer(msgspec.json.encode(content), status)

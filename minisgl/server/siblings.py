@@ -1,0 +1,96 @@
+"""What the server processes of one port ask of each other, over unix sockets in their private directory.
+
+Promise: a call that any of them may receive (figures, an abort) is answered for all of them; one that does
+not answer within `LIMIT_S` is left out and named in the log.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from minisgl.server.frontend import Frontend
+from minisgl.server.stats import FrontStats
+from minisgl.server.uploads import Uploads
+
+log = logging.getLogger(__name__)
+
+LIMIT_S = 2.0
+
+
+class Siblings:
+    """This process among `num_servers`. Make, use and close it inside one event loop."""
+
+    def __init__(
+        self, frontend: Frontend, uploads: Uploads, ipc_dir: Path, rank: int = 0, num_servers: int = 1
+    ) -> None:
+        self._frontend = frontend
+        self._uploads = uploads
+        self._ipc_dir = ipc_dir
+        self._rank = rank
+        self._others = [other for other in range(num_servers) if other != rank]
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen to the others, where there are any."""
+        if not self._others:
+            return
+        app = web.Application()
+        app.router.add_get("/stats", self._give_stats)
+        app.router.add_post("/abort", self._take_abort)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self._path(self._rank))).start()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def stats(self) -> list[FrontStats]:
+        """The figures of every process that answers, by rank."""
+        answers = await self._ask_all("GET", "/stats", None)
+        parts = [(self._rank, self._own_stats())]
+        parts += [(rank, msgspec.json.decode(data, type=FrontStats)) for rank, data in answers]
+        return [stats for _, stats in sorted(parts, key=lambda part: part[0])]
+
+    async def abort(self, name: str | None) -> int:
+        """End the calls of this name (None: all) in every process; how many requests that were."""
+        answers = await self._ask_all("POST", "/abort", msgspec.json.encode(name))
+        return self._frontend.abort_named(name) + sum(msgspec.json.decode(data) for _, data in answers)
+
+    def _own_stats(self) -> FrontStats:
+        stats = self._frontend.stats
+        stats.num_upload_bytes = self._uploads.num_bytes
+        return stats
+
+    def _path(self, rank: int) -> Path:
+        return self._ipc_dir / f"server.{rank}"
+
+    async def _give_stats(self, _: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self._own_stats()))
+
+    async def _take_abort(self, request: web.Request) -> web.Response:
+        name = msgspec.json.decode(await request.read(), type=str | None)
+        return web.Response(body=msgspec.json.encode(self._frontend.abort_named(name)))
+
+    async def _ask_all(self, method: str, path: str, body: bytes | None) -> Sequence[tuple[int, bytes]]:
+        answers = await asyncio.gather(*[self._ask(rank, method, path, body) for rank in self._others])
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask(self, rank: int, method: str, path: str, body: bytes | None) -> tuple[int, bytes] | None:
+        timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+        connector = aiohttp.UnixConnector(str(self._path(rank)))
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.request(method, f"http://sibling{path}", data=body) as answer,
+            ):
+                return rank, await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            log.warning("server process %d did not answer %s: %s", rank, path, error)
+            return None

@@ -1,0 +1,202 @@
+"""Prefill in buckets: what is padded, what that changes (nothing), and when it is worth it.
+
+"Recorded" here is a function that runs again on the same tensors, which is all that a graph can do.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.config import ModelConfig
+from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets
+from minisgl.engine.inputs import HostPageTable, Stager, build_prefill
+from minisgl.engine.prefill_graphs import PrefillGraphs, fewest_tokens
+from minisgl.engine.rows import Rows
+from minisgl.engine.steps import prefill_step
+from minisgl.models.decoder import Decoder
+from minisgl.models.registry import build_model
+from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
+from minisgl.weights.dummy import fill_dummy
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+MAX_ROWS = 6
+PAGES_PER_ROW = 24
+VOCAB_SIZE = 61
+BUCKETS = prefill_buckets(80, MAX_ROWS)
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    num_layers=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=VOCAB_SIZE,
+    max_position=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    checkpoint_dtype="float32",
+    eos_token_ids=(),
+    bos_token_id=None,
+)
+
+
+class Engine:
+    """A small model over a pool of NaN, whose steps keep the logits they sampled from."""
+
+    def __init__(self) -> None:
+        self.model: Decoder = build_model(
+            CONFIG, attention_backend="torch", dtype=torch.float32, device="cpu"
+        )
+        fill_dummy(self.model, 5)
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+            if parameter.ndim == 2:
+                parameter.mul_(10)  # flat logits would hide mistakes
+        num_pages = 1 + MAX_ROWS * PAGES_PER_ROW
+        self.model.allocate_kv(num_pages, PAGE_SIZE, torch.float32, "cpu")
+        for attention in self.model.attention_layers():
+            attention.k_cache.fill_(float("nan"))
+            attention.v_cache.fill_(float("nan"))
+        self.rows = Rows(MAX_ROWS, PAGES_PER_ROW, PAGE_SIZE, CPU)
+        self.pages = HostPageTable(MAX_ROWS, PAGES_PER_ROW, PAGE_SIZE)
+        order = random.Random(3).sample(range(1, num_pages), num_pages - 1)
+        updates = tuple(
+            PageUpdate(row, 0, tuple(order[row * PAGES_PER_ROW : (row + 1) * PAGES_PER_ROW]))
+            for row in range(MAX_ROWS)
+        )
+        change = self.pages.update(StepPlan(0, (), updates, (), (), ()))
+        assert change is not None
+        self.rows.page_table.view(-1)[torch.from_numpy(change.flat_index)] = torch.from_numpy(change.page_ids)
+        self.logits = torch.empty(0)
+        self.rows.sample = self._sample
+        self.step = partial(prefill_step, self.model, self.rows)
+
+    def _sample(self, logits: Tensor, *_: Any) -> Tensor:
+        self.logits = logits
+        return logits.argmax(1).int()
+
+    def graphs(self, buckets: tuple[PrefillBucket, ...] = BUCKETS) -> PrefillGraphs:
+        graphs = PrefillGraphs(self.step, run_again, buckets, self.pages, Stager(CPU), CPU)
+        graphs.warm_up(clock=lambda: 0.0)
+        return graphs
+
+    def state(self) -> list[Tensor]:
+        """All that a step may write."""
+        pools = [[a.k_cache, a.v_cache] for a in self.model.attention_layers()]
+        return [self.rows.last_token, self.rows.context_len, *[pool for pair in pools for pool in pair]]
+
+
+def run_again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    run()
+    return run
+
+
+def some_chunks(generator: random.Random, fed: list[int], most: int) -> tuple[Chunk, ...]:
+    """Chunks of some rows, of at most so many tokens together, behind what the rows have been fed."""
+    chunks = []
+    for row in generator.sample(range(MAX_ROWS), generator.randint(1, MAX_ROWS)):
+        length = generator.choice((1, 2, 7, 16, 33, 60))
+        if length > most or fed[row] + length > PAGES_PER_ROW * PAGE_SIZE:
+            continue
+        token_ids = np.array(generator.choices(range(VOCAB_SIZE), k=length), dtype="<i4")
+        chunks.append(Chunk(row, fed[row], token_ids.tobytes(), generator.random() < 0.5))
+        fed[row] += length
+        most -= length
+    return tuple(chunks)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seed", range(4))
+def test_a_padded_step_gives_each_row_what_it_gets_unpadded_and_writes_nothing_else(seed: int) -> None:
+    plain, padded = Engine(), Engine()
+    graphs = padded.graphs()
+    generator = random.Random(seed)
+    fed = [0] * MAX_ROWS
+    used = set()
+    for _ in range(12):
+        chunks = some_chunks(generator, fed, 80)
+        if not chunks:
+            continue
+        bucket = graphs.bucket_for(chunks)
+        if bucket is None:
+            bucket = BUCKETS[-1]
+        used.add(bucket)
+        expected = plain.step(build_prefill(chunks, plain.pages, Stager(CPU)))
+        tokens = graphs.run(chunks, bucket, padded.pages)
+        assert len(tokens) == bucket.rows
+        assert tokens[: len(chunks)].tolist() == expected.tolist()
+        assert torch.isfinite(padded.logits).all(), "padding computes NaN"
+        assert padded.logits[: len(chunks)].std() > 0.1
+        torch.testing.assert_close(padded.logits[: len(chunks)], plain.logits, rtol=0, atol=1e-4)
+        for ours, theirs in zip(padded.state(), plain.state(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, equal_nan=True)
+    assert len(used) > 1
+
+
+@torch.inference_mode()
+def test_warming_up_writes_nothing() -> None:
+    engine = Engine()
+    before = [tensor.clone() for tensor in engine.state()]
+    engine.graphs()
+    for tensor, old in zip(engine.state(), before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 15, 16, 100, 512, 1000, 2048, 8192])
+@pytest.mark.parametrize("max_rows", [1, 5, 256])
+def test_every_prefill_up_to_the_largest_bucket_has_one_unless_it_is_many_short_chunks(
+    max_tokens: int, max_rows: int
+) -> None:
+    buckets = prefill_buckets(max_tokens, max_rows)
+    assert buckets[-1].tokens == max_tokens
+    assert all(bucket.rows <= min(bucket.tokens, max_rows) for bucket in buckets)
+    for num_tokens in range(1, max_tokens + 1):
+        for num_rows in (1, min(num_tokens, 16, max_rows), min(-(-num_tokens // 16), max_rows)):
+            bucket = prefill_bucket_for(num_tokens, num_rows, buckets)
+            assert bucket is not None, (num_tokens, num_rows)
+            assert bucket.tokens >= num_tokens
+            assert bucket.rows >= num_rows
+            assert bucket.tokens <= max(128, 3 / 2 * num_tokens + 1) or num_rows > 1
+    assert prefill_bucket_for(max_tokens + 1, 1, buckets) is None
+
+
+def test_many_short_chunks_get_more_padding_but_never_more_than_themselves() -> None:
+    buckets = prefill_buckets(2048, 256)
+    assert prefill_bucket_for(30, 30, buckets) is None
+    assert prefill_bucket_for(300, 30, buckets) == PrefillBucket(512, 32)
+    assert prefill_bucket_for(300, 36, buckets) is None
+    assert prefill_bucket_for(2048, 128, buckets) == PrefillBucket(2048, 128)
+    assert prefill_bucket_for(2048, 129, buckets) is None
+    assert prefill_buckets(0, 256) == ()
+
+
+def test_padding_is_computed_only_while_launching_would_take_as_long() -> None:
+    assert fewest_tokens(512, launch_s=0.012, replay_s=0.004) == 1
+    assert fewest_tokens(512, launch_s=0.012, replay_s=0.013) == 1
+    assert fewest_tokens(1024, launch_s=0.012, replay_s=0.024) == 896
+    times = iter([0.0, 0.030, 1.0, 1.001, 2.0, 2.010])  # 64 tokens: 30 ms; 16: 1 ms; a launch: 10 ms
+    engine = Engine()
+    buckets = (PrefillBucket(16, 4), PrefillBucket(64, 4))
+    graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU)
+    with torch.inference_mode():
+        graphs.warm_up(clock=lambda: next(times))
+
+    def chosen(num_tokens: int) -> PrefillBucket | None:
+        return graphs.bucket_for((Chunk(0, 0, bytes(4 * num_tokens), True),))
+
+    assert chosen(1) == chosen(16) == buckets[0]
+    assert chosen(17) is None
+    assert chosen(55) is None
+    assert chosen(56) == chosen(64) == buckets[1]
+    assert chosen(65) is None
