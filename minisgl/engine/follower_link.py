@@ -165,8 +165,9 @@ class FollowerLink:
         """Take in what a step sampled here; now and then compare with what the other ranks sampled.
 
         Raises:
-            EngineDeadError: ranks disagree.
+            EngineDeadError: ranks disagree, or one has ended, so that these are no tokens.
         """
+        self.check()
         if self._checksum.add(tokens):
             self._compare(Checksum(0, self._checksum.num_steps, self._checksum.value))
             self._receive(0)

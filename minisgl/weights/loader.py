@@ -82,8 +82,8 @@ def load_weights(
             with _readable(path), torch.no_grad():
                 if place is None:
                     memory.zero_()
-                    continue
-                for rows, piece in _pieces(stored, place):
+                    done += memory.nbytes
+                for rows, piece in _pieces(stored, place) if place is not None else ():
                     memory[rows].copy_(piece)
                     done += piece.numel() * memory.itemsize
                     on_progress("loading the weights", done, total)
