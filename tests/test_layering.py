@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # what computes
     "triton_kernels": set(),
     "compile_cache": set(),
-    "parallel": {"errors", "log", "config"},
+    "parallel": {"errors", "log", "config", "model_config"},
     "attention": {"errors", "log", "parallel", "triton_kernels"},
     "layers": {"errors", "log", "config", "parallel", "triton_kernels", "attention"},
     "models": {"errors", "log", "config", "parallel", "layers", "attention"},

@@ -20,7 +20,6 @@ import msgspec
 
 from minisgl.config import EngineConfig
 from minisgl.errors import EngineDeadError, MinisglError
-from minisgl.parallel.mesh import abort_collectives
 from minisgl.scheduler.plan import StepPlan
 from minisgl.transport import LeaderSocket, make_ipc_dir
 
@@ -235,6 +234,9 @@ class FollowerLink:
         self._on_lost(self._lost)
         self._kill()
         if self._on_cuda:
+            # Lazy: a rank says who it is before it loads torch, through the messages above.
+            from minisgl.parallel.mesh import abort_collectives
+
             abort_collectives()  # a collective without all its ranks never ends on a GPU; gloo notices
         self._lost_event.set()
 

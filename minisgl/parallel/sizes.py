@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from minisgl.config import ModelConfig
 from minisgl.errors import ConfigError
+from minisgl.model_config import EXPERT_TILE
 
 
 def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
@@ -20,20 +21,17 @@ def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
     """
     if tp == 1:
         return model
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    _check(heads % tp == 0, tp, f"{heads} attention heads", model)
-    _check(kv_heads % tp == 0 or tp % kv_heads == 0, tp, f"{kv_heads} KV heads", model)
+    uneven = _uneven(model, tp)
+    if uneven:
+        fitting = ", ".join(str(size) for size in possible_sizes(model))
+        raise ConfigError(f"--tp {tp} can't share out the model's {uneven} evenly; it can be {fitting}")
     experts = model.experts
-    if experts is None or experts.dense_layers:
-        _check(model.intermediate_size % tp == 0, tp, f"MLP's width of {model.intermediate_size}", model)
     if experts is not None:
-        width = experts.intermediate_size
-        _check(width % tp == 0, tp, f"experts' width of {width}", model)
-        experts = replace(experts, intermediate_size=width // tp)
+        experts = replace(experts, intermediate_size=experts.intermediate_size // tp)
     return replace(
         model,
-        num_heads=heads // tp,
-        num_kv_heads=max(kv_heads // tp, 1),
+        num_heads=model.num_heads // tp,
+        num_kv_heads=max(model.num_kv_heads // tp, 1),
         intermediate_size=model.intermediate_size // tp,
         experts=experts,
     )
@@ -46,18 +44,18 @@ def vocabulary_rows(vocab_size: int, tp: int) -> int:
 
 def possible_sizes(model: ModelConfig, most: int = 16) -> list[int]:
     """The values of --tp that suit the model, up to `most`."""
-    return [tp for tp in range(1, most + 1) if _fits(model, tp)]
+    return [tp for tp in range(1, most + 1) if not _uneven(model, tp)]
 
 
-def _fits(model: ModelConfig, tp: int) -> bool:
-    try:
-        rank_sizes(model, tp)
-    except ConfigError:
-        return False
-    return True
-
-
-def _check(even: bool, tp: int, what: str, model: ModelConfig) -> None:
-    if not even:
-        fitting = ", ".join(str(size) for size in possible_sizes(model))
-        raise ConfigError(f"--tp {tp} can't share out the model's {what} evenly; it can be {fitting}")
+def _uneven(model: ModelConfig, tp: int) -> str | None:
+    """What `tp` ranks can't share out evenly; None = nothing."""
+    heads, kv_heads, experts = model.num_heads, model.num_kv_heads, model.experts
+    if heads % tp:
+        return f"{heads} attention heads"
+    if kv_heads % tp and tp % kv_heads:
+        return f"{kv_heads} KV heads"
+    if (experts is None or experts.dense_layers) and model.intermediate_size % tp:
+        return f"MLP width of {model.intermediate_size}"
+    if experts is not None and experts.intermediate_size % (EXPERT_TILE * tp):
+        return f"expert width of {experts.intermediate_size} (in multiples of {EXPERT_TILE})"
+    return None
