@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"     flags for the server
 #   make test PYTHON=python3.11       another interpreter (3.10 or newer)
 #   make serve TORCH=torch==2.11.0    another torch (a GPU and a CPU build both serve)
+#   make test PYTEST_FLAGS="-n 0 -k radix"     some tests, in one process
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -40,7 +41,7 @@ test: $(VENV)/.installed-dev  ## Lint, then run every test (fails when none ran)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/minisgl pull smollm2-135m
-	$(BIN)/python -m pytest -q --junitxml=$(VENV)/test-report.xml $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --junitxml=$(VENV)/test-report.xml $(PYTEST_FLAGS)
 	@$(BIN)/python -c '$(COUNT_TESTS)' $(VENV)/test-report.xml
 
 lint: $(VENV)/.installed-dev  ## Lint, formatting and types, nothing else

@@ -223,7 +223,9 @@ def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
         metavar="TEXT",
         help=f"One of {', '.join(LEVELS)} (default: %(default)s)",
     )
-    add_flags(parser, "sampling", SamplingParams, {**_text(CHAT_DEFAULTS), **environ})
+    sampling = {**_text(CHAT_DEFAULTS), **environ}
+    # What is printed is text: log probabilities would be computed and thrown away.
+    add_flags(parser, "sampling", SamplingParams, sampling, skip=("logprobs", "prompt_logprobs"))
     add_flags(parser, "engine", EngineConfig, environ, skip=("seed",))
 
 

@@ -184,6 +184,8 @@ class EngineConfig:
     """Folder that keeps compiled code between starts on cuda. Auto: "compiled" in the cache directory; an
     empty text leaves it to torch and Triton, as do their TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR,
     and as does --kernel."""
+    profile_dir: str | None = None
+    """Folder for the traces of torch's profiler that POST /debug/profile asks for. Auto: none are made."""
     tp: int = 1
     """Ranks that share each layer of the model (tensor parallelism), each a process: a GPU each on cuda, a
     share of the threads on cpu. It has to divide the model's attention heads and MLP width."""

@@ -15,7 +15,8 @@ from typing import Any, cast
 from minisgl.config import EngineConfig, check_engine_config, with_cache_dir
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.offline import Completion, Delta, OfflineDriver, Reply, check_prompt
-from minisgl.request import SamplingParams
+from minisgl.request import SamplingParams, for_choice, with_bad_words_ids
+from minisgl.text.bad_words import bad_words_ids
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.messages import normalize_messages
 from minisgl.text.reply import ReplyText
@@ -78,7 +79,14 @@ class LLM:
         stop_strings = lru_cache(maxsize=8)(StopStrings)  # a batch shares its tables
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
-            lambda prompt_ids, stops: ReplyText(self._tokenizer, prompt_ids, stop_strings(stops)),
+            lambda prompt_ids, params: ReplyText(
+                self._tokenizer,
+                prompt_ids,
+                stop_strings(params.stop),
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            ),
         )
 
     @property
@@ -91,24 +99,27 @@ class LLM:
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        n: int = 1,
     ) -> list[Completion]:
         """Complete each prompt (text, or token ids), all together; results in the prompts' order.
 
         `params` is one for all, one per prompt, or None for `SamplingParams()`; `progress` counts finished
-        prompts on stderr.
+        completions on stderr; `n` completions of each prompt stand one after the other.
 
         Raises:
             RequestError: a prompt or parameter is refused; with several prompts it names the first one's
                 index. Nothing of the batch goes on then.
         """
         batch = _as_batch(prompts)
-        return self._run([lambda prompt=prompt: self._encode(prompt) for prompt in batch], params, progress)
+        encode = [lambda prompt=prompt: self._encode(prompt) for prompt in batch]
+        return self._run(encode, params, progress, n)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        n: int = 1,
     ) -> list[Completion]:
         """Answer one conversation or several, through the model's chat template.
 
@@ -116,7 +127,7 @@ class LLM:
             RequestError: as `generate`; also for messages the template can't render.
         """
         chats = _as_conversations(messages)
-        return self._run([lambda chat=chat: self._render(chat) for chat in chats], params, progress)
+        return self._run([lambda chat=chat: self._render(chat) for chat in chats], params, progress, n)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
@@ -134,8 +145,7 @@ class LLM:
             prompt_ids = self._render(cast(Sequence[Message], prompt))
         else:
             prompt_ids = self._encode(cast(Prompt, prompt))
-        fitted = check_prompt(prompt_ids, own, self.max_context_tokens)
-        return self._deltas(prompt_ids, fitted)
+        return self._deltas(prompt_ids, self._check(prompt_ids, own))
 
     def close(self) -> None:
         """Free the model's memory; the object can't be used afterwards. May be called twice."""
@@ -159,6 +169,13 @@ class LLM:
         limit = self.max_context_tokens
         return self._tokenizer.encode(text, False, max_tokens=limit, param="messages")
 
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """The parameters as the engine gets them: they fit the prompt, and words are token ids."""
+        fitted = check_prompt(prompt_ids, params, self.max_context_tokens)
+        if not fitted.bad_words:
+            return fitted
+        return with_bad_words_ids(fitted, bad_words_ids(self._tokenizer, fitted.bad_words))
+
     def _deltas(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
         reply = self._driver.submit(prompt_ids, params)
         try:
@@ -173,15 +190,21 @@ class LLM:
         prompts: Sequence[Callable[[], list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        n: int,
     ) -> list[Completion]:
         """Check everything, submit everything, step until all have ended; abandon the rest on any error."""
         each = _as_params(params, len(prompts))
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise RequestError(
+                400, "invalid_value", f"n must be a whole number of at least 1, got {n!r}", "n"
+            )
         ready: list[tuple[list[int], SamplingParams]] = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             with_index = index if len(prompts) > 1 else None
             try:
                 prompt_ids = prompt()
-                ready.append((prompt_ids, check_prompt(prompt_ids, own, self.max_context_tokens)))
+                fitted = self._check(prompt_ids, own)
+                ready += [(prompt_ids, for_choice(fitted, rank)) for rank in range(n)]
             except RequestError as error:
                 raise _named(error, with_index) from error
         collected: list[list[Delta]] = [[] for _ in ready]
@@ -196,7 +219,7 @@ class LLM:
                     try:
                         collected[index] += reply.read()
                     except RequestError as error:
-                        raise _named(error, index if len(replies) > 1 else None) from error
+                        raise _named(error, index // n if len(prompts) > 1 else None) from error
                     if reply.ended and not reply.has_news:
                         del unfinished[index]
                 if progress:
@@ -265,6 +288,10 @@ def _completion(deltas: list[Delta]) -> Completion:
         finish_reason=last.finish_reason,
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
+        logprobs=None
+        if last.logprobs is None
+        else tuple(entry for delta in deltas for entry in delta.logprobs or ()),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 

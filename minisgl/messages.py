@@ -48,6 +48,21 @@ class FlushCache(msgspec.Struct, tag=5, array_like=True, frozen=True):
     server: int = 0
 
 
+class AskTimeline(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Server -> engine: what did the last steps do? Answered by `DebugAnswer` with a trace as JSON."""
+
+    sequence: int
+    server: int = 0
+
+
+class AskProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """Server -> engine: profile your next steps. Answered at once by `DebugAnswer` with the file's path."""
+
+    sequence: int
+    server: int = 0
+    num_steps: int = 1
+
+
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
     """Engine -> server, once: start-up is over, requests are welcome."""
 
@@ -87,7 +102,8 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     num_recompiles: int = 0
     """Compilations after warm-up; 0 in a healthy service."""
     num_graph_misses: int = 0
-    """Decode steps that found no recorded graph; 0 in a healthy service."""
+    """Decode steps that found no recorded graph; 0 in a healthy service. Prefills that have none by design
+    (large ones, many short chunks) are not among them."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -113,5 +129,14 @@ class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):
     """Pages that are free because of it."""
 
 
-ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache
-ToServer = Ready | StartupStage | StepOutput | Status | Fatal | CacheFlushed
+class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
+    """Engine -> server: the answer to `AskTimeline` and `AskProfile`."""
+
+    sequence: int
+    body: bytes
+    error: str = ""
+    """Why it could not be done, and what to do; empty = it could."""
+
+
+ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache | AskTimeline | AskProfile
+ToServer = Ready | StartupStage | StepOutput | Status | Fatal | CacheFlushed | DebugAnswer

@@ -16,7 +16,7 @@ import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import AddRequest
-from minisgl.request import FinishReason, RequestOutput, SamplingParams, fit_to_context
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
 from minisgl.text.reply import ReplyText
 
 
@@ -31,6 +31,10 @@ class Delta:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of `token_ids`, where asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token of the prompt but the first, where asked for; with the first delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,10 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each of `token_ids`, where asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token of the prompt but the first, where asked for."""
 
 
 class StepEngine(Protocol):
@@ -122,6 +130,8 @@ class Reply:
                 finish_reason=finish_reason,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_cached_tokens=self._num_cached_tokens,
+                logprobs=None if output.logprobs is None else tuple(output.logprobs[: piece.num_tokens]),
+                prompt_logprobs=None if output.prompt_logprobs is None else tuple(output.prompt_logprobs),
             )
         )
 
@@ -134,7 +144,7 @@ class OfflineDriver:
     """
 
     def __init__(
-        self, engine: StepEngine, new_text: Callable[[Sequence[int], Sequence[str]], ReplyText]
+        self, engine: StepEngine, new_text: Callable[[Sequence[int], SamplingParams], ReplyText]
     ) -> None:
         self._engine: StepEngine | None = engine
         self._new_text = new_text
@@ -155,7 +165,7 @@ class OfflineDriver:
             engine = self._living_engine()
             request_id = self._next_id
             self._next_id += 1
-            reply = Reply(request_id, len(prompt_ids), self._new_text(prompt_ids, params.stop))
+            reply = Reply(request_id, len(prompt_ids), self._new_text(prompt_ids, params))
             self._open[request_id] = reply
             try:
                 engine.add(

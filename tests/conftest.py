@@ -4,12 +4,18 @@ import os
 import shutil
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests share few cores with the servers they start: threads that wait must not spin. Before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One core for each worker: threads of several that meet at OpenMP's barriers wait for each other's.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if shutil.which("nvidia-smi") is None:
+HAS_GPU = shutil.which("nvidia-smi") is not None
+
+if not HAS_GPU:
     # Without a GPU the kernels run in Triton's interpreter. It must be chosen before the first import of a
     # kernel, which may come from any test file, so it is chosen here; the engine's own CPU path runs the
     # kernels' references and does not notice.
@@ -22,3 +28,8 @@ settings.register_profile(
     "minisgl", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("minisgl")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many workers `-n auto` means: few, as every one starts servers; on a GPU one, for its memory."""
+    return 1 if HAS_GPU else min(4, len(os.sched_getaffinity(0)))

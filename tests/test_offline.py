@@ -89,7 +89,7 @@ def tokenizer() -> Tokenizer:
 
 
 def driver_for(tokenizer: Tokenizer, engine: ScriptedEngine) -> OfflineDriver:
-    return OfflineDriver(engine, lambda ids, stops: ReplyText(tokenizer, ids, StopStrings(stops)))
+    return OfflineDriver(engine, lambda ids, params: ReplyText(tokenizer, ids, StopStrings(params.stop)))
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:

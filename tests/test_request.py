@@ -39,6 +39,21 @@ from minisgl.request import SamplingParams, fit_to_context
         ("stop_token_ids", (True,)),
         ("stop_token_ids", ("1",)),
         ("ignore_eos", 1),
+        ("include_stop_str_in_output", None),
+        ("skip_special_tokens", "no"),
+        ("min_tokens", None),
+        ("presence_penalty", "1"),
+        ("repetition_penalty", True),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.5),
+        ("logit_bias", [1]),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {1: "a"}),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", ("a",)),
+        ("bad_words", (5,)),
+        ("bad_words_ids", (5,)),
+        ("bad_words_ids", (("a",),)),
     ],
 )
 def test_a_wrong_type_is_a_request_error_that_names_the_field(field: str, value: Any) -> None:
@@ -50,7 +65,22 @@ def test_a_wrong_type_is_a_request_error_that_names_the_field(field: str, value:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("allowed_token_ids", (-1,)),
+        ("bad_words", ("",)),
+        ("bad_words", ("x",) * 129),
+        ("bad_words_ids", ((),)),
+        ("bad_words_ids", (tuple(range(17)),)),
+        ("bad_words_ids", ((1,),) * 129),
         ("temperature", float("nan")),
         ("temperature", -0.1),
         pytest.param("temperature", 10**5000, id="huge temperature"),
@@ -73,6 +103,19 @@ def test_a_value_out_of_range_is_refused_in_few_words(field: str, value: Any) ->
         SamplingParams(**{field: value})
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_value", field)
     assert len(caught.value.message) < 200
+
+
+def test_min_tokens_may_not_exceed_max_tokens_and_is_cut_to_the_room_with_it() -> None:
+    with pytest.raises(RequestError, match=r"^min_tokens must be from 0 to max_tokens \(3\), got 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    fitted = fit_to_context(90, SamplingParams(min_tokens=50), 100)
+    assert (fitted.max_tokens, fitted.min_tokens) == (10, 10)
+
+
+def test_only_a_request_without_output_may_fill_the_context() -> None:
+    assert fit_to_context(100, SamplingParams(max_tokens=0), 100).max_tokens == 0
+    with pytest.raises(RequestError, match="the prompt has 100 tokens"):
+        fit_to_context(100, SamplingParams(max_tokens=1), 100)
 
 
 def test_one_stop_string_is_one_and_lists_are_taken() -> None:

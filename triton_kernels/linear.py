@@ -11,7 +11,8 @@ w is [N, K], contiguous.
 How: up to MAX_ROWS rows, as a decode step of a small batch has, reading the weights is all the work, and the
 kernel here does it. BLOCK_N rows of w at a time go through a tensor core as its tall operand, the M rows of x
 as its narrow one; a program owns its outputs from the first k to the last, so there are no partial sums to
-merge, and small tiles give every multiprocessor enough loads in flight. More rows, and float32, are torch's.
+merge, and small tiles give every multiprocessor enough loads in flight. More rows are linear_many.py's where
+that was measured to be faster; else they, and float32, are torch's.
 
 The norm costs no pass of its own: a row's 1 / sqrt(...) is one factor of all its outputs, so the products are
 taken of round(v * s), the squares are summed on the way, and the factor is applied at the end. That rounds a
@@ -37,19 +38,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_kernels.launch import ceil_div, max_shared_bytes
-from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+from triton_kernels.linear_many import gated_linear_many, is_for_many, linear_many
+from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
+from triton_kernels.tuning import tuned
 
 MAX_ROWS = 16
 
 
 class LinearConfig(NamedTuple):
-    """A launch configuration of the kernel."""
+    """A launch configuration of the kernel; one for all M, because it changes the order of sums."""
 
     block_n: int  # outputs per program
     block_k: int
     num_warps: int
     num_stages: int
+
+
+APART = LinearConfig(0, 0, 0, 0)
+"""In the place of a configuration with a norm: the norm and the product are launched one after the other."""
 
 
 def default_linear_config(
@@ -70,6 +77,14 @@ def default_linear_config(
         config = LinearConfig(32, 256, 2, 4) if gated else LinearConfig(16, 512, 2, 3)
     stage_bytes = linear_stage_bytes(config, gated, normed)
     return config._replace(num_stages=max(1, min(config.num_stages, shared_bytes // stage_bytes)))
+
+
+def _config(x: Tensor, weight: Tensor, op: str) -> LinearConfig:
+    """The tuned configuration of the op of this name, or its default."""
+    gated, normed = "gated" in op, "norm" in op
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    default = default_linear_config(num_outputs, gated, max_shared_bytes(x.device), normed)
+    return tuned(default, op, x.device, x.dtype, exact=(weight.shape[0], weight.shape[1]), near=())
 
 
 def linear_stage_bytes(config: LinearConfig, gated: bool, normed: bool = False) -> int:
@@ -190,12 +205,12 @@ def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
 ) -> Tensor:
     """The kernel, whatever the device; up to MAX_ROWS rows."""
-    return _launch(x, weight, bias, False, None, config)[0]
+    return _launch(x, weight, bias, False, None, config or _config(x, weight, "linear"))[0]
 
 
 def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
     """The kernel, whatever the device; up to MAX_ROWS rows."""
-    return _launch(x, weight, None, True, None, config)[0]
+    return _launch(x, weight, None, True, None, config or _config(x, weight, "gated_linear"))[0]
 
 
 def add_norm_linear_triton(
@@ -207,7 +222,11 @@ def add_norm_linear_triton(
     bias: Tensor | None = None,
     config: LinearConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel, whatever the device; up to MAX_ROWS rows."""
+    """The kernel, or with APART the two kernels it stands for, whatever the device; up to MAX_ROWS rows."""
+    config = config or _config(x, weight, "add_norm_linear")
+    if config == APART:
+        normed, new_residual = add_rms_norm_triton(x, residual, norm_weight, eps)
+        return linear_triton(normed, weight, bias), new_residual
     return _launch(x, weight, bias, False, _Norm(residual, norm_weight, eps), config)
 
 
@@ -219,7 +238,11 @@ def add_norm_gated_linear_triton(
     weight: Tensor,
     config: LinearConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel, whatever the device; up to MAX_ROWS rows."""
+    """The kernel, or with APART the two kernels it stands for, whatever the device; up to MAX_ROWS rows."""
+    config = config or _config(x, weight, "add_norm_gated_linear")
+    if config == APART:
+        normed, new_residual = add_rms_norm_triton(x, residual, norm_weight, eps)
+        return gated_linear_triton(normed, weight), new_residual
     return _launch(x, weight, None, True, _Norm(residual, norm_weight, eps), config)
 
 
@@ -229,12 +252,11 @@ def _launch(
     bias: Tensor | None,
     gated: bool,
     norm: _Norm | None,
-    config: LinearConfig | None,
+    config: LinearConfig,
 ) -> tuple[Tensor, Tensor]:
     """(y, x + residual); without a norm, (y, x)."""
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    config = config or default_linear_config(num_outputs, gated, max_shared_bytes(x.device), norm is not None)
     y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     new_residual = x if norm is None else torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     residual, norm_weight, eps = norm or (x, x, 0.0)
@@ -268,6 +290,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N], all of one dtype."""
     if _suits_the_kernel(x):
         return linear_triton(x, weight, bias)
+    if is_for_many(x, weight, "linear_many"):
+        return linear_many(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -275,6 +299,8 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K], weight [2F, K] (the gate's rows first) -> silu(gate) * up, [M, F], all of one dtype."""
     if _suits_the_kernel(x):
         return gated_linear_triton(x, weight)
+    if is_for_many(x, weight, "gated_linear_many"):
+        return gated_linear_many(x, weight)
     return silu_mul(F.linear(x, weight))
 
 

@@ -66,6 +66,12 @@ def _fields(
     return None if choice is None else choice.at(size)
 
 
+@torch.compiler.assume_constant_result
+def has_entry(op: str, device: torch.device, dtype: torch.dtype, exact: tuple[int, ...]) -> bool:
+    """Whether this GPU's table has an entry of `op`, which must be one without `near`, for these numbers."""
+    return _choice(op, device, dtype, exact, ()) is not None
+
+
 class Choice(NamedTuple):
     """What an entry says: one configuration for all sizes, and others for single ones."""
 

@@ -36,11 +36,15 @@ from minisgl.benchmark.report import output_path, write_atomically
 from minisgl.benchmark.settings import KernelBenchSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,
+    add_norm_gated_linear_problem,
+    add_norm_linear_problem,
     add_rms_norm_problem,
     advance_rows_problem,
     fused_moe_problem,
+    gated_linear_many_problem,
     gated_linear_problem,
     gelu_tanh_mul_problem,
+    linear_many_problem,
     linear_problem,
     moe_route_problem,
     rms_norm_problem,
@@ -51,7 +55,13 @@ from minisgl.benchmark.token_problems import (
 from minisgl.errors import ConfigError
 from triton_kernels.advance_rows import advance_rows_triton
 from triton_kernels.fused_moe import fused_moe_triton
-from triton_kernels.linear import gated_linear_triton, linear_triton
+from triton_kernels.linear import (
+    add_norm_gated_linear_triton,
+    add_norm_linear_triton,
+    gated_linear_triton,
+    linear_triton,
+)
+from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.moe_route import route_triton
 from triton_kernels.paged_decode import paged_decode_triton
 from triton_kernels.paged_prefill import paged_prefill_triton
@@ -66,6 +76,8 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "add_rms_norm": add_rms_norm_triton,
     "linear": linear_triton,
     "gated_linear": gated_linear_triton,
+    "add_norm_linear": add_norm_linear_triton,
+    "add_norm_gated_linear": add_norm_gated_linear_triton,
     "silu_mul": silu_mul_triton,
     "rope_store": rope_store_triton,
     "fused_moe": fused_moe_triton,
@@ -78,6 +90,8 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "gelu_tanh_mul": gelu_tanh_mul_triton,
     "moe_route": route_triton,
     "advance_rows": advance_rows_triton,
+    "linear_many": linear_many,
+    "gated_linear_many": gated_linear_many,
 }
 """Kernels that nothing can be put in the place of."""
 BASELINES = ("inductor", "flashinfer")
@@ -159,7 +173,7 @@ def run_kernel_bench(
 
 def line(result: dict[str, Any]) -> str:
     """One result as a line of the table."""
-    head = f"{result['op']:<14}{result['shape']:<36}"
+    head = f"{result['op']:<23}{result['shape']:<36}"
     if "failed" in result:
         return f"{head} FAILED: {result['failed']}"
     text = (
@@ -230,12 +244,22 @@ def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
         yield case("rope_store", f"{tokens}x{heads}", rope_store_problem, tokens, shape)
     rows = 256 if on_gpu else 2
     yield case("advance_rows", f"{rows}", advance_rows_problem, rows)
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if not on_gpu:  # the interpreter is slow
+        mlp, qkv = min(mlp, 192), min(qkv, 192)
     for count in (1, 8, 16) if on_gpu else (2,):
-        yield case("linear", f"{count}x{width} to {width}", linear_problem, count, width, width)
-        yield case("linear", f"{count}x{mlp} to {width}", linear_problem, count, mlp, width)
-        yield case(
-            "gated_linear", f"{count}x{width} to {2 * mlp}", gated_linear_problem, count, width, 2 * mlp
-        )
+        from_attention, from_mlp = (count, width, width), (count, mlp, width)
+        to_attention, to_mlp = (count, width, qkv), (count, width, 2 * mlp)
+        yield case("linear", _product(from_attention), linear_problem, *from_attention)
+        yield case("linear", _product(from_mlp), linear_problem, *from_mlp)
+        yield case("gated_linear", _product(to_mlp), gated_linear_problem, *to_mlp)
+        yield case("add_norm_linear", _product(to_attention), add_norm_linear_problem, *to_attention)
+        yield case("add_norm_gated_linear", _product(to_mlp), add_norm_gated_linear_problem, *to_mlp)
+    for count in (32, 64, 256) if on_gpu else (20,):
+        for numbers in ((count, width, qkv), (count, width, width), (count, mlp, width)):
+            yield case("linear_many", _product(numbers), linear_many_problem, *numbers)
+        numbers = (count, width, 2 * mlp)
+        yield case("gated_linear_many", _product(numbers), gated_linear_many_problem, *numbers)
     if shape.experts:
         routed = f"x{shape.experts} top {shape.experts_per_token}"
         experts = f"x{width} {shape.experts}x{shape.expert_width} top {shape.experts_per_token}"
@@ -258,6 +282,11 @@ def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
         yield BenchCase(
             "paged_prefill", attention.label, functools.partial(prefill_problem, attention), attention
         )
+
+
+def _product(numbers: tuple[int, int, int]) -> str:
+    rows, width, outputs = numbers
+    return f"{rows}x{width} to {outputs}"
 
 
 def _decode_shapes(shape: ModelShape, on_gpu: bool) -> list[AttentionShape]:

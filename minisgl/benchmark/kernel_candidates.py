@@ -18,15 +18,39 @@ from minisgl.benchmark.attention_problems import (
     prefill_problem,
 )
 from minisgl.benchmark.kernel_timing import Problem
+from minisgl.benchmark.linear_candidates import (
+    SHARED_BYTES,
+    Matrix,
+    few_rows_candidates,
+    gate_up_matrices,
+    many_rows_candidates,
+    out_matrices,
+    plain_matrices,
+    qkv_matrices,
+)
 from minisgl.benchmark.model_shapes import ModelShape
 from minisgl.benchmark.token_problems import (
+    add_norm_gated_linear_problem,
+    add_norm_linear_problem,
     add_rms_norm_problem,
     fused_moe_problem,
+    gated_linear_many_problem,
+    gated_linear_problem,
+    linear_many_problem,
+    linear_problem,
     rms_norm_problem,
     silu_mul_problem,
 )
 from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_triton
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
+from triton_kernels.linear import (
+    add_norm_gated_linear_triton,
+    add_norm_linear_triton,
+    default_linear_config,
+    gated_linear_triton,
+    linear_triton,
+)
+from triton_kernels.linear_many import LIBRARY, gated_linear_many_with, linear_many_with
 from triton_kernels.moe_gemm import GemmConfig
 from triton_kernels.moe_pairs import PairsConfig
 from triton_kernels.paged_decode import DecodeConfig, default_decode_config, paged_decode_triton
@@ -60,17 +84,18 @@ class Case(NamedTuple):
 
 
 class TunableOp(NamedTuple):
-    """One op with a configuration."""
+    """One op with a configuration; its functions are of a model's part, which is mostly the whole."""
 
     op: str
     files: tuple[str, ...]  # of triton_kernels: a change of their code makes measurements stale
     by_size: bool  # each size may have a configuration of its own: it does not change results
-    exact: Callable[[ModelShape], dict[str, int]]
-    near: Callable[[ModelShape], dict[str, int]]
-    cases: Callable[[ModelShape, bool], list[Case]]  # the flag: on a GPU
-    default: Callable[[ModelShape, int, int], Any]  # of (shape, size, bytes of an element)
-    candidates: Callable[[ModelShape], Iterable[Any]]
+    exact: Callable[[Any], dict[str, int]]
+    near: Callable[[Any], dict[str, int]]
+    cases: Callable[[Any, bool], list[Case]]  # the flag: on a GPU
+    default: Callable[[Any, int, int], Any]  # of (part, size, bytes of an element)
+    candidates: Callable[[Any, int], Iterable[Any]]  # of (part, size)
     launcher: Callable[..., Any]  # takes `config`
+    parts: Callable[[ModelShape], list[Any]] = lambda shape: [shape]  # with an entry each; have a `name`
 
     def function(self, config: Any) -> Callable[..., Any]:
         """The op with one configuration."""
@@ -232,6 +257,61 @@ def _moe_candidates(shape: ModelShape) -> list[MoeConfig]:
     ]
 
 
+def _linear(
+    op: str,
+    parts: Callable[[ModelShape], list[Matrix]],
+    build: Callable[..., Problem],
+    launcher: Callable[..., Any],
+) -> TunableOp:
+    """A linear layer over up to 16 rows."""
+    gated, normed = "gated" in op, "norm" in op
+    return TunableOp(
+        op=op,
+        files=("linear.py",),
+        by_size=False,
+        exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
+        near=lambda matrix: {},
+        cases=functools.partial(_linear_cases, build, (1, 16)),
+        default=lambda matrix, size, element: default_linear_config(
+            matrix.outputs // 2 if gated else matrix.outputs, gated, SHARED_BYTES, normed
+        ),
+        candidates=lambda matrix, size: few_rows_candidates(gated=gated, normed=normed),
+        launcher=launcher,
+        parts=parts,
+    )
+
+
+def _linear_many(
+    op: str,
+    parts: Callable[[ModelShape], list[Matrix]],
+    build: Callable[..., Problem],
+    launcher: Callable[..., Any],
+) -> TunableOp:
+    """A linear layer over 17 to 256 rows, by a kernel or by torch's product."""
+    return TunableOp(
+        op=op,
+        files=("linear_many.py",),
+        by_size=True,
+        exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
+        near=lambda matrix: {},
+        cases=functools.partial(_linear_cases, build, (64, 128, 256)),
+        default=lambda matrix, size, element: LIBRARY,
+        candidates=lambda matrix, size: many_rows_candidates(matrix, size, gated="gated" in op),
+        launcher=launcher,
+        parts=parts,
+    )
+
+
+def _linear_cases(
+    build: Callable[..., Problem], sizes: tuple[int, ...], matrix: Matrix, on_gpu: bool
+) -> list[Case]:
+    """On a CPU one size of a corner of the matrix."""
+    outputs, width = matrix.outputs, matrix.width
+    if not on_gpu:
+        sizes, outputs, width = sizes[:1], min(outputs, 80), min(width, 136)
+    return [Case(f"{rows} rows", rows, functools.partial(build, rows, width, outputs)) for rows in sizes]
+
+
 TUNABLE = {
     tunable.op: tunable
     for tunable in (
@@ -245,7 +325,7 @@ TUNABLE = {
             default=lambda shape, size, element: default_decode_config(
                 shape.head_dim, element, shape.heads // shape.kv_heads
             ),
-            candidates=_decode_candidates,
+            candidates=lambda shape, size: _decode_candidates(shape),
             launcher=paged_decode_triton,
         ),
         TunableOp(
@@ -256,7 +336,7 @@ TUNABLE = {
             near=_attention_near,
             cases=_portable_prefill_cases,
             default=lambda shape, size, element: default_prefill_config(shape.head_dim, element),
-            candidates=_prefill_candidates,
+            candidates=lambda shape, size: _prefill_candidates(shape),
             launcher=paged_prefill_triton,
         ),
         TunableOp(
@@ -267,7 +347,7 @@ TUNABLE = {
             near=lambda shape: {"S": PAGE_SIZE},
             cases=_hopper_prefill_cases,
             default=_hopper_default,
-            candidates=_hopper_candidates,
+            candidates=lambda shape, size: _hopper_candidates(shape),
             launcher=paged_prefill_hopper,
         ),
         TunableOp(
@@ -278,7 +358,7 @@ TUNABLE = {
             near=lambda shape: {"M": shape.hidden},
             cases=_token_cases(lambda tokens, shape, *where: rms_norm_problem(tokens, shape.hidden, *where)),
             default=lambda shape, size, element: default_norm_config(shape.hidden),
-            candidates=_norm_candidates,
+            candidates=lambda shape, size: _norm_candidates(shape),
             launcher=rms_norm_triton,
         ),
         TunableOp(
@@ -291,7 +371,7 @@ TUNABLE = {
                 lambda tokens, shape, *where: add_rms_norm_problem(tokens, shape.hidden, *where)
             ),
             default=lambda shape, size, element: default_norm_config(shape.hidden),
-            candidates=_norm_candidates,
+            candidates=lambda shape, size: _norm_candidates(shape),
             launcher=add_rms_norm_triton,
         ),
         TunableOp(
@@ -304,7 +384,7 @@ TUNABLE = {
                 lambda tokens, shape, *where: silu_mul_problem(tokens, shape.intermediate, *where)
             ),
             default=lambda shape, size, element: SiluMulConfig(),
-            candidates=lambda shape: [
+            candidates=lambda shape, size: [
                 SiluMulConfig(block_f, warps)
                 for block_f, warps in itertools.product((256, 512, 1024, 2048, 4096), (2, 4, 8))
             ],
@@ -322,8 +402,21 @@ TUNABLE = {
             default=lambda shape, size, element: default_moe_config(
                 size, shape.experts, shape.experts_per_token, element
             ),
-            candidates=_moe_candidates,
+            candidates=lambda shape, size: _moe_candidates(shape),
             launcher=fused_moe_triton,
+        ),
+        _linear("linear", out_matrices, linear_problem, linear_triton),
+        _linear("gated_linear", gate_up_matrices, gated_linear_problem, gated_linear_triton),
+        _linear("add_norm_linear", qkv_matrices, add_norm_linear_problem, add_norm_linear_triton),
+        _linear(
+            "add_norm_gated_linear",
+            gate_up_matrices,
+            add_norm_gated_linear_problem,
+            add_norm_gated_linear_triton,
+        ),
+        _linear_many("linear_many", plain_matrices, linear_many_problem, linear_many_with),
+        _linear_many(
+            "gated_linear_many", gate_up_matrices, gated_linear_many_problem, gated_linear_many_with
         ),
     )
 }

@@ -110,6 +110,28 @@ def _qwen3(
 
 
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma-3-1b": _decoder(
+        "Gemma3ForCausalLM",
+        26,
+        1152,
+        6912,
+        4,
+        1,
+        262144,
+        max_position=32768,
+        rope_theta=1000000.0,
+        model_type="gemma3_text",
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        rms_norm_eps=1e-6,
+        rope_local_base_freq=10000,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        query_pre_attn_scalar=256,
+        tie_word_embeddings=True,
+        bos_token_id=2,
+        eos_token_id=[1, 106],
+    ),
     "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8),
     "llama-3.1-70b": _llama(80, 8192, 28672, 64, 8),
     "llama-3.2-1b": _llama(16, 2048, 8192, 32, 8, head_dim=64, tie_word_embeddings=True, rope_factor=32.0),

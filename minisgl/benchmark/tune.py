@@ -100,12 +100,10 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
         )
         print(HEADER, file=out)
         for shape in shapes:
-            for tunable in ops:
-                if not tunable.cases(shape, on_gpu):
-                    continue
-                entry = _known_entry(table, tunable, shape, dtype)
+            for tunable, part in _parts(ops, shape, on_gpu):
+                entry = _known_entry(table, tunable, part, dtype)
                 if entry is None or settings.again:
-                    entry = _tune_shape(tunable, shape, device, dtype, ceilings, timer)
+                    entry = _tune_part(tunable, part, device, dtype, ceilings, timer)
                 _put(table, tunable, entry, path)
                 _print_entry(entry, out)
     print(f"{time.perf_counter() - begin:.0f} s; {path}", file=out)
@@ -116,7 +114,7 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
 
 
 HEADER = (
-    f"{'op':<21}{'shape':<29}{'size':<14}{'default us':>11}{'tuned us':>10}{'gain':>7}{'of roofline':>13}"
+    f"{'op':<23}{'shape':<29}{'size':<14}{'default us':>11}{'tuned us':>10}{'gain':>7}{'of roofline':>13}"
 )
 
 
@@ -128,6 +126,12 @@ def _wanted_ops(names: str | None) -> list[TunableOp]:
         if name not in TUNABLE:
             raise ConfigError(f"--ops: {name!r} can't be tuned; there are {', '.join(TUNABLE)}")
     return [TUNABLE[name] for name in wanted]
+
+
+def _parts(ops: list[TunableOp], shape: ModelShape, on_gpu: bool) -> list[tuple[TunableOp, Any]]:
+    """What to tune of a model: ops, and the parts of it that have an entry each."""
+    every = [(tunable, part) for tunable in ops for part in tunable.parts(shape)]
+    return [(tunable, part) for tunable, part in every if tunable.cases(part, on_gpu)]
 
 
 def _device(settings: TuneSettings) -> tuple[torch.device, str]:
@@ -150,12 +154,11 @@ def _device(settings: TuneSettings) -> tuple[torch.device, str]:
 
 def _print_plan(shapes: list[ModelShape], ops: list[TunableOp], on_gpu: bool, out: TextIO) -> None:
     for shape in shapes:
-        for tunable in ops:
-            cases = tunable.cases(shape, on_gpu)
-            if not cases:
-                continue
-            candidates = list(tunable.candidates(shape))
-            print(f"{shape.name} {tunable.op} {_shown(tunable.exact(shape) | tunable.near(shape))}", file=out)
+        for tunable, part in _parts(ops, shape, on_gpu):
+            cases = tunable.cases(part, on_gpu)
+            every = [one for case in cases for one in tunable.candidates(part, case.size)]
+            candidates = list(dict.fromkeys(every))
+            print(f"{shape.name} {tunable.op} {_shown(tunable.exact(part) | tunable.near(part))}", file=out)
             print(f"  sizes: {', '.join(case.label for case in cases)}", file=out)
             print(f"  {len(candidates)} candidates and the default:", file=out)
             for candidate in candidates:
@@ -190,15 +193,15 @@ def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _known_entry(
-    table: dict[str, Any], tunable: TunableOp, shape: ModelShape, dtype: torch.dtype
+    table: dict[str, Any], tunable: TunableOp, part: Any, dtype: torch.dtype
 ) -> dict[str, Any] | None:
     """The entry of an earlier run for this very shape, with this model's name added to it."""
-    exact, near = tunable.exact(shape), tunable.near(shape)
+    exact, near = tunable.exact(part), tunable.near(part)
     key = (tunable.op, dtype_name(dtype), tuple(exact.values()), tuple(near.values()))
     for entry in table["entries"]:
         if _key(entry) == key:
-            if shape.name not in entry["models"]:
-                entry["models"].append(shape.name)
+            if part.name not in entry["models"]:
+                entry["models"].append(part.name)
             return entry
     return None
 
@@ -212,21 +215,21 @@ def _put(table: dict[str, Any], tunable: TunableOp, entry: dict[str, Any], path:
     write_table(path, table)
 
 
-def _tune_shape(
+def _tune_part(
     tunable: TunableOp,
-    shape: ModelShape,
+    part: Any,
     device: torch.device,
     dtype: torch.dtype,
     ceilings: Ceilings,
     timer: Timer,
 ) -> dict[str, Any]:
-    """The table's entry for one op and shape."""
-    candidates = list(tunable.candidates(shape))
-    if device.type == "cpu":
-        candidates = candidates[:CPU_CANDIDATES]
+    """The table's entry for one op and one part of a model."""
     results = []
-    for case in tunable.cases(shape, device.type == "cuda"):
-        default = tunable.default(shape, case.size, dtype.itemsize)
+    for case in tunable.cases(part, device.type == "cuda"):
+        candidates = list(tunable.candidates(part, case.size))
+        if device.type == "cpu":
+            candidates = candidates[:CPU_CANDIDATES]
+        default = tunable.default(part, case.size, dtype.itemsize)
         configs = list(dict.fromkeys([default, *candidates]))
         problem = case.build(device, dtype)
         if device.type == "cuda":
@@ -239,7 +242,7 @@ def _tune_shape(
         del problem
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return _entry(tunable, shape, dtype, results)
+    return _entry(tunable, part, dtype, results)
 
 
 def _compile_all(tunable: TunableOp, problem: Problem, configs: list[Any]) -> None:
@@ -271,9 +274,7 @@ def _measure(tunable: TunableOp, config: Any, problem: Problem, timer: Timer) ->
         return Timed(config, failed=f"{type(error).__name__}: {error}"[:100])
 
 
-def _entry(
-    tunable: TunableOp, shape: ModelShape, dtype: torch.dtype, results: list[CaseResult]
-) -> dict[str, Any]:
+def _entry(tunable: TunableOp, part: Any, dtype: torch.dtype, results: list[CaseResult]) -> dict[str, Any]:
     counted = results
     if tunable.by_size:
         counted = [result for result in results if result.case.size <= DECODE_TOKENS] or results
@@ -305,9 +306,9 @@ def _entry(
     return {
         "op": tunable.op,
         "dtype": dtype_name(dtype),
-        "exact": tunable.exact(shape),
-        "near": tunable.near(shape),
-        "models": [shape.name],
+        "exact": tunable.exact(part),
+        "near": tunable.near(part),
+        "models": [part.name],
         "config": as_dict(for_all or counted[0].timed[0].config),
         "candidates": max(len(result.timed) for result in results),
         "failed": failed,
@@ -344,7 +345,7 @@ def _shown(numbers: dict[str, int]) -> str:
 
 
 def _print_entry(entry: dict[str, Any], out: TextIO) -> None:
-    head = f"{entry['op']:<21}{_shown(entry['exact'] | entry['near']):<29}"
+    head = f"{entry['op']:<23}{_shown(entry['exact'] | entry['near']):<29}"
     for one in entry["sizes"]:
         before = f"{one['default_us']:>11.2f}" if one["default_us"] else f"{'failed':>11}"
         gain = f"{one['default_us'] / one['us']:>6.2f}x" if one["default_us"] else f"{'':>7}"

@@ -37,6 +37,11 @@ from triton_kernels.linear import MAX_ROWS
 class StepGraphs(Protocol):
     """One graph of the decode step for each tensor of row ids that was recorded."""
 
+    @property
+    def own_step(self) -> DecodeStep | None:
+        """The step, its blocks compiled, that goes into graphs of ours; None = somebody else records it."""
+        ...
+
     def record(self, row_ids: Tensor) -> None:
         """Compile what is missing and record the step on these row ids, int32 [R], which stay in place."""
         ...
@@ -79,6 +84,11 @@ class CompiledDecode:
         self.num_recompiles = 0
         self.num_graph_misses = 0
 
+    @property
+    def own_step(self) -> DecodeStep | None:
+        """`StepGraphs.own_step`."""
+        return self._graphs.own_step
+
     def warm_up(self, on_bucket: Callable[[int, float], None]) -> None:
         """Compile and record every bucket, largest first, with padding rows only.
 
@@ -94,9 +104,13 @@ class CompiledDecode:
         if self._device.type == "cuda":  # not in between: the device runs while the host records the next
             torch.cuda.synchronize(self._device)
 
+    def bucket_of(self, num_rows: int) -> int | None:
+        """Rows of the graph that so many rows run in; None = there is none."""
+        return bucket_for(num_rows, self._buckets)
+
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
-        bucket = bucket_for(len(rows), self._buckets)
+        bucket = self.bucket_of(len(rows))
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
             return self._step(torch.tensor(rows, dtype=torch.int32).to(self._device))
@@ -171,12 +185,12 @@ class CapturedSteps:
         keep: bool = True,
     ) -> None:
         run_block = compiled_block(max_batch, keep=keep) if compile_blocks else call_block
-        self._step = DecodeStep(step.model, step.rows, run_block)
+        self.own_step = DecodeStep(step.model, step.rows, run_block)
         self._recorder = recorder
         self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
 
     def record(self, row_ids: Tensor) -> None:
-        replay = self._recorder.record(lambda: self._step(row_ids))
+        replay = self._recorder.record(lambda: self.own_step(row_ids))
         self._replays[row_ids.shape[0]] = replay
 
     def replay(self, row_ids: Tensor) -> Tensor:
@@ -224,6 +238,7 @@ class WholeStep:
         torch._inductor.config.triton.cudagraph_or_error = True
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
         torch._inductor.config.triton.slow_path_cudagraph_asserts = False
+        self.own_step = None
         self._compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
         self._device = device
         self._max_batch = max_batch

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,10 +37,13 @@ from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_m
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
+from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
+from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.steps import DecodeStep, prefill_step
-from minisgl.errors import ConfigError
+from minisgl.engine.timeline import Timeline
+from minisgl.errors import ConfigError, RequestError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.messages import AddRequest, Status
@@ -90,6 +93,8 @@ class Engine:
         self._ranks = ranks
         self._followers = followers
         self._launched: deque[LaunchedStep] = deque()
+        self.timeline = Timeline()
+        self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
         self.num_broken_counts = 0  # times `check_at_idle` found pages lost
 
     @property
@@ -110,6 +115,18 @@ class Engine:
     def add(self, request: AddRequest) -> None:
         """Take in a request; its first output, or its refusal, comes out of a later `step`."""
         prompt = np.frombuffer(request.prompt_ids, dtype="<i4").astype(np.int32)
+        if request.params.changes_logits:
+            try:
+                self.runner.allocate_logit_tables()
+            except torch.OutOfMemoryError:
+                refusal = RequestError(
+                    503,
+                    "out_of_memory",
+                    "no memory is left for penalties, biases and bans; start the server with a lower "
+                    "--memory-fraction or --max-running-requests",
+                )
+                self._scheduler.refuse(request.request_id, refusal)
+                return
         self._scheduler.add(request.request_id, prompt, request.params, request.priority)
 
     def abort(self, request_id: int) -> None:
@@ -131,29 +148,40 @@ class Engine:
             cause = self._followers.explain(error)
             raise cause from (error if cause is not error else None)
 
-    def follow(self, plan: StepPlan) -> list[list[int]]:
-        """Execute a plan of rank 0, as a further rank; the tokens of each step that is over by now."""
-        return [tokens for _, tokens in self._execute(plan)]
-
     def _step(self) -> list[RequestOutput]:
+        begin_s = time.perf_counter()
         plan = self._scheduler.plan()
-        if plan is not None and self._followers is not None:
-            self._followers.send(plan)
-        for done, tokens in self._execute(plan):
-            if self._followers is not None:
-                self._followers.note(tokens)
-            self._scheduler.apply(done, tokens)
-        return self._scheduler.take_outputs()
-
-    def _execute(self, plan: StepPlan | None) -> Iterator[tuple[StepPlan, list[int]]]:
-        """Launch a plan and collect the steps that nothing may be launched after; each with its tokens."""
+        planned_s = time.perf_counter()
         if plan is not None:
+            if self._followers is not None:
+                self._followers.send(plan)
             self._launched.append(self.runner.launch(plan))
+            launched_s = time.perf_counter()
+            self.timeline.launched(plan, self.runner.buckets_of(plan), begin_s, planned_s, launched_s)
         # With overlap one step stays in flight while the next is planned; without a plan nothing can.
         keep_in_flight = 1 if self.config.overlap and plan is not None else 0
         while len(self._launched) > keep_in_flight:
             step = self._launched.popleft()
-            yield step.plan, self.runner.collect(step)
+            waiting_s = time.perf_counter()
+            step.wait()
+            collected_s = time.perf_counter()
+            result = self.runner.collect(step)
+            if self._followers is not None:
+                self._followers.note(result.token_ids)
+            self._scheduler.apply(step.plan, *result)
+            self.timeline.applied(waiting_s, collected_s, time.perf_counter())
+            self.profiler.step_is_over()
+        return self._scheduler.take_outputs()
+
+    def follow(self, plan: StepPlan) -> list[list[int]]:
+        """Execute a plan of rank 0, as a further rank; the tokens of each step that is over by now."""
+        if any(init.rules is not None for init in plan.row_inits):
+            self.runner.allocate_logit_tables()
+        self._launched.append(self.runner.launch(plan))
+        over = []
+        while len(self._launched) > (1 if self.config.overlap else 0):
+            over.append(self.runner.collect(self._launched.popleft()).token_ids)
+        return over
 
     def status(self, sequence: int) -> Status:
         """The answer to a ping."""
@@ -500,7 +528,16 @@ def _assemble(
         stages.done(f"record {len(chunk_buckets)} prefill graphs")
     if device.type == "cuda":
         kernels = KernelCompilations()
-    runner = ModelRunner(model, rows, pages, stager, device, compiled, chunk_graphs)
+    runner = ModelRunner(
+        model,
+        rows,
+        pages,
+        stager,
+        device,
+        compiled,
+        chunk_graphs,
+        _special_decode(compiled, DecodeStep(model, rows), recorder, buckets, device),
+    )
 
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
@@ -580,6 +617,20 @@ def _record_graphs(
         " and ".join(f"{bucket} rows ({durations_ms[bucket] / 1e3:.1f} s)" for bucket in slowest),
     )
     return compiled
+
+
+def _special_decode(
+    compiled: CompiledDecode | None,
+    step: DecodeStep,
+    recorder: GraphRecorder | None,
+    buckets: tuple[int, ...],
+    device: torch.device,
+) -> SpecialDecode:
+    """Decode steps with extras, recorded with the compiled blocks where the plain ones are."""
+    own_step = compiled.own_step if compiled is not None else None
+    if recorder is None or own_step is None:
+        return SpecialDecode(step, None, (), device)
+    return SpecialDecode(own_step, recorder.record, buckets, device)
 
 
 def _record_prefill(

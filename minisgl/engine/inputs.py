@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minisgl.scheduler.plan import SCRATCH_PAGE, Chunk, RowInit, StepPlan
 
-STAGING_BUFFERS = 9
-"""A step makes up to three copies; one step is being filled, two may be in flight."""
+STAGING_BUFFERS = 15
+"""A step makes up to five copies; one step is being filled, two may be in flight."""
 
 ALIGNMENT = 4
 """Staged arrays start at multiples of 16 bytes: Triton compiles another kernel for pointers that don't."""

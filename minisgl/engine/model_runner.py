@@ -7,28 +7,38 @@ order of their launch, on one stream, so a step sees all that earlier ones wrote
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.engine.buckets import PrefillBucket
 from minisgl.engine.compiled import CompiledDecode
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
+from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.rows import Rows
+from minisgl.engine.special_steps import SpecialDecode, special_prefill
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.models.decoder import Decoder
-from minisgl.scheduler.plan import Chunk, StepPlan
+from minisgl.scheduler.plan import PLAIN, Chunk, StepPlan, StepResult
 
 
 class HostTokens(NamedTuple):
-    """Tokens that are copied to the host, and which of them count."""
+    """What is copied to the host of the rows' results, and which of them count."""
 
-    token_ids: Tensor  # int32
+    results: Tensor  # int32 [R] tokens, or [R, columns] where the step did more (`special_steps`)
     places: list[int]
 
     def read(self) -> list[int]:
-        """Only after the copy is over."""
-        token_ids = self.token_ids.tolist()
+        """The tokens; only after the copy is over."""
+        token_ids = (self.results if self.results.dim() == 1 else self.results[:, 0]).tolist()
         return [token_ids[place] for place in self.places]
+
+    def logprobs(self) -> np.ndarray | None:
+        """int32 [places, 2 + 2 * k], or None; only after the copy is over."""
+        if self.results.dim() == 1 or self.results.shape[1] == 1:
+            return None
+        return self.results[:, 1:].numpy()[self.places]
 
 
 @dataclass
@@ -38,6 +48,12 @@ class LaunchedStep:
     plan: StepPlan
     tokens: list[HostTokens]  # all together in the order of plan.sampled_rows
     done: torch.cuda.Event | None
+    prompt_logprobs: Tensor | None = None  # int32 [all chunks' targets, 2 + 2 * k]
+
+    def wait(self) -> None:
+        """Until the device is done with it."""
+        if self.done is not None:
+            self.done.synchronize()
 
 
 class ModelRunner:
@@ -52,6 +68,7 @@ class ModelRunner:
         device: torch.device,
         compiled: CompiledDecode | None,
         prefill_graphs: PrefillGraphs | None,
+        special_decode: SpecialDecode | None = None,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -60,27 +77,46 @@ class ModelRunner:
         self.stager = stager
         self._decode = DecodeStep(model, rows)
         self._compiled = compiled
-        self._prefill_graphs = prefill_graphs
+        self.prefill_graphs = prefill_graphs
+        self._special_decode = special_decode or SpecialDecode(self._decode, None, (), device)
+        self._logit_tables: LogitTables | None = None
+
+    def allocate_logit_tables(self) -> None:
+        """Make room for rows with `LogitRules`; before the first plan with one. Nothing happens again.
+
+        Raises:
+            torch.OutOfMemoryError: there is none; nothing has changed.
+        """
+        if self._logit_tables is None:
+            self._logit_tables = LogitTables(self.rows.max_rows, self.model.vocab_size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step: the rows' updates, then decodes, then chunks."""
         if plan.row_inits:
             self.rows.init_rows(self.stager.to_device(pack_row_inits(plan.row_inits)))
+            if self._logit_tables is not None:
+                rules = pack_rules(plan.row_inits, self._logit_tables.vocab_size)
+                self._logit_tables.init_rows(self.stager.to_device(list(rules)))
         change = self.pages.update(plan)
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
             self.rows.page_table.view(-1)[index] = page_ids
         tokens: list[HostTokens] = []
+        prompt_logprobs = None
         if plan.decode_rows:
-            if self._compiled is not None:
+            if plan.decode_extras != PLAIN:
+                results = self._special_decode(plan.decode_rows, plan.decode_extras, self._logit_tables)
+                token_ids = results[: len(plan.decode_rows)]
+            elif self._compiled is not None:
                 token_ids = self._compiled(plan.decode_rows)[: len(plan.decode_rows)]
             else:
                 row_ids = torch.tensor(plan.decode_rows, dtype=torch.int32).to(self._device)
                 token_ids = self._decode(row_ids)
             tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))
         if plan.chunks:
-            token_ids = self._prefill(plan.chunks)
+            token_ids, targets = self._prefill(plan)
+            prompt_logprobs = None if targets is None else self._to_host(targets)
             sampling = [place for place, chunk in enumerate(plan.chunks) if chunk.samples]
             if sampling:
                 tokens.append(HostTokens(self._to_host(token_ids), sampling))
@@ -88,24 +124,82 @@ class ModelRunner:
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(plan, tokens, done)
+        return LaunchedStep(plan, tokens, done, prompt_logprobs)
 
-    def collect(self, step: LaunchedStep) -> list[int]:
-        """Wait for a step; one token id per `plan.sampled_rows`."""
-        if step.done is not None:
-            step.done.synchronize()
-        return [token for tokens in step.tokens for token in tokens.read()]
+    def buckets_of(self, plan: StepPlan) -> tuple[int, int]:
+        """Rows of the graph that takes the plan's decodes, and tokens of the one for its chunks; 0 = none."""
+        decode = self._compiled.bucket_of(len(plan.decode_rows)) if self._compiled is not None else None
+        chunks = self._prefill_bucket(plan) if plan.chunks else None
+        return decode or 0 if plan.decode_rows else 0, chunks.tokens if chunks is not None else 0
 
-    def _prefill(self, chunks: tuple[Chunk, ...]) -> Tensor:
-        """A token for each chunk's row, int32 [at least len(chunks)]."""
-        graphs = self._prefill_graphs
-        bucket = graphs.bucket_for(chunks) if graphs is not None else None
-        if graphs is None or bucket is None:
-            return prefill_step(self.model, self.rows, build_prefill(chunks, self.pages, self.stager))
-        return graphs.run(chunks, bucket, self.pages)
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step."""
+        step.wait()
+        token_ids = [token for tokens in step.tokens for token in tokens.read()]
+        prompt_logprobs: tuple[np.ndarray, ...] = ()
+        if step.prompt_logprobs is not None:
+            ends = np.cumsum([len(chunk.targets) // 4 for chunk in step.plan.chunks])
+            prompt_logprobs = tuple(np.split(step.prompt_logprobs.numpy(), ends[:-1]))
+        return StepResult(token_ids, _join_logprobs(step.tokens), prompt_logprobs)
 
-    def _to_host(self, token_ids: Tensor) -> Tensor:
+    def _prefill(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """The results of the chunks' rows, at least len(chunks), and log probabilities of their targets."""
+        chunks = plan.chunks
+        if _has_special_chunks(plan):
+            batch = build_prefill(chunks, self.pages, self.stager)
+            places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))
+            return special_prefill(
+                self.model,
+                self.rows,
+                batch,
+                plan.chunk_extras,
+                self._logit_tables,
+                sampling,
+                (places, target_ids) if len(places) else None,
+            )
+        bucket = self._prefill_bucket(plan)
+        if self.prefill_graphs is None or bucket is None:
+            return prefill_step(self.model, self.rows, build_prefill(chunks, self.pages, self.stager)), None
+        return self.prefill_graphs.run(chunks, bucket, self.pages), None
+
+    def _prefill_bucket(self, plan: StepPlan) -> PrefillBucket | None:
+        """The graph that the plan's chunks run in; None = they run uncaptured."""
+        if self.prefill_graphs is None or _has_special_chunks(plan):
+            return None
+        return self.prefill_graphs.bucket_for(plan.chunks)
+
+    def _to_host(self, results: Tensor) -> Tensor:
         if self._device.type == "cpu":
-            return token_ids
-        host = torch.empty(token_ids.shape, dtype=torch.int32, pin_memory=True)
-        return host.copy_(token_ids, non_blocking=True)
+            return results
+        host = torch.empty(results.shape, dtype=torch.int32, pin_memory=True)
+        return host.copy_(results, non_blocking=True)
+
+
+def _has_special_chunks(plan: StepPlan) -> bool:
+    return plan.chunk_extras != PLAIN or any(chunk.targets for chunk in plan.chunks)
+
+
+def _pack_targets(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:
+    """int32: places of the targets in the batch [N], their tokens [N], and which rows sample (1) [R]."""
+    places: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    begin = 0
+    for chunk in chunks:
+        places.append(np.arange(begin, begin + len(chunk.targets) // 4, dtype=np.int32))
+        begin += chunk.num_new_tokens
+    target_ids = np.frombuffer(b"".join(chunk.targets for chunk in chunks), dtype="<i4")
+    sampling = np.array([chunk.samples for chunk in chunks], dtype=np.int32)
+    return [np.concatenate(places), target_ids, sampling]
+
+
+def _join_logprobs(parts: list[HostTokens]) -> np.ndarray | None:
+    """The lines of all parts, zeros for those that have none; None if no part has any."""
+    lines = [part.logprobs() for part in parts]
+    width = max((part.shape[1] for part in lines if part is not None), default=0)
+    if not width:
+        return None
+    return np.concatenate(
+        [
+            np.zeros((len(part.places), width), dtype=np.int32) if found is None else found
+            for part, found in zip(parts, lines, strict=True)
+        ]
+    )

@@ -55,7 +55,7 @@ class PrefillGraphs:
     ) -> None:
         self._step = step
         self._record = record
-        self._buckets = buckets
+        self.buckets = buckets
         self._pages = pages
         self._stager = stager
         self._device = device
@@ -65,7 +65,7 @@ class PrefillGraphs:
         """Record every bucket, largest first, with padding only; measure when it pays."""
         recorded: dict[PrefillBucket, tuple[Tensor, Callable[[], Tensor], float]] = {}
         launch_s = 0.0
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(self.buckets):
             inputs, views = self._stager.buffer(pack_prefill((), self._pages, *bucket))
             batch = PrefillBatch(*views, max_query_len=bucket.tokens)
             replay = self._record(lambda batch=batch: self._step(batch))
@@ -74,7 +74,7 @@ class PrefillGraphs:
             replay()
             self._wait()
             recorded[bucket] = (inputs, replay, clock() - begin)
-            if bucket == self._buckets[0]:  # the host's time is the same for all
+            if bucket == self.buckets[0]:  # the host's time is the same for all
                 begin = clock()
                 self._step(batch)
                 launch_s = clock() - begin
@@ -85,7 +85,7 @@ class PrefillGraphs:
     def bucket_for(self, chunks: tuple[Chunk, ...]) -> PrefillBucket | None:
         """The bucket to run these chunks in; None = they are better run uncaptured."""
         num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
-        bucket = prefill_bucket_for(num_tokens, len(chunks), self._buckets)
+        bucket = prefill_bucket_for(num_tokens, len(chunks), self.buckets)
         if bucket is None or num_tokens < self._recorded[bucket].fewest_tokens:
             return None
         return bucket

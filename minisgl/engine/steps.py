@@ -31,6 +31,11 @@ class DecodeStep(nn.Module):
 
     def forward(self, row_ids: Tensor) -> Tensor:
         """int32 [R] -> the new tokens, int32 [R]. Padding is row id `max_rows`, as often as needed."""
+        state, logits = self.logits(row_ids)
+        return sample_and_advance(self.rows, row_ids, state, logits, state.context_len)
+
+    def logits(self, row_ids: Tensor) -> tuple[RowState, Tensor]:
+        """What the tables hold for the rows, and the logits [R, V] of their next tokens."""
         state = self.rows.read(row_ids)
         inputs = AttentionInputs(
             page_table=self.rows.page_table,
@@ -40,13 +45,20 @@ class DecodeStep(nn.Module):
             row_start=self.rows.counting[: row_ids.shape[0] + 1],
             max_query_len=1,
         )
-        logits = self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
-        return _sample_and_advance(self.rows, row_ids, state, logits, state.context_len)
+        return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
 
 
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
     """Feed chunks of prompts; a token for each row, int32 [R], to be ignored where a prompt goes on."""
-    inputs = AttentionInputs(
+    inputs = prefill_inputs(rows, batch)
+    logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index)
+    state = rows.read(batch.row_ids)
+    return sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
+
+
+def prefill_inputs(rows: Rows, batch: PrefillBatch) -> AttentionInputs:
+    """Where the batch's rows live in the pool."""
+    return AttentionInputs(
         page_table=rows.page_table,
         row_ids=batch.row_ids,
         context_len=batch.context_len,
@@ -54,12 +66,9 @@ def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
         row_start=batch.row_start,
         max_query_len=batch.max_query_len,
     )
-    logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index)
-    state = rows.read(batch.row_ids)
-    return _sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
 
 
-def _sample_and_advance(
+def sample_and_advance(
     rows: Rows, row_ids: Tensor, state: RowState, logits: Tensor, context_len: Tensor
 ) -> Tensor:
     """A token for each row, int32 [R], which becomes its last; context_len: its number of tokens so far."""

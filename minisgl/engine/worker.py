@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from minisgl.config import EngineConfig
-from minisgl.errors import MinisglError
+from minisgl.errors import ConfigError, MinisglError
 from minisgl.log import setup_logging
 from minisgl.messages import (
     AbortRequest,
     AddRequest,
+    AskProfile,
+    AskTimeline,
     CacheFlushed,
+    DebugAnswer,
     Fatal,
     FlushCache,
     Ping,
@@ -37,7 +40,7 @@ from minisgl.messages import (
 )
 from minisgl.transport import EngineSocket
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports torch
     from minisgl.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -136,11 +139,22 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
                     socket.send(engine.status(sequence), server)
                 case FlushCache(sequence, server):
                     socket.send(CacheFlushed(sequence, engine.flush_prefix_cache()), server)
+                case AskTimeline(sequence, server):
+                    socket.send(DebugAnswer(sequence, engine.timeline.to_trace()), server)
+                case AskProfile(sequence, server, num_steps):
+                    socket.send(_start_profile(engine, sequence, num_steps), server)
                 case Shutdown():
                     return
         outputs = engine.step()
         if outputs:
             socket.send_outputs(StepOutput(outputs))
+
+
+def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnswer:
+    try:
+        return DebugAnswer(sequence, str(engine.profiler.start(num_steps)).encode())
+    except ConfigError as error:
+        return DebugAnswer(sequence, b"", str(error))
 
 
 def _end_soon(reason: str) -> None:

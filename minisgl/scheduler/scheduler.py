@@ -23,9 +23,11 @@ from minisgl.request import (
     RequestOutput,
     RequestState,
     SamplingParams,
+    TokenLogprobs,
     fit_to_context,
 )
-from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+from minisgl.scheduler.logprobs import read_logprobs
+from minisgl.scheduler.plan import PLAIN, Chunk, Extras, LogitRules, PageUpdate, RowInit, StepPlan
 from minisgl.scheduler.policy import (
     PREFIX_WINDOW,
     choose_waiting,
@@ -101,6 +103,9 @@ class Scheduler:
             None  # (request id, pages there were) of the last refusal
         )
         self._outputs: list[RequestOutput] = []
+        self._num_with_extras = 0  # requests with a row that do more than sample
+        # request id -> what is known so far of the prompts that nobody has heard of yet
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._num_arrivals = 0
         self._num_plans = 0
 
@@ -128,38 +133,47 @@ class Scheduler:
         try:
             fitted = fit_to_context(len(prompt), params, self.config.max_context_tokens)
             self._check_token_ids(prompt)
+            stop_ids = frozenset(params.stop_token_ids)
+            stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
+            self._check_rules(fitted, stop_ids)
         except RequestError as error:
-            self._outputs.append(
-                RequestOutput(
-                    request_id,
-                    [],
-                    FinishReason.ERROR,
-                    error_status=error.status,
-                    error_code=error.code,
-                    error_message=error.message,
-                )
-            )
+            self.refuse(request_id, error)
             return
         assert fitted.max_tokens is not None
-        stop_ids = frozenset(params.stop_token_ids)
         request = Request(
             request_id,
             prompt,
-            params,
+            fitted,
             priority=priority,
             arrival=self._num_arrivals,
             seed=params.seed if params.seed is not None else _mix_seed(self.config.seed, self._num_arrivals),
             max_new_tokens=fitted.max_tokens,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            stop_ids=stop_ids,
         )
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs[request_id] = []
         self._num_arrivals += 1
         self._requests[request_id] = request
         insort(self._waiting, request, key=_seniority)
+
+    def refuse(self, request_id: int, error: RequestError) -> None:
+        """Answer a request that is not taken in."""
+        self._outputs.append(
+            RequestOutput(
+                request_id,
+                [],
+                FinishReason.ERROR,
+                error_status=error.status,
+                error_code=error.code,
+                error_message=error.message,
+            )
+        )
 
     def abort(self, request_id: int) -> None:
         """End a request at the next chance with a final ABORT output; unknown and ended ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
+            self._prompt_logprobs.pop(request_id, None)
             self._outputs.append(self._finish(request, FinishReason.ABORT, []))
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -196,6 +210,10 @@ class Scheduler:
         if not decode_rows and not chunks:
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
             return None
+        decode_extras = chunk_extras = PLAIN
+        if self._num_with_extras:
+            decode_extras = _extras_of(sampled[: len(decode_rows)])
+            chunk_extras = _extras_of(sampled[len(decode_rows) :])
         plan = StepPlan(
             step_id=self._num_plans,
             row_inits=tuple(self._row_inits),
@@ -203,6 +221,8 @@ class Scheduler:
             decode_rows=tuple(decode_rows),
             chunks=tuple(chunks),
             sampled_rows=tuple([request.row for request in sampled]) if chunks else tuple(decode_rows),
+            decode_extras=decode_extras,
+            chunk_extras=chunk_extras,
         )
         self._row_inits.clear()
         self._page_updates.clear()
@@ -210,21 +230,34 @@ class Scheduler:
         self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))
         return plan
 
-    def apply(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
-        """Book a step's results, one token id per `plan.sampled_rows`; what follows is in `take_outputs`."""
+    def apply(
+        self,
+        plan: StepPlan,
+        token_ids: Sequence[int],
+        logprobs: np.ndarray | None = None,
+        prompt_logprobs: Sequence[np.ndarray] = (),
+    ) -> None:
+        """Book a step's results, in the order of a `StepResult`; what follows is in `take_outputs`."""
         step = self._launched.popleft()
         assert step.step_id == plan.step_id, f"step {plan.step_id} applied, but {step.step_id} is next"
         assert len(token_ids) == len(step.sampled)
         self.stats.num_steps += 1
         for request, num_fed in step.chunks:
             self._commit_chunk(request, num_fed)
+        if prompt_logprobs:
+            self._book_prompt_logprobs(plan, step, prompt_logprobs)
         outputs = self._outputs
+        num_before = len(outputs)
         num_dropped = 0
         for request, token in zip(step.sampled, token_ids, strict=True):
             request.steps_in_flight -= 1
             if request.state is RequestState.FINISHED:  # it ended while this step was in flight
                 num_dropped += 1
                 self._settle(request)
+                continue
+            if not request.max_new_tokens:  # only the prompt was of interest
+                num_dropped += 1
+                outputs.append(self._finish(request, FinishReason.LENGTH, []))
                 continue
             request.output.append(token)
             if token in request.stop_ids:
@@ -236,6 +269,8 @@ class Scheduler:
                 if request.is_preempting:
                     self._settle(request)
         self.stats.num_output_tokens += len(token_ids) - num_dropped
+        if logprobs is not None or self._prompt_logprobs:
+            self._attach_logprobs(step, logprobs, outputs[num_before:])
 
     def check_invariants(self) -> None:
         """Recompute what must hold between any two calls; for tests.
@@ -274,6 +309,56 @@ class Scheduler:
             raise RequestError(
                 400, "invalid_token_id", f"token ids must be from 0 to {self.config.vocab_size - 1}"
             )
+
+    def _check_rules(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+        """Refuse rules that name tokens there are not, or that leave none to generate."""
+        if not params.changes_logits:
+            return
+        vocab_size = self.config.vocab_size
+        named = {
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words_ids": [token_id for ids in params.bad_words_ids for token_id in ids],
+        }
+        for param, ids in named.items():
+            if ids and max(ids) >= vocab_size:
+                message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {max(ids)}"
+                raise RequestError(400, "invalid_token_id", message, param)
+        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                400,
+                "invalid_value",
+                "min_tokens bans the tokens that end the output, and allowed_token_ids allows no others",
+                "min_tokens",
+            )
+
+    def _book_prompt_logprobs(
+        self, plan: StepPlan, step: _LaunchedStep, prompt_logprobs: Sequence[np.ndarray]
+    ) -> None:
+        for chunk, (request, _), lines in zip(plan.chunks, step.chunks, prompt_logprobs, strict=True):
+            found = self._prompt_logprobs.get(request.request_id)
+            if found is None or not chunk.targets:
+                continue
+            num_top = request.params.prompt_logprobs or 0
+            for line, token_id in zip(lines, np.frombuffer(chunk.targets, dtype="<i4").tolist(), strict=True):
+                found.append(read_logprobs(line, token_id, num_top))
+
+    def _attach_logprobs(
+        self, step: _LaunchedStep, logprobs: np.ndarray | None, outputs: list[RequestOutput]
+    ) -> None:
+        """Give a step's outputs the log probabilities that their requests asked for."""
+        by_request = {output.request_id: output for output in outputs}
+        for index, request in enumerate(step.sampled):
+            output = by_request.get(request.request_id)
+            if output is None:
+                continue
+            if request.wants_logprobs:
+                assert logprobs is not None, "log probabilities were planned and did not come"
+                num_top = request.params.logprobs or 0
+                line = logprobs[index]
+                output.logprobs = [read_logprobs(line, token, num_top) for token in output.token_ids]
+            if self._prompt_logprobs:
+                output.prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
 
     def _can_decode(self, request: Request) -> bool:
         """The decisions behind a decode that isn't plainly possible: done, not yet decoding, out of pages."""
@@ -327,7 +412,8 @@ class Scheduler:
         request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
         grown = self._grow(request, end)
         assert grown, "the pages that were counted are not there"
-        chunks.append(Chunk(request.row, start, request.feed[start:end].tobytes(), samples))
+        targets = request.feed[start + 1 : end + 1].tobytes() if self._wants_prompt(request) else b""
+        chunks.append(Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets))
         launched_chunks.append((request, end))
         if samples:
             sampled.append(request)
@@ -346,7 +432,7 @@ class Scheduler:
         window = [r for r in self._waiting[:PREFIX_WINDOW] if r.priority == head.priority]
         index = 0
         if len(window) > 1:
-            lengths = [self._cache.match_length(request.feed) for request in window]
+            lengths = [self._cache.match_length(self._matchable(request)) for request in window]
             index = choose_waiting(lengths, head.num_times_skipped)
         lease = self._lease_if_it_fits(window[index])
         if lease is None and index:  # who comes first must not wait for room that another needs
@@ -381,15 +467,41 @@ class Scheduler:
                 params.top_p,
                 params.min_p,
                 request.seed,
+                self._rules_of(request) if request.changes_logits else None,
             )
         )
+        self._num_with_extras += request.changes_logits or request.wants_logprobs
         if lease.page_ids:
             self._page_updates.append(PageUpdate(request.row, 0, tuple(lease.page_ids)))
         return request
 
+    def _wants_prompt(self, request: Request) -> bool:
+        """Whether the log probabilities of its prompt are still to be computed."""
+        return request.request_id in self._prompt_logprobs
+
+    def _matchable(self, request: Request) -> np.ndarray:
+        """The part of the feed that may come from the tree: cached tokens have no logits."""
+        return request.feed[:1] if self._wants_prompt(request) else request.feed
+
+    def _rules_of(self, request: Request) -> LogitRules:
+        """The rules and the tokens so far, for a row that the request now gets."""
+        params = request.params
+        return LogitRules(
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            logit_bias=tuple((params.logit_bias or {}).items()),
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words_ids=params.bad_words_ids,
+            stop_ids=tuple(request.stop_ids) if params.min_tokens else (),
+            min_len=len(request.prompt) + params.min_tokens,
+            prompt=request.prompt.tobytes(),
+            output=np.array(request.output, dtype=np.int32).tobytes(),
+        )
+
     def _lease_if_it_fits(self, request: Request) -> Lease | None:
         """Lock a waiting request's cached prefix, if the rest fits beside what the running ones need."""
-        lease = self._cache.admit(request.feed)
+        lease = self._cache.admit(self._matchable(request))
         if self._running:
             needed = self._pages_to_come(request, 0, len(lease.page_ids))
             for other in self._running:
@@ -455,6 +567,8 @@ class Scheduler:
             self._vacate(request)
             request.is_preempting = False
             request.feed = request.tokens()
+            if self._wants_prompt(request):  # all over again
+                self._prompt_logprobs[request.request_id] = []
             self._running.remove(request)
             request.move_to(RequestState.WAITING)
             insort(self._waiting, request, key=_seniority)
@@ -466,8 +580,17 @@ class Scheduler:
         # The next plan must not carry news of a row that changes hands: one value per table entry.
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
         self._free_rows.append(request.row)
+        self._num_with_extras -= request.changes_logits or request.wants_logprobs
         request.lease = None
         request.row = -1
+
+
+def _extras_of(sampled: list[Request]) -> Extras:
+    """What a step has to do for these requests besides sampling."""
+    return Extras(
+        rules=any(request.changes_logits for request in sampled),
+        logprobs=any(request.wants_logprobs for request in sampled),
+    )
 
 
 def _mix_seed(seed: int, arrival: int) -> int:

@@ -18,7 +18,10 @@ from typing import TypeVar
 
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.messages import (
+    AskProfile,
+    AskTimeline,
     CacheFlushed,
+    DebugAnswer,
     Fatal,
     FlushCache,
     Ping,
@@ -33,6 +36,7 @@ from minisgl.transport import ServerSocket
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Answer = Status | CacheFlushed | DebugAnswer
 
 PING_INTERVAL_S = 1.0
 LAST_MESSAGES_S = 0.3
@@ -56,7 +60,7 @@ class EngineLink:
         self._rank = rank
         self._heard_at = time.monotonic()
         self._sequence = 0
-        self._asked: dict[int, asyncio.Future[Status | CacheFlushed]] = {}
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._socket = ServerSocket(ipc_dir, rank)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -85,6 +89,19 @@ class EngineLink:
         answer = await self._ask(self._sequence, FlushCache(self._sequence, self._rank), limit_s)
         return answer.num_pages if isinstance(answer, CacheFlushed) else None
 
+    async def ask_timeline(self, limit_s: float) -> DebugAnswer | None:
+        """The last steps as a trace; None when it does not come within `limit_s`."""
+        self._sequence += 1
+        answer = await self._ask(self._sequence, AskTimeline(self._sequence, self._rank), limit_s)
+        return answer if isinstance(answer, DebugAnswer) else None
+
+    async def ask_profile(self, num_steps: int, limit_s: float) -> DebugAnswer | None:
+        """Have the next steps profiled; None when no answer came within `limit_s`."""
+        self._sequence += 1
+        question = AskProfile(self._sequence, self._rank, num_steps)
+        answer = await self._ask(self._sequence, question, limit_s)
+        return answer if isinstance(answer, DebugAnswer) else None
+
     def listen(
         self, on_output: Callable[[StepOutput], None], on_stage: Callable[[StartupStage], None]
     ) -> None:
@@ -106,7 +123,7 @@ class EngineLink:
             task.cancel()
         self._socket.close()
 
-    async def _ask(self, sequence: int, question: ToEngine, limit_s: float) -> Status | CacheFlushed | None:
+    async def _ask(self, sequence: int, question: ToEngine, limit_s: float) -> Answer | None:
         answer = self._asked[sequence] = self._loop.create_future()
         try:
             self.send(question)
@@ -116,7 +133,7 @@ class EngineLink:
         finally:
             del self._asked[sequence]
 
-    def _answered(self, message: Status | CacheFlushed) -> None:
+    def _answered(self, message: Answer) -> None:
         waiting = self._asked.get(message.sequence)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
@@ -133,7 +150,7 @@ class EngineLink:
                 elif isinstance(message, Status):
                     self.status = message
                     self._answered(message)
-                elif isinstance(message, CacheFlushed):
+                elif isinstance(message, CacheFlushed | DebugAnswer):
                     self._answered(message)
                 elif isinstance(message, StartupStage):
                     _call(on_stage, message)

@@ -16,6 +16,7 @@ from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
 from minisgl.server.admin import Admin
 from minisgl.server.app import Api, make_app
+from minisgl.server.debug import Debug
 from minisgl.server.engine_link import EngineLink
 from minisgl.server.frontend import Frontend
 from minisgl.server.middleware import Gate, start_access_log
@@ -99,6 +100,7 @@ async def open_front(settings: FrontSettings, link: EngineLink, listener: socket
         Gate(server.api_key, server.cors_origin, server.access_log, frontend.stats.responses),
         server.max_body_bytes,
     )
+    Debug(link).add_routes(app)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

@@ -18,9 +18,14 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Watches one output for stop strings, by character, after Knuth, Morris and Pratt."""
+    """Watches one output for stop strings, by character, after Knuth, Morris and Pratt.
 
-    def __init__(self, strings: StopStrings) -> None:
+    Args:
+        include_stop: show the stop string that was found.
+    """
+
+    def __init__(self, strings: StopStrings, include_stop: bool = False) -> None:
+        self._include_stop = include_stop
         self._stops = strings.stops
         self._fallbacks = strings.fallbacks
         self._firsts = strings.firsts
@@ -42,7 +47,7 @@ class StopMatcher:
                 count += stop[count] == char
                 if count == len(stop):
                     self._held = ""
-                    return seen[: position + 1 - len(stop)], True
+                    return seen[: position + 1 - (0 if self._include_stop else len(stop))], True
                 self._matched[rank] = count
         keep = len(seen) - max(self._matched, default=0)
         self._held = seen[keep:]

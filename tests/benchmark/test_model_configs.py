@@ -10,6 +10,7 @@ from minisgl.errors import ConfigError, ModelError
 from minisgl.model_config import read_model_config
 
 BILLIONS = {
+    "gemma-3-1b": 1.0,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "mistral-7b": 7.25,

@@ -13,6 +13,7 @@ import torch
 
 from minisgl.benchmark import tune
 from minisgl.benchmark.kernel_candidates import TUNABLE, Case
+from minisgl.benchmark.linear_candidates import Matrix, many_rows_candidates
 from minisgl.benchmark.model_shapes import MODEL_SHAPES, TO_SERVE, find_shape
 from minisgl.benchmark.settings import TuneSettings
 from minisgl.benchmark.tune import CaseResult, Timed, best_for_all, run_tune
@@ -203,10 +204,44 @@ def test_a_place_that_can_not_be_written_is_a_config_error(tmp_path: Path) -> No
 def test_defaults_and_candidates_are_configurations_of_one_kind(name: str) -> None:
     shape = find_shape(name)
     for tunable in TUNABLE.values():
-        for case in tunable.cases(shape, True):
-            kinds = {type(tunable.default(shape, case.size, 2)), *map(type, tunable.candidates(shape))}
-            assert len(kinds) == 1, tunable.op
+        for part in tunable.parts(shape):
+            for case in tunable.cases(part, True):
+                candidates = list(tunable.candidates(part, case.size))
+                assert candidates, tunable.op
+                assert {type(one) for one in candidates} == {type(tunable.default(part, case.size, 2))}
 
 
 def test_cpu_tables_never_ship() -> None:
     assert not list(tune.FOLDER.glob("cpu*"))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "qwen3-14b", "qwen3-30b-a3b"])
+def test_every_linear_layer_of_a_model_is_tuned_where_it_runs(name: str) -> None:
+    shape = find_shape(name)
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    attention = [(qkv, shape.hidden), (shape.hidden, shape.heads * shape.head_dim)]
+    mlp = [] if shape.experts else [(shape.hidden, shape.intermediate)]
+    gate_up = [] if shape.experts else [(2 * shape.intermediate, shape.hidden)]
+
+    def numbers(op: str) -> list[tuple[int, ...]]:
+        tunable = TUNABLE[op]
+        return [tuple(tunable.exact(part).values()) for part in tunable.parts(shape)]
+
+    assert numbers("linear") == [attention[1], *mlp]
+    assert numbers("add_norm_linear") == [attention[0]]
+    assert numbers("add_norm_gated_linear") == numbers("gated_linear_many") == gate_up
+    assert numbers("linear_many") == [*attention, *mlp, (shape.vocab, shape.hidden)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [32, 64, 128, 256])
+def test_candidates_for_many_rows_fit_into_shared_memory_and_leave_every_split_some_steps(
+    rows: int, gated: bool
+) -> None:
+    for outputs, width in ((2048, 1024), (6144, 4096), (28672, 4096), (152064, 5120), (5120, 17408)):
+        candidates = many_rows_candidates(Matrix("", outputs, width), rows, gated=gated)
+        assert 3 <= len(candidates) <= 14
+        for config in candidates:
+            tile = config.block_k * (config.block_n * (2 if gated else 1) + config.block_m)
+            assert 2 * tile * config.num_stages <= 227 * 1024
+            assert config.splits == 1 or width // (config.block_k * config.splits) >= 4

@@ -27,6 +27,8 @@ class Step:
 class Graphs:
     """Stands in for recorded graphs: reads the tensor that was recorded, whatever is in it by then."""
 
+    own_step = None
+
     def __init__(self) -> None:
         self.recorded: dict[int, Tensor] = {}
         self.replayed: list[tuple[int, ...]] = []

@@ -60,6 +60,8 @@ def generate(engine: Engine) -> tuple[dict[int, list[int]], int]:
     """The tokens of requests that are greedy, sampled, long and equal in their beginnings; preemptions."""
     for request_id in range(6):
         add(engine, request_id, 9 + 8 * request_id, temperature=0.9 * (request_id % 2), top_p=0.9, seed=5)
+    add(engine, 6, 5, repetition_penalty=1.3, logit_bias={3: 1.5})
+    add(engine, 7, 6, logprobs=2)
     tokens: dict[int, list[int]] = {}
     while engine.has_work:
         for output in engine.step():

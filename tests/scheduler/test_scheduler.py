@@ -525,7 +525,7 @@ def test_the_sampling_parameters_reach_the_row() -> None:
     scheduler.add(2, prompt_of(6), SamplingParams())
     plan = scheduler.plan()
     assert plan is not None
-    assert plan.row_inits[0][1:] == (0.5, 7, 0.8, 0.1, -(2**63))
+    assert plan.row_inits[0][1:] == (0.5, 7, 0.8, 0.1, -(2**63), None)
     assert plan.row_inits[1].top_k == 0
     assert plan.row_inits[1].seed != plan.row_inits[2].seed
 

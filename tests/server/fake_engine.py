@@ -33,7 +33,10 @@ from minisgl.engine.worker import end_with_the_parent
 from minisgl.messages import (
     AbortRequest,
     AddRequest,
+    AskProfile,
+    AskTimeline,
     CacheFlushed,
+    DebugAnswer,
     Fatal,
     FlushCache,
     Ping,
@@ -103,6 +106,14 @@ class FakeEngine:
                         message.sequence, self.num_steps, num_running=running, num_held_rows=running
                     )
                     self.socket.send(status, message.server)
+                elif isinstance(message, AskTimeline):
+                    self.socket.send(DebugAnswer(message.sequence, b'{"traceEvents":[]}'), message.server)
+                elif isinstance(message, AskProfile):
+                    path, refusal = (
+                        f"/traces/{message.num_steps}",
+                        "" if message.num_steps < 9 else "too many",
+                    )
+                    self.socket.send(DebugAnswer(message.sequence, path.encode(), refusal), message.server)
                 elif isinstance(message, FlushCache):
                     self.socket.send(CacheFlushed(message.sequence, 5), message.server)
                 elif isinstance(message, AddRequest):
@@ -135,6 +146,7 @@ class FakeEngine:
         self.seen["added"] += 1
         self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
         self.seen["seed"] = request.params.seed
+        self.seen["priority"] = request.priority
         self.seen["max_tokens"] = request.params.max_tokens
         prompt_ids = np.frombuffer(request.prompt_ids, "<i4").tolist()
         found = COMMAND.search(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))

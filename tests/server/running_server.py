@@ -26,11 +26,12 @@ from minisgl.errors import MinisglError
 from minisgl.log import setup_logging
 from minisgl.server.launch import run_server
 settings = json.loads(sys.argv[1])
+server = {name: tuple(v) if isinstance(v, list) else v for name, v in settings["server"].items()}
 setup_logging("info", "server")
 try:
     sys.exit(
         run_server(
-            ServerConfig(**settings["server"]),
+            ServerConfig(**server),
             EngineConfig(model=settings["folder"]),
             Path(settings["folder"]),
             worker_command=settings["worker"],
@@ -84,7 +85,7 @@ class RunningServer:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.out.append(line.rstrip("\n"))
-            port = re.search(r"http://[^/ ]*:(\d+)", line)
+            port = re.search(r"https?://[^/ ]*:(\d+)", line)
             if port:
                 self.port = int(port[1])
             if word in line:

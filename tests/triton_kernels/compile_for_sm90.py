@@ -4,6 +4,7 @@ Run as a program (Triton's interpreter must be off): `python compile_for_sm90.py
 run on meta tensors, so that what is compiled is what a GPU would be given: same arguments, configuration.
 """
 
+import functools
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ from triton_kernels import (
     advance_rows,
     fused_moe,
     linear,
+    linear_many,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
@@ -169,6 +171,16 @@ def cases():
             f"add_norm_gated_linear {outputs}x{width}",
             lambda n=norm: linear.add_norm_gated_linear_triton(n[0], *n),
         )
+    for rows, outputs, gated, tile in (
+        (32, 6144, False, (32, 64, 64, 2, 4, 8)),
+        (64, 4096, False, (64, 128, 64, 4, 4, 6)),
+        (256, 6144, False, (128, 128, 64, 2, 8, 5)),
+        (64, 28672, True, (64, 128, 64, 1, 8, 4)),
+    ):
+        config = linear_many.TiledConfig(*tile)
+        function = linear_many.gated_linear_many_with if gated else linear_many.linear_many_with
+        call = functools.partial(function, empty(rows, 4096), empty(outputs, 4096), config=config)
+        yield f"{'gated_' if gated else ''}linear_many {rows}x4096 to {outputs}", call
     yield (
         "read_rows",
         lambda: read_rows.read_rows_triton(

@@ -39,6 +39,8 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         "_add_rms_norm_kernel",
         "_silu_mul_kernel",
         "_linear_kernel",
+        "_tiled_linear_kernel",
+        "_sum_splits_kernel",
         "_read_rows_kernel",
         "_advance_rows_kernel",
         "_rope_store_kernel",
@@ -67,6 +69,9 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
             assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
         if line["kernel"] in ("_gate_up_kernel", "_down_kernel") and "float32" not in line["case"]:
             assert line["wgmma"] + line["mma"] > 0, f"no matrix instructions: {line}"
+        if line["kernel"] == "_tiled_linear_kernel":
+            assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
+            assert line.get("stack_bytes", 0) == 0, f"spills: {line}"
         if (
             line["kernel"] in ("_paged_decode_splits_kernel", "_linear_kernel")
             and "float32" not in line["case"]

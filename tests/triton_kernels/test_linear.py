@@ -63,8 +63,9 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, in_bfloat16: float =
 
 @pytest.mark.parametrize(("size", "config"), CASES)
 def test_a_linear_layer_with_and_without_bias(size, config, device, dtype):
-    x, weight, bias = inputs(*size, device, dtype)
-    added = bias if size[0] % 2 else None
+    rows, outputs, width = size
+    x, weight, bias = inputs(rows, outputs, width, device, dtype)
+    added = bias if rows % 2 else None
     expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
     assert_close(linear_triton(x, weight, added, config), expected)
     assert_close(linear(x, weight, added), expected)
@@ -82,9 +83,10 @@ def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, 
 
 @pytest.mark.parametrize(("size", "config"), CASES)
 def test_the_sum_with_the_residual_is_normalised_before_the_product_and_returned(size, config, device, dtype):
-    x, weight, bias = inputs(*size, device, dtype)
+    rows, outputs, width = size
+    x, weight, bias = inputs(rows, outputs, width, device, dtype)
     residual, norm_weight = norm_inputs(x)
-    added = bias if size[0] % 2 else None
+    added = bias if rows % 2 else None
     expected = F.linear(
         normed(x, residual, norm_weight), weight.double(), None if added is None else added.double()
     )

@@ -1,0 +1,106 @@
+"""The linear layers of a model, and the configurations that `minisgl tune` tries for them.
+
+Promise: a candidate fits a Hopper's shared memory; whether it is right and fast is measured.
+"""
+
+from typing import NamedTuple
+
+from minisgl.benchmark.model_shapes import ModelShape
+from triton_kernels.launch import ceil_div
+from triton_kernels.linear import APART, LinearConfig, linear_stage_bytes
+from triton_kernels.linear_many import TiledConfig
+
+SHARED_BYTES = 227 * 1024
+MULTIPROCESSORS = 132
+LEAST_STEPS = 4
+"""Steps over k that a split must have left."""
+
+
+class Matrix(NamedTuple):
+    """A weight [outputs, width] of a model."""
+
+    name: str  # the model's
+    outputs: int
+    width: int
+
+
+def qkv_matrices(shape: ModelShape) -> list[Matrix]:
+    """The q, k and v projections as one, which follow a norm."""
+    return [Matrix(shape.name, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)]
+
+
+def gate_up_matrices(shape: ModelShape) -> list[Matrix]:
+    """A dense MLP's gate and up projections as one, which follow a norm; none where there are experts."""
+    return [] if shape.experts else [Matrix(shape.name, 2 * shape.intermediate, shape.hidden)]
+
+
+def out_matrices(shape: ModelShape) -> list[Matrix]:
+    """The projections that end attention and MLP."""
+    attention = Matrix(shape.name, shape.hidden, shape.heads * shape.head_dim)
+    mlp = [] if shape.experts else [Matrix(shape.name, shape.hidden, shape.intermediate)]
+    return list(dict.fromkeys([attention, *mlp]))
+
+
+def plain_matrices(shape: ModelShape) -> list[Matrix]:
+    """All that are not gated, the head included."""
+    head = Matrix(shape.name, shape.vocab, shape.hidden)
+    return list(dict.fromkeys([*qkv_matrices(shape), *out_matrices(shape), head]))
+
+
+def few_rows_candidates(*, gated: bool, normed: bool) -> list[LinearConfig]:
+    """For up to 16 rows."""
+    tiles = (
+        (16, 128, 2, 6),
+        (16, 256, 2, 4),
+        (16, 256, 4, 4),
+        (16, 512, 2, 3),
+        (32, 128, 2, 6),
+        (32, 128, 4, 6),
+        (32, 256, 2, 4),
+        (64, 64, 4, 6),
+        (64, 64, 4, 8),
+        (64, 128, 4, 4),
+        (64, 128, 4, 6),
+    )
+    configs = [LinearConfig(*tile) for tile in tiles]
+    fitting = [
+        config
+        for config in configs
+        if linear_stage_bytes(config, gated, normed) * config.num_stages <= SHARED_BYTES
+        # What a thread holds of the rows, or of sums, must fit into its registers.
+        and config.block_k * (2 if normed else 1) / config.num_warps <= 256
+    ]
+    return [*fitting, APART] if normed else fitting
+
+
+def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[TiledConfig]:
+    """For `rows` from 17 to 256: tiles, each with the two numbers of splits that fill whole waves best."""
+    tiles = (
+        (64, 64, 4, 8),
+        (64, 64, 4, 5),
+        (64, 128, 4, 4),
+        (128, 64, 4, 6),
+        (128, 64, 8, 4),
+        (128, 128, 8, 3),
+        (256, 64, 8, 4),
+    )
+    outputs = matrix.outputs // 2 if gated else matrix.outputs
+    block_m = max(32, min(rows, 128))
+    found: list[TiledConfig] = []
+    for block_n, block_k, warps, stages in tiles:
+        weight_rows = 2 * block_n if gated else block_n
+        stages = min(stages, SHARED_BYTES // (2 * block_k * (weight_rows + block_m)))
+        # Sums that a thread holds: more than 128 leave too few registers.
+        if stages < 2 or weight_rows * block_m > 128 * 32 * warps:
+            continue
+        tiles_there = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
+        most = matrix.width // (block_k * LEAST_STEPS)
+        splits = [1] + [n for n in (2, 3, 4, 6, 8) if n <= most and n * tiles_there <= 2 * MULTIPROCESSORS]
+        splits.sort(key=lambda n, tiles=tiles_there: -_share_of_waves(n * tiles))
+        found += [TiledConfig(block_m, block_n, block_k, n, warps, stages) for n in splits[:2]]
+    return list(dict.fromkeys(found))
+
+
+def _share_of_waves(programs: int) -> float:
+    """How much of the multiprocessors' time is used if each runs one program at a time."""
+    return programs / (ceil_div(programs, MULTIPROCESSORS) * MULTIPROCESSORS)

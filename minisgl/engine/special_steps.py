@@ -1,0 +1,149 @@
+"""Steps for rows that ask for more than sampling: rules between logits and token, log probabilities.
+
+Promise: a row's token is what the plain steps give it unless its own rules say otherwise. What such a step
+gives comes back in one tensor, so that it can be recorded like a plain one.
+
+A result is int32 [R, 1] (the tokens), with log probabilities int32 [R, 1 + 2 + 2 * k] (`pack_logprobs` behind
+the token). R rows of the batch, T new tokens, N targets.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minisgl.engine.buckets import bucket_for
+from minisgl.engine.inputs import PrefillBatch
+from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
+from minisgl.engine.rows import Rows
+from minisgl.engine.steps import DecodeStep, prefill_inputs, sample_and_advance
+from minisgl.models.decoder import Decoder
+from minisgl.scheduler.plan import Extras
+from triton_kernels.read_rows import RowState
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
+
+
+def special_decode(step: DecodeStep, row_ids: Tensor, extras: Extras, tables: LogitTables | None) -> Tensor:
+    """`DecodeStep` with extras; row_ids: int32 [R]."""
+    state, logits = step.logits(row_ids)
+    counted = row_ids < step.rows.max_rows
+    return _sample(step.rows, row_ids, state, logits, state.context_len, extras, tables, counted)
+
+
+def special_prefill(
+    model: Decoder,
+    rows: Rows,
+    batch: PrefillBatch,
+    extras: Extras,
+    tables: LogitTables | None,
+    sampling: Tensor,
+    targets: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`prefill_step` with extras, and log probabilities of the prompts themselves.
+
+    Args:
+        sampling: int32 [R], 1 where the row's prompt ends in this batch.
+        targets: int32 [N] each: places in 0..T-1, and the token behind each whose log probability is wanted.
+
+    Returns:
+        The rows' result, and of the targets int32 [N, 2 + 2 * k].
+    """
+    x, residual = model.run_blocks(batch.token_ids, batch.positions, prefill_inputs(rows, batch))
+    logits = model.head(x, residual, batch.logit_index)
+    state = rows.read(batch.row_ids)
+    counted = sampling > 0
+    result = _sample(rows, batch.row_ids, state, logits, batch.context_len, extras, tables, counted)
+    if targets is None:
+        return result, None
+    slices = zip(targets[0].split(SLICE_ROWS), targets[1].split(SLICE_ROWS), strict=True)
+    return result, torch.cat([pack_logprobs(model.head(x, residual, places), ids) for places, ids in slices])
+
+
+def _sample(
+    rows: Rows,
+    row_ids: Tensor,
+    state: RowState,
+    logits: Tensor,
+    context_len: Tensor,
+    extras: Extras,
+    tables: LogitTables | None,
+    counted: Tensor,
+) -> Tensor:
+    """Sample from what the rules leave; counted: bool [R], the rows whose token is part of their output."""
+    ruled = logits
+    if extras.rules:
+        assert tables is not None
+        ruled = tables.ruled(logits, row_ids, context_len)
+    token_ids = sample_and_advance(rows, row_ids, state, ruled, context_len)
+    if extras.rules:
+        assert tables is not None
+        tables.note(row_ids, token_ids, counted)
+    result = token_ids[:, None]
+    return torch.cat([result, pack_logprobs(logits, token_ids)], 1) if extras.logprobs else result
+
+
+class SpecialDecode:
+    """Decode steps with extras, each recorded when the first batch of its size needs it.
+
+    Args:
+        step: with compiled blocks, where there are.
+        record: None = nothing is recorded.
+        buckets: ascending batch sizes to record.
+    """
+
+    def __init__(
+        self, step: DecodeStep, record: Record | None, buckets: tuple[int, ...], device: torch.device
+    ) -> None:
+        self._step = step
+        self._record = record
+        self._buckets = buckets
+        self._device = device
+        self._recorded: dict[tuple[int, Extras], tuple[Tensor, Callable[[], Tensor]]] = {}
+        self._batches: dict[tuple[int, Extras], tuple[int, ...]] = {}  # the rows that a graph's row_ids hold
+
+    def __call__(self, rows: tuple[int, ...], extras: Extras, tables: LogitTables | None) -> Tensor:
+        """Decode these rows; the result of at least len(rows), overwritten by the next call."""
+        bucket = bucket_for(len(rows), self._buckets)
+        if bucket is not None and (bucket, extras) not in self._recorded and self._record is not None:
+            self._try_to_record(bucket, extras, tables)
+        if bucket is None or (bucket, extras) not in self._recorded:
+            row_ids = torch.tensor(rows, dtype=torch.int32).to(self._device)
+            return special_decode(self._step, row_ids, extras, tables)
+        row_ids, replay = self._recorded[bucket, extras]
+        if self._batches.get((bucket, extras)) != rows:
+            padded = [*rows, *[self._step.rows.max_rows] * (bucket - len(rows))]
+            staged = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            row_ids.copy_(staged, non_blocking=True)
+            self._batches[bucket, extras] = rows
+        return replay()
+
+    def _try_to_record(self, bucket: int, extras: Extras, tables: LogitTables | None) -> None:
+        """Record on padding rows; what goes wrong is logged, and nothing is recorded any more."""
+        assert self._record is not None
+        started = time.perf_counter()
+        padding = self._step.rows.max_rows
+        row_ids = torch.full((bucket,), padding, dtype=torch.int32, device=self._device)
+        try:
+            replay = self._record(lambda: special_decode(self._step, row_ids, extras, tables))
+        except Exception:
+            logger.warning(
+                "decode steps with penalties, biases, bans or log probabilities can't be recorded; they run "
+                "uncaptured from now on, which is slower for all requests beside them. It said:",
+                exc_info=True,
+            )
+            self._record = None
+            return
+        self._recorded[bucket, extras] = (row_ids, replay)
+        duration_ms = (time.perf_counter() - started) * 1e3
+        logger.info("decode graph of %d rows with %s: %.0f ms", bucket, _describe(extras), duration_ms)
+
+
+def _describe(extras: Extras) -> str:
+    words = [("rules", extras.rules), ("log probabilities", extras.logprobs)]
+    return " and ".join(word for word, there in words if there)

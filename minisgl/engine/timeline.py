@@ -1,0 +1,114 @@
+"""What the last steps did and how long each part of them took, for people who look for lost time.
+
+Promise: numbers only, no token and no text; a fixed amount of memory; a few microseconds a step.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from minisgl.scheduler.plan import StepPlan
+
+CAPACITY = 4096
+"""Steps that are remembered: about half a minute of a busy engine."""
+HOST, DEVICE = 1, 2
+
+
+class StepRecord(NamedTuple):
+    """One step. Times are seconds of `time.perf_counter`, in the order in which they come."""
+
+    step_id: int
+    begin_s: float  # planning begins
+    planned_s: float
+    launched_s: float
+    num_decodes: int
+    num_chunks: int
+    num_prompt_tokens: int
+    decode_bucket: int  # rows of the graph that the decodes ran in; 0 = none
+    prefill_bucket: int  # tokens of the graph that the chunks ran in; 0 = none
+    waiting_s: float = 0.0  # the host begins to wait for the tokens
+    collected_s: float = 0.0
+    applied_s: float = 0.0
+
+
+class Timeline:
+    """A ring of step records. Steps are applied in the order of their launch."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._in_flight: deque[StepRecord] = deque()
+        self._records: deque[StepRecord] = deque(maxlen=capacity)
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The steps that are over, oldest first."""
+        return list(self._records)
+
+    def launched(
+        self, plan: StepPlan, buckets: tuple[int, int], begin_s: float, planned_s: float, launched_s: float
+    ) -> None:
+        """A step is on its way; buckets: of its decodes and of its chunks."""
+        num_prompt_tokens = plan.num_new_tokens - len(plan.decode_rows)
+        counts = (len(plan.decode_rows), len(plan.chunks), num_prompt_tokens)
+        self._in_flight.append(StepRecord(plan.step_id, begin_s, planned_s, launched_s, *counts, *buckets))
+
+    def applied(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
+        """The oldest step on its way is over."""
+        record = self._in_flight.popleft()
+        self._records.append(
+            record._replace(waiting_s=waiting_s, collected_s=collected_s, applied_s=applied_s)
+        )
+
+    def to_trace(self) -> bytes:
+        """The records as JSON in Chrome's trace format, which Perfetto reads too (ui.perfetto.dev).
+
+        One track shows the host: plan, launch, wait, apply. The other shows steps on the device, from their
+        launch to the arrival of their tokens; two overlap there when a step is launched before the one
+        before it was read.
+        """
+        events: list[dict[str, object]] = [
+            {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "minisgl engine"}},
+            {"ph": "M", "pid": 1, "tid": HOST, "name": "thread_name", "args": {"name": "host"}},
+            {"ph": "M", "pid": 1, "tid": DEVICE, "name": "thread_name", "args": {"name": "steps in flight"}},
+        ]
+        for record in self._records:
+            events += _events(record)
+        return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _events(record: StepRecord) -> list[dict[str, object]]:
+    parts = [
+        ("plan", record.begin_s, record.planned_s),
+        ("launch", record.planned_s, record.launched_s),
+        ("wait", record.waiting_s, record.collected_s),
+        ("apply", record.collected_s, record.applied_s),
+    ]
+    events: list[dict[str, object]] = [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": HOST,
+            "name": name,
+            "ts": begin_s * 1e6,
+            "dur": (end_s - begin_s) * 1e6,
+            "args": {"step": record.step_id},
+        }
+        for name, begin_s, end_s in parts
+    ]
+    facts = {
+        "step": record.step_id,
+        "decodes": record.num_decodes,
+        "decode graph": record.decode_bucket,
+        "chunks": record.num_chunks,
+        "prompt tokens": record.num_prompt_tokens,
+        "prefill graph": record.prefill_bucket,
+    }
+    kinds = [
+        kind for kind, count in (("decode", record.num_decodes), ("prefill", record.num_chunks)) if count
+    ]
+    common = {"cat": "step", "id": record.step_id, "pid": 1, "tid": DEVICE, "name": " + ".join(kinds)}
+    events.append({"ph": "b", "ts": record.launched_s * 1e6, "args": facts, **common})
+    events.append({"ph": "e", "ts": record.collected_s * 1e6, **common})
+    load = {"decodes": record.num_decodes, "prompt tokens": record.num_prompt_tokens}
+    events.append({"ph": "C", "pid": 1, "name": "load", "ts": record.launched_s * 1e6, "args": load})
+    return events

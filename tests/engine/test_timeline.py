@@ -1,0 +1,129 @@
+"""What an engine tells of its steps, and the profiles it writes."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.timeline import Timeline
+from minisgl.errors import ConfigError
+from minisgl.messages import AddRequest
+from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import StepPlan
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+LENGTHS = (5, 30, 17)
+NUM_OUTPUTS = 6
+
+
+def started(folder: Path, **settings: Any) -> Engine:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    config = EngineConfig(
+        device="cpu", dtype="float32", dummy_weights=True, num_pages=40, chunk_tokens=16, **settings
+    )
+    return build_engine(config, folder, lambda name, duration_ms: None)
+
+
+@pytest.fixture(params=[False, True], ids=["no-overlap", "overlap"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    made = started(tmp_path, overlap=request.param, profile_dir=str(tmp_path / "profiles"))
+    yield made
+    made.close()
+
+
+def serve(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
+    for index, length in enumerate(LENGTHS):
+        engine.add(AddRequest(index, np.arange(length, dtype="<i4").tobytes(), params))
+    while engine.has_work:
+        engine.step()
+
+
+def test_every_step_has_a_record_and_the_records_add_up(engine: Engine) -> None:
+    serve(engine)
+    records = engine.timeline.records
+    assert [record.step_id for record in records] == list(range(engine.status(0).num_steps))
+    assert sum(record.num_prompt_tokens for record in records) == sum(LENGTHS)
+    assert sum(record.num_chunks for record in records) >= len(LENGTHS) + 2  # chunks of 16
+    assert sum(record.num_decodes for record in records) >= len(LENGTHS) * (NUM_OUTPUTS - 1)
+    assert {(record.decode_bucket, record.prefill_bucket) for record in records} == {(0, 0)}
+    for record in records:
+        times = (record.begin_s, record.planned_s, record.launched_s)
+        times += (record.waiting_s, record.collected_s, record.applied_s)
+        assert times == tuple(sorted(times))
+    overlapped = [a.waiting_s > b.launched_s for a, b in itertools.pairwise(records)]
+    assert any(overlapped) == engine.config.overlap
+
+
+def test_the_trace_is_what_perfetto_reads(engine: Engine) -> None:
+    serve(engine)
+    events = json.loads(engine.timeline.to_trace())["traceEvents"]
+    steps = engine.status(0).num_steps
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        by_kind.setdefault(event["ph"], []).append(event)
+    assert {kind: len(found) for kind, found in by_kind.items()} == {
+        "M": 3, "X": 4 * steps, "b": steps, "e": steps, "C": steps,
+    }  # fmt: skip
+    assert all(event["dur"] >= 0 for event in by_kind["X"])
+    host = sorted(by_kind["X"], key=lambda event: event["ts"])
+    ends = [event["ts"] + event["dur"] for event in host]
+    assert all(b["ts"] >= end - 1e-2 for end, b in zip(ends, host[1:], strict=False)), (
+        "the host has one thread"
+    )
+    assert {event["name"] for event in by_kind["b"]} == {"prefill", "decode", "decode + prefill"}
+
+
+def test_the_ring_keeps_the_last_steps() -> None:
+    timeline = Timeline(capacity=3)
+    for step in range(5):
+        timeline.launched(StepPlan(step, (), (), (0, 1), (), (0, 1)), (2, 0), step, step + 0.1, step + 0.2)
+        timeline.applied(step + 0.3, step + 0.4, step + 0.5)
+    assert [record.step_id for record in timeline.records] == [2, 3, 4]
+    assert timeline.records[-1].decode_bucket == 2
+
+
+def test_a_profile_of_the_next_steps_is_written_where_the_operator_said(
+    engine: Engine, tmp_path: Path
+) -> None:
+    path = engine.profiler.start(4)
+    assert path.parent == tmp_path / "profiles"
+    with pytest.raises(ConfigError, match="a profile of 4 more steps runs already"):
+        engine.profiler.start(1)
+    assert not path.exists()
+    serve(engine)
+    assert json.loads(path.read_text())["traceEvents"]
+    for steps in (0, 1001):
+        with pytest.raises(ConfigError, match="steps must be between 1 and 1000"):
+            engine.profiler.start(steps)
+
+
+def test_without_a_folder_there_are_no_profiles(tmp_path: Path) -> None:
+    engine = started(tmp_path)
+    with pytest.raises(ConfigError, match="--profile-dir"):
+        engine.profiler.start(3)
+    engine.close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_answer_and_no_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    engine = started(tmp_path, profile_dir=str(tmp_path / "file" / "profiles"))
+    with pytest.raises(ConfigError, match=r"--profile-dir .* can't be used: Not a directory"):
+        engine.profiler.start(3)
+    serve(engine)
+    engine.close()

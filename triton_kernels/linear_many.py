@@ -1,0 +1,242 @@
+"""A linear layer, plain and gated, over the rows of a large decode batch: 17 to MOST_ROWS.
+
+    linear_many:        as linear.linear
+    gated_linear_many:  as linear.gated_linear
+
+M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous; K a multiple of 8.
+
+How: BLOCK_N rows of w at a time are a tensor core's tall operand, BLOCK_M rows of x its narrow one, both
+fetched by the copy engine (TMA) several steps ahead. Where outputs are too few to keep all multiprocessors
+busy, SPLITS programs share the sum over k; their partial sums go through memory, and a second kernel adds
+them in order, so that results do not depend on timing.
+
+Which configuration is fastest, and whether torch's own product is, depends on shape and rows: the tuning
+table knows, and without an entry it is torch's. A row's result is the same to the last bit in any batch
+that has the same configuration; another configuration adds in another order.
+
+Cost: N*K elements read, x once for every BLOCK_N outputs: memory bound up to about 200 rows. 2*M*N*K FLOP.
+"""
+
+# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.silu_mul import silu_mul
+from triton_kernels.tuning import has_entry, tuned
+
+MOST_ROWS = 256
+LARGE_WEIGHT = 1 << 27
+"""Elements of a weight that takes so long to read that a launch costs nothing beside it."""
+SUM_BLOCK = 512
+
+
+class TiledConfig(NamedTuple):
+    """A launch configuration of the kernel; LIBRARY = torch's own product instead of it."""
+
+    block_m: int  # rows per program
+    block_n: int  # outputs per program
+    block_k: int
+    splits: int  # programs that share the sum over k
+    num_warps: int
+    num_stages: int
+
+
+LIBRARY = TiledConfig(0, 0, 0, 0, 0, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _tiled_linear_kernel(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    OUT,
+    K,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Programs that read the same part of the weight follow each other.
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_M)
+    row_start = tl.program_id(0) % num_row_blocks * BLOCK_M
+    tile = tl.program_id(0) // num_row_blocks
+    split = tile % SPLITS
+    output_start = tile // SPLITS * BLOCK_N
+    blocks = tl.cdiv(K, BLOCK_K)
+    blocks_each = tl.cdiv(blocks, SPLITS)
+    first = split * blocks_each
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in range(first, min(first + blocks_each, blocks)):
+        # What lies beyond the rows and columns is fetched as zeros.
+        x = x_desc.load([row_start, block * BLOCK_K])
+        w = w_desc.load([output_start, block * BLOCK_K])
+        acc = tl.dot(w, x.T, acc, input_precision="ieee")
+        if GATED:
+            w = w_desc.load([OUT + output_start, block * BLOCK_K])
+            up = tl.dot(w, x.T, up, input_precision="ieee")
+    outputs = output_start + tl.arange(0, BLOCK_N)
+    rows = row_start + tl.arange(0, BLOCK_M)
+    there = (rows < num_rows)[None, :] & (outputs < OUT)[:, None]
+    if SPLITS > 1:  # y is the partial sums: float32 [SPLITS, M, N]
+        N = 2 * OUT if GATED else OUT
+        places = (split * num_rows + rows)[None, :].to(tl.int64) * N + outputs[:, None]
+        tl.store(y_ptr + places, acc, there)
+        if GATED:
+            tl.store(y_ptr + places + OUT, up, there)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+        y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_splits_kernel(
+    partial_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    OUT,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    N = 2 * OUT if GATED else OUT
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = outputs < OUT
+    acc = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        places = partial_ptr + (split * num_rows + row) * N + outputs
+        acc += tl.load(places, there, other=0.0)
+        if GATED:
+            up += tl.load(places + OUT, there, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outputs, there, other=0.0).to(tl.float32)
+    if GATED:
+        gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
+        acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * OUT + outputs, acc.to(y_ptr.dtype.element_ty), there)
+
+
+def linear_many_with(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, config: TiledConfig) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N] by one configuration, whatever the device."""
+    return F.linear(x, weight, bias) if config == LIBRARY else _launch(x, weight, bias, False, config)
+
+
+def gated_linear_many_with(x: Tensor, weight: Tensor, *, config: TiledConfig) -> Tensor:
+    """x [M, K], weight [2F, K] -> silu(gate) * up, [M, F], by one configuration, whatever the device."""
+    if config == LIBRARY:
+        return silu_mul(F.linear(x, weight))
+    return _launch(x, weight, None, True, config)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: TiledConfig) -> Tensor:
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    splits = config.splits
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    partial = y
+    if splits > 1:
+        partial = torch.empty((splits, num_rows, weight.shape[0]), dtype=torch.float32, device=x.device)
+    kind = {"HAS_BIAS": bias is not None, "GATED": gated, "SPLITS": splits}
+    tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
+    _tiled_linear_kernel[(tiles * splits,)](
+        TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
+        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+        x if bias is None else bias,
+        partial,
+        num_rows,
+        num_outputs,
+        width,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **kind,
+    )
+    if splits > 1:
+        grid = (num_rows, ceil_div(num_outputs, SUM_BLOCK))
+        _sum_splits_kernel[grid](
+            partial,
+            x if bias is None else bias,
+            y,
+            num_rows,
+            num_outputs,
+            BLOCK=SUM_BLOCK,
+            num_warps=4,
+            **kind,
+        )
+    return y
+
+
+def is_for_many(x: Tensor, weight: Tensor, op: str) -> bool:
+    """Whether the table has something to say about this layer, and asking it is worth the time.
+
+    Compiled code pays once, when it is recorded. In other code the host's time for a launch counts, so that
+    it is only for weights that take long to read.
+
+    Args:
+        op: "linear_many" or "gated_linear_many".
+    """
+    return (
+        x.device.type == "cuda"
+        and x.element_size() == 2
+        and (torch.compiler.is_compiling() or (x.shape[0] <= MOST_ROWS and weight.numel() >= LARGE_WEIGHT))
+        and has_entry(op, x.device, x.dtype, (weight.shape[0], weight.shape[1]))
+    )
+
+
+def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
+    num_rows, width = x.shape
+    if num_rows > MOST_ROWS or width % 8 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return LIBRARY
+    size = next_power_of_2(num_rows)
+    return tuned(LIBRARY, op, x.device, x.dtype, exact=(weight.shape[0], width), near=(), size=size)
+
+
+# Opaque to torch.compile, whose code is for any number of rows: the choice is made when the op runs, which is
+# once for each graph that is recorded.
+
+
+@torch.library.custom_op("minisgl::linear_many", mutates_args=())
+def linear_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear, by what the table says is fastest for these rows."""
+    return linear_many_with(x, weight, bias, config=_config(x, weight, "linear_many"))
+
+
+@linear_many.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@torch.library.custom_op("minisgl::gated_linear_many", mutates_args=())
+def gated_linear_many(x: Tensor, weight: Tensor) -> Tensor:
+    """gated_linear, by what the table says is fastest for these rows."""
+    return gated_linear_many_with(x, weight, config=_config(x, weight, "gated_linear_many"))
+
+
+@gated_linear_many.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
