@@ -248,6 +248,7 @@ class DeviceFacts:
 
     has_cuda: bool
     cuda_name: str = ""
+    num_gpus: int = 0
     cpu_has_bf16: bool = False
     """The processor multiplies bfloat16 (AVX512-BF16 or AMX)."""
 

@@ -251,6 +251,7 @@ def build_engine(
     folder: Path,
     on_stage: OnStage,
     *,
+    ipc_dir: Path | None = None,
     on_lost_rank: Callable[[str], None] = lambda reason: None,
 ) -> Engine:
     """An engine that is ready to serve the model in `folder`, all its stages reported to `on_stage`.
@@ -258,6 +259,7 @@ def build_engine(
     With `config.tp` above 1 it starts the other ranks' processes, and ends them in `close`.
 
     Args:
+        ipc_dir: a private directory for their sockets, which the caller removes; None = one of its own.
         on_lost_rank: called with the reason, from another thread, when a rank has ended; the next `step`
             raises, but this one may not return until its process ends.
 
@@ -276,7 +278,9 @@ def build_engine(
     # Lazy: torch.distributed takes a while, and one rank needs none of it.
     from minisgl.engine.follower_link import FollowerLink
 
-    followers = FollowerLink(config, folder, must_compile=must_compile, on_lost=on_lost_rank)
+    followers = FollowerLink(
+        config, folder, must_compile=must_compile, ipc_dir=ipc_dir, on_lost=on_lost_rank
+    )
     meeting = Meeting(0, followers.store, followers.wait_for_all)
     try:
         return _build_rank(

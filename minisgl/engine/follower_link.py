@@ -93,6 +93,7 @@ class FollowerLink:
 
     Args:
         config: resolved.
+        ipc_dir: a private directory for the sockets, which somebody else removes; None = one of its own.
         on_lost: called with the reason when a rank has ended, from a thread of its own: this process may be
             waiting for that rank on the device, and then learns of it only if the wait can be broken.
     """
@@ -103,9 +104,11 @@ class FollowerLink:
         model_folder: Path,
         *,
         must_compile: bool,
+        ipc_dir: Path | None,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._ipc_dir = make_ipc_dir()
+        self._owns_ipc_dir = ipc_dir is None
+        self._ipc_dir = ipc_dir or make_ipc_dir()
         self._socket = LeaderSocket(self._ipc_dir, config.tp)
         self._lock = threading.Lock()
         self._closing = False
@@ -209,7 +212,8 @@ class FollowerLink:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
         self._socket.close()
-        shutil.rmtree(self._ipc_dir, ignore_errors=True)
+        if self._owns_ipc_dir:
+            shutil.rmtree(self._ipc_dir, ignore_errors=True)
 
     def _start(self, rank: int, line: bytes) -> None:
         process = subprocess.Popen([sys.executable, *FOLLOWER], stdin=subprocess.PIPE)

@@ -101,7 +101,13 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
     from minisgl.engine.engine import build_engine
 
     on_stage("import torch", (time.perf_counter() - started) * 1e3)
-    engine = build_engine(config.engine, Path(config.model_folder), on_stage, on_lost_rank=_end_soon)
+    engine = build_engine(
+        config.engine,
+        Path(config.model_folder),
+        on_stage,
+        ipc_dir=Path(config.ipc_dir),
+        on_lost_rank=_end_soon,
+    )
     try:
         _serve(engine, socket, stages)
     except BaseException:

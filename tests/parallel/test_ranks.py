@@ -37,22 +37,21 @@ LIMIT_S = 5.0
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """More ranks than KV heads at --tp 4, and a vocabulary that does not come out."""
     folder = tmp_path_factory.mktemp("qwen3")
-    random_model(
-        family="qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=20
-    ).save_pretrained(folder)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20}
+    random_model(family="qwen3", num_hidden_layers=1, **heads).save_pretrained(folder)
     return folder
 
 
 def build(folder: Path, tp: int, **settings: Any) -> Engine:
     """Small steps and few pages, so that prompts are fed in chunks and requests preempted."""
-    settings = {"page_size": 4, "num_pages": 40, "max_step_tokens": 32, "output_reserve_tokens": 4} | settings
+    settings = {"page_size": 4, "num_pages": 34, "max_step_tokens": 32, "output_reserve_tokens": 4} | settings
     config = EngineConfig(device="cpu", dtype="float32", tp=tp, **settings)
     return build_engine(config, folder, lambda name, duration_ms: None)
 
 
 def add(engine: Engine, request_id: int, num_prompt_tokens: int, **params: Any) -> None:
     prompt = (np.arange(num_prompt_tokens, dtype="<i4") * 7 + request_id // 2) % VOCAB_SIZE
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | params)
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params)
     engine.add(AddRequest(request_id=request_id, prompt_ids=prompt.tobytes(), params=sampling))
 
 
@@ -171,7 +170,9 @@ def test_tokens_that_differ_between_ranks_are_noticed(
     checksum = follower_link.TokenChecksum()
     assert [step for step in range(follower_link.CHECKED_STEPS) if checksum.add([step, 7])] == [63]
     config = EngineConfig(device="cpu", tp=2)
-    link = follower_link.FollowerLink(config, folder, must_compile=False, on_lost=lambda reason: None)
+    link = follower_link.FollowerLink(
+        config, folder, must_compile=False, ipc_dir=None, on_lost=lambda reason: None
+    )
     try:
         link.wait_for_all()
         link.send(StepPlan(checksum.value + off, (), (), (), (), ()))
