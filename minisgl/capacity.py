@@ -142,8 +142,9 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
     ]
     unused = budget.available_bytes - sum(size for _, size, _ in parts)
     parts.append(("unused", unused, "more than the requests below can use" if unused > GIB else ""))
+    each = f"each of {config.tp} " if config.tp > 1 else ""
     lines = [
-        f"{model} on {f'each of {config.tp} ' if config.tp > 1 else ''}{gpu}: {gpu_gib(gpu):.1f} GiB, of which the engine may take "
+        f"{model} on {each}{gpu}: {gpu_gib(gpu):.1f} GiB, of which the engine may take "
         f"{budget.available_bytes / GIB:.1f} (--memory-fraction {config.memory_fraction:g})",
         *(f"  {name:<12}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in parts),
         "",

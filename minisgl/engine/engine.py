@@ -278,9 +278,7 @@ def build_engine(
     # Lazy: torch.distributed takes a while, and one rank needs none of it.
     from minisgl.engine.follower_link import FollowerLink
 
-    followers = FollowerLink(
-        config, folder, must_compile=must_compile, ipc_dir=ipc_dir, on_lost=on_lost_rank
-    )
+    followers = FollowerLink(config, folder, must_compile=must_compile, ipc_dir=ipc_dir, on_lost=on_lost_rank)
     meeting = Meeting(0, followers.store, followers.wait_for_all)
     try:
         return _build_rank(
@@ -288,7 +286,7 @@ def build_engine(
         )
     except BaseException as error:
         cause = followers.explain(error) if isinstance(error, Exception) else error
-        followers.close()
+        followers.close(at_once=True)
         raise cause from (error if cause is not error else None)
 
 
@@ -371,7 +369,10 @@ def _build_rank(
         stages.done("allocate the model")
         loadable = model
         if meeting is not None:
+            free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
             ranks = _join(meeting, config.tp, device)
+            if device.type == "cuda":
+                available_bytes -= free_bytes - torch.cuda.mem_get_info(device)[0]  # NCCL's buffers
             loadable = _share_out(model, model_config, ranks)
             stages.done(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
         if config.dummy_weights:
@@ -418,7 +419,9 @@ def _join(meeting: Meeting, size: int, device: torch.device) -> "Ranks":
     from minisgl.parallel.mesh import join  # lazy: as in `build_engine`
 
     meeting.on_arrival()
-    return join(meeting.rank, size, meeting.store, device)
+    ranks = join(meeting.rank, size, meeting.store, device)
+    ranks.minimum(0)  # the first collective takes what memory they need
+    return ranks
 
 
 def _share_out(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "ShardedTensors":

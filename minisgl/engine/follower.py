@@ -1,10 +1,10 @@
 """A further rank of an engine: `python -m minisgl.engine.follower`, started by rank 0.
 
-Reads one JSON line from stdin, a `FollowerConfig`. The pipe stays open as a sign of life: at its end rank 0 is
-gone, and so is this process.
+Reads one JSON line from stdin, a `FollowerConfig`. The pipe stays open as a sign of life: at its end rank 0
+is gone, and so is this process.
 
-Promise: it executes rank 0's step plans in their order and decides nothing; it never outlives rank 0, and says
-why when it has to end.
+Promise: it executes rank 0's step plans in their order and decides nothing; it never outlives rank 0, and
+says why when it has to end.
 """
 
 import logging

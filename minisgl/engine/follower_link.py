@@ -34,6 +34,8 @@ STOP_S = 3.0
 """How long a rank may take to end when asked to."""
 REASON_S = 1.0
 """How long an error waits for the end of a rank that may have caused it."""
+LAST_REPORT_MS = 100
+"""How long what a rank said last may be on its way."""
 CHECKED_STEPS = 64
 """After so many steps the ranks' tokens are compared."""
 
@@ -112,7 +114,7 @@ class FollowerLink:
         self._socket = LeaderSocket(self._ipc_dir, config.tp)
         self._lock = threading.Lock()
         self._closing = False
-        self._lost: str | None = None
+        self._lost: tuple[int, str] | None = None  # which rank, and how it ended
         self._lost_event = threading.Event()
         self._reports: dict[int, str] = {}
         self._checksum = TokenChecksum()
@@ -125,10 +127,12 @@ class FollowerLink:
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         try:
             for rank in range(1, config.tp):
-                line = FollowerConfig(config, str(model_folder), str(self._ipc_dir), rank, must_compile, level)
+                line = FollowerConfig(
+                    config, str(model_folder), str(self._ipc_dir), rank, must_compile, level
+                )
                 self._start(rank, msgspec.json.encode(line))
         except BaseException:
-            self.close()
+            self.close(at_once=True)
             raise
 
     @property
@@ -181,8 +185,10 @@ class FollowerLink:
             EngineDeadError: one has ended; the message says which and why.
         """
         if self._lost is not None:
-            self._receive(0)
-            raise EngineDeadError(self._reports.get(0) or next(iter(self._reports.values()), self._lost))
+            rank, reason = self._lost
+            if rank not in self._reports:
+                self._receive(LAST_REPORT_MS)
+            raise EngineDeadError(self._reports.get(rank, reason))
 
     def explain(self, error: Exception) -> Exception:
         """What to raise for an error of rank 0: the loss of a rank, if that has caused it."""
@@ -194,14 +200,15 @@ class FollowerLink:
             return cause
         return error
 
-    def close(self) -> None:
-        """End the other ranks and wait until they are gone; may be called twice."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the other ranks, by asking unless `at_once`, and wait for it; may be called twice."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-        self._socket.send(b"")
-        deadline = time.monotonic() + STOP_S
+        if not at_once:
+            self._socket.send(b"")
+        deadline = time.monotonic() + (0 if at_once else STOP_S)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0))
@@ -233,9 +240,10 @@ class FollowerLink:
             if self._closing or self._lost is not None:
                 return
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            self._lost = f"rank {rank} of --tp ended ({how})"
-        logger.error("%s; all ranks end", self._lost)
-        self._on_lost(self._lost)
+            reason = f"rank {rank} of --tp ended ({how})"
+            self._lost = (rank, reason)
+        logger.error("%s; all ranks end", reason)
+        self._on_lost(reason)
         self._kill()
         if self._on_cuda:
             # Lazy: a rank says who it is before it loads torch, through the messages above.
@@ -264,8 +272,8 @@ class FollowerLink:
         values[checksum.rank] = checksum.value
         if len(set(values.values())) > 1:
             raise EngineDeadError(
-                f"the ranks of --tp disagree about the tokens of the first {checksum.num_steps} steps; this is "
-                "a bug in minisgl or a fault of a device"
+                f"the ranks of --tp disagree about the tokens of the first {checksum.num_steps} steps; this "
+                "is a bug in minisgl or a fault of a device"
             )
         if len(values) == 1 + len(self._processes):
             del self._checksums[checksum.num_steps]

@@ -164,7 +164,7 @@ def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnsw
 
 
 def _end_soon(reason: str) -> None:
-    """The main thread reports that a rank is lost; where it can't, because it waits for a GPU, this ends it."""
+    """The main thread reports that a rank is lost; where it waits for a GPU and can't, this ends it."""
     timer = threading.Timer(LAST_RESORT_S, os._exit, (1,))
     timer.daemon = True
     timer.start()

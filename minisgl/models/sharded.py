@@ -57,8 +57,8 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
         leaf = path.rpartition(".")[2]
         if isinstance(module, MoeMLP) or plan.get(leaf) is Split.ROWWISE:
             module.register_forward_hook(add_up)
-    model.embed_tokens = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks)
-    model.lm_head = SharedHead(model.lm_head, config.vocab_size, ranks)
+    model.add_module("embed_tokens", SharedEmbedding(model.embed_tokens, config.vocab_size, ranks))
+    model.add_module("lm_head", SharedHead(model.lm_head, config.vocab_size, ranks))
     model.vocab_size = config.vocab_size
     return ShardedTensors(model, tensors)
 

@@ -7,10 +7,12 @@ Promise: every rank that calls one in the same order gets the same bits. Groups 
 registry turns into the process group, so nothing is kept here.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 torch.library.define("minisgl::all_reduce_", "(Tensor(a!) x, str group) -> ()")
 torch.library.define("minisgl::all_gather", "(Tensor x, int size, str group) -> Tensor")
@@ -28,7 +30,7 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 @torch.library.impl("minisgl::all_reduce_", ("cpu", "cuda"))
 def _all_reduce(x: Tensor, group: str) -> None:
-    dist.all_reduce(x, group=_resolve_process_group(group))
+    dist.all_reduce(x, group=_group(group))
 
 
 @torch.library.register_fake("minisgl::all_reduce_")
@@ -41,10 +43,16 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     num_rows, num_columns = x.shape
     by_rank = x.new_empty(size * num_rows, num_columns)
     # The group's own method: the public function has another name from one torch to the next.
-    _resolve_process_group(group)._allgather_base(by_rank, x.contiguous()).wait()
+    _group(group)._allgather_base(by_rank, x.contiguous()).wait()
     return by_rank.view(size, num_rows, num_columns).transpose(0, 1).reshape(num_rows, size * num_columns)
 
 
 @torch.library.register_fake("minisgl::all_gather")
 def _all_gather_fake(x: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty(x.shape[0], size * x.shape[1])
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    # How torch's own compiled collectives find their group, too.
+    resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return resolve(name)

@@ -63,7 +63,7 @@ def join(rank: int, size: int, store: Path, device: torch.device) -> Ranks:
         )
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(store), size),
+        store=dist.FileStore(str(store), size),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=JOIN_TIMEOUT_S),

@@ -161,7 +161,7 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
 
 
 def _pieces(stored: Any, place: tuple[slice, ...]) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of a part of the tensor, counted from the part's first, in pieces of at most about PIECE_BYTES."""
+    """A part of the tensor in pieces of at most about PIECE_BYTES; rows count from the part's first."""
     all_rows, *rest = place
     row_elements = math.prod(columns.stop - columns.start for columns in rest)
     rows_per_piece = max(1, PIECE_BYTES // (8 * max(1, row_elements)))

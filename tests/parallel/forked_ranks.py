@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from minisgl.parallel.mesh import Ranks, join
+from minisgl.parallel.mesh import join
 
 LIMIT_S = 120.0
 """For machines that are busy with other things."""
 
 
 def run_on_ranks(size: int, tmp: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(ranks, *args)` on `size` ranks that met over gloo; the results, which are pickled, by rank."""
+    """`function(ranks, *args)` on `size` ranks that met over gloo; the results, by rank, come pickled."""
 
     def join_and_run(rank: int) -> Any:
         ranks = join(rank, size, store, torch.device("cpu"))

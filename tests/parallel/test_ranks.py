@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import run_forked
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-
 from tiny_models import VOCAB_SIZE, random_model
 
 from minisgl.config import EngineConfig
@@ -61,11 +57,16 @@ def generate(engine: Engine) -> tuple[dict[int, list[int]], int]:
         add(engine, request_id, 9 + 8 * request_id, temperature=0.9 * (request_id % 2), top_p=0.9, seed=5)
     add(engine, 6, 5, repetition_penalty=1.3, logit_bias={3: 1.5})
     add(engine, 7, 6, logprobs=2)
+    return run_to_the_end(engine), engine.status(0).num_preemptions
+
+
+def run_to_the_end(engine: Engine) -> dict[int, list[int]]:
+    """Each request's tokens."""
     tokens: dict[int, list[int]] = {}
     while engine.has_work:
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    return tokens, engine.status(0).num_preemptions
+    return tokens
 
 
 def pids_of(engine: Engine) -> list[int]:
@@ -97,8 +98,7 @@ def live_in_four(folder: Path) -> dict[str, Any]:
     started = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(EngineDeadError) as error:
-        while True:
-            engine.step()
+        run_to_the_end(engine)
     with pytest.raises(EngineDeadError):
         engine.step()
     left = alive(pids) and not _gone(pids, LIMIT_S)
@@ -202,7 +202,6 @@ def test_a_start_that_fails_leaves_no_rank_behind(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(follower_link.FollowerLink, "__init__", note)
     monkeypatch.setattr(follower_link, "FOLLOWER", ("-c", "import sys; sys.stdin.read()"))
     monkeypatch.setattr(follower_link, "START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(follower_link, "STOP_S", 0.1)
     with pytest.raises(EngineDeadError, match="rank 1 of --tp was not ready"):
         build(folder, 2)
     (link,) = links

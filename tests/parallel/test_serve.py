@@ -14,16 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-for folder in ("models", "server"):
-    sys.path.append(str(Path(__file__).parents[1] / folder))
-
 from running_server import eventually
 from small_model import make_folder
 from tiny_models import random_model
 
 LIMIT_S = 5.0
-FLAGS = "--tp 2 --port 0 --device cpu --dtype float32 --cpu-threads 1 --page-size 4 --num-pages 140".split()
+FLAGS = ("--tp", "2", "--port", "0", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1")
 
 
 @pytest.fixture
@@ -36,8 +32,7 @@ def short_tmp() -> Iterator[Path]:
 
 def test_every_stream_ends_with_an_error_and_no_process_is_left(tmp_path: Path, short_tmp: Path) -> None:
     folder = make_folder(tmp_path / "model")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    random_model(vocab_size=401, **heads).save_pretrained(folder)
+    random_model(vocab_size=401, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
     process = subprocess.Popen(
         [sys.executable, "-m", "minisgl", "serve", "--model", str(folder), *FLAGS],
         stdout=subprocess.PIPE,

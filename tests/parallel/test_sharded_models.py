@@ -1,6 +1,5 @@
 """Each rank's part of a model, over gloo: all ranks together give what transformers gives."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,9 @@ import pytest
 import torch
 from forked_ranks import run_on_ranks
 from safetensors.torch import load_file
+from tiny_models import PagedRunner, int32, logits_of, random_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-
-from tiny_models import PagedRunner, int32, logits_of, random_model
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.compiled import compiled_block
@@ -95,7 +91,9 @@ def test_every_rank_has_the_whole_models_logits(variant: str, size: int, tmp_pat
     token_ids = prompt(reference.config.vocab_size)
     expected = logits_of(reference, token_ids)
     assert expected.std() > 0.5, "a flat model would hide mistakes"
-    parts = [torch.from_numpy(each) for each in run_on_ranks(size, tmp_path, logits_of_part, tmp_path, token_ids)]
+    parts = [
+        torch.from_numpy(each) for each in run_on_ranks(size, tmp_path, logits_of_part, tmp_path, token_ids)
+    ]
     assert (parts[0] - expected).abs().max().item() < TOLERANCE
     for part in parts[1:]:
         assert torch.equal(part, parts[0]), "ranks must agree to the bit, or they sample different tokens"
