@@ -8,7 +8,7 @@
    Both bars: at most twice as far off as transformers in bfloat16 is.
 3. Prefill by replayed graph against the same prefill uncaptured, in every bucket, with NaN wherever nothing
    belongs: keys of the last layer, which depend on all before, and how far a chosen token is below the best.
-   Bars for what bfloat16 rounds away when the matrix products have other shapes: 0.03, and 0.2 deviations.
+   Bars for what bfloat16 rounds away when matrix products have other shapes: 0.05 of a row, 0.2 deviations.
 4. `minisgl serve` over loopback: golden prompts twice (the second time from the prefix cache), then a mixed
    load of every batch size; afterwards no recompilation and no missing graph.
 """
@@ -102,7 +102,8 @@ def check_prefill_graphs(engine: Engine) -> dict[str, Any]:
             ids, keys, logits = _prefill(engine, prompts, prefix, None)
             replayed_ids, replayed_keys, _ = _prefill(engine, prompts, prefix, bucket)
             assert torch.equal(keys.isnan(), replayed_keys.isnan()), f"{bucket} wrote other slots"
-            worst_keys = max(worst_keys, relative_error(replayed_keys.nan_to_num(), keys.nan_to_num()))
+            for ours, reference in zip(replayed_keys, keys, strict=True):
+                worst_keys = max(worst_keys, relative_error(ours.nan_to_num(), reference.nan_to_num()))
             below = gap(logits, logits.max(1).values, replayed_ids.long())
             worst_gap = max(worst_gap, below / float(logits.std()))
             num_tokens += len(ids)
@@ -112,14 +113,14 @@ def check_prefill_graphs(engine: Engine) -> dict[str, Any]:
         "keys_relative_error": worst_keys,
         "worst_gap_of_a_chosen_token_in_deviations": worst_gap,
         "other_tokens": f"{num_other_tokens} of {num_tokens}",
-        "ok": worst_keys < 0.03 and worst_gap < 0.2,
+        "ok": worst_keys < 0.05 and worst_gap < 0.2,
     }
 
 
 def _prefill(
     engine: Engine, prompts: list[np.ndarray], prefix: int, bucket: PrefillBucket | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Feed what follows the prefixes, uncaptured or in a bucket: tokens, keys of the last layer, logits.
+    """Feed what follows the prefixes, uncaptured or in a bucket: tokens, each row's keys, logits.
 
     The logits are those of the last uncaptured step, here that of the prefixes if there is a bucket.
     """
@@ -158,7 +159,9 @@ def _prefill(
         token_ids = feed(prefix, None, bucket)
     finally:
         runner.rows.sample = sample
-    keys = runner.model.attention_layers()[-1].k_cache[: last_page + 2].clone()
+    cache = runner.model.attention_layers()[-1].k_cache
+    keys = cache[1 : last_page + 1].unflatten(0, (len(prompts), per_row)).clone()
+    assert cache[[0, last_page + 1]].isnan().all(), "a page that belongs to nobody was written"
     return token_ids, keys, seen[-1] if seen else torch.empty(0)
 
 

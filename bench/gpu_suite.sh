@@ -11,6 +11,7 @@
 #   tune     launch configurations of every kernel that changed, into the shipped table          2 minutes
 #   kernels  every kernel over the shapes its speed is judged by, flashinfer beside it           4 minutes
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
+#   modes    compile modes, graphs and overlap against each other, on a third of the workload    4 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
 #
 # COMMIT names the code where there is no .git. A part that fails does not keep the others from running.
@@ -47,14 +48,18 @@ tune() {
 }
 
 kernels() {
-    run minisgl bench kernel paged --baselines flashinfer --out "$OUT/kernels-attention.json"
-    run minisgl bench kernel 256x151936 1x151936 --model qwen3-8b --baselines none --out "$OUT/kernels-sample.json"
-    run minisgl bench kernel fused_moe moe_route rope_store --model qwen3-30b-a3b --baselines none \
-        --out "$OUT/kernels-qwen3-30b-a3b.json"
-    run minisgl bench kernel norm _mul rope_store linear advance_rows --baselines flashinfer \
-        --out "$OUT/kernels-llama-3.1-8b.json"
-    run minisgl bench kernel "rms_norm 4096x" "silu_mul 4096x" "rope_store 4096x" "256x128256 top_p" \
-        "linear 8x" "decode 256x1024" --baselines inductor --out "$OUT/kernels-inductor.json"
+    bench_kernel attention paged --baselines flashinfer
+    bench_kernel sample 256x151936 1x151936 --model qwen3-8b --baselines none
+    bench_kernel qwen3-30b-a3b fused_moe moe_route rope_store --model qwen3-30b-a3b --baselines none
+    bench_kernel llama-3.1-8b norm _mul rope_store linear advance_rows --baselines flashinfer
+    bench_kernel inductor "rms_norm 4096x" "silu_mul 4096x" "rope_store 4096x" "256x128256 top_p" \
+        "linear 8x" "decode 256x1024" --baselines inductor
+}
+
+bench_kernel() {
+    local name=$1
+    shift
+    run minisgl bench kernel "$@" --commit "$COMMIT" --out "$OUT/kernels-$name.json"
 }
 
 engine() {
@@ -66,6 +71,28 @@ engine() {
         run minisgl bench startup --model "$model" --dummy-weights --max-context-tokens 4096 --rounds 1 \
             --commit "$COMMIT" --out "$OUT/startup-$model.json"
     done
+}
+
+modes() {
+    # What each switch is worth: start, time to first token and steps, and throughput.
+    local model=${MODES_MODEL:-llama-3.1-8b} name flags
+    while read -r name flags; do
+        # shellcheck disable=SC2086 (flags are several words, or none)
+        run minisgl bench step --model "$model" --dummy-weights --max-context-tokens 4096 --batches 1,64 \
+            --contexts 1024 --prefills 16,128,600,2048 --prefixes 0 --steps 40 $flags \
+            --commit "$COMMIT" --out "$OUT/modes-step-$name.json" < /dev/null
+        # shellcheck disable=SC2086
+        run minisgl bench offline --model "$model" --dummy-weights --max-context-tokens 4096 --rounds 1 \
+            --num-prompts 96 --max-output-tokens 256 $flags \
+            --commit "$COMMIT" --out "$OUT/modes-offline-$name.json" < /dev/null
+    done << 'END'
+layers --compile-mode layers
+full --compile-mode full
+off --compile-mode off
+no-prefill-graphs --max-graph-tokens 0
+no-graphs --max-graph-batch 0
+no-overlap --no-overlap
+END
 }
 
 serve() {
@@ -91,7 +118,7 @@ serve() {
 
 for part in "$@"; do
     case $part in
-        check | tests | tune | kernels | engine | serve) "$part" ;;
+        check | tests | tune | kernels | engine | modes | serve) "$part" ;;
         *) echo "no part is called $part; see the head of this file" >&2; exit 2 ;;
     esac
 done

@@ -143,6 +143,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     kernel = command("kernel", "Check and time the Triton kernels on this GPU.", _bench_kernel, benches)
     kernel.add_argument("names", nargs="*", help='Ops, or parts of "op shape", to measure; none is all.')
     add_flags(kernel, "measuring", KernelBenchSettings, environ)
+    add_flags(kernel, "output", OutputSettings, environ)
     offline = command("offline", "Throughput of one engine, without a server.", _bench_offline, benches)
     add_flags(offline, "workload", OfflineBenchSettings, environ)
     add_flags(offline, "output", OutputSettings, environ)
@@ -242,7 +243,12 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     check_engine_config(engine)  # both before a model is fetched
     engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(server.log_level, "server")
-    return run_server(server, engine, _folder(engine.model, environ), started_at=started_at)
+    return run_server(
+        server,
+        engine,
+        _folder(engine.model, environ, engine.revision, engine.tokenizer),
+        started_at=started_at,
+    )
 
 
 def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
@@ -327,10 +333,11 @@ def _tune(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
 
 def _bench_kernel(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     settings = KernelBenchSettings(**values_of(KernelBenchSettings, arguments, environ))
+    output = OutputSettings(**values_of(OutputSettings, arguments, environ))
     _choose_interpreter(settings.device)
     from minisgl.benchmark.kernel_bench import run_kernel_bench
 
-    return run_kernel_bench(settings, tuple(arguments.names), sys.stdout)
+    return run_kernel_bench(settings, tuple(arguments.names), output, sys.stdout)
 
 
 def _bench_offline(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
@@ -482,12 +489,20 @@ def _compiled(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path
     return Path(os.path.expanduser(arguments.compile_cache or cache_dir(environ) / "compiled"))
 
 
-def _folder(model: str, environ: Mapping[str, str]) -> Path:
+def _folder(
+    model: str, environ: Mapping[str, str], revision: str | None = None, tokenizer: str | None = None
+) -> Path:
     """The model's local folder, fetched with a progress bar when it is missing."""
     from minisgl.weights.progress import progress_on
     from minisgl.weights.sources import resolve_model_folder
 
-    return resolve_model_folder(model, cache_dir=cache_dir(environ), progress=progress_on(sys.stderr))
+    return resolve_model_folder(
+        model,
+        revision=revision,
+        tokenizer=tokenizer,
+        cache_dir=cache_dir(environ),
+        progress=progress_on(sys.stderr),
+    )
 
 
 def _sampling(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:

@@ -130,7 +130,12 @@ class EngineConfig:
     """How one engine runs. `None` means "auto": `resolve_engine_config` puts a value there."""
 
     model: str = "smollm2-135m"
-    """What to serve: a built-in name (see `minisgl pull --list`), a local folder, or a hub name."""
+    """What to serve: a built-in name (`minisgl pull --list`), a local folder, a GGUF file, or a hub name."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub name. Auto: the main branch."""
+    tokenizer: str | None = None
+    """A folder or hub name whose tokenizer and chat template take the place of the model's own, as a GGUF
+    file may need it. Auto: the model's."""
     dummy_weights: bool = False
     """Random weights N(0, 0.02) instead of the checkpoint's: for benchmarks; needs only config.json."""
     device: str | None = None
@@ -172,8 +177,9 @@ class EngineConfig:
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests with Triton attention on cuda, else 0."""
     max_graph_tokens: int | None = None
-    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured; 0 = no such graphs.
-    Auto: 2048 (at most max_step_tokens) where decode has graphs, else 0."""
+    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured, and so do those that the
+    GPU needs longer for than the host for their launch. 0 = no such graphs. Auto: 2048 (at most
+    max_step_tokens) where decode has graphs, else 0."""
     attention_backend: str | None = None
     """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
     seed: int = 0

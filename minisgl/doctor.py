@@ -74,7 +74,7 @@ def examine(config: EngineConfig, cache_dir: Path) -> Report:
 
     torch = _import_torch(problems)
     devices, facts = _devices(torch, warnings)
-    model, model_config = _model(config.model, cache_dir, warnings, problems)
+    model, model_config = _model(config, cache_dir, warnings, problems)
     choices = _choices(config, model_config, facts, problems)
     return Report(
         system={
@@ -246,11 +246,18 @@ def _cpu_memory() -> str:
 
 
 def _model(
-    name: str, cache_dir: Path, warnings: list[str], problems: list[str]
+    engine: EngineConfig, cache_dir: Path, warnings: list[str], problems: list[str]
 ) -> tuple[dict[str, str], ModelConfig | None]:
     """Where the model lies and what it is; fetches nothing."""
+    name = engine.model
     try:
-        folder = resolve_model_folder(name, pull_missing=False, cache_dir=cache_dir)
+        folder = resolve_model_folder(
+            name,
+            revision=engine.revision,
+            tokenizer=engine.tokenizer,
+            pull_missing=False,
+            cache_dir=cache_dir,
+        )
     except MinisglError as error:
         warnings.append(str(error))
         return {"name": name, "folder": "not here"}, None

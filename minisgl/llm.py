@@ -67,7 +67,13 @@ class LLM:
         if config.compile_cache is None:
             config = with_cache_dir(config, cache_dir or default_cache_dir())
         started = time.perf_counter()
-        folder = resolve_model_folder(model, cache_dir=cache_dir, progress=progress)
+        folder = resolve_model_folder(
+            model,
+            revision=config.revision,
+            tokenizer=config.tokenizer,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
         self._tokenizer = Tokenizer.from_folder(folder)
         self._template = ChatTemplate.from_folder(folder, self._tokenizer)
         prepared = time.perf_counter()

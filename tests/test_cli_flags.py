@@ -30,7 +30,7 @@ ENGINE = """
     --max-running-requests
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights --no-overlap
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
-    --prefix-cache --profile-dir --seed --strict-compile --tp
+    --prefix-cache --profile-dir --revision --seed --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output
@@ -41,9 +41,7 @@ SAMPLING = """
 TUNE = """
     --again --device --dry-run --gpu --model --no-again --no-dry-run --ops --out --plot
 """
-BENCH_KERNEL = """
-    --baselines --device --kernel --model --out --plot
-"""
+BENCH_KERNEL = "--baselines --device --kernel --model"
 OUTPUT = "--commit --out --plot"
 BENCH_OFFLINE = """
     --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
@@ -73,7 +71,7 @@ FLAGS = {
     "plan": {"--gpu", *ENGINE.split()},
     "tune": set(TUNE.split()),
     "bench": set(),
-    "bench kernel": set(BENCH_KERNEL.split()),
+    "bench kernel": {*BENCH_KERNEL.split(), *OUTPUT.split()},
     "bench offline": {*BENCH_OFFLINE.split(), *OUTPUT.split(), *ENGINE.split()},
     "bench serve": {*BENCH_SERVE.split(), *OUTPUT.split()},
     "bench step": {*BENCH_STEP.split(), *OUTPUT.split(), *ENGINE.split()},

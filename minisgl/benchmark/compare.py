@@ -1,11 +1,14 @@
 """`minisgl bench compare A.json B.json`: is B better or worse than A, and by more than chance?
 
 Promise: a ratio comes with a bootstrap confidence interval (percentile method: Efron and Tibshirani, An
-Introduction to the Bootstrap, chapter 13), computed from the raw samples of both reports with a fixed seed;
-only a difference whose interval excludes 1 counts, and only a loss over the threshold is a regression. Which
-direction is better follows from the metric's name, in one table.
+Introduction to the Bootstrap, chapter 13), computed from the raw samples of both reports with a fixed seed.
+Samples that follow each other may hang together, as the steps of one run do, so blocks of them are drawn, as
+long as they do. Only a difference whose interval excludes 1 counts, and only where there is enough to tell it
+from chance; only a loss over the threshold is a regression. Which direction is better follows from the
+metric's name, in one table.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +37,8 @@ STATISTICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """What a metric's name may say about how it sums up its samples; over the last axis."""
 RESAMPLED_AT_ONCE = 1 << 22
 """Numbers in memory at a time."""
+LEAST_BLOCKS = 4
+"""Blocks are never so long that there are fewer."""
 
 
 class Comparison(NamedTuple):
@@ -42,8 +47,8 @@ class Comparison(NamedTuple):
     name: str
     a: float
     b: float
-    num_a: int
-    num_b: int
+    is_enough: bool
+    """Whether there are samples enough for any difference to be significant."""
     ratio: float
     low: float
     high: float
@@ -61,8 +66,8 @@ class Comparison(NamedTuple):
         return self.low > 1.0 or self.high < 1.0  # never where they are NaN
 
     def verdict(self, threshold: float) -> str:
-        if self.num_a < 2 or self.num_b < 2:
-            return "one sample only"
+        if not self.is_enough:
+            return "too few samples"
         if not self.is_significant:
             return "no significant difference"
         if self.higher_is_better is None:
@@ -155,12 +160,40 @@ def compare(
         low, high = ratio_interval(first, second, STATISTICS[statistic], confidence, resamples, seed)
         value_a, value_b = (float(STATISTICS[statistic](values)) for values in (first, second))
         ratio = value_b / value_a if value_a else float("nan")
-        compared.append(
-            Comparison(
-                name, value_a, value_b, len(first), len(second), ratio, low, high, is_higher_better(name)
-            )
-        )
+        enough = can_be_significant(first, second, confidence)
+        compared.append(Comparison(name, value_a, value_b, enough, ratio, low, high, is_higher_better(name)))
     return compared
+
+
+def can_be_significant(a: np.ndarray, b: np.ndarray, confidence: float) -> bool:
+    """Whether chance alone separates as many samples, or blocks of them, rarely enough.
+
+    Of n and m alike samples, all of one lie above all of the other with probability 2 / (n + m choose n): no
+    order of fewer than 4 and 4 is significant at 95%, whatever a bootstrap of them says.
+    """
+    num_a, num_b = (len(values) // block_length(values) for values in (a, b))
+    return 2 / math.comb(num_a + num_b, num_a) <= 1 - confidence
+
+
+def block_length(values: np.ndarray) -> int:
+    """How many consecutive samples hang together: 1 where each stands for itself.
+
+    Twice the integrated autocorrelation time, its sum ended as by Geyer, Practical Markov Chain Monte Carlo
+    (1992), section 3.3: with the first pair of lags that is not positive together.
+    """
+    centred = values - values.mean()
+    spread = float(centred @ centred)
+    longest = len(values) // LEAST_BLOCKS
+    if longest < 2 or spread == 0.0:
+        return 1
+    time = -1.0
+    for lag in range(0, len(values) - 1, 2):
+        pair = centred[: len(values) - lag] @ centred[lag:] + centred[: -lag - 1] @ centred[lag + 1 :]
+        if pair <= 0 or time > longest:
+            break
+        time += 2 * float(pair) / spread
+    # White noise has a time of 1, give or take some tens of percent.
+    return 1 if time < 1.5 else min(longest, math.ceil(2 * time))
 
 
 def ratio_interval(
@@ -173,17 +206,24 @@ def ratio_interval(
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of statistic(b) / statistic(a); (nan, nan) where a resample's is 0.
 
+    Blocks are drawn from the samples laid in a circle (Politis and Romano 1992, A circular block-resampling
+    procedure for stationary data).
+
     Args:
-        a, b: independent samples, float [n] and [m].
+        a, b: float [n] and [m], each in the order of measuring.
     """
     rng = np.random.default_rng(seed)
     drawn = []
     for values in (a, b):
+        length = block_length(values)
+        num_blocks = -(-len(values) // length)
         at_once = max(1, RESAMPLED_AT_ONCE // len(values))
-        parts = [
-            statistic(values[rng.integers(len(values), size=(min(at_once, resamples - begin), len(values)))])
-            for begin in range(0, resamples, at_once)
-        ]
+        parts = []
+        for begin in range(0, resamples, at_once):
+            shape = (min(at_once, resamples - begin), num_blocks, 1)
+            places = rng.integers(len(values), size=shape) + np.arange(length)
+            places = places.reshape(shape[0], -1)[:, : len(values)] % len(values)
+            parts.append(statistic(values[places]))
         drawn.append(np.concatenate(parts))
     if not drawn[0].all():
         return float("nan"), float("nan")

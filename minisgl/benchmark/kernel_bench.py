@@ -3,16 +3,16 @@
 Promise: a kernel that fails its check gets no time; another project's failure is a remark, not ours.
 """
 
+import dataclasses
 import functools
-import json
-import platform
+import io
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import torch
-import triton
+from msgspec.structs import replace
 
 from minisgl.benchmark.attention_problems import (
     AttentionShape,
@@ -23,17 +23,17 @@ from minisgl.benchmark.attention_problems import (
 from minisgl.benchmark.kernel_baselines import flashinfer_calls, has_flashinfer, inductor_calls
 from minisgl.benchmark.kernel_timing import (
     MAX_ERROR,
+    Calls,
     Ceilings,
     Problem,
-    Timer,
-    graph_microseconds,
+    graph_samples,
     measure_ceilings,
-    wall_microseconds,
+    wall_samples,
 )
 from minisgl.benchmark.model_shapes import ModelShape, find_shapes
-from minisgl.benchmark.plots import Group, check_chart_path, write_chart
-from minisgl.benchmark.report import output_path, write_atomically
-from minisgl.benchmark.settings import KernelBenchSettings
+from minisgl.benchmark.plots import check_output, deliver
+from minisgl.benchmark.report import BarsChart, Cell, Report, make_report
+from minisgl.benchmark.settings import KernelBenchSettings, OutputSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,
     add_norm_gated_linear_problem,
@@ -95,6 +95,19 @@ OTHERS: dict[str, Callable[..., Any]] = {
 }
 """Kernels that nothing can be put in the place of."""
 BASELINES = ("inductor", "flashinfer")
+OURS = "ours"
+COLUMNS = (
+    "shape",
+    *(f"{who}_{what}" for who in (OURS, *BASELINES) for what in ("us", "fraction")),
+    *("floor_us", "rate", "unit", "cache", "error", "failed"),
+    *(f"{name}_failed" for name in BASELINES),
+)
+"""Of an op's table; fractions are of the roofline, rates ours."""
+
+Sampler = Callable[[Calls], list[float]]
+"""Microseconds of one of the calls, several times."""
+Row = dict[str, Cell]
+"""What the report's table says of one kernel on one shape."""
 
 
 class BenchCase(NamedTuple):
@@ -108,13 +121,13 @@ class BenchCase(NamedTuple):
 
 
 def run_kernel_bench(
-    settings: KernelBenchSettings, names: tuple[str, ...], out: TextIO, timer: Timer | None = None
+    settings: KernelBenchSettings, names: tuple[str, ...], output: OutputSettings, out: TextIO
 ) -> int:
-    """Measure, print a table, write JSON and plot; returns the exit code, 1 if a check failed.
+    """Measure, print a line for each result, write the report and draw it; returns the exit code, 1 if a
+    check failed.
 
     Args:
         names: ops, or parts of "op shape", to measure; none = all.
-        timer: measures instead of CUDA graphs, for tests.
 
     Raises:
         ConfigError: an unknown name, model or baseline, a replacement that does not fit, no GPU, or a place
@@ -123,66 +136,97 @@ def run_kernel_bench(
     on_gpu = settings.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError("minisgl bench kernel needs a CUDA GPU and torch sees none")
-    plot = Path(settings.plot) if settings.plot else None
-    if plot is not None:
-        check_chart_path(plot)
-    written = output_path("--out", settings.out)
+    check_output(output)
     baselines = _wanted_baselines(settings.baselines)
     functions = _functions(settings.kernel, on_gpu)
     cases = list(_cases(settings.model, names, on_gpu))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    timer = timer or (graph_microseconds if on_gpu else wall_microseconds)
+    sampler = graph_samples if on_gpu else wall_samples
     torch.manual_seed(time.time_ns())
     begin = time.perf_counter()
-    results: list[dict[str, Any]] = []
-    report: dict[str, Any] = {
-        **_environment(on_gpu),
-        "model": settings.model,
-        "replaced": list(settings.kernel),
-    }
+    results: list[tuple[str, Row]] = []
+    samples: dict[str, list[float]] = {}
     with torch.inference_mode():
-        ceilings = measure_ceilings(timer, device)
-        report["ceilings"] = {name: round(value, 4) for name, value in ceilings._asdict().items()}
-        report["results"] = results
+        ceilings = measure_ceilings(lambda calls: statistics.median(sampler(calls)), device)
         print(
             f"copies {ceilings.copy_tb_s:.2f} TB/s, multiplies {ceilings.matmul_tflop_s:.0f} TFLOP/s",
             file=out,
         )
+        report = make_report(
+            "kernel",
+            arguments={"names": list(names), **dataclasses.asdict(settings), "kernel": list(settings.kernel)},
+            metrics={"copy_tb_per_s": ceilings.copy_tb_s, "matmul_tflop_per_s": ceilings.matmul_tflop_s},
+        )
         for case in cases:
             problem = case.build(device, case.dtype or dtype)
-            result = _measure(problem, functions[case.op], ceilings, timer)
-            if on_gpu:
-                result |= _baselines(baselines, problem, case, timer)
-            results.append(result)
-            print(line(result), file=out, flush=True)
-            if written is not None:  # each time, so that an interrupted run leaves what it has
-                write_atomically(written, (json.dumps(report, indent=1) + "\n").encode())
+            row, times = _measure(problem, functions[case.op], ceilings, sampler)
+            if on_gpu and times:
+                _add_baselines(row, times, baselines, problem, case, ceilings, sampler)
+            results.append((problem.op, row))
+            print(line(problem.op, row), file=out, flush=True)
+            samples |= {f"{problem.op} {problem.label} {who}_us": found for who, found in times.items()}
+            report = with_results(report, results, samples)
+            # Each time, so that an interrupted run leaves what it has.
+            deliver(report, dataclasses.replace(output, plot=None), io.StringIO())
             del problem
             if on_gpu:
                 torch.cuda.empty_cache()
-    failures = sum("failed" in result for result in results)
+    failures = sum("failed" in row for _, row in results)
     print(f"{len(results)} results, {failures} failed, {time.perf_counter() - begin:.0f} s", file=out)
-    if written is not None:
-        print(written, file=out)
-    if plot is not None:
-        _plot(report, plot)
-        print(plot, file=out)
+    deliver(report, output, out)
     return 1 if failures else 0
 
 
-def line(result: dict[str, Any]) -> str:
-    """One result as a line of the table."""
-    head = f"{result['op']:<23}{result['shape']:<36}"
-    if "failed" in result:
-        return f"{head} FAILED: {result['failed']}"
-    text = (
-        f"{head}{result['us']:>10.2f} us{result['rate']:>9.3f} {result['unit']:<8}"
-        f"{result['fraction']:>7.1%} {result['cache']}  err {result['error']:.0e}"
+def with_results(
+    report: Report, results: Sequence[tuple[str, Row]], samples: Mapping[str, list[float]]
+) -> Report:
+    """The report with a table and a chart for each op, and with metrics: the medians of all samples.
+
+    Args:
+        results: op and row of each result.
+        samples: by names as "rms_norm 64x4096 ours_us".
+    """
+    tables: dict[str, list[Row]] = {}
+    for op, row in results:
+        tables.setdefault(op, []).append({name: row.get(name) for name in COLUMNS})
+    medians = {
+        f"{name.removesuffix('_us')}_p50_us": statistics.median(values) for name, values in samples.items()
+    }
+    charts = []
+    for op, rows in tables.items():
+        shown = [who for who in (*BASELINES, OURS) if any(row[f"{who}_us"] is not None for row in rows)]
+        if shown:
+            charts.append(
+                BarsChart(
+                    title=f"{op}: share of the roofline, and microseconds",
+                    table=op,
+                    label="shape",
+                    values=tuple(f"{who}_fraction" for who in shown),
+                    notes=tuple(f"{who}_us" for who in shown),
+                    x_label="floor / time",
+                    as_percent=True,
+                )
+            )
+    return replace(
+        report, tables=tables, metrics=report.metrics | medians, samples=dict(samples), charts=tuple(charts)
     )
+
+
+def line(op: str, row: Row) -> str:
+    """One result for the terminal."""
+    head = f"{op:<23}{row['shape']:<36}"
+    if "failed" in row:
+        return f"{head} FAILED: {row['failed']}"
+    text = (
+        f"{head}{row['ours_us']:>10.2f} us{row['rate']:>9.3f} {row['unit']:<8}"
+        f"{row['ours_fraction']:>7.1%} {row['cache']}  err {row['error']:.0e}"
+    )
+    ours = row["ours_us"]
     for name in BASELINES:
-        if f"{name}_us" in result:
-            text += f"  {name} {result[f'{name}_us'] / result['us']:.2f}x"
+        theirs = row.get(f"{name}_us")
+        if isinstance(theirs, float) and isinstance(ours, float):
+            text += f"  {name} {theirs / ours:.2f}x"
     return text
 
 
@@ -327,72 +371,58 @@ def _prefill_shapes(shape: ModelShape, on_gpu: bool) -> list[AttentionShape]:
 
 
 def _measure(
-    problem: Problem, function: Callable[..., Any], ceilings: Ceilings, timer: Timer
-) -> dict[str, Any]:
-    """Checked, then timed; `failed` instead of a time where the check fails."""
-    result: dict[str, Any] = {"op": problem.op, "shape": problem.label}
+    problem: Problem, function: Callable[..., Any], ceilings: Ceilings, sampler: Sampler
+) -> tuple[Row, dict[str, list[float]]]:
+    """Checked, then timed: the row, with `failed` for a time where the check fails, and the samples."""
+    row: Row = {"shape": problem.label}
     try:
         error = problem.check(function)
         if not error < MAX_ERROR:
-            return {**result, "failed": f"relative error {error:.1e}"}
+            return {**row, "failed": f"relative error {error:.1e}"}, {}
     except Exception as error:  # whatever a kernel of somebody's own raises
-        return {**result, "failed": f"{type(error).__name__}: {error}"[:200]}
-    us = timer(problem.calls(function))
-    return {
-        **result,
+        return {**row, "failed": f"{type(error).__name__}: {error}"[:200]}, {}
+    samples = _rounded(sampler(problem.calls(function)))
+    us = statistics.median(samples)
+    row |= {
         "error": error,
-        "us": round(us, 2),
+        "floor_us": round(ceilings.floor_us(problem), 3),
         "rate": round(ceilings.rate(problem, us), 4),
         "unit": ceilings.limit(problem),
-        "fraction": round(ceilings.floor_us(problem) / us, 4),
         "cache": "cold" if problem.is_cold else "warm",
+        "ours_us": us,
+        "ours_fraction": round(ceilings.floor_us(problem) / us, 4),
     }
+    return row, {OURS: samples}
 
 
-def _baselines(names: list[str], problem: Problem, case: BenchCase, timer: Timer) -> dict[str, Any]:
+def _add_baselines(
+    row: Row,
+    samples: dict[str, list[float]],
+    names: list[str],
+    problem: Problem,
+    case: BenchCase,
+    ceilings: Ceilings,
+    sampler: Sampler,
+) -> None:
+    """Time what others have for the problem, into `row` and `samples`."""
     makers = {"inductor": inductor_calls, "flashinfer": flashinfer_calls}
-    found: dict[str, Any] = {}
+    floor_us = ceilings.floor_us(problem)
     for name in names:
         if name == "flashinfer" and not has_flashinfer():
             continue
         torch.cuda.empty_cache()
         try:
             calls = makers[name](problem, case.attention)
-            if calls is not None:
-                found[f"{name}_us"] = round(timer(calls), 2)
+            if calls is None:
+                continue
+            found = _rounded(sampler(calls))
         except Exception as error:  # another project's limits are a result, not ours to raise
-            found[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:120]
-    return found
+            row[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:120]
+            continue
+        us = statistics.median(found)
+        samples[name] = found
+        row |= {f"{name}_us": us, f"{name}_fraction": round(floor_us / us, 4)}
 
 
-def _environment(on_gpu: bool) -> dict[str, str]:
-    return {
-        "gpu": torch.cuda.get_device_name() if on_gpu else "CPU interpreter",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _plot(report: dict[str, Any], path: Path) -> None:
-    def fraction(result: dict[str, Any], name: str) -> float | None:
-        us = result.get(f"{name}_us" if name else "us")
-        return None if us is None else result["fraction"] * result["us"] / us
-
-    def note(result: dict[str, Any], name: str) -> str:
-        us = result.get(f"{name}_us" if name else "us")
-        return "" if us is None else f"{us:.1f} us"
-
-    results = [result for result in report["results"] if "failed" not in result]
-    others = [name for name in BASELINES if any(f"{name}_us" in r for r in results)]
-    groups = [
-        Group(
-            f"{result['op']} {result['shape']}",
-            tuple(fraction(result, name) for name in (*others, "")),
-            tuple(note(result, name) for name in (*others, "")),
-        )
-        for result in results
-    ]
-    title = f"{report['gpu']}, {report['model']}: fraction of the roofline"
-    write_chart(path, title, (*others, "ours"), groups, 1.0)
+def _rounded(samples: list[float]) -> list[float]:
+    return [round(us, 3) for us in samples]

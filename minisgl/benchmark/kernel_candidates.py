@@ -275,7 +275,7 @@ def _linear(
         default=lambda matrix, size, element: default_linear_config(
             matrix.outputs // 2 if gated else matrix.outputs, gated, SHARED_BYTES, normed
         ),
-        candidates=lambda matrix, size: few_rows_candidates(gated=gated, normed=normed),
+        candidates=lambda matrix, size: few_rows_candidates(matrix, gated=gated, normed=normed),
         launcher=launcher,
         parts=parts,
     )

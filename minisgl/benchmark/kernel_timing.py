@@ -1,8 +1,8 @@
 """How a kernel is checked and timed: the one way, for `minisgl tune` and `minisgl bench kernel`.
 
 Promise: what is timed has been checked on the same inputs; outputs and memory that must not be read held NaN
-before. A time is the median over replays of a CUDA graph of many calls, which rotate through input sets that
-together exceed L2 four times over ("cold"), or as nearly as MAX_SETS allows ("warm").
+before. A sample is one replay of a CUDA graph of many calls, which rotate through input sets that together
+exceed L2 four times over ("cold"), or as nearly as MAX_SETS allows ("warm"); a time is the samples' median.
 """
 
 import math
@@ -20,7 +20,8 @@ MAX_SETS = 64
 MAX_ERROR = 5e-3
 """Relative error by norm that an answer in bfloat16 may have."""
 
-Timer = Callable[[list[Callable[[], Any]]], float]
+Calls = list[Callable[[], Any]]
+Timer = Callable[[Calls], float]
 """Median microseconds of one of the calls."""
 
 
@@ -70,7 +71,7 @@ class Ceilings(NamedTuple):
 def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
     """Copy bandwidth and matrix rate (bfloat16 on a GPU) of the device."""
     on_gpu = device.type == "cuda"
-    source = torch.zeros(1 << 28 if on_gpu else 1 << 20, dtype=torch.float32, device=device)
+    source = torch.randn(1 << 28 if on_gpu else 1 << 20, device=device)
     target = torch.empty_like(source)
     # The driver's copy is not always the fastest.
     copy_us = min(timer([lambda: target.copy_(source)]), timer([lambda: torch.neg(source, out=target)]))
@@ -80,15 +81,20 @@ def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
     return Ceilings(2 * source.nbytes / copy_us * 1e-6, 2 * width**3 / matmul_us * 1e-6)
 
 
-def quick_graph_microseconds(calls: list[Callable[[], Any]]) -> float:
+def graph_microseconds(calls: Calls) -> float:
+    """Median time of one call, by graph_samples."""
+    return statistics.median(graph_samples(calls))
+
+
+def quick_graph_microseconds(calls: Calls) -> float:
     """As graph_microseconds, in a quarter of the time: to compare many configurations."""
-    return graph_microseconds(calls, graph_s=1.5e-3, replays=5, spend_ms=10.0)
+    return statistics.median(graph_samples(calls, graph_s=1.5e-3, replays=5, spend_ms=10.0))
 
 
-def graph_microseconds(
-    calls: list[Callable[[], Any]], graph_s: float = 4e-3, replays: int = 7, spend_ms: float = 60.0
-) -> float:
-    """Median time of one call, from replays of a CUDA graph that goes through `calls` at least once.
+def graph_samples(
+    calls: Calls, graph_s: float = 4e-3, replays: int = 7, spend_ms: float = 60.0
+) -> list[float]:
+    """Microseconds of one call in each replay of a CUDA graph that goes through `calls` at least once.
 
     A graph takes about `graph_s`; it is replayed at least `replays` times, up to thrice that in `spend_ms`.
     """
@@ -117,11 +123,16 @@ def graph_microseconds(
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3 / (rounds * len(calls))
+    return [1e3 * ms / (rounds * len(calls)) for ms in times]
 
 
-def wall_microseconds(calls: list[Callable[[], Any]]) -> float:
-    """Median time of one call by the clock: for what can't be captured, and for the CPU."""
+def wall_microseconds(calls: Calls) -> float:
+    """Median time of one call by the clock, by wall_samples."""
+    return statistics.median(wall_samples(calls))
+
+
+def wall_samples(calls: Calls) -> list[float]:
+    """Microseconds of calls by the clock: for what can't be captured, and for the CPU."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     times = []
     for call in [calls[0], *calls[:5]]:
@@ -131,8 +142,8 @@ def wall_microseconds(calls: list[Callable[[], Any]]) -> float:
         call()
         if on_gpu:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:]) * 1e6
+        times.append(1e6 * (time.perf_counter() - begin))
+    return times[1:]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

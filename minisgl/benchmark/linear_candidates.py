@@ -12,6 +12,8 @@ from triton_kernels.linear_many import TiledConfig
 
 SHARED_BYTES = 227 * 1024
 MULTIPROCESSORS = 132
+FEWEST_PROGRAMS, MOST_PROGRAMS = 48, 640
+"""For up to 16 rows: fewer leave most multiprocessors idle, more only start more often."""
 LEAST_STEPS = 4
 """Steps over k that a split must have left."""
 
@@ -47,28 +49,31 @@ def plain_matrices(shape: ModelShape) -> list[Matrix]:
     return list(dict.fromkeys([*qkv_matrices(shape), *out_matrices(shape), head]))
 
 
-def few_rows_candidates(*, gated: bool, normed: bool) -> list[LinearConfig]:
+def few_rows_candidates(matrix: Matrix, *, gated: bool, normed: bool) -> list[LinearConfig]:
     """For up to 16 rows."""
     tiles = (
-        (16, 128, 2, 6),
         (16, 256, 2, 4),
+        (16, 256, 2, 8),
         (16, 256, 4, 4),
-        (16, 512, 2, 3),
+        (16, 512, 2, 4),
         (32, 128, 2, 6),
         (32, 128, 4, 6),
         (32, 256, 2, 4),
-        (64, 64, 4, 6),
         (64, 64, 4, 8),
         (64, 128, 4, 4),
         (64, 128, 4, 6),
     )
+    outputs = matrix.outputs // 2 if gated else matrix.outputs
+    tiles_held = (3 if gated else 2) if normed else 1
     configs = [LinearConfig(*tile) for tile in tiles]
     fitting = [
         config
         for config in configs
-        if linear_stage_bytes(config, gated, normed) * config.num_stages <= SHARED_BYTES
-        # What a thread holds of the rows, or of sums, must fit into its registers.
-        and config.block_k * (2 if normed else 1) / config.num_warps <= 256
+        if outputs / config.block_n <= MOST_PROGRAMS
+        and (config.block_n == 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
+        and linear_stage_bytes(config, gated, normed) * config.num_stages <= SHARED_BYTES
+        # What a thread holds of the rows and of their squares must fit into its registers.
+        and config.block_k * tiles_held / config.num_warps <= 256
     ]
     return [*fitting, APART] if normed else fitting
 

@@ -244,7 +244,13 @@ def model_folder(
             yield Path(name)
         return
     try:
-        folder = resolve_model_folder(config.model, cache_dir=cache_dir, progress=progress)
+        folder = resolve_model_folder(
+            config.model,
+            revision=config.revision,
+            tokenizer=config.tokenizer,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
     except ModelError as error:
         if config.model in MODEL_CONFIGS:
             raise ConfigError(

@@ -413,11 +413,18 @@ def _panel(chart: Chart, report: Report) -> Panel:
             Group(
                 str(row[chart.label]),
                 tuple(_number(row[name]) for name in chart.values),
-                tuple(format_cell(row[name]) for name in chart.values),
+                tuple(format_cell(row[name]) for name in chart.notes or chart.values),
             )
             for row in rows
         ]
-        return bars(chart.title, chart.values, groups, x_label=chart.x_label)
+        return bars(
+            chart.title,
+            chart.values,
+            groups,
+            limit=1.0 if chart.as_percent else None,
+            as_percent=chart.as_percent,
+            x_label=chart.x_label,
+        )
     spans = [
         Span(
             str(row[chart.lane]),

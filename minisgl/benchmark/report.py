@@ -100,6 +100,10 @@ class BarsChart(msgspec.Struct, frozen=True, kw_only=True, tag="bars"):
     label: str
     values: tuple[str, ...]
     x_label: str
+    notes: tuple[str, ...] = ()
+    """Columns to write at the ends of the bars instead of the values."""
+    as_percent: bool = False
+    """The values are shares, and 1 is the right end."""
 
 
 class TimelineChart(msgspec.Struct, frozen=True, kw_only=True, tag="timeline"):

@@ -40,10 +40,6 @@ class KernelBenchSettings:
     baselines: str = "inductor,flashinfer"
     """What to time beside ours, separated by commas: "inductor" (plain torch under torch.compile, which
     compiles for some seconds at every shape) and "flashinfer" (where it is installed); "none"."""
-    out: str | None = None
-    """Write the results to this file, as JSON."""
-    plot: str | None = None
-    """Draw the results to this .png, .svg or .html; needs matplotlib."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from minisgl.engine.device import find_device_facts, free_host_bytes
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
-from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.prefill_graphs import PrefillGraphs, Record
 from minisgl.engine.profile import bytes_of, measure_peaks, warm_up_prefill
 from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.replace_kernels import replace_kernels
@@ -522,17 +522,11 @@ def _assemble(
     chunk_graphs = None
     if chunk_buckets:
         assert recorder is not None
-        try:
-            chunk_graphs = _record_prefill(model, rows, recorder, chunk_buckets, pages, stager, device)
-        except Exception as error:
-            if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
-                raise
-            logger.warning(
-                "prefill can't be recorded, so it runs uncaptured, which is slower for short prompts; "
-                "--max-graph-tokens 0 asks for that, --strict-compile makes this an error. It said:",
-                exc_info=True,
-            )
-        stages.done(f"record {len(chunk_buckets)} prefill graphs")
+        chunk_graphs = _record_prefill(
+            config, model, rows, recorder.record, chunk_buckets, pages, stager, device, ranks
+        )
+        num_recorded = len(chunk_graphs.buckets) if chunk_graphs is not None else 0
+        stages.done(f"record {num_recorded} prefill graphs")
     if device.type == "cuda":
         kernels = KernelCompilations()
     runner = ModelRunner(
@@ -641,17 +635,27 @@ def _special_decode(
 
 
 def _record_prefill(
+    config: EngineConfig,
     model: Decoder,
     rows: Rows,
-    recorder: GraphRecorder,
+    record: Record,
     buckets: tuple[PrefillBucket, ...],
     pages: HostPageTable,
     stager: Stager,
     device: torch.device,
-) -> PrefillGraphs:
-    """The prefill step with a graph for every bucket."""
-    graphs = PrefillGraphs(
-        partial(prefill_step, model, rows), recorder.record, buckets, pages, stager, device
-    )
-    graphs.warm_up()
+    ranks: "Ranks | None" = None,
+) -> PrefillGraphs | None:
+    """The prefill step with graphs; None where it can't be recorded, which is said."""
+    graphs = PrefillGraphs(partial(prefill_step, model, rows), record, buckets, pages, stager, device)
+    try:
+        graphs.warm_up(agree=bool if ranks is None else lambda worth: bool(ranks.minimum(worth)))
+    except Exception as error:
+        if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
+            raise
+        logger.warning(
+            "prefill can't be recorded, so it runs uncaptured, which is slower for short prompts; "
+            "--max-graph-tokens 0 asks for that, --strict-compile makes this an error. It said:",
+            exc_info=True,
+        )
+        return None
     return graphs

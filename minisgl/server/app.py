@@ -11,21 +11,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
 from aiohttp import HttpVersion11, web
 
 from minisgl.errors import MinisglError
-from minisgl.request import MAX_SEED, SamplingParams, fit_to_context
+from minisgl.request import SamplingParams, fit_to_context, for_choice, with_bad_words_ids
 from minisgl.server.admin import Admin
+from minisgl.server.choice_details import ChoiceDetails
 from minisgl.server.frontend import Delta, Frontend, Stream
 from minisgl.server.middleware import CallFacts, Gate, facts_of, json_answer
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
-from minisgl.server.replies import PlainText, Shape, Usage, error_body, error_of, sse
+from minisgl.server.replies import NO_FIELDS, Choice, PlainText, Shape, Usage, error_body, error_of, sse
 from minisgl.server.schemas import GenerateBody, read_body
 from minisgl.server.served_model import ServedModel
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
 from minisgl.server.uploads import Uploads
+from minisgl.text.bad_words import bad_words_ids
 
 log = logging.getLogger(__name__)
 
@@ -79,17 +80,17 @@ class Api:
             stream, tally, request_id = call.stream, call.tally, facts_of(request).request_id
             shape = Shape(call.is_chat, self._model.name, request_id, call.options.include_usage)
             if call.is_plain:
-                return await self._send_stream(request, stream, PlainText(), tally)
+                return await self._send_stream(request, stream, PlainText(), tally, ())
             if call.options.stream:
-                return await self._send_stream(request, stream, shape, tally)
-            pieces: list[list[str]] = [[] for _ in range(stream.num_choices)]
-            reasons = [""] * stream.num_choices
+                return await self._send_stream(request, stream, shape, tally, call.details)
+            deltas: list[list[Delta]] = [[] for _ in range(stream.num_choices)]
             async for delta in stream.deltas():
                 tally.take(delta)
-                pieces[delta.choice].append(delta.text)
-                reasons[delta.choice] = delta.finish_reason or ""
-        texts = map("".join, pieces)
-        return json_answer(shape.whole(list(zip(texts, reasons, strict=True)), tally.usage()))
+                deltas[delta.choice].append(delta)
+        choices = [
+            _join(own, call.details[index] if call.details else None) for index, own in enumerate(deltas)
+        ]
+        return json_answer(shape.whole(choices, tally.usage()))
 
     async def _receive(
         self,
@@ -109,14 +110,23 @@ class Api:
                 self._frontend.open(num_prompts * options.n, facts.request_id)
             )
             prompts = await self._threads.run(len(body), lambda: self._encode(call))
-            params = [_for_choice(options.params, rank) for rank in range(options.n)]
+            shared = options.params
+            if shared.bad_words:
+                shared = with_bad_words_ids(shared, bad_words_ids(self._model.tokenizer, shared.bad_words))
+            params = [for_choice(shared, rank) for rank in range(options.n)]
             choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
             stream.submit(choices, "messages" if is_chat else "prompt", options.priority)
             is_plain = isinstance(call, CompletionCall) and call.is_plain
-            return Call(stream, options, is_chat, is_plain, Tally(prompts, options.n, facts))
+            details = self._details(call, prompts) if options.wanted.anything else []
+            return Call(stream, options, is_chat, is_plain, Tally(prompts, options.n, facts), details)
 
     async def _send_stream(
-        self, request: web.Request, stream: Stream, shape: Shape | PlainText, tally: "Tally"
+        self,
+        request: web.Request,
+        stream: Stream,
+        shape: Shape | PlainText,
+        tally: "Tally",
+        details: Sequence[ChoiceDetails],
     ) -> web.StreamResponse:
         """Server-sent events. Until the first one is there, an error is still an ordinary HTTP error."""
         response = web.StreamResponse(
@@ -134,7 +144,13 @@ class Api:
         try:
             async for delta in stream.deltas():
                 tally.take(delta)
-                events = shape.piece(delta.choice, delta.text, delta.finish_reason)
+                text, fields = delta.text, NO_FIELDS
+                if details:
+                    before, fields = details[delta.choice].take(
+                        delta.token_ids, delta.logprobs, delta.prompt_logprobs
+                    )
+                    text = before + text
+                events = shape.piece(delta.choice, text, delta.finish_reason, fields)
                 if not response.prepared:
                     await response.prepare(request)
                     events = shape.opening(stream.num_choices) + events
@@ -153,6 +169,26 @@ class Api:
         finally:
             cut.cancel()
         return response
+
+    def _details(
+        self, call: ChatCall | CompletionCall, prompts: Sequence[Sequence[int]]
+    ) -> list[ChoiceDetails]:
+        """For each choice, in order."""
+        tokenizer, wanted = self._model.tokenizer, call.options.wanted
+        details = []
+        for index, prompt_ids in enumerate(prompts):
+            text = ""
+            if wanted.echo and isinstance(call, CompletionCall):
+                given = call.prompts[index]
+                text = (
+                    given
+                    if isinstance(given, str)
+                    else tokenizer.decode(given, skip_special_tokens=wanted.skip_special_tokens)
+                )
+            for rank in range(call.options.n):
+                is_first = index == rank == 0
+                details.append(ChoiceDetails(tokenizer, wanted, prompt_ids, text, is_first))
+        return details
 
     def _encode(self, call: ChatCall | CompletionCall) -> list[list[int]]:
         """Token ids of the call's prompts; ends at the first that is too long.
@@ -182,6 +218,7 @@ class Call(NamedTuple):
     is_chat: bool
     is_plain: bool  # the answer is text without JSON around it
     tally: "Tally"
+    details: list[ChoiceDetails]  # for each choice; empty where nothing is asked for but text
 
 
 class Tally:
@@ -249,8 +286,15 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     return json_answer(error_body(417, "expectation_failed", "Expect may only be 100-continue"), 417)
 
 
-def _for_choice(params: SamplingParams, rank: int) -> SamplingParams:
-    """Choices of one prompt differ, also under a seed, and the first is what n = 1 gives."""
-    if params.seed is None or rank == 0:
-        return params
-    return msgspec.structs.replace(params, seed=(params.seed + rank) & MAX_SEED)
+def _join(deltas: Sequence[Delta], details: ChoiceDetails | None) -> Choice:
+    """A choice that has ended."""
+    text = "".join(delta.text for delta in deltas)
+    reason = deltas[-1].finish_reason or ""
+    if details is None:
+        return Choice(text, reason)
+    before, fields = details.take(
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        [entry for delta in deltas for entry in delta.logprobs or ()],
+        deltas[0].prompt_logprobs,
+    )
+    return Choice(before + text, reason, fields)

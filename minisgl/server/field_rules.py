@@ -3,21 +3,11 @@
 from minisgl.text.field_rules import Rules, one_of
 
 
-def _zero(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
-
-
 def _one(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 1
 
 
-UNSUPPORTED_BY_BOTH: Rules = {
-    "frequency_penalty": _zero,
-    "presence_penalty": _zero,
-    "repetition_penalty": _one,
-    "logit_bias": one_of({}),
-    "store": one_of(False),
-}
+UNSUPPORTED_BY_BOTH: Rules = {"store": one_of(False)}
 UNSUPPORTED_BY_CHAT: Rules = {
     **UNSUPPORTED_BY_BOTH,
     "tools": one_of([]),
@@ -26,8 +16,6 @@ UNSUPPORTED_BY_CHAT: Rules = {
     "functions": one_of([]),
     "function_call": one_of("none"),
     "response_format": one_of({"type": "text"}),
-    "logprobs": one_of(False),
-    "top_logprobs": _zero,
     "modalities": one_of(["text"]),
     "audio": one_of(),
     "prediction": one_of(),
@@ -38,7 +26,5 @@ UNSUPPORTED_BY_CHAT: Rules = {
 UNSUPPORTED_BY_COMPLETIONS: Rules = {
     **UNSUPPORTED_BY_BOTH,
     "best_of": _one,
-    "echo": one_of(False),
-    "logprobs": one_of(),  # 0 asks for the chosen token's
     "suffix": one_of(""),
 }

@@ -28,6 +28,9 @@ from minisgl.server.uploads import Uploads
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 16384
+"""Connections the kernel may hold until they are taken, as far as net.core.somaxconn lets it: beyond that it
+drops what comes, and clients wait or are reset."""
 LAST_ANSWERS_S = 2.0
 """How long clients may take to read the end of their answer when the server stops."""
 
@@ -110,7 +113,7 @@ async def open_front(settings: FrontSettings, link: EngineLink, listener: socket
     )
     await runner.setup()
     await siblings.start()
-    await web.SockSite(runner, listener, ssl_context=tls).start()
+    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
     return Front(model, frontend, siblings, threads, runner)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import IDS_PER_SERVER, AbortRequest, AddRequest, StepOutput, ToEngine
-from minisgl.request import FinishReason, RequestOutput, SamplingParams, fit_to_context
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
 from minisgl.server.stats import FrontStats, Rate
 from minisgl.text.reply import ReplyText
 from minisgl.text.stop import StopStrings
@@ -38,6 +38,9 @@ class Delta(NamedTuple):
     num_tokens: int  # new tokens that count
     num_cached_tokens: int  # of its prompt; known with the first tokens
     finish_reason: str | None  # "stop" or "length" with the last delta of a choice
+    token_ids: list[int]  # those that count
+    logprobs: list[TokenLogprobs] | None = None  # of these, where asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with a choice's first delta, where asked for
 
 
 class Running:
@@ -269,7 +272,14 @@ class Frontend:
             bare = msgspec.structs.replace(fitted, stop=()) if fitted.stop else fitted
             prompt = np.asarray(prompt_ids, "<i4").tobytes()
             messages.append(AddRequest(next(self._ids), prompt, bare, priority))
-            text = ReplyText(self._tokenizer, prompt_ids, stops[params.stop])
+            text = ReplyText(
+                self._tokenizer,
+                prompt_ids,
+                stops[params.stop],
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
             running.append(Running(stream, choice, text, len(prompt_ids)))
         self._check_queued_tokens(sum(entry.num_prompt_tokens for entry in running))
         # Sent last, when nothing can fail any more but the engine: `close` then aborts what was sent.
@@ -374,8 +384,18 @@ class Frontend:
             if reason is None:
                 self._tell_abort(output.request_id)
         word = None if ended is None else ended.value
+        num_tokens = piece.num_tokens
         running.stream.put(
-            Delta(running.choice, piece.text, piece.num_tokens, output.num_cached_tokens, word)
+            Delta(
+                running.choice,
+                piece.text,
+                num_tokens,
+                output.num_cached_tokens,
+                word,
+                output.token_ids[:num_tokens],
+                None if output.logprobs is None else output.logprobs[:num_tokens],
+                output.prompt_logprobs,
+            )
         )
 
     def _tell_abort(self, request_id: int) -> None:

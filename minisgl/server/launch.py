@@ -24,7 +24,7 @@ from minisgl.errors import ConfigError, EngineDeadError, RequestError
 from minisgl.messages import Ready, StartupStage
 from minisgl.server.api_workers import ApiWorkers
 from minisgl.server.engine_link import EngineLink, EngineProcess
-from minisgl.server.front import Front, FrontSettings, open_front, tls_context
+from minisgl.server.front import BACKLOG, Front, FrontSettings, open_front, tls_context
 from minisgl.server.served_model import served_name
 from minisgl.server.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
 from minisgl.transport import make_ipc_dir
@@ -35,7 +35,6 @@ WORKER = ("-m", "minisgl.engine.worker")
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
-BACKLOG = 1024
 OTHER_FILES = 64
 """Open files beside the connections of requests: sockets, logs, libraries."""
 

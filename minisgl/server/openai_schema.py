@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.errors import RequestError
-from minisgl.request import SamplingParams
+from minisgl.request import MAX_LOGPROBS, SamplingParams
+from minisgl.server.choice_details import Wanted
 from minisgl.server.field_rules import UNSUPPORTED_BY_CHAT, UNSUPPORTED_BY_COMPLETIONS
 from minisgl.text.field_rules import kind_of, refuse_unsupported
 from minisgl.text.messages import normalize_messages
@@ -29,6 +30,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +39,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedFields(msgspec.Struct, frozen=True):
-    """What both endpoints understand. The last four are extensions that other engines have too."""
+    """What both endpoints understand. From top_k on they are extensions that other engines have too."""
 
     model: str | None = None
     stream: bool | None = None
@@ -48,10 +50,23 @@ class SharedFields(msgspec.Struct, frozen=True):
     top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id -> what is added to its logit."""
     top_k: int | None = None
     min_p: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    """For each token of the prompt its log probability and those of so many likeliest tokens."""
+    return_token_ids: bool | None = None
     priority: int | None = None
     """Larger runs sooner; default 0."""
 
@@ -59,12 +74,17 @@ class SharedFields(msgspec.Struct, frozen=True):
 class ChatFields(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True):
     prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    """The text begins with the prompt, and so do the logprobs."""
+    logprobs: int | None = None
 
 
 class CallOptions(NamedTuple):
@@ -76,6 +96,7 @@ class CallOptions(NamedTuple):
     n: int
     params: SamplingParams
     priority: int = 0
+    wanted: Wanted = Wanted()
 
 
 class ChatCall(NamedTuple):
@@ -103,11 +124,22 @@ def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
     chat, shared = convert(fields, ChatFields), convert(fields, SharedFields)
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
-    wanted = chat.max_completion_tokens
-    _at_least_one("max_completion_tokens", wanted)
+    if chat.top_logprobs and not chat.logprobs:
+        raise RequestError(
+            400, "invalid_value", "top_logprobs is only allowed with logprobs: true", "top_logprobs"
+        )
+    limit = chat.max_completion_tokens
+    _at_least_one("max_completion_tokens", limit)
+    _at_least_one("max_tokens", shared.max_tokens)
+    logprobs = _count("top_logprobs", chat.top_logprobs or 0) if chat.logprobs else None
     return ChatCall(
         messages,
-        _options(shared, defaults, wanted if wanted is not None else shared.max_tokens),
+        _options(
+            shared,
+            defaults,
+            limit if limit is not None else shared.max_tokens,
+            Wanted(chat=True, logprobs=logprobs),
+        ),
         chat.chat_template_kwargs or {},
         chat.add_generation_prompt is not False,
     )
@@ -124,8 +156,11 @@ def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -
     refuse_unsupported(fields, known, UNSUPPORTED_BY_COMPLETIONS)
     completion, shared = convert(fields, CompletionFields), convert(fields, SharedFields)
     prompts = _prompts(completion.prompt, vocab_size)
-    wanted = shared.max_tokens if shared.max_tokens is not None else COMPLETION_MAX_TOKENS
-    return CompletionCall(prompts, _options(shared, defaults, wanted))
+    wanted = Wanted(logprobs=_count("logprobs", completion.logprobs), echo=bool(completion.echo))
+    limit = shared.max_tokens if shared.max_tokens is not None else COMPLETION_MAX_TOKENS
+    if not (limit == 0 and (wanted.echo or shared.prompt_logprobs is not None)):
+        _at_least_one("max_tokens", limit)
+    return CompletionCall(prompts, _options(shared, defaults, limit, wanted))
 
 
 def check_template_variables(variables: dict[str, Any] | None) -> None:
@@ -175,7 +210,9 @@ def convert(fields: dict[str, Any], kind: type[Any]) -> Any:
         raise RequestError(400, "invalid_type", message, name) from None
 
 
-def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int | None) -> CallOptions:
+def _options(
+    shared: SharedFields, defaults: SamplingDefaults, max_tokens: int | None, wanted: Wanted
+) -> CallOptions:
     n = 1 if shared.n is None else shared.n
     if not 1 <= n <= MAX_CHOICES:
         raise RequestError(400, "invalid_value", f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
@@ -188,14 +225,34 @@ def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int |
         raise RequestError(
             400, "invalid_value", f"stop may hold {MAX_STOPS} strings, got {len(stop)}", "stop"
         )
-    _at_least_one("max_tokens", max_tokens)
+    if shared.prompt_logprobs is not None and shared.stream:
+        raise RequestError(
+            400, "invalid_value", "prompt_logprobs can't be streamed; use stream: false", "prompt_logprobs"
+        )
+    wanted = wanted._replace(
+        prompt_logprobs=_count("prompt_logprobs", shared.prompt_logprobs),
+        return_token_ids=bool(shared.return_token_ids),
+        skip_special_tokens=shared.skip_special_tokens is not False,
+    )
+    of_prompt = [wanted.prompt_logprobs, wanted.logprobs if wanted.echo else None]
     given = {
         "temperature": _first(shared.temperature, defaults.temperature),
         "top_p": _first(shared.top_p, defaults.top_p),
         "top_k": _first(shared.top_k, defaults.top_k),
         "min_p": _first(shared.min_p, defaults.min_p),
         "seed": shared.seed,
+        "presence_penalty": shared.presence_penalty,
+        "frequency_penalty": shared.frequency_penalty,
+        "repetition_penalty": _first(shared.repetition_penalty, defaults.repetition_penalty),
+        "logit_bias": _logit_bias(shared.logit_bias),
         "ignore_eos": shared.ignore_eos,
+        "min_tokens": shared.min_tokens,
+        "include_stop_str_in_output": shared.include_stop_str_in_output,
+        "skip_special_tokens": shared.skip_special_tokens,
+        "allowed_token_ids": shared.allowed_token_ids,
+        "bad_words": shared.bad_words,
+        "logprobs": wanted.logprobs,
+        "prompt_logprobs": max((count for count in of_prompt if count is not None), default=None),
     }
     return CallOptions(
         model=shared.model,
@@ -203,6 +260,7 @@ def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int |
         include_usage=bool(shared.stream_options and shared.stream_options.include_usage),
         n=n,
         priority=_priority(shared.priority),
+        wanted=wanted,
         params=SamplingParams(
             max_tokens=max_tokens,
             stop=tuple(stop),
@@ -214,6 +272,25 @@ def _options(shared: SharedFields, defaults: SamplingDefaults, max_tokens: int |
 
 def _first(given: Any, default: Any) -> Any:
     return default if given is None else given
+
+
+def _count(name: str, value: int | None) -> int | None:
+    if value is not None and not 0 <= value <= MAX_LOGPROBS:
+        raise RequestError(
+            400, "invalid_value", f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", name
+        )
+    return value
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if not given:
+        return None
+    for key in given:
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise RequestError(
+                400, "invalid_value", f"logit_bias: keys must be token ids, got {key[:60]!r}", "logit_bias"
+            )
+    return {int(key): bias for key, bias in given.items()}
 
 
 def _priority(given: int | None) -> int:

@@ -5,11 +5,12 @@ Promise: a field that OpenAI's clients read is there with OpenAI's name and type
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
+from minisgl.server.choice_details import Fields
 
 DONE = b"data: [DONE]\n\n"
 RETRY_AFTER_S = 2
@@ -35,6 +36,17 @@ class Usage(msgspec.Struct):
         }
 
 
+NO_FIELDS = Fields({}, {})
+
+
+class Choice(NamedTuple):
+    """One of the choices of a whole answer."""
+
+    text: str
+    finish_reason: str
+    fields: Fields = NO_FIELDS
+
+
 class Shape:
     """How one endpoint's answers look.
 
@@ -57,8 +69,8 @@ class Shape:
         self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else "text_completion"}
         self._encode = msgspec.json.Encoder().encode
 
-    def whole(self, choices: Sequence[tuple[str, str]], usage: Usage) -> bytes:
-        """The answer of `stream: false`; a choice is (text, finish_reason)."""
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The answer of `stream: false`."""
         return self._encode(
             {
                 **self._head,
@@ -72,10 +84,12 @@ class Shape:
                         ),
                         "logprobs": None,
                         "finish_reason": reason,
+                        **fields.choice,
                     }
-                    for index, (text, reason) in enumerate(choices)
+                    for index, (text, reason, fields) in enumerate(choices)
                 ],
                 "usage": usage.as_json(),
+                **choices[0].fields.call,
             }
         )
 
@@ -86,13 +100,14 @@ class Shape:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._event(index, {"delta": delta}, None) for index in range(num_choices))
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        """The events of new text, of an end, or of both; none when there is neither."""
+    def piece(self, index: int, text: str, finish_reason: str | None, fields: Fields = NO_FIELDS) -> bytes:
+        """The events of new text or fields, of an end, or of both; none when there is neither."""
+        is_news = bool(text) or fields is not NO_FIELDS
         if not self._chat:
-            if not text and finish_reason is None:
+            if not is_news and finish_reason is None:
                 return b""
-            return self._event(index, {"text": text}, finish_reason)
-        events = self._event(index, {"delta": {"content": text}}, None) if text else b""
+            return self._event(index, {"text": text}, finish_reason, fields)
+        events = self._event(index, {"delta": {"content": text}}, None, fields) if is_news else b""
         return events if finish_reason is None else events + self._event(index, {"delta": {}}, finish_reason)
 
     def ending(self, usage: Usage) -> bytes:
@@ -101,9 +116,17 @@ class Shape:
             return DONE
         return sse(self._encode({**self._chunk_head, "choices": [], "usage": usage.as_json()})) + DONE
 
-    def _event(self, index: int, content: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
-        chunk = {**self._chunk_head, "choices": [choice]}
+    def _event(
+        self, index: int, content: dict[str, Any], finish_reason: str | None, fields: Fields = NO_FIELDS
+    ) -> bytes:
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            **fields.choice,
+        }
+        chunk = {**self._chunk_head, "choices": [choice], **fields.call}
         if self._include_usage:
             chunk["usage"] = None
         return sse(self._encode(chunk))
@@ -116,7 +139,7 @@ class PlainText:
         """None."""
         return b""
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> bytes:
+    def piece(self, index: int, text: str, finish_reason: str | None, fields: Fields = NO_FIELDS) -> bytes:
         """The event of new text."""
         return sse(b"\ndata: ".join(text.encode().split(b"\n"))) if text else b""
 

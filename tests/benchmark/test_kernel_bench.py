@@ -1,18 +1,20 @@
 """`minisgl bench kernel` in Triton's interpreter, and the chart it draws."""
 
-import json
+import statistics
 import sys
 import xml.etree.ElementTree
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 import torch
 
 from minisgl.benchmark.kernel_baselines import PLAIN_TORCH
-from minisgl.benchmark.kernel_bench import LAUNCHERS, OTHERS
+from minisgl.benchmark.kernel_bench import LAUNCHERS, OTHERS, with_results
 from minisgl.benchmark.kernel_timing import Ceilings, Problem
 from minisgl.benchmark.model_shapes import find_shape
+from minisgl.benchmark.report import make_report, read_report
 from minisgl.benchmark.token_problems import (
     advance_rows_problem,
     fused_moe_problem,
@@ -31,20 +33,42 @@ CPU = torch.device("cpu")
 def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "k.json", tmp_path / "k.svg"
     names = ["norm", "_mul", "rope", "paged", "greedy", "advance_rows", "linear"]
-    words = ["bench", "kernel", *names, "--device", "cpu", "--model", "smollm2-135m"]
+    words = ["bench", "kernel", *names, "--device", "cpu", "--model", "smollm2-135m", "--commit", "abc123"]
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
-    report = json.loads(out.read_text())
+    report = read_report(out)
     every = LAUNCHERS.keys() | OTHERS.keys()
-    assert {result["op"] for result in report["results"]} == every - {"fused_moe", "moe_route"}
-    for result in report["results"]:
-        assert result["error"] < 1e-4
-        assert result["us"] > 0
-        assert result["unit"] in ("TB/s", "TFLOP/s")
-    assert (report["gpu"], report["model"]) == ("CPU interpreter", "smollm2-135m")
-    assert report["torch"] == torch.__version__
+    assert report.tables.keys() == every - {"fused_moe", "moe_route"}
+    assert {chart.title.partition(":")[0] for chart in report.charts} == report.tables.keys()
+    rows = [(op, row) for op, rows in report.tables.items() for row in rows]
+    for op, row in rows:
+        name = f"{op} {row['shape']} ours"
+        times = report.samples[f"{name}_us"]
+        assert report.metrics[f"{name}_p50_us"] == row["ours_us"] == statistics.median(times)
+        assert times
+        assert msgspec.convert(row["error"], float) < 1e-4
+        floor_us, us, fraction = (
+            msgspec.convert(row[c], float) for c in ("floor_us", "ours_us", "ours_fraction")
+        )
+        assert fraction == pytest.approx(floor_us / us, rel=0.05, abs=1e-3)
+        assert row["unit"] in ("TB/s", "TFLOP/s")
+        assert row["failed"] is None
+    assert (report.environment.git_commit, report.environment.torch) == ("abc123", torch.__version__)
+    assert (report.arguments["model"], report.arguments["names"]) == ("smollm2-135m", names)
     said = capsys.readouterr().out
-    assert f"{len(report['results'])} results, 0 failed" in said
-    assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
+    assert f"{len(rows)} results, 0 failed" in said
+    drawn = "".join(xml.etree.ElementTree.parse(plot).getroot().itertext())
+    assert "paged_decode: share of the roofline" in drawn
+    assert main(["bench", "compare", str(out), str(out)]) == 0
+    assert f"{rows[0][0]} {rows[0][1]['shape']} ours_p50_us" in capsys.readouterr().out
+
+
+def test_a_failed_kernel_has_its_words_in_the_report_and_no_time() -> None:
+    empty = make_report("kernel", arguments={}, metrics={}, command="test")
+    results = [("a", {"shape": "1x2", "failed": "wrong"}), ("b", {"shape": "3", "ours_us": 5.0})]
+    report = with_results(empty, results, {"b 3 ours_us": [4.0, 5.0, 9.0]})
+    assert (report.tables["a"][0]["failed"], report.tables["a"][0]["ours_us"]) == ("wrong", None)
+    assert report.metrics == {"b 3 ours_p50_us": 5.0}
+    assert [chart.title.partition(":")[0] for chart in report.charts] == ["b"]
 
 
 def test_a_replacement_is_timed_in_the_ops_place_and_a_wrong_one_fails(

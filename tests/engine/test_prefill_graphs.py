@@ -3,6 +3,7 @@
 "Recorded" here is a function that runs again on the same tensors, which is all that a graph can do.
 """
 
+import logging
 import random
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.config import ModelConfig
+from minisgl.config import EngineConfig, ModelConfig
 from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets
+from minisgl.engine.engine import _record_prefill
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill
-from minisgl.engine.prefill_graphs import PrefillGraphs, fewest_tokens
+from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
 from minisgl.models.decoder import Decoder
@@ -181,22 +183,51 @@ def test_many_short_chunks_get_more_padding_but_never_more_than_themselves() -> 
     assert prefill_buckets(0, 256) == ()
 
 
-def test_padding_is_computed_only_while_launching_would_take_as_long() -> None:
-    assert fewest_tokens(512, launch_s=0.012, replay_s=0.004) == 1
-    assert fewest_tokens(512, launch_s=0.012, replay_s=0.013) == 1
-    assert fewest_tokens(1024, launch_s=0.012, replay_s=0.024) == 896
-    times = iter([0.0, 0.030, 1.0, 1.001, 2.0, 2.010])  # 64 tokens: 30 ms; 16: 1 ms; a launch: 10 ms
+def test_only_what_runs_faster_than_it_is_launched_is_recorded() -> None:
     engine = Engine()
-    buckets = (PrefillBucket(16, 4), PrefillBucket(64, 4))
+    durations = (0.010, 0.015, 0.004, 0.011, 0.009, 0.012, 0.013)  # a launch, then two replays of each bucket
+    times = iter([value for start, duration in enumerate(durations) for value in (start, start + duration)])
+    buckets = tuple(PrefillBucket(tokens, 4) for tokens in (16, 32, 64, 128))
     graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU)
     with torch.inference_mode():
         graphs.warm_up(clock=lambda: next(times))
+    assert graphs.buckets == buckets[:2]
 
     def chosen(num_tokens: int) -> PrefillBucket | None:
         return graphs.bucket_for((Chunk(0, 0, bytes(4 * num_tokens), True),))
 
-    assert chosen(1) == chosen(16) == buckets[0]
-    assert chosen(17) is None
-    assert chosen(55) is None
-    assert chosen(56) == chosen(64) == buckets[1]
-    assert chosen(65) is None
+    assert [chosen(n) for n in (1, 16, 17, 32, 33, 64)] == [*buckets[:1] * 2, *buckets[1:2] * 2, None, None]
+
+
+def test_a_model_that_is_always_slower_than_its_launch_has_no_graphs() -> None:
+    engine = Engine()
+    times = iter([0.0, 0.010, 1.0, 1.030, 2.0, 2.030])
+    graphs = PrefillGraphs(engine.step, run_again, BUCKETS, engine.pages, Stager(CPU), CPU)
+    with torch.inference_mode():
+        graphs.warm_up(clock=lambda: next(times))
+    assert graphs.buckets == ()
+    assert graphs.bucket_for((Chunk(0, 0, bytes(4), True),)) is None
+
+
+def test_a_gpu_that_cannot_record_prefill_starts_without_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine()
+
+    def start(error: Exception, **settings: Any) -> PrefillGraphs | None:
+        def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            raise error
+
+        config = EngineConfig(**settings)
+        rest = (engine.model, engine.rows, record, BUCKETS, engine.pages, Stager(CPU), CPU)
+        return _record_prefill(config, *rest)
+
+    broken = RuntimeError("operation not permitted when stream is capturing")
+    with caplog.at_level(logging.WARNING):
+        assert start(broken) is None
+    assert "--max-graph-tokens 0" in caplog.text
+    assert "operation not permitted" in caplog.text
+    with pytest.raises(RuntimeError, match="not permitted"):
+        start(broken, strict_compile=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        start(torch.OutOfMemoryError("no room"))

@@ -50,7 +50,7 @@ from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.transport import EngineSocket
 
-COMMAND = re.compile(r"@(\w+) ?(.*?)(?=<\|im_end\|>|$)", re.DOTALL)
+COMMAND = re.compile(r"@(\w+) ?(.*?)(?=<\|im_end\|>|\Z)", re.DOTALL)
 
 
 class Answer:

@@ -71,6 +71,12 @@ def step(frontend: Frontend, *outputs: RequestOutput) -> None:
     frontend.take(StepOutput(list(outputs)))
 
 
+def figures(deltas: list[Delta]) -> list[tuple[int, str, int, int, str | None]]:
+    """Choice, text, tokens, cached tokens and end of each delta."""
+    assert all(len(delta.token_ids) == delta.num_tokens for delta in deltas)
+    return [delta[:5] for delta in deltas]
+
+
 async def read(stream: Stream, into: list[Delta] | None = None) -> list[Delta]:
     """All deltas; those before an error are found in `into`."""
     into = [] if into is None else into
@@ -93,7 +99,7 @@ def test_text_tokens_and_end_arrive(tokenizer: Tokenizer) -> None:
             step(frontend, RequestOutput(request.request_id, hello, None, 2))
             step(frontend, RequestOutput(request.request_id, eos, FinishReason.STOP, 2))
             deltas = await read(stream)
-        assert deltas == [(0, "hello", len(hello), 2, None), (0, "", 1, 2, "stop")]
+        assert figures(deltas) == [(0, "hello", len(hello), 2, None), (0, "", 1, 2, "stop")]
         assert wire.aborted() == []  # the engine ended it
 
     run(tokenizer, scenario)
@@ -109,7 +115,7 @@ def test_trap_21_a_stop_string_ends_the_request_and_tells_the_engine_once(tokeni
             request_id = wire.added()[0].request_id
             step(frontend, RequestOutput(request_id, ids))
             step(frontend, RequestOutput(request_id, ids))  # was on its way: dropped
-            assert await read(stream) == [(0, "hello ", upto, 0, "stop")]
+            assert figures(await read(stream)) == [(0, "hello ", upto, 0, "stop")]
             assert wire.aborted() == [request_id]
         assert wire.aborted() == [request_id]
 
@@ -123,7 +129,7 @@ def test_an_ordinary_token_given_as_stop_token_is_counted_and_not_text(tokenizer
         with frontend.open(1) as stream:
             stream.submit([([1], SamplingParams(stop_token_ids=(ids[-1],)))])
             step(frontend, RequestOutput(wire.added()[0].request_id, ids, FinishReason.STOP))
-            assert await read(stream) == [(0, "hello", len(ids), 0, "stop")]
+            assert figures(await read(stream)) == [(0, "hello", len(ids), 0, "stop")]
 
     run(tokenizer, scenario)
 
@@ -137,7 +143,7 @@ def test_trap_5_and_26_nothing_comes_after_the_end(tokenizer: Tokenizer) -> None
             ghost = RequestOutput(request_id, tokenizer.encode("ghost", False))
             step(frontend, end, ghost, end, RequestOutput(999, [1], FinishReason.STOP))
             assert frontend.num_running == 0
-            assert await read(stream) == [(0, "", 0, 0, "length")]
+            assert figures(await read(stream)) == [(0, "", 0, 0, "length")]
 
     run(tokenizer, scenario)
 

@@ -77,6 +77,92 @@ def test_trap_27_every_field_that_is_honoured_arrives() -> None:
     assert completion(stop="x").options.params.stop == ("x",)
 
 
+@pytest.mark.parametrize("parse", [chat, completion])
+def test_every_sampling_field_arrives(parse: Any) -> None:
+    fields = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "prompt_logprobs": 3,
+    }
+    lists = {"allowed_token_ids": [5, 6], "bad_words": ["a", "b"]}
+    options = parse(**fields, **lists, logit_bias={"5": 1.5, "7": -100}, return_token_ids=True).options
+    assert {name: getattr(options.params, name) for name in fields} == fields
+    assert {name: list(getattr(options.params, name)) for name in lists} == lists
+    assert options.params.logit_bias == {5: 1.5, 7: -100}
+    assert options.wanted.return_token_ids
+    assert options.wanted.prompt_logprobs == 3
+    assert not options.wanted.skip_special_tokens
+    assert not parse().options.wanted.anything
+    assert parse() == parse(**dict.fromkeys([*fields, *lists, "logit_bias", "return_token_ids"]))
+
+
+def test_the_ways_to_ask_for_logprobs() -> None:
+    def asked(call: ChatCall | CompletionCall) -> tuple[int | None, int | None]:
+        return call.options.params.logprobs, call.options.params.prompt_logprobs
+
+    assert asked(chat(logprobs=True)) == (0, None)
+    assert asked(chat(logprobs=True, top_logprobs=7)) == (7, None)
+    assert asked(chat(logprobs=False, top_logprobs=0)) == (None, None)
+    assert asked(completion(logprobs=0)) == (0, None)
+    assert asked(completion(logprobs=5, echo=True)) == (5, 5)
+    assert asked(completion(echo=True)) == (None, None)
+    assert asked(completion(logprobs=2, echo=True, prompt_logprobs=4)) == (2, 4)
+    assert completion(echo=True).options.wanted.echo
+
+
+def test_no_tokens_at_all_only_where_the_prompt_is_of_interest() -> None:
+    assert completion(max_tokens=0, echo=True).options.params.max_tokens == 0
+    assert completion(max_tokens=0, prompt_logprobs=0).options.params.max_tokens == 0
+    for parse in (chat, completion):
+        assert refusal(parse, max_tokens=0).param == "max_tokens"
+
+
+def test_the_models_repetition_penalty_is_a_default_like_the_others() -> None:
+    defaults = SamplingDefaults(repetition_penalty=1.1)
+    assert chat(defaults).options.params.repetition_penalty == 1.1
+    assert chat(defaults, repetition_penalty=1).options.params.repetition_penalty == 1
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields", "param"),
+    [
+        (chat, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (completion, {"logprobs": 21}, "logprobs"),
+        *[
+            (parse, fields, next(iter(fields)))
+            for parse in (chat, completion)
+            for fields in (
+                {"presence_penalty": False},
+                {"presence_penalty": 2.1},
+                {"frequency_penalty": -2.1},
+                {"repetition_penalty": 0},
+                {"logit_bias": {"one": 1}},
+                {"logit_bias": {"5": 101}},
+                {"logit_bias": {"-5": 1}},
+                {"logit_bias": {"99999999999": 1}},
+                {"min_tokens": -1},
+                {"min_tokens": 9, "max_tokens": 8},
+                {"prompt_logprobs": 21},
+                {"prompt_logprobs": 1, "stream": True},
+                {"allowed_token_ids": [-1]},
+                {"bad_words": [""]},
+            )
+        ],
+    ],
+)
+def test_a_sampling_field_that_cannot_be_honoured_is_named(
+    parse: Any, fields: dict[str, Any], param: str
+) -> None:
+    error = refusal(parse, **fields)
+    assert (error.status, error.param) == (400, param)
+    assert param in error.message
+
+
 @pytest.mark.parametrize(
     ("parse", "fields"),
     [
@@ -85,28 +171,13 @@ def test_trap_27_every_field_that_is_honoured_arrives() -> None:
         (chat, {"functions": [{}]}),
         (chat, {"function_call": "auto"}),
         (chat, {"response_format": {"type": "json_object"}}),
-        (chat, {"logprobs": True}),
-        (chat, {"top_logprobs": 2}),
         (chat, {"audio": {}}),
         (chat, {"modalities": ["audio"]}),
         (chat, {"prediction": {"type": "content"}}),
         (chat, {"reasoning_effort": "high"}),
         (chat, {"store": True}),
-        *[
-            (parse, fields)
-            for parse in (chat, completion)
-            for fields in (
-                {"logit_bias": {"5": 1}},
-                {"presence_penalty": 0.1},
-                {"frequency_penalty": -1},
-                {"repetition_penalty": 1.1},
-                {"presence_penalty": False},
-            )
-        ],
         (completion, {"best_of": 2}),
-        (completion, {"echo": True}),
         (completion, {"suffix": "end"}),
-        (completion, {"logprobs": 0}),
     ],
 )
 def test_trap_27_what_we_lack_is_refused_by_name(parse: Any, fields: dict[str, Any]) -> None:

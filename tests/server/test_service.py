@@ -206,6 +206,16 @@ def test_several_processes_answer_on_one_port_and_their_figures_are_added(many: 
     assert info["engine"]["num_held_rows"] == 0
 
 
+def test_of_a_crowd_of_connections_none_is_lost(many: RunningServer) -> None:
+    answers = asyncio.run(gather(many, ["@say hello"] * 900))
+    texts = [answer["choices"][0]["text"] for status, answer in answers if status == 200]
+    refusals = [answer["error"]["code"] for status, answer in answers if status == 429]
+    assert (len(texts) + len(refusals), set(texts)) == (900, {"hello"})
+    assert set(refusals) <= {"too_many_requests"}
+    sums = many.call("/server_info")[1]["server"]
+    assert (sums["num_open_requests"], sums["num_running_requests"]) == (0, 0)
+
+
 def test_an_abort_reaches_every_process(many: RunningServer) -> None:
     async def scenario() -> list[tuple[int, Any]]:
         waiting = asyncio.ensure_future(gather(many, ["@wait"] * 9))

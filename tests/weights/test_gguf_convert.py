@@ -6,106 +6,29 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiny_gguf import KINDS, MERGES, TOKENS, write_gguf
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl.errors import ModelError
 from minisgl.model_config import read_model_config
 from minisgl.weights.gguf_convert import (
-    LAYER_NAMES,
-    TOP_NAMES,
-    convert_llama_gguf,
+    ARCHITECTURES,
+    build_tokenizer,
+    convert_gguf,
+    hf_name,
+    llama3_rope,
     round_to_bfloat16,
     unpermute_rope_rows,
 )
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-# Byte-level letters, so that every one of the tokens below can be reached by merges.
-LETTERS = ["!", "a", "b", "c", "1", "2", "Ġ", "Ċ"]
-MERGES = ["a b", "Ġ ab", "1 2", "ab c"]
-TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    *LETTERS,
-    *(m.replace(" ", "") for m in MERGES),
-    "<mine>",
-    "[UNUSED]",
-]
-KINDS = [3, 3, 3, *[1] * (len(LETTERS) + len(MERGES)), 4, 5]
 
-
-def write_gguf(path: Path, *, pre: str = "smollm") -> LlamaForCausalLM:
-    """A tiny Llama as llama.cpp's converter would store it; returns transformers' own."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(KINDS)
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-    theirs = model.state_dict()
-    names = {hf: ours for ours, hf in TOP_NAMES.items() if hf != "lm_head.weight"}
-    names |= {
-        f"model.layers.{i}.{hf}.weight": f"blk.{i}.{ours}.weight"
-        for i in range(2)
-        for ours, hf in LAYER_NAMES.items()
-    }
-    for hf, ours in names.items():
-        values = theirs[hf].numpy().copy()
-        if ours.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = 4 if "attn_q" in ours else 2
-            values = values.reshape(heads, 2, 8, 64).swapaxes(1, 2).reshape(values.shape).copy()
-        if "ffn" in ours and values.ndim == 2:
-            blocks = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            theirs[hf].copy_(torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)))
-            writer.add_tensor(ours, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(ours, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return model
-
-
-@pytest.fixture
-def converted(tmp_path: Path) -> tuple[Path, LlamaForCausalLM]:
-    model = write_gguf(tmp_path / "m.gguf")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_model_is_the_original_rounded_to_bfloat16(architecture: str, tmp_path: Path) -> None:
+    original = write_gguf(tmp_path / "m.gguf", architecture=architecture)
     folder = tmp_path / "folder"
     folder.mkdir()
-    convert_llama_gguf(tmp_path / "m.gguf", folder)
-    return folder, model
-
-
-def test_the_weights_are_the_originals_rounded_to_bfloat16(converted: tuple[Path, LlamaForCausalLM]) -> None:
-    folder, original = converted
+    convert_gguf(tmp_path / "m.gguf", folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.bfloat16
     expected = original.state_dict()
@@ -118,9 +41,19 @@ def test_the_weights_are_the_originals_rounded_to_bfloat16(converted: tuple[Path
             parameter.copy_(parameter.to(torch.bfloat16))
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         assert torch.equal(loaded(ids).logits, original(ids).logits)
+    assert read_model_config(folder).architecture == ARCHITECTURES[architecture].hf_class
 
 
-def test_the_config_says_what_the_gguf_says(converted: tuple[Path, LlamaForCausalLM]) -> None:
+@pytest.fixture
+def converted(tmp_path: Path) -> tuple[Path, PreTrainedModel]:
+    model = write_gguf(tmp_path / "m.gguf")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    convert_gguf(tmp_path / "m.gguf", folder)
+    return folder, model
+
+
+def test_the_config_says_what_the_gguf_says(converted: tuple[Path, PreTrainedModel]) -> None:
     config = read_model_config(converted[0])
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert (config.rms_norm_eps, config.rope_theta, config.max_position) == (1e-5, 5000.0, 128)
@@ -130,7 +63,7 @@ def test_the_config_says_what_the_gguf_says(converted: tuple[Path, LlamaForCausa
 
 
 def test_the_tokenizer_splits_digits_merges_and_keeps_special_tokens_whole(
-    converted: tuple[Path, LlamaForCausalLM],
+    converted: tuple[Path, PreTrainedModel],
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted[0])
 
@@ -150,17 +83,67 @@ def test_the_tokenizer_splits_digits_merges_and_keeps_special_tokens_whole(
     assert rendered == "<|im_start|>a<|im_end|>"
 
 
+def test_llama_3s_frequencies_are_known_by_their_factors() -> None:
+    for factor in (8.0, 32.0):
+        settings = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        config = LlamaConfig(
+            head_dim=128,
+            max_position_embeddings=131072,
+            rope_parameters={**settings, "rope_theta": 500000.0},
+        )
+        plain = 500000.0 ** -(np.arange(64) / 64)
+        factors = (plain / LlamaRotaryEmbedding(config).inv_freq.numpy()).astype(np.float32)
+        assert llama3_rope(factors, 500000.0) == settings
+    with pytest.raises(ModelError, match=r"Llama 3\.1"):
+        llama3_rope(np.full(64, 2.0, dtype=np.float32), 500000.0)
+
+
+def test_numbers_and_words_are_cut_as_the_family_cuts_them() -> None:
+    """Four digits, a contraction, a space before a word: each pre-tokenizer has its own way."""
+    facts = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.token_type": KINDS,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    expected = {
+        "smollm": ["1", "2", "3", "4", "Ġwe", "'ll"],
+        "qwen2": ["1", "2", "3", "4", "Ġwe", "'ll"],
+        "llama-bpe": ["123", "4", "Ġwe", "'ll"],
+    }
+    for pre, pieces in expected.items():
+        tokenizer = build_tokenizer(facts | {"tokenizer.ggml.pre": pre})
+        assert tokenizer.pre_tokenizer is not None
+        assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("1234 we'll")] == pieces
+        starts_with_bos = tokenizer.encode("a").ids[0] == 1
+        assert starts_with_bos == (pre == "llama-bpe")
+
+
 def test_other_kinds_of_gguf_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tokenizer.gguf", pre="qwen2")
-    with pytest.raises(ModelError, match="qwen2"):
-        convert_llama_gguf(tmp_path / "tokenizer.gguf", tmp_path)
+    write_gguf(tmp_path / "tokenizer.gguf", pre="tekken")
+    with pytest.raises(ModelError, match=r"tekken.*--tokenizer"):
+        convert_gguf(tmp_path / "tokenizer.gguf", tmp_path)
+    convert_gguf(tmp_path / "tokenizer.gguf", tmp_path, with_tokenizer=False)
+    assert not (tmp_path / "tokenizer.json").exists()
     writer = gguf.GGUFWriter(str(tmp_path / "architecture.gguf"), "gptj")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match="gptj"):
-        convert_llama_gguf(tmp_path / "architecture.gguf", tmp_path)
+        convert_gguf(tmp_path / "architecture.gguf", tmp_path)
+    with pytest.raises(ModelError, match="ffn_gate_exps"):
+        hf_name("blk.0.ffn_gate_exps.weight", ARCHITECTURES["qwen3"])
+    (tmp_path / "no.gguf").write_bytes(b"no GGUF at all" * 10)
+    with pytest.raises(ModelError, match="can't be read as GGUF"):
+        convert_gguf(tmp_path / "no.gguf", tmp_path)
 
 
 def test_rounding_equals_torchs() -> None:
