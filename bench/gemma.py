@@ -15,12 +15,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 from subprocess import run
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "models"))
-from tiny_models import PagedRunner, load_ours
+from tiny_models import PagedRunner, load_ours  # pyright: ignore[reportMissingImports] - the path above
 
 from minisgl.weights.gguf_convert import convert_gguf
 
@@ -65,7 +66,7 @@ def check(gguf: Path, folder: Path) -> bool:
         converted.mkdir(exist_ok=True)
         convert_gguf(gguf, converted, with_tokenizer=False)
     ours = load_ours(converted)
-    theirs = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
+    theirs: Any = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     good = True
     cases = [(prompt, NEW_TOKENS) for prompt in PROMPTS]

@@ -212,6 +212,9 @@ class ServerConfig:
     """TCP port; 0 picks a free one and prints it."""
     served_model_name: str | None = None
     """Name clients must send as `model`. Auto: the value of --model; a folder's last part."""
+    sampling_defaults: str = "model"
+    """What holds where a request leaves temperature, top_p, top_k, min_p or repetition_penalty out: "model"
+    (its generation_config.json) or "openai" (temperature 1 and nothing else)."""
     max_queued_requests: int = 1024
     """Open requests beyond which new ones get 429."""
     max_queued_tokens: int | None = None
@@ -428,6 +431,12 @@ def check_server_config(config: ServerConfig) -> None:
     for flag in ("request_timeout_s", "upload_timeout_s", "heartbeat_timeout_s", "startup_timeout_s"):
         value = getattr(config, flag)
         _check(SHORTEST_S <= value <= LONGEST_S, flag, f"{SECONDS}, at least {SHORTEST_S}", value)
+    _check(
+        config.sampling_defaults in ("model", "openai"),
+        "sampling_defaults",
+        "one of model, openai",
+        repr(config.sampling_defaults),
+    )
     _check(config.log_level in LEVELS, "log_level", "one of " + ", ".join(LEVELS), repr(config.log_level))
 
 

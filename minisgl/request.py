@@ -18,7 +18,8 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 128
+MAX_BAD_WORDS = 64
+MAX_BAD_WORDS_IDS = 2 * MAX_BAD_WORDS  # a word with and without a space before it
 MAX_BAD_WORD_TOKENS = 16
 
 
@@ -68,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()
     """Only these tokens may be generated; () = all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that must not be generated, each with and without a space before it. The text side makes
+    """Up to 64 texts that must not be generated, each with and without a space before it. The text side makes
     `bad_words_ids` of them."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids, up to 128 of up to 16 tokens, whose last token is not generated behind the
@@ -111,9 +112,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         if self.max_tokens is not None and self.max_tokens < 0:
             refuse("max_tokens", "at least 0", self.max_tokens)
-        most = MAX_MIN_TOKENS if self.max_tokens is None else self.max_tokens
-        if not 0 <= self.min_tokens <= most:
-            refuse("min_tokens", f"from 0 to max_tokens ({most})", self.min_tokens)
+        limit = MAX_MIN_TOKENS if self.max_tokens is None else self.max_tokens
+        if not 0 <= self.min_tokens <= limit:
+            refuse("min_tokens", f"from 0 to max_tokens ({limit})", self.min_tokens)
         if not 0 <= self.temperature <= 100:
             refuse("temperature", "between 0 and 100", self.temperature)
         if not -1 <= self.top_k < 2**31:
@@ -154,9 +155,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         check_ids("allowed_token_ids", self.allowed_token_ids)
         check_texts("bad_words")
-        if max(len(self.bad_words), len(self.bad_words_ids)) > MAX_BAD_WORDS:
-            param = "bad_words" if len(self.bad_words) > MAX_BAD_WORDS else "bad_words_ids"
-            refuse(param, f"at most {MAX_BAD_WORDS}", len(getattr(self, param)))
+        for param, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_ids", MAX_BAD_WORDS_IDS)):
+            if len(getattr(self, param)) > most:
+                refuse(param, f"at most {most}", len(getattr(self, param)))
         for ids in self.bad_words_ids:
             if not isinstance(ids, list | tuple):
                 refuse("bad_words_ids", "a list of lists of token ids", ids, "invalid_type")
@@ -205,6 +206,9 @@ def with_bad_words_ids(params: SamplingParams, ids: tuple[tuple[int, ...], ...])
     Raises:
         RequestError: 400 when a word has too many tokens.
     """
+    if max(map(len, ids), default=0) > MAX_BAD_WORD_TOKENS:
+        message = f"bad_words must be words of up to {MAX_BAD_WORD_TOKENS} tokens each"
+        raise RequestError(400, "invalid_value", message, "bad_words")
     return msgspec.structs.replace(params, bad_words=(), bad_words_ids=params.bad_words_ids + ids)
 
 

@@ -21,8 +21,8 @@ from minisgl.request import SamplingParams
 SERVER = """
     --access-log --api-key --api-workers --cors-origin --drain-timeout-s --heartbeat-timeout-s --host
     --log-level --max-body-bytes --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log
-    --port --request-timeout-s --served-model-name --startup-timeout-s --tls-cert --tls-key
-    --upload-timeout-s
+    --port --request-timeout-s --sampling-defaults --served-model-name --startup-timeout-s --tls-cert
+    --tls-key --upload-timeout-s
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype

@@ -106,6 +106,7 @@ def test_what_no_engine_can_run_with_is_known_without_device_and_model(fields: d
         {"heartbeat_timeout_s": 0.0},
         {"startup_timeout_s": -1},
         {"log_level": "loud"},
+        {"sampling_defaults": "vendor"},
         {"host": None},
     ],
 )

@@ -109,6 +109,38 @@ def test_max_tokens_ends_with_length_and_is_cut_to_the_room(llm: LLM) -> None:
     assert (len(full.token_ids), full.finish_reason) == (4, FinishReason.LENGTH)
 
 
+def test_each_prompt_gets_n_completions_one_after_the_other(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=4, ignore_eos=True)
+    single = llm.generate(["One", "Two"], params)
+    several = llm.generate(["One", "Two"], params, n=2)
+    assert [reply.token_ids for reply in several[::2]] == [reply.token_ids for reply in single]
+    assert several[0].token_ids != several[1].token_ids
+    with pytest.raises(RequestError, match="n must be a whole number"):
+        llm.generate("One", params, n=0)
+
+
+def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=0)
+    (reply,) = llm.generate([[504, 3575, 282, 4649]], params)
+    assert reply.logprobs is not None
+    assert [entry.token_id for entry in reply.logprobs] == list(reply.token_ids)
+    assert [entry.top_ids[0] for entry in reply.logprobs] == list(reply.token_ids)
+    assert reply.prompt_logprobs is not None
+    assert [entry.token_id for entry in reply.prompt_logprobs] == [3575, 282, 4649]
+    (only_prompt,) = llm.generate([[504, 3575]], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert (only_prompt.token_ids, only_prompt.text) == ((), "")
+    assert only_prompt.prompt_logprobs is not None
+    assert only_prompt.prompt_logprobs[0].logprob == pytest.approx(reply.prompt_logprobs[0].logprob, abs=1e-3)
+
+
+def test_bad_words_do_not_come(llm: LLM) -> None:
+    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    (plain,) = llm.chat(ask, GREEDY)
+    (banned,) = llm.chat(ask, SamplingParams(temperature=0.0, max_tokens=16, bad_words=("Paris",)))
+    assert "Paris" in plain.text
+    assert "Paris" not in banned.text
+
+
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 5, 2)]
     replies = llm.generate(["a", "b", "c"], params)

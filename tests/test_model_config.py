@@ -302,7 +302,7 @@ def test_gemma_3_is_read_as_transformers_4_wrote_it(tmp_path: Path) -> None:
         num_hidden_layers=18,
     )
     config, theirs = read_model_config(folder), Gemma3TextConfig.from_pretrained(folder)
-    assert theirs.rope_parameters["full_attention"]["factor"] == 8.0
+    assert (theirs.rope_parameters or {})["full_attention"]["factor"] == 8.0
     assert config.rope_scaling == RopeScaling(kind="linear", factor=8.0)
     assert (config.rope_theta, config.local_rope_theta) == (1e6, 20000.0)
     assert config.windows == (512, 512, 512, 512, 512, 0) * 3

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.errors import RequestError
-from minisgl.request import SamplingParams, fit_to_context
+from minisgl.request import SamplingParams, fit_to_context, with_bad_words_ids
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_wrong_type_is_a_request_error_that_names_the_field(field: str, value:
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("allowed_token_ids", (-1,)),
         ("bad_words", ("",)),
-        ("bad_words", ("x",) * 129),
+        ("bad_words", ("x",) * 65),
         ("bad_words_ids", ((),)),
         ("bad_words_ids", (tuple(range(17)),)),
         ("bad_words_ids", ((1,),) * 129),
@@ -116,6 +116,13 @@ def test_only_a_request_without_output_may_fill_the_context() -> None:
     assert fit_to_context(100, SamplingParams(max_tokens=0), 100).max_tokens == 0
     with pytest.raises(RequestError, match="the prompt has 100 tokens"):
         fit_to_context(100, SamplingParams(max_tokens=1), 100)
+
+
+def test_a_bad_word_of_too_many_tokens_is_named() -> None:
+    params = SamplingParams(bad_words=("long",), bad_words_ids=((5,),))
+    assert with_bad_words_ids(params, ((1, 2), (3,))).bad_words_ids == ((5,), (1, 2), (3,))
+    with pytest.raises(RequestError, match="bad_words must be words of up to 16 tokens"):
+        with_bad_words_ids(params, (tuple(range(17)),))
 
 
 def test_one_stop_string_is_one_and_lists_are_taken() -> None:

@@ -31,7 +31,7 @@ from minisgl.engine.compiled import (
     WholeStep,
     import_compiler,
 )
-from minisgl.engine.device import find_device_facts, free_host_bytes
+from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_bytes
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.memory import check_weights_fit, graph_reserve_bytes, plan_memory
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
@@ -56,6 +56,7 @@ from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl.weights.dummy import fill_dummy
 from minisgl.weights.loader import load_weights
+from minisgl.weights.progress import logged_progress
 
 if TYPE_CHECKING:
     from minisgl.engine.follower_link import FollowerLink
@@ -378,7 +379,25 @@ def _build_rank(
         if config.dummy_weights:
             fill_dummy(model, config.seed)
         else:
-            load_weights(loadable, folder, model_config, dtype=dtype, device=device)
+            began = time.perf_counter()
+            num_bytes = load_weights(
+                loadable,
+                folder,
+                model_config,
+                dtype=dtype,
+                device=device,
+                on_progress=logged_progress(logger),
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            loaded_s = time.perf_counter() - began
+            logger.info(
+                "weights: %.2f GB in %.1f s, %.2f GB/s; peak host memory so far %.2f GB",
+                num_bytes / 1e9,
+                loaded_s,
+                num_bytes / 1e9 / loaded_s,
+                peak_host_bytes() / 1e9,
+            )
         stages.done("dummy weights" if config.dummy_weights else "load weights")
         if importing.ident is not None:
             importing.join()
@@ -631,7 +650,7 @@ def _special_decode(
     own_step = compiled.own_step if compiled is not None else None
     if recorder is None or own_step is None:
         return SpecialDecode(step, None, (), device)
-    return SpecialDecode(own_step, recorder.record, buckets, device)
+    return SpecialDecode(step, recorder.record, buckets, device, own_step)
 
 
 def _record_prefill(

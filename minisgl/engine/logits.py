@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from minisgl.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from minisgl.scheduler.plan import LogitRules, RowInit
 
 COUNT_MASK = (1 << 24) - 1
@@ -51,7 +51,9 @@ class StagedRules(NamedTuple):
     bad_words: np.ndarray  # [N * W * (L - 1)]
     bad_last: np.ndarray  # [N * W]
     recent: np.ndarray  # [N * (L - 1)]
-    marks: np.ndarray  # [N * V]
+    mark_base: np.ndarray  # [N]  of all tokens but those that are named
+    mark_at: np.ndarray  # [named tokens]  places in the flattened table, which has fewer than 2**31
+    mark: np.ndarray  # [named tokens]
 
 
 def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
@@ -62,11 +64,13 @@ def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
     min_len = np.zeros(num, dtype=np.int32)
     bias_ids = np.zeros((num, MAX_LOGIT_BIAS), dtype=np.int32)
     bias = np.zeros((num, MAX_LOGIT_BIAS), dtype=np.float32)
-    bad_words = np.full((num, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
-    bad_last = np.full((num, MAX_BAD_WORDS), -1, dtype=np.int32)
+    bad_words = np.full((num, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
+    bad_last = np.full((num, MAX_BAD_WORDS_IDS), -1, dtype=np.int32)
     recent = np.full((num, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
-    marks = np.zeros((num, vocab_size), dtype=np.int32)
-    for place, (_, rules) in enumerate(ruled):
+    mark_base = np.zeros(num, dtype=np.int32)
+    mark_at: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    mark: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    for place, (row, rules) in enumerate(ruled):
         floats[:, place] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
         min_len[place] = rules.min_len
         if rules.logit_bias:
@@ -79,7 +83,11 @@ def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
         prompt, output = np.frombuffer(rules.prompt, "<i4"), np.frombuffer(rules.output, "<i4")
         last = np.concatenate([prompt[-recent.shape[1] :], output])[-recent.shape[1] :]
         recent[place, recent.shape[1] - len(last) :] = last
-        _fill_marks(marks[place], rules, prompt, output)
+        mark_base[place] = BANNED if rules.allowed_token_ids else 0
+        marks = _marks(rules, prompt, output, vocab_size)
+        named = np.flatnonzero(marks != mark_base[place])
+        mark_at.append((row * vocab_size + named).astype(np.int32))
+        mark.append(marks[named])
     repetition, frequency, presence = floats.view(np.int32)
     return StagedRules(
         plain_rows=np.array([init.row for init in inits if init.rules is None], dtype=np.int32),
@@ -93,20 +101,23 @@ def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
         bad_words=bad_words.ravel(),
         bad_last=bad_last.ravel(),
         recent=recent.ravel(),
-        marks=marks.ravel(),
+        mark_base=mark_base,
+        mark_at=np.concatenate(mark_at),
+        mark=np.concatenate(mark),
     )
 
 
-def _fill_marks(marks: np.ndarray, rules: LogitRules, prompt: np.ndarray, output: np.ndarray) -> None:
-    """What is known of each token, into zeros int32 [V]."""
-    vocab_size = len(marks)
-    if rules.allowed_token_ids:
-        marks.fill(BANNED)
-        marks[list(rules.allowed_token_ids)] = 0
+def _marks(rules: LogitRules, prompt: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:
+    """What is known of each token, int32 [V]."""
+    marks = np.bincount(output, minlength=vocab_size).astype(np.int32)
     marks[prompt] |= IN_PROMPT
-    marks += np.bincount(output, minlength=vocab_size).astype(np.int32)
+    if rules.allowed_token_ids:
+        is_banned = np.ones(vocab_size, dtype=bool)
+        is_banned[list(rules.allowed_token_ids)] = False
+        marks[is_banned] |= BANNED
     ends = [token_id for token_id in rules.stop_ids if token_id < vocab_size]
     marks[ends] |= ENDS
+    return marks
 
 
 class LogitTables(nn.Module):
@@ -138,8 +149,8 @@ class LogitTables(nn.Module):
             table(name, torch.float32)
         table("bias_ids", torch.int32, MAX_LOGIT_BIAS)
         table("bias", torch.float32, MAX_LOGIT_BIAS)
-        table("bad_words", torch.int32, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1)
-        table("bad_last", torch.int32, MAX_BAD_WORDS)
+        table("bad_words", torch.int32, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1)
+        table("bad_last", torch.int32, MAX_BAD_WORDS_IDS)
         table("recent", torch.int32, MAX_BAD_WORD_TOKENS - 1)
         table("marks", torch.int32, vocab_size)
 
@@ -151,6 +162,8 @@ class LogitTables(nn.Module):
         if not row.numel():
             return
         self.has_rules[row] = True
+        self.marks[row] = parts.pop("mark_base")[:, None].expand(-1, self.vocab_size)
+        self.marks.view(-1)[parts.pop("mark_at")] = parts.pop("mark")
         for name, part in parts.items():
             target: Tensor = getattr(self, name)
             target[row] = part.view(target.dtype).view(row.numel(), *target.shape[1:])

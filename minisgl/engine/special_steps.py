@@ -92,15 +92,22 @@ class SpecialDecode:
     """Decode steps with extras, each recorded when the first batch of its size needs it.
 
     Args:
-        step: with compiled blocks, where there are.
+        step: uncompiled: what runs where nothing is recorded.
         record: None = nothing is recorded.
         buckets: ascending batch sizes to record.
+        own_step: what is recorded, with compiled blocks where there are; None = `step`.
     """
 
     def __init__(
-        self, step: DecodeStep, record: Record | None, buckets: tuple[int, ...], device: torch.device
+        self,
+        step: DecodeStep,
+        record: Record | None,
+        buckets: tuple[int, ...],
+        device: torch.device,
+        own_step: DecodeStep | None = None,
     ) -> None:
         self._step = step
+        self._own_step = own_step or step
         self._record = record
         self._buckets = buckets
         self._device = device
@@ -130,7 +137,7 @@ class SpecialDecode:
         padding = self._step.rows.max_rows
         row_ids = torch.full((bucket,), padding, dtype=torch.int32, device=self._device)
         try:
-            replay = self._record(lambda: special_decode(self._step, row_ids, extras, tables))
+            replay = self._record(lambda: special_decode(self._own_step, row_ids, extras, tables))
         except Exception:
             logger.warning(
                 "decode steps with penalties, biases, bans or log probabilities can't be recorded; they run "

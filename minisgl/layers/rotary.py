@@ -22,6 +22,8 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, loc
     Raises:
         ModelError: the config asks for a RoPE scaling that is not known here.
     """
+    if torch.device(device).type == "meta":  # only its size is asked for
+        return torch.empty(config.max_position, config.head_dim, device=device)
     theta, scaling = config.rope_theta, config.rope_scaling
     if local:
         theta, scaling = config.local_rope_theta, None

@@ -65,7 +65,7 @@ class ApiWorkers:
             worker.kill()
         await self._all_ended()
 
-    def ended(self, rank: int, code: int) -> None:
+    def note_end(self, rank: int, code: int) -> None:
         """A worker's process is over."""
         if not self._may_end and not self.failed.done():
             self.failed.set_result(f"server process {rank} ended (exit code {code})")
@@ -95,6 +95,8 @@ class ApiWorker:
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
+        fd = listener.fileno()
+        listener.close()  # the process has it now: no connection may wait on a copy that nobody takes from
         first_line = {
             "server": dataclasses.asdict(settings.server),
             "engine": dataclasses.asdict(settings.engine),
@@ -103,7 +105,7 @@ class ApiWorker:
             "ipc_dir": str(settings.ipc_dir),
             "rank": settings.rank,
             "engine_pid": settings.engine_pid,
-            "listener_fd": listener.fileno(),
+            "listener_fd": fd,
         }
         self.tell(json.dumps(first_line))
         threading.Thread(target=self._hear, name=f"server-{self._rank}", daemon=True).start()
@@ -127,7 +129,7 @@ class ApiWorker:
             if event is not None:
                 self._call(event.set)
         code = self._process.wait()
-        self._call(lambda: self._owner.ended(self._rank, code))
+        self._call(lambda: self._owner.note_end(self._rank, code))
         self._call(self.ended.set)
 
     def _call(self, callback: object) -> None:

@@ -84,7 +84,9 @@ async def open_front(settings: FrontSettings, link: EngineLink, listener: socket
     if server.access_log:
         start_access_log()
     threads = TextThreads()
-    model = await threads.run_aside(lambda: load_served_model(settings.model_folder, settings.model_name))
+    model = await threads.run_aside(
+        lambda: load_served_model(settings.model_folder, settings.model_name, server.sampling_defaults)
+    )
     frontend = Frontend(
         link.send,
         model.tokenizer,

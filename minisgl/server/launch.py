@@ -230,9 +230,7 @@ async def _drain(running: Running) -> bool:
         return True  # nothing runs yet, and an engine that loads does not listen
     limit_s = service.server.drain_timeout_s
     log.info("stopping: %d open requests may go on for %g s", frontend.num_open, limit_s)
-    everybody = asyncio.gather(frontend.wait_until_empty(), workers.all_empty())
-    await _first_of(everybody, *failures, signals.stop_now.wait(), timeout_s=limit_s)
-    everybody.cancel()
+    await _first_of(_all_empty(front, workers), *failures, signals.stop_now.wait(), timeout_s=limit_s)
     if any(failure.done() for failure in failures):
         return False
     frontend.fail_all(refusal)
@@ -240,6 +238,12 @@ async def _drain(running: Running) -> bool:
     if not signals.stop_now.is_set():
         await _first_of(process.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
+
+
+async def _all_empty(front: Front, workers: ApiWorkers) -> None:
+    """Returns when no server process has an open request."""
+    await front.frontend.wait_until_empty()
+    await workers.all_empty()
 
 
 def _fail(running: Running, reason: str) -> int:

@@ -37,8 +37,8 @@ class ServedModel(NamedTuple):
             )
 
 
-def load_served_model(folder: Path, name: str) -> ServedModel:
-    """Read tokenizer, chat template and generation_config.json.
+def load_served_model(folder: Path, name: str, sampling_defaults: str = "model") -> ServedModel:
+    """Read tokenizer, chat template and, for the defaults "model", generation_config.json.
 
     Raises:
         ModelError: the folder lacks a tokenizer, or one of its files is broken.
@@ -49,7 +49,9 @@ def load_served_model(folder: Path, name: str) -> ServedModel:
         created=int(time.time()),
         tokenizer=tokenizer,
         template=ChatTemplate.from_folder(folder, tokenizer),
-        defaults=_read_defaults(folder / "generation_config.json"),
+        defaults=_read_defaults(folder / "generation_config.json")
+        if sampling_defaults == "model"
+        else SamplingDefaults(),
     )
 
 

@@ -1,15 +1,15 @@
 """Streams a checkpoint's safetensors into the parameters of a model that is already allocated.
 
-Promise: a checkpoint that does not fit is refused before anything is copied; host memory holds one piece
-of one tensor at a time (the files are memory-mapped).
+Promise: a checkpoint that does not fit is refused before anything is copied; one file is mapped into memory
+at a time, and copied piece by piece.
 """
 
 import json
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,8 +47,10 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     on_progress: Progress = no_progress,
-) -> None:
+) -> int:
     """Fill `model`, whose parameters are allocated on `device`, from the safetensors in `folder`.
+
+    Returns the bytes of the parameters that were filled.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, unexpected or of another shape;
@@ -58,37 +60,54 @@ def load_weights(
     for name, view in targets.items():
         assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
-    with ExitStack() as stack:
-        tensors: dict[str, tuple[Path, Any]] = {}
-        for path in checkpoint_files(folder):
-            with _readable(path):
-                # Entered here, left by the stack: all files stay mapped until everything is copied.
-                file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if name in tensors:
-                        raise ModelError(
-                            f"{tensors[name][0]} and {path} both hold {name}; remove one of them"
-                        )
-                    tensors[name] = (path, file.get_slice(name))
-        _check_names_and_shapes(targets, {name: entry[1] for name, entry in tensors.items()}, config, folder)
+    files = checkpoint_files(folder)
+    _check_names_and_shapes(targets, _headers(files), config, folder)
 
-        total = sum(shard_of(target).memory.nbytes for target in targets.values())
-        done = 0
-        on_progress("loading the weights", done, total)
-        for name, (path, stored) in tensors.items():
-            if name not in targets:
-                continue
-            memory, place = shard_of(targets[name])
-            with _readable(path), torch.no_grad():
+    total = sum(shard_of(target).memory.nbytes for target in targets.values())
+    done = 0
+    on_progress("loading the weights", done, total)
+    for path in files:
+        # Mapped one after the other: what was read of a file goes with its mapping.
+        with _readable(path), safe_open(str(path), framework="pt", device="cpu") as file, torch.no_grad():
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name not in targets:
+                    continue
+                memory, place = shard_of(targets[name])
                 if place is None:
                     memory.zero_()
                     done += memory.nbytes
-                for rows, piece in _pieces(stored, place) if place is not None else ():
+                for rows, piece in _pieces(file.get_slice(name), place) if place is not None else ():
                     memory[rows].copy_(piece)
                     done += piece.numel() * memory.itemsize
                     on_progress("loading the weights", done, total)
     with torch.no_grad():
         model.loaded()
+    return total
+
+
+class Stored(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    shape: list[int]
+    dtype: str  # as safetensors writes it, for example "BF16"
+
+
+def _headers(files: list[Path]) -> dict[str, Stored]:
+    """Every tensor of the files, by name.
+
+    Raises:
+        ModelError: a file is damaged, or two hold the same name.
+    """
+    found: dict[str, Stored] = {}
+    place: dict[str, Path] = {}
+    for path in files:
+        with _readable(path), safe_open(str(path), framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name in found:
+                    raise ModelError(f"{place[name]} and {path} both hold {name}; remove one of them")
+                entry = file.get_slice(name)
+                found[name], place[name] = Stored(entry.get_shape(), entry.get_dtype()), path
+    return found
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -121,7 +140,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _check_names_and_shapes(
-    targets: dict[str, Tensor], stored: dict[str, Any], config: ModelConfig, folder: Path
+    targets: dict[str, Tensor], stored: dict[str, Stored], config: ModelConfig, folder: Path
 ) -> None:
     """Compare what the model needs with what the files' headers say.
 
@@ -137,17 +156,13 @@ def _check_names_and_shapes(
         complaints.append(f"not part of {config.architecture}: {_shown(unexpected)}")
     common = sorted(targets.keys() & stored.keys())
     shapes = [
-        f"{name} is {stored[name].get_shape()}, needed {list(targets[name].shape)}"
+        f"{name} is {stored[name].shape}, needed {list(targets[name].shape)}"
         for name in common
-        if stored[name].get_shape() != list(targets[name].shape)
+        if stored[name].shape != list(targets[name].shape)
     ]
     if shapes:
         complaints.append(f"wrong shape: {_shown(shapes)}")
-    kinds = [
-        f"{name} is {stored[name].get_dtype()}"
-        for name in common
-        if stored[name].get_dtype() not in FLOAT_DTYPES
-    ]
+    kinds = [f"{name} is {stored[name].dtype}" for name in common if stored[name].dtype not in FLOAT_DTYPES]
     if kinds:
         complaints.append(f"quantized or no numbers: {_shown(kinds)}")
     if complaints:

@@ -3,6 +3,7 @@
 Promise: a progress function never raises and never writes more than about ten times a second.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,21 @@ def progress_on(stream: TextIO | None = None) -> Progress:
     """
     out = stream if stream is not None else sys.stderr
     return _bar(out) if out.isatty() else _lines(out)
+
+
+def logged_progress(logger: logging.Logger, every_s: float = 5.0) -> Progress:
+    """A `Progress` for work counted in bytes: a line with share and GB/s from time to time, none if short."""
+    began = said = time.monotonic()
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said < every_s or done >= total:
+            return
+        said = now
+        logger.info("%s: %d %%, %.2f GB/s", stage, 100 * done // total, 1e-9 * done / (now - began))
+
+    return report
 
 
 def _lines(out: TextIO) -> Progress:

@@ -176,14 +176,14 @@ def _joined_folder(model: Path, tokenizer: Path, cache_dir: Path) -> Path:
         return place
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        build = Path(tempfile.mkdtemp(dir=place.parent))
-        for name, path in parts.items():
-            (build / name).symlink_to(path)
-        try:
-            os.rename(build, place)
-        except OSError:
-            if not place.is_dir():  # else another process was first, with the same links
-                raise
+        with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as build:
+            for name, path in parts.items():
+                (Path(build) / name).symlink_to(path)
+            try:
+                os.rename(build, place)
+            except OSError:
+                if not place.is_dir():  # else another process was first, with the same links
+                    raise
     except OSError as error:
         raise ModelError(f"can't make {place}: {error.strerror or error}") from error
     return place

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, PagedRunner, load_ours, logits_of, random_model
@@ -11,10 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from minisgl.config import EngineConfig
+from minisgl.engine.engine import build_engine
+from minisgl.messages import AddRequest
 from minisgl.model_config import FAMILIES
 from minisgl.models.decoder import Decoder
+from minisgl.request import SamplingParams
 
 LONGEST = 300
+NEW_TOKENS = 8
 TOLERANCE = 1e-4
 YARN = {
     "rope_type": "yarn",
@@ -181,17 +187,58 @@ def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
         assert_same(torch.cat(parts), pair.expected[:length])
 
 
+def greedy(theirs: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """transformers' next tokens; the mask says that a pad token in the prompt is none."""
+    generate: Any = theirs.generate
+    token_ids = torch.tensor([prompt])
+    with torch.no_grad():
+        answer = generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    return answer[0, len(prompt) :].tolist()
+
+
 def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
     prompt = pair.token_ids[:45]
-    with torch.no_grad():
-        generate: Any = pair.theirs.generate
-        answer = generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     runner = runner_for(pair)
     fed = prompt
-    for expected in answer[0, len(prompt) :].tolist():
+    for expected in greedy(pair.theirs, prompt):
         token = int(runner.feed([(0, fed)], last_only=True).argmax())
         assert token == expected
         fed = [token]
+
+
+@pytest.mark.parametrize("variant", ["mistral_window", "qwen3_moe_4_experts", "gemma3_windows"])
+def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
+    variant: str, tmp_path: Path
+) -> None:
+    family, settings = VARIANTS[variant]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        max_context_tokens=128,
+        max_running_requests=3,
+        chunk_tokens=23,
+        num_pages=32,
+    )
+    engine = build_engine(config, tmp_path, lambda stage, ms: None)
+    prompts = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (60, 5, 41)]
+    got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
+    while engine.has_work:
+        for output in engine.step():
+            got[output.request_id] += output.token_ids
+    engine.close()
+    assert list(got.values()) == [greedy(theirs, prompt) for prompt in prompts]
 
 
 def test_every_family_that_is_read_is_compared() -> None:

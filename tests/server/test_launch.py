@@ -187,6 +187,7 @@ def test_trap_30_draining_has_an_end(folder: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert json.loads(stream.result()[-1])["error"]["code"] == "shutting_down"
         assert exit_code(server) == 0
+    assert "Traceback" not in server.errors.read_text()
 
 
 def test_a_second_interrupt_stops_now(server: RunningServer) -> None:

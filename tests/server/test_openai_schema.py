@@ -1,12 +1,14 @@
 """Request bodies: what is honoured, what is refused by name, what may pass."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_model import make_folder
 
 from minisgl.errors import RequestError
 from minisgl.server.openai_schema import (
@@ -16,6 +18,7 @@ from minisgl.server.openai_schema import (
     parse_chat,
     parse_completion,
 )
+from minisgl.server.served_model import load_served_model
 
 NO_DEFAULTS = SamplingDefaults()
 VOCAB = 300
@@ -98,6 +101,13 @@ def test_every_sampling_field_arrives(parse: Any) -> None:
     assert not options.wanted.skip_special_tokens
     assert not parse().options.wanted.anything
     assert parse() == parse(**dict.fromkeys([*fields, *lists, "logit_bias", "return_token_ids"]))
+
+
+def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", generation={"temperature": 0.6, "repetition_penalty": 1.1})
+    ours = load_served_model(folder, "tiny").defaults
+    assert (ours.temperature, ours.repetition_penalty) == (0.6, 1.1)
+    assert load_served_model(folder, "tiny", "openai").defaults == NO_DEFAULTS
 
 
 def test_the_ways_to_ask_for_logprobs() -> None:

@@ -68,6 +68,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
         made.process.stdout.close()
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short name: sockets in it must fit in the 107 bytes of a socket's path."""
+    return tmp_path_factory.mktemp("ipc")
+
+
 def is_gone(pid: int) -> bool:
     """Whether no such process runs; a zombie nobody has reaped yet does not."""
     try:

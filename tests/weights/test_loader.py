@@ -1,12 +1,15 @@
 """Checkpoints into models: sharded or not, converted, complete or refused."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from minisgl.errors import ModelError
 from minisgl.model_config import read_model_config
@@ -174,3 +177,48 @@ def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ModelError, match="PyTorch files are not read"):
         load(tmp_path)
+
+
+def test_an_experts_matrices_go_to_their_place_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    theirs = MixtralForCausalLM(config)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    ours = load(tmp_path)
+    mixture = ours.get_submodule("layers.0.mlp")
+    expected = theirs.get_submodule("model.layers.0.mlp")
+    for name, its_name in (
+        ("gate_up", "experts.gate_up_proj"),
+        ("down", "experts.down_proj"),
+        ("router", "gate.weight"),
+    ):
+        assert torch.equal(mixture.get_parameter(name), expected.get_parameter(its_name))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_local_experts": 4}))
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.0\.block_sparse_moe\.experts\.3\.w1"):
+        load(tmp_path)
+
+
+def test_one_file_is_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path, max_shard_size="10KB")
+    opened: list[str] = []
+
+    @contextmanager
+    def counted(path: str, **settings: str) -> Iterator[object]:
+        assert not opened, f"{opened[0]} is still open"
+        opened.append(path)
+        with safe_open(path, **settings) as file:
+            yield file
+        opened.clear()
+
+    monkeypatch.setattr(loader, "safe_open", counted)
+    load(tmp_path)

@@ -1,8 +1,11 @@
 """Progress as a bar on a terminal and as lines elsewhere."""
 
 import io
+import logging
 
-from minisgl.weights.progress import Progress, progress_on
+import pytest
+
+from minisgl.weights.progress import Progress, logged_progress, progress_on
 
 
 class Terminal(io.StringIO):
@@ -38,3 +41,16 @@ def test_a_closed_stream_does_not_stop_the_work() -> None:
     report = progress_on(out)
     out.close()
     two_stages(report)
+
+
+def test_a_log_gets_share_and_rate_from_time_to_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("minisgl.weights.progress.time.monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    report = logged_progress(logging.getLogger("test"), every_s=5.0)
+    for done in range(9):
+        report("loading", done * 10**9, 8 * 10**9)
+        now += 2.0
+    assert caplog.messages == ["loading: 37 %, 0.50 GB/s", "loading: 75 %, 0.50 GB/s"]
