@@ -298,8 +298,11 @@ def main() -> None:
     if arguments.out:
         report = make_report(
             "front",
-            arguments={"clients": arguments.clients, "tokens": arguments.tokens, "crowd": arguments.crowd},
-            metrics={f"tokens_per_s_{row['api_workers']}": row["tokens_per_s"] for row in streams},
+            arguments={
+                **{name: getattr(arguments, name) for name in ("clients", "tokens", "crowd", "rounds")},
+                "load_average": round(os.getloadavg()[0], 1),  # of everybody on this machine
+            },
+            metrics={f"tokens_per_cpu_s_{row['api_workers']}": row["tokens_per_cpu_s"] for row in streams},
             tables={"streams": streams, "crowd": crowds},
         )
         write_report(arguments.out, report)

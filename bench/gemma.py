@@ -33,7 +33,7 @@ PROMPTS = (
     "Water boils at 100 degrees Celsius. At that temperature",
     "A list of the days of the week: Monday, Tuesday,",
 )
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 LONG_PROMPT_REPEATS, LONG_PROMPT_NEW_TOKENS = 80, 4
 """Makes a prompt longer than the model's window of 512 tokens; each token of it is slow."""
 

@@ -25,6 +25,7 @@ BODIES = (
 )  # fmt: skip
 JSON = "application/json"
 EVENTS = "text/event-stream"
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
 GETS = {
     "/v1/models": "The model that is served.",
     "/health": "200 while the engine is ready and alive, else 503.",
@@ -57,7 +58,7 @@ def openapi_document(model: str) -> dict[str, Any]:
 
     any_object = {"type": "object"}
     reply = _answer("The answer, or its events when stream is true.", JSON, any_object)
-    reply["content"][EVENTS] = {"schema": {"type": "string"}}
+    reply["content"][EVENTS] = {"schema": EVENT}
     done = _answer("What was done.", JSON, any_object)
     card = get("One model.", _answer("The model.", JSON, any_object))
     card["parameters"] = [
@@ -81,7 +82,7 @@ def openapi_document(model: str) -> dict[str, Any]:
         "/generate": post(
             "Continue a text, greedily, as a stream of text.",
             ref[GenerateBody],
-            _answer("One event for each new piece of text, then [DONE].", EVENTS, {"type": "string"}),
+            _answer("One event for each new piece of text, then [DONE].", EVENTS, EVENT),
         ),
         "/abort": post("End open calls.", ref[AbortBody], done),
         "/flush_cache": {

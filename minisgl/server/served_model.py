@@ -56,11 +56,13 @@ def load_served_model(folder: Path, name: str, sampling_defaults: str = "model")
 
 
 def served_name(chosen: str | None, model: str) -> str:
-    """The name clients send: the chosen one, else what --model says, of a local folder its last part."""
+    """The name clients send: the chosen one, else --model, of a local folder or file its last part."""
     if chosen:
         return chosen
-    folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    local = Path(model).expanduser()
+    if local.is_file():
+        return local.stem
+    return local.resolve().name if local.is_dir() else model
 
 
 def _read_defaults(file: Path) -> SamplingDefaults:
