@@ -175,11 +175,11 @@ def test_tokens_that_differ_between_ranks_are_noticed(
     )
     try:
         link.wait_for_all()
+        for step in range(follower_link.CHECKED_STEPS):
+            link.note([step, 7])
         link.send(StepPlan(checksum.value + off, (), (), (), (), ()))
         with pytest.raises(EngineDeadError, match="disagree") if off else nullcontext():
-            for step in range(follower_link.CHECKED_STEPS):
-                link.note([step, 7])
-            assert len(link._receive(timeout_ms=5000)) == 1
+            assert len(link._receive(timeout_ms=20_000)) == 1
     finally:
         link.close()
     assert alive(link.pids) == []
