@@ -1,24 +1,16 @@
-"""A linear layer, plain and as a gated MLP's first half; each also with the residual add and norm before it.
+"""A linear layer, plain and as a gated MLP's first half.
 
     linear:        y[m, n] = sum over k of x[m, k] * w[n, k]  (+ bias[n])
     gated_linear:  y[m, f] = silu(g) * u,   g, u = round of the above at n = f and n = F + f;   N = 2 * F
-    add_norm_...:  s = round(x + r);  the above of norm(s) = v * s / sqrt(mean(s^2) + eps);  returns (y, s)
 
-M rows, N outputs, K inputs, F = N / 2, v [K] the norm's weight. Sums in float32, `round` being that to the
-dtype of x, so that gated_linear is what linear followed by silu_mul yields. Rows of x and r may be strided,
-w is [N, K], contiguous.
+M rows, N outputs, K inputs, F = N / 2. Sums in float32, `round` being that to the dtype of x, so that
+gated_linear is what linear followed by silu_mul yields. Rows of x may be strided, w is [N, K], contiguous.
 
 How: up to MAX_ROWS rows, as a decode step of a small batch has, reading the weights is all the work, and the
 kernel here does it. BLOCK_N rows of w at a time go through a tensor core as its tall operand, the M rows of x
 as its narrow one; a program owns its outputs from the first k to the last, so there are no partial sums to
-merge, and small tiles give every multiprocessor enough loads in flight. More rows are linear_many.py's where
-that was measured to be faster; else they, and float32, are torch's.
-
-The norm costs no pass of its own: a row's 1 / sqrt(...) is one factor of all its outputs, so the products are
-taken of round(v * s), the squares are summed on the way, and the factor is applied at the end. That rounds a
-normalised row once, where add_rms_norm rounds it twice: results differ by no more than those roundings. Every
-program reads all of x and r, which lie in L2; each writes some columns of s, to memory of its own. Not in
-float16, where v * s might overflow.
+merge, and small tiles give every multiprocessor enough loads in flight. More rows are linear_many.py's, or
+torch's; float32 is torch's.
 
 A row's result is the same to the last bit alone and in any batch of up to MAX_ROWS rows.
 
@@ -39,7 +31,6 @@ from torch.nn import functional as F
 
 from triton_kernels.launch import ceil_div, max_shared_bytes
 from triton_kernels.linear_many import gated_linear_many, is_for_many, linear_many
-from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, add_rms_norm_triton
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
 from triton_kernels.tuning import tuned
 
@@ -55,42 +46,32 @@ class LinearConfig(NamedTuple):
     num_stages: int
 
 
-APART = LinearConfig(0, 0, 0, 0)
-"""In the place of a configuration with a norm: the norm and the product are launched one after the other."""
-
-
-def default_linear_config(
-    num_outputs: int, gated: bool, shared_bytes: int, normed: bool = False
-) -> LinearConfig:
-    """The configuration used where no other is given; measured on an H200 but for those with a norm.
+def default_linear_config(num_outputs: int, gated: bool, shared_bytes: int) -> LinearConfig:
+    """The configuration used where no other is given; measured on an H200.
 
     Args:
         num_outputs: what the kernel writes for each row: N, or N / 2 when `gated`.
         shared_bytes: what a program may have; fewer stages where the wanted ones do not fit.
-        normed: with the residual add and the norm.
     """
     if num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
-    elif normed:
-        config = LinearConfig(32, 128, 4, 6) if gated else LinearConfig(16, 256, 4, 4)
     else:
         config = LinearConfig(32, 256, 2, 4) if gated else LinearConfig(16, 512, 2, 3)
-    stage_bytes = linear_stage_bytes(config, gated, normed)
+    stage_bytes = linear_stage_bytes(config, gated)
     return config._replace(num_stages=max(1, min(config.num_stages, shared_bytes // stage_bytes)))
 
 
 def _config(x: Tensor, weight: Tensor, op: str) -> LinearConfig:
     """The tuned configuration of the op of this name, or its default."""
-    gated, normed = "gated" in op, "norm" in op
+    gated = op == "gated_linear"
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    default = default_linear_config(num_outputs, gated, max_shared_bytes(x.device), normed)
+    default = default_linear_config(num_outputs, gated, max_shared_bytes(x.device))
     return tuned(default, op, x.device, x.dtype, exact=(weight.shape[0], weight.shape[1]), near=())
 
 
-def linear_stage_bytes(config: LinearConfig, gated: bool, normed: bool = False) -> int:
+def linear_stage_bytes(config: LinearConfig, gated: bool) -> int:
     """Shared memory that one pipeline stage of the kernel takes, for elements of two bytes."""
-    row_tiles = 2 * MAX_ROWS + 1 if normed else MAX_ROWS
-    return 2 * config.block_k * (config.block_n * (2 if gated else 1) + row_tiles)
+    return 2 * config.block_k * (config.block_n * (2 if gated else 1) + MAX_ROWS)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -103,40 +84,18 @@ def gated_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     return silu_mul_reference(F.linear(x, weight))
 
 
-def add_norm_linear_reference(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What add_norm_linear means, in plain torch."""
-    normed, new_residual = add_rms_norm_reference(x, residual, norm_weight, eps)
-    return F.linear(normed, weight, bias), new_residual
-
-
-def add_norm_gated_linear_reference(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What add_norm_gated_linear means, in plain torch."""
-    normed, new_residual = add_rms_norm_reference(x, residual, norm_weight, eps)
-    return gated_linear_reference(normed, weight), new_residual
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
     y_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    new_residual_ptr,
     num_rows,
     x_stride,
-    residual_stride,
-    eps: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    NORMED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,28 +110,14 @@ def _linear_kernel(
     w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * K + lanes[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    r_ptrs = residual_ptr + rows[None, :].to(tl.int64) * residual_stride + lanes[:, None]
-    s_ptrs = new_residual_ptr + rows[None, :].to(tl.int64) * K + lanes[:, None]
-    squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
     for k0 in range(0, K, BLOCK_K):
         if EVEN:
-            x_mask = there[None, :]
             w = tl.load(w_ptrs + k0)
+            x = tl.load(x_ptrs + k0, there[None, :], other=0.0)
         else:
             inside = (outputs < OUT)[:, None] & (lanes < K - k0)[None, :]
-            x_mask = there[None, :] & (lanes < K - k0)[:, None]
             w = tl.load(w_ptrs + k0, inside, other=0.0)
-        x = tl.load(x_ptrs + k0, x_mask, other=0.0)
-        if NORMED:
-            r = tl.load(r_ptrs + k0, x_mask, other=0.0)
-            v = tl.load(norm_weight_ptr + k0 + lanes, lanes < K - k0, other=0.0)
-            total = (x.to(tl.float32) + r.to(tl.float32)).to(x.dtype)
-            # The programs take turns: each column of the sum is written once.
-            mine = k0 // BLOCK_K % tl.num_programs(0) == tl.program_id(0)
-            tl.store(s_ptrs + k0, total, x_mask & mine)
-            wide = total.to(tl.float32)
-            squares += wide * wide
-            x = (wide * v.to(tl.float32)[:, None]).to(x.dtype)
+            x = tl.load(x_ptrs + k0, there[None, :] & (lanes < K - k0)[:, None], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
             if EVEN:
@@ -180,10 +125,6 @@ def _linear_kernel(
             else:
                 w = tl.load(w_ptrs + (OUT * K + k0), inside, other=0.0)
             up = tl.dot(w, x, up, input_precision="ieee")
-    if NORMED:
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[None, :]
-        acc *= factor
-        up *= factor
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -193,97 +134,40 @@ def _linear_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & (outputs < OUT)[:, None])
 
 
-class _Norm(NamedTuple):
-    """What a normed launch needs besides the product's own arguments."""
-
-    residual: Tensor
-    weight: Tensor
-    eps: float
-
-
 def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
 ) -> Tensor:
     """The kernel, whatever the device; up to MAX_ROWS rows."""
-    return _launch(x, weight, bias, False, None, config or _config(x, weight, "linear"))[0]
+    return _launch(x, weight, bias, False, config or _config(x, weight, "linear"))
 
 
 def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
     """The kernel, whatever the device; up to MAX_ROWS rows."""
-    return _launch(x, weight, None, True, None, config or _config(x, weight, "gated_linear"))[0]
+    return _launch(x, weight, None, True, config or _config(x, weight, "gated_linear"))
 
 
-def add_norm_linear_triton(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    config: LinearConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The kernel, or with APART the two kernels it stands for, whatever the device; up to MAX_ROWS rows."""
-    config = config or _config(x, weight, "add_norm_linear")
-    if config == APART:
-        normed, new_residual = add_rms_norm_triton(x, residual, norm_weight, eps)
-        return linear_triton(normed, weight, bias), new_residual
-    return _launch(x, weight, bias, False, _Norm(residual, norm_weight, eps), config)
-
-
-def add_norm_gated_linear_triton(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    config: LinearConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The kernel, or with APART the two kernels it stands for, whatever the device; up to MAX_ROWS rows."""
-    config = config or _config(x, weight, "add_norm_gated_linear")
-    if config == APART:
-        normed, new_residual = add_rms_norm_triton(x, residual, norm_weight, eps)
-        return gated_linear_triton(normed, weight), new_residual
-    return _launch(x, weight, None, True, _Norm(residual, norm_weight, eps), config)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gated: bool,
-    norm: _Norm | None,
-    config: LinearConfig,
-) -> tuple[Tensor, Tensor]:
-    """(y, x + residual); without a norm, (y, x)."""
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: LinearConfig) -> Tensor:
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    new_residual = x if norm is None else torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    residual, norm_weight, eps = norm or (x, x, 0.0)
     _linear_kernel[(ceil_div(num_outputs, config.block_n),)](
         x,
         weight,
         x if bias is None else bias,
         y,
-        residual,
-        norm_weight,
-        new_residual,
         num_rows,
         x.stride(0),
-        residual.stride(0),
-        eps=eps,
         N=weight.shape[0],
         K=width,
         HAS_BIAS=bias is not None,
         GATED=gated,
-        NORMED=norm is not None,
         BLOCK_M=MAX_ROWS,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return y, new_residual
+    return y
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -302,29 +186,6 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     if is_for_many(x, weight, "gated_linear_many"):
         return gated_linear_many(x, weight)
     return silu_mul(F.linear(x, weight))
-
-
-def add_norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(linear of the normalised x + residual, x + residual): [M, N] and [M, K]; neither input is written.
-
-    x and residual [M, K], norm_weight [K], weight [N, K], bias [N], all of one dtype.
-    """
-    if _suits_the_kernel(x) and x.dtype == torch.bfloat16:
-        return add_norm_linear_triton(x, residual, norm_weight, eps, weight, bias)
-    normed, new_residual = add_rms_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, bias), new_residual
-
-
-def add_norm_gated_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(gated_linear of the normalised x + residual, x + residual): [M, F] and [M, K], as add_norm_linear."""
-    if _suits_the_kernel(x) and x.dtype == torch.bfloat16:
-        return add_norm_gated_linear_triton(x, residual, norm_weight, eps, weight)
-    normed, new_residual = add_rms_norm(x, residual, norm_weight, eps)
-    return gated_linear(normed, weight), new_residual
 
 
 def _suits_the_kernel(x: Tensor) -> bool:

@@ -30,8 +30,6 @@ class Kernels(NamedTuple):
     add_rms_norm: Callable[..., Any] = norm.add_rms_norm
     linear: Callable[..., Any] = product.linear
     gated_linear: Callable[..., Any] = product.gated_linear
-    add_norm_linear: Callable[..., Any] = product.add_norm_linear
-    add_norm_gated_linear: Callable[..., Any] = product.add_norm_gated_linear
     silu_mul: Callable[..., Any] = mlp.silu_mul
     rope_store: Callable[..., Any] = rope.rope_store
     paged_decode: Callable[..., Any] = decode.paged_decode
@@ -65,10 +63,9 @@ def with_replacements(specs: Iterable[str], kernels: Kernels = KERNELS) -> Kerne
         function = _load(module_name, function_name)
         _check_signature(op, getattr(KERNELS, op), function, target)
         chosen[op] = function
-    # Fused only as long as what an op is made of is ours.
-    for op, parts, composed in COMPOSED:
-        if chosen.keys() & parts:
-            chosen.setdefault(op, composed(kernels._replace(**chosen)))
+    if "silu_mul" in chosen or "linear" in chosen:
+        # Fused only as long as what it is made of is ours.
+        chosen.setdefault("gated_linear", _gated_linear_of(kernels._replace(**chosen)))
     return kernels._replace(**chosen)
 
 
@@ -77,39 +74,6 @@ def _gated_linear_of(kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
         return kernels.silu_mul(kernels.linear(x, weight))
 
     return gated_linear
-
-
-def _add_norm_linear_of(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
-    def add_norm_linear(
-        x: Tensor,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        normed, new_residual = kernels.add_rms_norm(x, residual, norm_weight, eps)
-        return kernels.linear(normed, weight, bias), new_residual
-
-    return add_norm_linear
-
-
-def _add_norm_gated_linear_of(kernels: Kernels) -> Callable[..., tuple[Tensor, Tensor]]:
-    def add_norm_gated_linear(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        normed, new_residual = kernels.add_rms_norm(x, residual, norm_weight, eps)
-        return kernels.gated_linear(normed, weight), new_residual
-
-    return add_norm_gated_linear
-
-
-COMPOSED: tuple[tuple[str, set[str], Callable[[Kernels], Callable[..., Any]]], ...] = (
-    ("gated_linear", {"silu_mul", "linear"}, _gated_linear_of),
-    ("add_norm_linear", {"add_rms_norm", "linear"}, _add_norm_linear_of),
-    ("add_norm_gated_linear", {"add_rms_norm", "gated_linear"}, _add_norm_gated_linear_of),
-)
-"""Ops that are others fused: (op, what it is made of, how); one that is made of another comes after it."""
 
 
 def op_named(name: str) -> str:

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from minisgl.benchmark.attention_problems import AttentionShape
 from minisgl.benchmark.kernel_timing import Problem
-from triton_kernels.linear import (
-    add_norm_gated_linear_reference,
-    add_norm_linear_reference,
-    gated_linear_reference,
-    linear_reference,
-)
+from triton_kernels.linear import gated_linear_reference, linear_reference
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from triton_kernels.silu_mul import silu_mul_reference
 
@@ -124,8 +119,6 @@ PLAIN_TORCH: dict[str, Callable[..., Any]] = {
     "add_rms_norm": add_rms_norm_reference,
     "linear": linear_reference,
     "gated_linear": gated_linear_reference,
-    "add_norm_linear": add_norm_linear_reference,
-    "add_norm_gated_linear": add_norm_gated_linear_reference,
     "linear_many": linear_reference,
     "gated_linear_many": gated_linear_reference,
     "silu_mul": silu_mul_reference,

@@ -36,8 +36,6 @@ from minisgl.benchmark.report import BarsChart, Cell, Report, make_report
 from minisgl.benchmark.settings import KernelBenchSettings, OutputSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,
-    add_norm_gated_linear_problem,
-    add_norm_linear_problem,
     add_rms_norm_problem,
     advance_rows_problem,
     fused_moe_problem,
@@ -55,12 +53,7 @@ from minisgl.benchmark.token_problems import (
 from minisgl.errors import ConfigError
 from triton_kernels.advance_rows import advance_rows_triton
 from triton_kernels.fused_moe import fused_moe_triton
-from triton_kernels.linear import (
-    add_norm_gated_linear_triton,
-    add_norm_linear_triton,
-    gated_linear_triton,
-    linear_triton,
-)
+from triton_kernels.linear import gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.moe_route import route_triton
 from triton_kernels.paged_decode import paged_decode_triton
@@ -76,8 +69,6 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "add_rms_norm": add_rms_norm_triton,
     "linear": linear_triton,
     "gated_linear": gated_linear_triton,
-    "add_norm_linear": add_norm_linear_triton,
-    "add_norm_gated_linear": add_norm_gated_linear_triton,
     "silu_mul": silu_mul_triton,
     "rope_store": rope_store_triton,
     "fused_moe": fused_moe_triton,
@@ -294,11 +285,10 @@ def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
     for count in (1, 8, 16) if on_gpu else (2,):
         from_attention, from_mlp = (count, width, width), (count, mlp, width)
         to_attention, to_mlp = (count, width, qkv), (count, width, 2 * mlp)
+        yield case("linear", _product(to_attention), linear_problem, *to_attention)
         yield case("linear", _product(from_attention), linear_problem, *from_attention)
         yield case("linear", _product(from_mlp), linear_problem, *from_mlp)
         yield case("gated_linear", _product(to_mlp), gated_linear_problem, *to_mlp)
-        yield case("add_norm_linear", _product(to_attention), add_norm_linear_problem, *to_attention)
-        yield case("add_norm_gated_linear", _product(to_mlp), add_norm_gated_linear_problem, *to_mlp)
     for count in (32, 64, 256) if on_gpu else (20,):
         for numbers in ((count, width, qkv), (count, width, width), (count, mlp, width)):
             yield case("linear_many", _product(numbers), linear_many_problem, *numbers)

@@ -24,14 +24,10 @@ from minisgl.benchmark.linear_candidates import (
     few_rows_candidates,
     gate_up_matrices,
     many_rows_candidates,
-    out_matrices,
     plain_matrices,
-    qkv_matrices,
 )
 from minisgl.benchmark.model_shapes import ModelShape
 from minisgl.benchmark.token_problems import (
-    add_norm_gated_linear_problem,
-    add_norm_linear_problem,
     add_rms_norm_problem,
     fused_moe_problem,
     gated_linear_many_problem,
@@ -43,13 +39,7 @@ from minisgl.benchmark.token_problems import (
 )
 from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_triton
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
-from triton_kernels.linear import (
-    add_norm_gated_linear_triton,
-    add_norm_linear_triton,
-    default_linear_config,
-    gated_linear_triton,
-    linear_triton,
-)
+from triton_kernels.linear import default_linear_config, gated_linear_triton, linear_triton
 from triton_kernels.linear_many import LIBRARY, gated_linear_many_with, linear_many_with
 from triton_kernels.moe_gemm import GemmConfig
 from triton_kernels.moe_pairs import PairsConfig
@@ -264,7 +254,7 @@ def _linear(
     launcher: Callable[..., Any],
 ) -> TunableOp:
     """A linear layer over up to 16 rows."""
-    gated, normed = "gated" in op, "norm" in op
+    gated = op == "gated_linear"
     return TunableOp(
         op=op,
         files=("linear.py",),
@@ -273,9 +263,9 @@ def _linear(
         near=lambda matrix: {},
         cases=functools.partial(_linear_cases, build, (1, 16)),
         default=lambda matrix, size, element: default_linear_config(
-            matrix.outputs // 2 if gated else matrix.outputs, gated, SHARED_BYTES, normed
+            matrix.outputs // 2 if gated else matrix.outputs, gated, SHARED_BYTES
         ),
-        candidates=lambda matrix, size: few_rows_candidates(matrix, gated=gated, normed=normed),
+        candidates=lambda matrix, size: few_rows_candidates(matrix, gated=gated),
         launcher=launcher,
         parts=parts,
     )
@@ -405,15 +395,8 @@ TUNABLE = {
             candidates=lambda shape, size: _moe_candidates(shape),
             launcher=fused_moe_triton,
         ),
-        _linear("linear", out_matrices, linear_problem, linear_triton),
+        _linear("linear", plain_matrices, linear_problem, linear_triton),
         _linear("gated_linear", gate_up_matrices, gated_linear_problem, gated_linear_triton),
-        _linear("add_norm_linear", qkv_matrices, add_norm_linear_problem, add_norm_linear_triton),
-        _linear(
-            "add_norm_gated_linear",
-            gate_up_matrices,
-            add_norm_gated_linear_problem,
-            add_norm_gated_linear_triton,
-        ),
         _linear_many("linear_many", plain_matrices, linear_many_problem, linear_many_with),
         _linear_many(
             "gated_linear_many", gate_up_matrices, gated_linear_many_problem, gated_linear_many_with

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from minisgl.benchmark.model_shapes import ModelShape
 from triton_kernels.launch import ceil_div
-from triton_kernels.linear import APART, LinearConfig, linear_stage_bytes
+from triton_kernels.linear import LinearConfig, linear_stage_bytes
 from triton_kernels.linear_many import TiledConfig
 
 SHARED_BYTES = 227 * 1024
@@ -26,30 +26,22 @@ class Matrix(NamedTuple):
     width: int
 
 
-def qkv_matrices(shape: ModelShape) -> list[Matrix]:
-    """The q, k and v projections as one, which follow a norm."""
-    return [Matrix(shape.name, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)]
-
-
 def gate_up_matrices(shape: ModelShape) -> list[Matrix]:
-    """A dense MLP's gate and up projections as one, which follow a norm; none where there are experts."""
+    """A dense MLP's gate and up projections as one; none where there are experts."""
     return [] if shape.experts else [Matrix(shape.name, 2 * shape.intermediate, shape.hidden)]
 
 
-def out_matrices(shape: ModelShape) -> list[Matrix]:
-    """The projections that end attention and MLP."""
-    attention = Matrix(shape.name, shape.hidden, shape.heads * shape.head_dim)
-    mlp = [] if shape.experts else [Matrix(shape.name, shape.hidden, shape.intermediate)]
-    return list(dict.fromkeys([attention, *mlp]))
-
-
 def plain_matrices(shape: ModelShape) -> list[Matrix]:
-    """All that are not gated, the head included."""
-    head = Matrix(shape.name, shape.vocab, shape.hidden)
-    return list(dict.fromkeys([*qkv_matrices(shape), *out_matrices(shape), head]))
+    """All that are not gated: into attention and out of it, out of the MLP, the head."""
+    attention = [
+        Matrix(shape.name, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
+        Matrix(shape.name, shape.hidden, shape.heads * shape.head_dim),
+    ]
+    mlp = [] if shape.experts else [Matrix(shape.name, shape.hidden, shape.intermediate)]
+    return list(dict.fromkeys([*attention, *mlp, Matrix(shape.name, shape.vocab, shape.hidden)]))
 
 
-def few_rows_candidates(matrix: Matrix, *, gated: bool, normed: bool) -> list[LinearConfig]:
+def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
     """For up to 16 rows."""
     tiles = (
         (16, 256, 2, 4),
@@ -64,18 +56,14 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool, normed: bool) -> list[Li
         (64, 128, 4, 6),
     )
     outputs = matrix.outputs // 2 if gated else matrix.outputs
-    tiles_held = (3 if gated else 2) if normed else 1
     configs = [LinearConfig(*tile) for tile in tiles]
-    fitting = [
+    return [
         config
         for config in configs
-        if outputs / config.block_n <= MOST_PROGRAMS
+        if (config.block_n == 64 or outputs / config.block_n <= MOST_PROGRAMS)
         and (config.block_n == 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
-        and linear_stage_bytes(config, gated, normed) * config.num_stages <= SHARED_BYTES
-        # What a thread holds of the rows and of their squares must fit into its registers.
-        and config.block_k * tiles_held / config.num_warps <= 256
+        and linear_stage_bytes(config, gated) * config.num_stages <= SHARED_BYTES
     ]
-    return [*fitting, APART] if normed else fitting
 
 
 def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[TiledConfig]:

@@ -14,12 +14,7 @@ from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_
 from minisgl.benchmark.model_shapes import ModelShape
 from triton_kernels.advance_rows import advance_rows_reference
 from triton_kernels.fused_moe import fused_moe_reference
-from triton_kernels.linear import (
-    add_norm_gated_linear_reference,
-    add_norm_linear_reference,
-    gated_linear_reference,
-    linear_reference,
-)
+from triton_kernels.linear import gated_linear_reference, linear_reference
 from triton_kernels.moe_route import Routing, top_k_reference
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from triton_kernels.rope_store import rope_store_reference
@@ -106,7 +101,7 @@ def _gated_problem(
 
 def linear_problem(rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype) -> Problem:
     """A linear layer [N, K] over R rows, without bias."""
-    return _linear_problem("linear", linear_reference, False, rows, width, outputs, device, dtype)
+    return _linear_problem("linear", linear_reference, rows, width, outputs, device, dtype)
 
 
 def linear_many_problem(
@@ -127,29 +122,12 @@ def gated_linear_problem(
     rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
 ) -> Problem:
     """A gated MLP's first half, [2F, K], over R rows."""
-    return _linear_problem("gated_linear", gated_linear_reference, False, rows, width, outputs, device, dtype)
-
-
-def add_norm_linear_problem(
-    rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
-) -> Problem:
-    """A linear layer [N, K] over R rows with the residual add and the norm before it, without bias."""
-    op, reference = "add_norm_linear", add_norm_linear_reference
-    return _linear_problem(op, reference, True, rows, width, outputs, device, dtype)
-
-
-def add_norm_gated_linear_problem(
-    rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
-) -> Problem:
-    """A gated MLP's first half, [2F, K], over R rows with the residual add and the norm before it."""
-    op, reference = "add_norm_gated_linear", add_norm_gated_linear_reference
-    return _linear_problem(op, reference, True, rows, width, outputs, device, dtype)
+    return _linear_problem("gated_linear", gated_linear_reference, rows, width, outputs, device, dtype)
 
 
 def _linear_problem(
     op: str,
-    reference: Callable[..., Any],
-    normed: bool,
+    reference: Callable[..., Tensor],
     rows: int,
     width: int,
     outputs: int,
@@ -157,35 +135,22 @@ def _linear_problem(
     dtype: torch.dtype,
 ) -> Problem:
     moved = outputs * width * dtype.itemsize
-
-    def norm() -> tuple[Any, ...]:
-        if not normed:
-            return ()
-        residual = torch.randn((rows, width), device=device, dtype=dtype)
-        return residual, torch.randn(width, device=device, dtype=dtype), EPS
-
     arguments = [
         (
             torch.randn((rows, width), device=device, dtype=dtype),
-            *norm(),
             torch.randn((outputs, width), device=device, dtype=dtype) * width**-0.5,
         )
         for _ in range(num_sets(moved, device))
     ]
+
     known: list[Tensor] = []
 
     def check(function: Any) -> float:
         poison(rows * outputs * dtype.itemsize, device)
-        given = arguments[0]
-        got = function(*given)
-        if normed:
-            got, new_residual = got
-            if not torch.equal(new_residual, given[0] + given[1]):
-                raise ValueError("another sum with the residual")
+        x, weight = arguments[0]
+        got = function(x, weight)
         if not known:
-            wide = [one.double() if isinstance(one, Tensor) else one for one in given]
-            expected = reference(*wide)
-            known.append(expected[0] if normed else expected)
+            known.append(reference(x.double(), weight.double()))
         return relative_error(got, known[0])
 
     flop = 2.0 * rows * outputs * width

@@ -6,7 +6,6 @@ N rows of input, `in` and `out` features.
 import torch
 from torch import Tensor, nn
 
-from minisgl.layers.norm import RMSNorm
 from triton_kernels.registry import KERNELS
 
 
@@ -69,10 +68,6 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, sum of the parts]."""
         return self.kernels.linear(x, self.weight, self.bias)
-
-    def forward_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """(the product of norm(x + residual), x + residual): [N, sum of the parts] and [N, in]."""
-        return self.kernels.add_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """Each part's weight [out, in] and bias [out], by the checkpoint's name: views of the fused ones."""

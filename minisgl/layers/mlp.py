@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.linear import FusedLinear, Linear
-from minisgl.layers.norm import RMSNorm
 from triton_kernels.registry import KERNELS
 from triton_kernels.silu_mul import gelu_tanh_mul
 
@@ -24,13 +23,6 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
         return self.down_proj(self.kernels.gated_linear(x, self.gate_up_proj.weight))
-
-    def forward_add_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """(the MLP of norm(x + residual), x + residual), each [T, M]."""
-        hidden, residual = self.kernels.add_norm_gated_linear(
-            x, residual, norm.weight, norm.eps, self.gate_up_proj.weight
-        )
-        return self.down_proj(hidden), residual
 
 
 class GeluMLP(nn.Module):

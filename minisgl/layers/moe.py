@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.config import ExpertsConfig
-from minisgl.layers.norm import RMSNorm
 from triton_kernels.registry import KERNELS
 
 
@@ -39,13 +38,6 @@ class MoeMLP(nn.Module):
         return self.kernels.fused_moe(
             x, logits, self.gate_up, self.down, experts.experts_per_token, experts.renormalize
         )
-
-    def forward_add_norm(
-        self, x: Tensor, residual: Tensor, norm: RMSNorm, slot_mapping: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(the mixture of norm(x + residual), x + residual), each [T, M]."""
-        x, residual = norm.forward_add(x, residual)
-        return self(x, slot_mapping), residual
 
     def part_tensors(self) -> dict[str, Tensor]:
         """The router and each expert's matrices, by the checkpoint's name in a layer: views."""

@@ -188,17 +188,16 @@ class Block(nn.Module):
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
         """x and residual, [T, M] -> the same; their sum is the stream."""
-        qkv, residual = self.self_attn.qkv_proj.forward_add_norm(x, residual, self.input_layernorm)
-        x = self.self_attn(qkv, positions, cos_sin, inputs)
-        norm = self.post_attention_layernorm
+        x, residual = self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn(x, positions, cos_sin, inputs)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
         if isinstance(self.mlp, MoeMLP):
-            return self.mlp.forward_add_norm(x, residual, norm, inputs.slot_mapping)
-        return self.mlp.forward_add_norm(x, residual, norm)
+            return self.mlp(x, inputs.slot_mapping), residual
+        return self.mlp(x), residual
 
 
 class SelfAttention(nn.Module):
-    """A layer's attention between its projections: q and k are normalised if asked for; `qkv_proj`, as one
-    product, is called with the norm before it."""
+    """The projections around a layer's attention; q, k and v as one product, then normalised if asked for."""
 
     def __init__(
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
@@ -222,6 +221,7 @@ class SelfAttention(nn.Module):
         )
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
-    def forward(self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
-        """qkv_proj's [T, (H + 2K) * D] -> [T, M]."""
+    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
+        """[T, M] -> [T, M]."""
+        qkv = self.qkv_proj(x)
         return self.o_proj(self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm))

@@ -46,7 +46,7 @@ class Gemma3Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x and residual, [T, M] -> the same; their sum is the stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(self.self_attn.qkv_proj(x), positions, cos_sin, inputs)
+        x = self.self_attn(x, positions, cos_sin, inputs)
         x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.forward_add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual

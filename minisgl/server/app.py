@@ -30,6 +30,8 @@ from minisgl.text.bad_words import bad_words_ids
 
 log = logging.getLogger(__name__)
 
+DETAIL_BYTES = 64
+"""Log probabilities and ids of a token, as text: about so much and more."""
 WRITE_GRACE_S = 10.0
 """How much longer than the request itself its client may take to read the answer."""
 
@@ -87,10 +89,18 @@ class Api:
             async for delta in stream.deltas():
                 tally.take(delta)
                 deltas[delta.choice].append(delta)
-        choices = [
-            _join(own, call.details[index] if call.details else None) for index, own in enumerate(deltas)
-        ]
-        return json_answer(shape.whole(choices, tally.usage()))
+        return json_answer(await self._whole(call, shape, deltas))
+
+    async def _whole(self, call: "Call", shape: Shape, deltas: Sequence[Sequence[Delta]]) -> bytes:
+        """The answer of `stream: false`; details of many tokens are made off the event loop."""
+        usage = call.tally.usage()
+        if not call.details:
+            return shape.whole([_join(own, None) for own in deltas], usage)
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        return await self._threads.run(
+            num_tokens * DETAIL_BYTES,
+            lambda: shape.whole([_join(*pair) for pair in zip(deltas, call.details, strict=True)], usage),
+        )
 
     async def _receive(
         self,

@@ -229,6 +229,10 @@ def _options(
         raise RequestError(
             400, "invalid_value", "prompt_logprobs can't be streamed; use stream: false", "prompt_logprobs"
         )
+    if shared.allowed_token_ids is not None and not shared.allowed_token_ids:
+        raise RequestError(
+            400, "invalid_value", "allowed_token_ids is empty and would allow no token", "allowed_token_ids"
+        )
     wanted = wanted._replace(
         prompt_logprobs=_count("prompt_logprobs", shared.prompt_logprobs),
         return_token_ids=bool(shared.return_token_ids),

@@ -33,6 +33,7 @@ GETS = {
     "/version": "minisgl's version.",
     "/server_info": "Settings, and what is held and was counted.",
     "/load": "How busy the server is.",
+    "/debug/timeline": "The engine's last steps in Chrome's trace format.",
     "/openapi.json": "This document.",
 }
 
@@ -87,6 +88,15 @@ def openapi_document(model: str) -> dict[str, Any]:
         "/abort": post("End open calls.", ref[AbortBody], done),
         "/flush_cache": {
             "post": {"summary": "Drop the prefix cache.", "responses": {"200": done, "default": error}}
+        },
+        "/debug/profile": {
+            "post": {
+                "summary": "Have torch's profiler watch the next steps.",
+                "parameters": [
+                    {"name": "steps", "in": "query", "schema": {"type": "integer", "default": 20}}
+                ],
+                "responses": {"200": done, "default": error},
+            }
         },
         **{path: get(summary, _answer("It.", JSON, any_object)) for path, summary in GETS.items()},
         "/v1/models/{model}": card,

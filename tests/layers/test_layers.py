@@ -46,20 +46,6 @@ def test_the_gated_mlp_takes_the_gate_from_the_first_half() -> None:
     torch.testing.assert_close(double(mlp(x)), expected, atol=1e-3, rtol=1e-4)
 
 
-def test_a_layer_with_the_norm_before_it_is_the_norm_and_then_the_layer() -> None:
-    norm = RMSNorm(12, 0.1, torch.float32, CPU)
-    fused = FusedLinear(12, {"a": 5, "b": 4}, torch.float32, CPU, bias=True)
-    mlp = GatedMLP(12, 20, torch.float32, CPU)
-    for module in (norm, fused, mlp):
-        randomised(module)
-    x, residual = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(3))
-    normed, total = norm.forward_add(x, residual)
-    for layer in (fused, mlp):
-        y, new_residual = layer.forward_add_norm(x, residual, norm)
-        assert torch.equal(y, layer(normed))
-        assert torch.equal(new_residual, total)
-
-
 def test_writing_to_a_part_writes_to_the_fused_weight_and_bias() -> None:
     fused = FusedLinear(3, {"a": 2, "b": 4}, torch.float32, CPU, bias=True)
     views = fused.part_tensors()

@@ -159,6 +159,7 @@ def test_the_models_repetition_penalty_is_a_default_like_the_others() -> None:
                 {"min_tokens": 9, "max_tokens": 8},
                 {"prompt_logprobs": 21},
                 {"prompt_logprobs": 1, "stream": True},
+                {"allowed_token_ids": []},
                 {"allowed_token_ids": [-1]},
                 {"bad_words": [""]},
             )

@@ -160,17 +160,6 @@ def cases():
     for outputs, width in ((6144, 1024), (28672, 4096)):
         name, weight = f"{outputs}x{width}", empty(outputs, width)
         yield "gated_linear " + name, lambda w=weight: linear.gated_linear_triton(empty(16, w.shape[1]), w)
-    for outputs, width in ((4096, 1024), (6144, 4096)):
-        weight, x = empty(outputs, width), empty(16, width)
-        norm = (x, empty(width), 1e-5, weight)
-        yield f"add_norm_linear {outputs}x{width}", lambda n=norm: linear.add_norm_linear_triton(n[0], *n)
-    for outputs, width in ((6144, 1024), (28672, 4096)):
-        weight, x = empty(outputs, width), empty(16, width)
-        norm = (x, empty(width), 1e-5, weight)
-        yield (
-            f"add_norm_gated_linear {outputs}x{width}",
-            lambda n=norm: linear.add_norm_gated_linear_triton(n[0], *n),
-        )
     for rows, outputs, gated, tile in (
         (32, 6144, False, (32, 64, 64, 2, 4, 8)),
         (64, 4096, False, (64, 128, 64, 4, 4, 6)),

@@ -92,8 +92,6 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "silu_mul": ["y_ptr"],
         "linear": ["y_ptr"],
         "gated_linear": ["y_ptr"],
-        "add_norm_linear": ["new_residual_ptr", "y_ptr"],
-        "add_norm_gated_linear": ["new_residual_ptr", "y_ptr"],
         "read_rows": [
             "context_len_out_ptr",
             "min_p_out_ptr",

@@ -1,7 +1,5 @@
 """The linear layers over few rows, against float64."""
 
-import functools
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,10 +7,6 @@ from torch.nn import functional as F
 from triton_kernels.linear import (
     MAX_ROWS,
     LinearConfig,
-    add_norm_gated_linear,
-    add_norm_gated_linear_triton,
-    add_norm_linear,
-    add_norm_linear_triton,
     default_linear_config,
     gated_linear,
     gated_linear_triton,
@@ -29,7 +23,6 @@ CASES = [
     ((MAX_ROWS, 130, 257), None),
     ((MAX_ROWS - 3, 130, 257), LinearConfig(16, 64, 2, 3)),
 ]
-EPS = 1e-2
 
 
 @pytest.fixture
@@ -43,19 +36,6 @@ def inputs(rows: int, outputs: int, width: int, device: str | torch.device, dtyp
     x = torch.randn(rows, 2 * width, generator=rng)[:, :width]  # rows lie apart
     weight, bias = torch.randn(outputs, width, generator=rng), torch.randn(outputs, generator=rng)
     return tuple(tensor.to(device, dtype) for tensor in (x, weight, bias))
-
-
-def norm_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A residual for x, of another stride, and a norm's weight."""
-    rng = torch.Generator().manual_seed(1)
-    residual, weight = torch.randn(x.shape, generator=rng), torch.randn(x.shape[1], generator=rng)
-    return residual.to(x), weight.to(x)
-
-
-def normed(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Of the sum as it is in x's dtype, in float64."""
-    total = (x + residual).double()
-    return weight.double() * total / (total.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, in_bfloat16: float = 5e-3) -> None:
@@ -85,68 +65,11 @@ def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, 
         assert_close(gated_linear(x, weight), expected, in_bfloat16=8e-3)
 
 
-@pytest.mark.parametrize(("size", "config"), CASES)
-def test_the_sum_with_the_residual_is_normalised_before_the_product_and_returned(size, config, device, dtype):
-    rows, outputs, width = size
-    x, weight, bias = inputs(rows, outputs, width, device, dtype)
-    residual, norm_weight = norm_inputs(x)
-    added = bias if rows % 2 else None
-    expected = F.linear(
-        normed(x, residual, norm_weight), weight.double(), None if added is None else added.double()
-    )
-    ours = functools.partial(add_norm_linear_triton, config=config)
-    for function in (ours, add_norm_linear) if config is None else (ours,):
-        poison_what_is_allocated_next(x, weight)
-        got, total = function(x, residual, norm_weight, EPS, weight, added)
-        assert_close(got, expected)
-        assert torch.equal(total, x + residual)
-
-
-@pytest.mark.parametrize(("size", "config"), CASES)
-def test_the_same_before_a_gated_layer(size, config, device, dtype):
-    rows, outputs, width = size
-    x, weight, _ = inputs(rows, 2 * outputs, width, device, dtype)
-    residual, norm_weight = norm_inputs(x)
-    gate, up = F.linear(normed(x, residual, norm_weight), weight.double()).chunk(2, dim=-1)
-    ours = functools.partial(add_norm_gated_linear_triton, config=config)
-    for function in (ours, add_norm_gated_linear) if config is None else (ours,):
-        poison_what_is_allocated_next(x, weight)
-        got, total = function(x, residual, norm_weight, EPS, weight)
-        assert_close(got, F.silu(gate) * up, in_bfloat16=8e-3)
-        assert torch.equal(total, x + residual)
-
-
-def poison_what_is_allocated_next(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """NaN in memory of the sizes of the outputs: what is not written shows."""
-    outputs = [torch.full((x.shape[0], n), float("nan")).to(x) for n in (*weight.shape, weight.shape[0] // 2)]
-    del outputs
-
-
-@pytest.mark.parametrize("rows", [0, 1, MAX_ROWS])
-def test_rows_of_zeros_stay_zeros_with_a_norm(rows, device, dtype):
-    x, weight, _ = inputs(MAX_ROWS, 48, 96, device, dtype)
-    x[rows:] = 0
-    got, total = add_norm_linear_triton(x, torch.zeros_like(x), torch.ones_like(x[0]), EPS, weight)
-    assert got[:rows].isfinite().all()
-    assert not got[rows:].any()
-    assert torch.equal(total, x)
-
-
 def test_a_row_is_the_same_to_the_last_bit_alone_and_in_any_batch(device, dtype):
     x, weight, _ = inputs(MAX_ROWS, 130, 257, device, dtype)
     together = linear_triton(x, weight)
     for row in (0, 7, MAX_ROWS - 1):
         assert torch.equal(linear_triton(x[row : row + 1], weight)[0], together[row])
-
-
-def test_so_it_is_with_a_norm(device, dtype):
-    x, weight, _ = inputs(MAX_ROWS, 130, 257, device, dtype)
-    residual, norm_weight = norm_inputs(x)
-    together, _ = add_norm_linear_triton(x, residual, norm_weight, EPS, weight)
-    for row in (0, 7, MAX_ROWS - 1):
-        one = slice(row, row + 1)
-        alone, _ = add_norm_linear_triton(x[one], residual[one], norm_weight, EPS, weight)
-        assert torch.equal(alone[0], together[row])
 
 
 def test_nothing_beyond_the_rows_and_the_weights_is_used(device, dtype):
@@ -165,13 +88,12 @@ def test_more_rows_than_the_kernel_takes_are_torchs(device):
 
 @pytest.mark.parametrize("shared_bytes", [48 * 1024, 99 * 1024, 227 * 1024])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated, normed):
+def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
     for outputs in (64, 4096, 6144, 14336, 151936):
-        config = default_linear_config(outputs, gated, shared_bytes, normed)
-        tiles = [(2 if gated else 1) * config.block_n, MAX_ROWS, *([MAX_ROWS, 1] if normed else [])]
+        config = default_linear_config(outputs, gated, shared_bytes)
+        tile = (2 if gated else 1) * config.block_n + MAX_ROWS
         assert config.num_stages >= 1
-        assert 2 * config.block_k * sum(tiles) * config.num_stages <= shared_bytes
+        assert 2 * config.block_k * tile * config.num_stages <= shared_bytes
 
 
 def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):
@@ -181,24 +103,3 @@ def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):
     kernels = with_replacements(["silu_mul=triton_kernels.silu_mul:twice"])
     x, weight, _ = inputs(2, 8, 4, torch.device("cpu"), torch.float32)
     assert torch.equal(kernels.gated_linear(x, weight), 2 * F.linear(x, weight))
-    norm = (torch.ones_like(x), torch.ones(4), EPS)
-    got, _ = kernels.add_norm_gated_linear(x, *norm, weight)
-    assert torch.equal(got, 2 * kernels.add_norm_linear(x, *norm, weight)[0])
-
-
-def test_replacing_the_norm_takes_the_layers_with_a_norm_apart(monkeypatch):
-    import triton_kernels.rms_norm as module
-
-    def no_norm(x, residual, weight, eps):
-        return x, x - residual
-
-    monkeypatch.setattr(module, "no_norm", no_norm, raising=False)
-    kernels = with_replacements(["add_rms_norm=triton_kernels.rms_norm:no_norm"])
-    x, weight, bias = inputs(2, 8, 4, torch.device("cpu"), torch.float32)
-    norm = (torch.ones_like(x), torch.ones(4), EPS)
-    for got, total in (
-        (kernels.add_norm_linear(x, *norm, weight, bias), F.linear(x, weight, bias)),
-        (kernels.add_norm_gated_linear(x, *norm, weight), gated_linear(x, weight)),
-    ):
-        assert torch.equal(got[0], total)
-        assert torch.equal(got[1], x - 1)

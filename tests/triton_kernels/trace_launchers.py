@@ -104,16 +104,6 @@ def main() -> None:
     trace("silu_mul", silu_mul.silu_mul_triton, x, dynamic=(0,))
     trace("linear", linear.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
     trace("gated_linear", linear.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
-    for normed in (linear.add_norm_linear_triton, linear.add_norm_gated_linear_triton):
-        trace(
-            normed.__name__.removesuffix("_triton"),
-            lambda x, r, v, w, launcher=normed: launcher(x, r, v, 1e-5, w),
-            x,
-            torch.randn(6, 64),
-            torch.randn(64),
-            torch.randn(80, 64),
-            dynamic=(0, 1),
-        )
     trace(
         "read_rows",
         lambda *args: read_rows.read_rows_triton(*args, page_size=16),
