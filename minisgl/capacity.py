@@ -23,6 +23,7 @@ from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.model_config import read_model_config
 from minisgl.models.registry import build_model
+from minisgl.parallel.sizes import rank_sizes
 
 GPU_GIB = {
     "B200": 178.3,
@@ -73,7 +74,7 @@ def gpu_gib(name: str) -> float:
 
 
 def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
-    """What of the model in `folder` fits on the GPU.
+    """What of the model in `folder` fits on the GPU, or on each of `config.tp`.
 
     Raises:
         ConfigError: nothing does, or a setting is impossible.
@@ -95,9 +96,14 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     available_bytes = int((gpu_gib(gpu) - CONTEXT_GIB) * GIB * config.memory_fraction)
     meta = torch.device("meta")
     decoder = build_model(
-        model, attention_backend=config.attention_backend, dtype=getattr(torch, config.dtype), device=meta
+        model,
+        attention_backend=config.attention_backend,
+        dtype=getattr(torch, config.dtype),
+        device=meta,
+        tp=config.tp,
     )
     weights_bytes = bytes_of(decoder)
+    model = rank_sizes(model, config.tp)
     check_weights_fit(weights_bytes, available_bytes, config)
     pages_per_row = -(-config.max_context_tokens // config.page_size)
     budget = plan_memory(
@@ -136,8 +142,9 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
     ]
     unused = budget.available_bytes - sum(size for _, size, _ in parts)
     parts.append(("unused", unused, "more than the requests below can use" if unused > GIB else ""))
+    each = f"each of {config.tp} " if config.tp > 1 else ""
     lines = [
-        f"{model} on {gpu}: {gpu_gib(gpu):.1f} GiB, of which the engine may take "
+        f"{model} on {each}{gpu}: {gpu_gib(gpu):.1f} GiB, of which the engine may take "
         f"{budget.available_bytes / GIB:.1f} (--memory-fraction {config.memory_fraction:g})",
         *(f"  {name:<12}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in parts),
         "",

@@ -192,8 +192,11 @@ class EngineConfig:
     and as does --kernel."""
     profile_dir: str | None = None
     """Folder for the traces of torch's profiler that POST /debug/profile asks for. Auto: none are made."""
+    tp: int = 1
+    """Ranks that share each layer of the model (tensor parallelism), each a process: a GPU each on cuda, a
+    share of the threads on cpu. It has to divide the model's attention heads and MLP width."""
     cpu_threads: int | None = None
-    """Threads of torch on cpu. Auto: torch's own choice (the physical cores)."""
+    """Threads of torch on cpu, of each rank. Auto: torch's own choice (the physical cores), shared out."""
     kernel: tuple[str, ...] = ()
     """Replace an op for an experiment: op=module:function, for example rms_norm=my_module:my_norm; the
     module may lie in the current directory (docs/kernels.md)."""
@@ -254,6 +257,7 @@ class DeviceFacts:
 
     has_cuda: bool
     cuda_name: str = ""
+    num_gpus: int = 0
     cpu_has_bf16: bool = False
     """The processor multiplies bfloat16 (AVX512-BF16 or AMX)."""
 
@@ -388,6 +392,7 @@ def check_engine_config(config: EngineConfig) -> None:
         )
     check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
     check_range("max_graph_tokens", 0, step or 1 << 20, f"max_step_tokens ({step or 1 << 20})")
+    check_range("tp", 1, 64)
     check_range("cpu_threads", 1, 1024)
     _check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
 

@@ -19,6 +19,7 @@ from minisgl import __version__
 from minisgl.config import GIB, MIB, DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.errors import MinisglError
 from minisgl.model_config import read_model_config
+from minisgl.parallel.sizes import possible_sizes, rank_sizes
 from minisgl.weights.sources import resolve_model_folder
 
 REQUIRED = (
@@ -273,6 +274,7 @@ def _model(
         "architecture": config.architecture,
         "context": f"{config.max_position} tokens",
         "weights stored as": config.checkpoint_dtype,
+        "--tp may be": ", ".join(str(tp) for tp in possible_sizes(config)),
     }, config
 
 
@@ -287,6 +289,12 @@ def _choices(
         problems.append(str(error))
         return []
     on_cuda = resolved.device == "cuda"
+    try:
+        rank_sizes(model, resolved.tp)
+    except MinisglError as error:
+        problems.append(str(error))
+    if on_cuda and facts.num_gpus < resolved.tp:
+        problems.append(f"--tp {resolved.tp} needs {resolved.tp} GPUs and torch sees {facts.num_gpus}")
     seen = f"torch sees a CUDA GPU ({facts.cuda_name})" if facts.has_cuda else "torch sees no CUDA GPU"
     dtype_reason = f"the checkpoint's own ({model.checkpoint_dtype})"
     if not on_cuda:

@@ -1,11 +1,14 @@
-"""The sockets between the server processes and one engine process: the only user of zmq.
+"""The sockets between the server processes and one engine process, and between the engine's ranks: the only
+user of zmq.
 
 Promise: messages arrive in the order they were sent and none is dropped while both processes live
 (PUSH/PULL pairs without a high-water mark; the server's cap on open requests bounds the queues).
-The endpoints are two ipc files per server process in a private directory, so two instances never meet.
+The endpoints are ipc files in a private directory, two for each server process and for each further rank,
+so two instances never meet.
 """
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,6 +20,8 @@ from minisgl.messages import IDS_PER_SERVER, StepOutput, ToEngine, ToServer
 
 TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
+TO_RANK = "to_rank"
+FROM_RANK = "from_rank"
 LONGEST_PATH = 100
 """A unix socket's path may have 107 bytes; the file names and a margin come off that."""
 CONNECT_MS = 5000
@@ -137,6 +142,63 @@ class ServerSocket:
         """Close both sockets at once, dropping what was not delivered; may be called twice."""
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
+        self._context.term()
+
+
+class LeaderSocket:
+    """Rank 0's end of the sockets to the other ranks, `size - 1` of them. Made before they are."""
+
+    def __init__(self, ipc_dir: str | Path, size: int) -> None:
+        self._context = zmq.Context()
+        self._inbox = _socket(self._context, zmq.PULL)
+        self._inbox.bind(_endpoint(ipc_dir, FROM_RANK, 0))
+        self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(1, size)]
+        for rank, outbox in enumerate(self._outboxes, start=1):
+            outbox.bind(_endpoint(ipc_dir, TO_RANK, rank))
+
+    def send(self, data: bytes) -> None:
+        """Queue `data` for every other rank; never waits, also where a rank is gone."""
+        for outbox in self._outboxes:
+            with suppress(zmq.Again):
+                outbox.send(data, zmq.NOBLOCK)
+
+    def receive(self, timeout_ms: int) -> list[bytes]:
+        """Everything waiting; when nothing is, wait up to `timeout_ms` (0 = don't wait)."""
+        messages: list[bytes] = []
+        while self._inbox.poll(0 if messages else timeout_ms):
+            messages.append(self._inbox.recv(zmq.NOBLOCK))
+        return messages
+
+    def close(self) -> None:
+        """Close all sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""
+        self._inbox.close(linger=0)
+        for outbox in self._outboxes:
+            outbox.close(linger=LAST_WORDS_MS)
+        self._context.term()
+
+
+class FollowerSocket:
+    """The end of rank 1 or higher."""
+
+    def __init__(self, ipc_dir: str | Path, rank: int) -> None:
+        self._context = zmq.Context()
+        self._inbox = _socket(self._context, zmq.PULL)
+        self._outbox = _socket(self._context, zmq.PUSH)
+        self._inbox.connect(_endpoint(ipc_dir, TO_RANK, rank))
+        self._outbox.connect(_endpoint(ipc_dir, FROM_RANK, 0))
+
+    def receive(self) -> bytes:
+        """The next message of rank 0; waits for one."""
+        return self._inbox.recv()
+
+    def send(self, data: bytes) -> None:
+        """Queue `data` for rank 0; never waits for it to be read."""
+        self._outbox.send(data)
+
+    def close(self) -> None:
+        """Close both sockets, after what was sent is out or after `LAST_WORDS_MS`; may be called twice."""
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=LAST_WORDS_MS)
         self._context.term()
 
 

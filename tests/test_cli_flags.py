@@ -30,7 +30,7 @@ ENGINE = """
     --max-running-requests
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights --no-overlap
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
-    --prefix-cache --profile-dir --revision --seed --strict-compile --tokenizer
+    --prefix-cache --profile-dir --revision --seed --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # what computes
     "triton_kernels": set(),
     "compile_cache": set(),
-    "parallel": {"errors", "log"},
+    "parallel": {"errors", "log", "config", "model_config"},
     "attention": {"errors", "log", "parallel", "triton_kernels"},
     "layers": {"errors", "log", "config", "parallel", "triton_kernels", "attention"},
     "models": {"errors", "log", "config", "parallel", "layers", "attention"},
@@ -49,8 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the user's door
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
-    "doctor": {"errors", "config", "model_config", "weights", "engine", "__init__"},
-    "capacity": {"errors", "config", "model_config", "models", "engine"},
+    "doctor": {"errors", "config", "model_config", "weights", "parallel", "engine", "__init__"},
+    "capacity": {"errors", "config", "model_config", "models", "parallel", "engine"},
     "benchmark": SEAMS
     | {
         "offline",
@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
     ("benchmark", "server"): {"minisgl.server.startup_report"},
+    ("doctor", "parallel"): {"minisgl.parallel.sizes"},
     ("doctor", "weights"): {"minisgl.weights.sources"},
     ("doctor", "engine"): {"minisgl.engine.device"},
     ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},

@@ -144,6 +144,8 @@ def run_step_bench(
         ModelError: the model can't be loaded.
     """
     check_output(output)
+    if engine_config.tp > 1:
+        raise ConfigError("minisgl bench step measures one GPU's steps; leave --tp away")
     on_gpu = engine_config.device != "cpu" and find_device_facts().has_cuda
     points = read_points(settings, "cuda" if on_gpu else "cpu")
     engine_config = _with_rows_for(engine_config, max(points.batches))

@@ -13,6 +13,7 @@ def find_device_facts() -> DeviceFacts:
     return DeviceFacts(
         has_cuda=has_cuda,
         cuda_name=torch.cuda.get_device_name() if has_cuda else "",
+        num_gpus=torch.cuda.device_count() if has_cuda else 0,
         cpu_has_bf16=cpu_has_bf16(),
     )
 

@@ -10,8 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -48,11 +50,18 @@ from minisgl.messages import AddRequest, Status
 from minisgl.model_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
+from minisgl.parallel.sizes import rank_sizes
 from minisgl.request import RequestOutput
+from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl.weights.dummy import fill_dummy
 from minisgl.weights.loader import load_weights
 from minisgl.weights.progress import logged_progress
+
+if TYPE_CHECKING:
+    from minisgl.engine.follower_link import FollowerLink
+    from minisgl.models.sharded import ShardedTensors
+    from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +81,8 @@ class Engine:
         compiled: CompiledDecode | None,
         kernels: KernelCompilations | None,
         compile_cache: OpenCache | None,
+        ranks: "Ranks | None",
+        followers: "FollowerLink | None",
     ) -> None:
         self.config = config
         self._scheduler = scheduler
@@ -80,6 +91,8 @@ class Engine:
         self._compiled = compiled
         self._kernels = kernels
         self._compile_cache = compile_cache
+        self._ranks = ranks
+        self._followers = followers
         self._launched: deque[LaunchedStep] = deque()
         self.timeline = Timeline()
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
@@ -122,11 +135,27 @@ class Engine:
         self._scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch a step, collect the one before (with overlap) or this one; what came of it."""
+        """Plan and launch a step, collect the one before (with overlap) or this one; what came of it.
+
+        Raises:
+            EngineDeadError: another rank has ended.
+        """
+        if self._followers is None:
+            return self._step()
+        try:
+            self._followers.check()
+            return self._step()
+        except Exception as error:
+            cause = self._followers.explain(error)
+            raise cause from (error if cause is not error else None)
+
+    def _step(self) -> list[RequestOutput]:
         begin_s = time.perf_counter()
         plan = self._scheduler.plan()
         planned_s = time.perf_counter()
         if plan is not None:
+            if self._followers is not None:
+                self._followers.send(plan)
             self._launched.append(self.runner.launch(plan))
             launched_s = time.perf_counter()
             self.timeline.launched(plan, self.runner.buckets_of(plan), begin_s, planned_s, launched_s)
@@ -137,10 +166,23 @@ class Engine:
             waiting_s = time.perf_counter()
             step.wait()
             collected_s = time.perf_counter()
-            self._scheduler.apply(step.plan, *self.runner.collect(step))
+            result = self.runner.collect(step)
+            if self._followers is not None:
+                self._followers.note(result.token_ids)
+            self._scheduler.apply(step.plan, *result)
             self.timeline.applied(waiting_s, collected_s, time.perf_counter())
             self.profiler.step_is_over()
         return self._scheduler.take_outputs()
+
+    def follow(self, plan: StepPlan) -> list[list[int]]:
+        """Execute a plan of rank 0, as a further rank; the tokens of each step that is over by now."""
+        if any(init.rules is not None for init in plan.row_inits):
+            self.runner.allocate_logit_tables()
+        self._launched.append(self.runner.launch(plan))
+        over = []
+        while len(self._launched) > (1 if self.config.overlap else 0):
+            over.append(self.runner.collect(self._launched.popleft()).token_ids)
+        return over
 
     def status(self, sequence: int) -> Status:
         """The answer to a ping."""
@@ -197,53 +239,149 @@ class Engine:
             while self._launched:
                 self.runner.collect(self._launched.popleft())
         finally:
+            if self._followers is not None:
+                self._followers.close()
+            if self._ranks is not None:
+                self._ranks.leave()
             if self._compile_cache is not None:
                 self._compile_cache.close()
 
 
-def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    folder: Path,
+    on_stage: OnStage,
+    *,
+    ipc_dir: Path | None = None,
+    on_lost_rank: Callable[[str], None] = lambda reason: None,
+) -> Engine:
     """An engine that is ready to serve the model in `folder`, all its stages reported to `on_stage`.
+
+    With `config.tp` above 1 it starts the other ranks' processes, and ends them in `close`.
+
+    Args:
+        ipc_dir: a private directory for their sockets, which the caller removes; None = one of its own.
+        on_lost_rank: called with the reason, from another thread, when a rank has ended; the next `step`
+            raises, but this one may not return until its process ends.
 
     Raises:
         ConfigError: a setting is impossible, or memory does not suffice.
         ModelError: the folder's model can't be loaded.
+        EngineDeadError: another rank could not start.
     """
     stages = _Stages(on_stage)
     model_config = read_model_config(folder)
     must_compile = config.strict_compile or config.compile_mode is not None
     config = resolve_engine_config(config, model_config, find_device_facts())
+    if config.tp == 1:
+        return _build_rank(config, folder, model_config, stages, None, None, must_compile=must_compile)
+    _check_ranks_fit(config, model_config)
+    # Lazy: torch.distributed takes a while, and one rank needs none of it.
+    from minisgl.engine.follower_link import FollowerLink
+
+    followers = FollowerLink(config, folder, must_compile=must_compile, ipc_dir=ipc_dir, on_lost=on_lost_rank)
+    meeting = Meeting(0, followers.store, followers.wait_for_all)
+    try:
+        return _build_rank(
+            config, folder, model_config, stages, meeting, followers, must_compile=must_compile
+        )
+    except BaseException as error:
+        cause = followers.explain(error) if isinstance(error, Exception) else error
+        followers.close(at_once=True)
+        raise cause from (error if cause is not error else None)
+
+
+def build_follower(
+    config: EngineConfig, folder: Path, meeting: "Meeting", *, must_compile: bool, on_stage: OnStage
+) -> Engine:
+    """A further rank's engine, whose `follow` executes rank 0's plans: its own scheduler is never asked.
+
+    Args:
+        config: resolved, as rank 0's.
+
+    Raises:
+        MinisglError: as `build_engine`.
+    """
+    model_config = read_model_config(folder)
+    return _build_rank(
+        config, folder, model_config, _Stages(on_stage), meeting, None, must_compile=must_compile
+    )
+
+
+class Meeting(NamedTuple):
+    """Where and how a rank meets the others."""
+
+    rank: int
+    store: Path
+    on_arrival: Callable[[], None]
+    """Called just before joining, which waits for all ranks."""
+
+
+def _check_ranks_fit(config: EngineConfig, model_config: ModelConfig) -> None:
+    rank_sizes(model_config, config.tp)
+    if config.device == "cuda" and torch.cuda.device_count() < config.tp:
+        raise ConfigError(
+            f"--tp {config.tp} needs {config.tp} GPUs and torch sees {torch.cuda.device_count()}; lower it"
+        )
+
+
+def _build_rank(
+    config: EngineConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    stages: "_Stages",
+    meeting: Meeting | None,
+    followers: "FollowerLink | None",
+    *,
+    must_compile: bool,
+) -> Engine:
+    """One rank's engine, or the only one's."""
     assert config.device is not None
     assert config.dtype is not None
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    )
+    if config.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if meeting is None else meeting.rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
     dtype = getattr(torch, config.dtype)
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
+    if config.cpu_threads is not None or config.tp > 1:
+        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.tp))
     if device.type == "cuda":
         torch.cuda.init()
         available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
     else:
-        available_bytes = int(free_host_bytes() * config.memory_fraction)
-    cache = _open_compile_cache(config, device)
+        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.tp
+    rank = 0 if meeting is None else meeting.rank
+    cache = _open_compile_cache(config, device, rank)
+    ranks = None
     stages.done("settings and device")
 
     importing = threading.Thread(target=import_compiler, name="import-compiler", daemon=True)
     if config.compile_mode != "off":
         importing.start()  # loading weights is work for disk and copies, and leaves Python free
     assert config.attention_backend is not None
-    build = partial(build_model, model_config, attention_backend=config.attention_backend, dtype=dtype)
+    build = partial(
+        build_model, model_config, attention_backend=config.attention_backend, dtype=dtype, tp=config.tp
+    )
     try:
         check_weights_fit(bytes_of(build(device="meta")), available_bytes, config)
         model = build(device=device)
         model.requires_grad_(False)
         stages.done("allocate the model")
+        loadable = model
+        if meeting is not None:
+            free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            ranks = _join(meeting, config.tp, device)
+            if device.type == "cuda":
+                available_bytes -= free_bytes - torch.cuda.mem_get_info(device)[0]  # NCCL's buffers
+            loadable = _share_out(model, model_config, ranks)
+            stages.done(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
         if config.dummy_weights:
             fill_dummy(model, config.seed)
         else:
             began = time.perf_counter()
             num_bytes = load_weights(
-                model,
+                loadable,
                 folder,
                 model_config,
                 dtype=dtype,
@@ -267,13 +405,15 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
         with torch.inference_mode():
             engine = _assemble(
                 config,
-                model_config,
+                rank_sizes(model_config, config.tp),
                 model,
                 device,
                 dtype,
                 available_bytes,
                 stages,
                 cache,
+                ranks,
+                followers,
                 must_compile=must_compile,
             )
         if cache is not None:
@@ -281,6 +421,8 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
             stages.done("compile cache")
         return engine
     except BaseException as error:
+        if ranks is not None:
+            ranks.leave()
         if cache is not None:
             cache.close()
         if isinstance(error, torch.OutOfMemoryError):
@@ -290,6 +432,21 @@ def build_engine(config: EngineConfig, folder: Path, on_stage: OnStage) -> Engin
                 f"--memory-fraction ({config.memory_fraction}). CUDA said: {error}"
             ) from error
         raise
+
+
+def _join(meeting: Meeting, size: int, device: torch.device) -> "Ranks":
+    from minisgl.parallel.mesh import join  # lazy: as in `build_engine`
+
+    meeting.on_arrival()
+    ranks = join(meeting.rank, size, meeting.store, device)
+    ranks.minimum(0)  # the first collective takes what memory they need
+    return ranks
+
+
+def _share_out(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "ShardedTensors":
+    from minisgl.models.sharded import share_out  # lazy: as in `build_engine`
+
+    return share_out(model, model_config, ranks)
 
 
 class _Stages:
@@ -314,10 +471,12 @@ def _assemble(
     available_bytes: int,
     stages: _Stages,
     cache: OpenCache | None,
+    ranks: "Ranks | None",
+    followers: "FollowerLink | None",
     *,
     must_compile: bool,
 ) -> Engine:
-    """Tables, pool, graphs and scheduler around a loaded model."""
+    """Tables, pool, graphs and scheduler around a loaded model; model_config: as this rank has it."""
     assert config.max_running_requests is not None
     assert config.max_context_tokens is not None
     assert config.max_step_tokens is not None
@@ -347,6 +506,8 @@ def _assemble(
             else 0
         ),
     )
+    if ranks is not None:
+        budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, dtype, device)
     stages.done("memory profile and KV pool")
@@ -381,7 +542,7 @@ def _assemble(
     if chunk_buckets:
         assert recorder is not None
         chunk_graphs = _record_prefill(
-            config, model, rows, recorder.record, chunk_buckets, pages, stager, device
+            config, model, rows, recorder.record, chunk_buckets, pages, stager, device, ranks
         )
         num_recorded = len(chunk_graphs.buckets) if chunk_graphs is not None else 0
         stages.done(f"record {num_recorded} prefill graphs")
@@ -418,15 +579,22 @@ def _assemble(
             scheduler_config.max_context_tokens,
             config.max_context_tokens,
         )
-    return Engine(config, Scheduler(scheduler_config, kv_cache), kv_cache, runner, compiled, kernels, cache)
+    scheduler = Scheduler(scheduler_config, kv_cache)
+    return Engine(config, scheduler, kv_cache, runner, compiled, kernels, cache, ranks, followers)
 
 
-def _open_compile_cache(config: EngineConfig, device: torch.device) -> OpenCache | None:
-    """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used."""
+def _open_compile_cache(config: EngineConfig, device: torch.device, rank: int) -> OpenCache | None:
+    """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used.
+
+    Ranks start together, so each has an entry of its own.
+    """
     if device.type == "cpu" or not config.compile_cache or config.kernel:
         return None
     try:
-        cache = open_cache(Path(os.path.expanduser(config.compile_cache)), machine_facts(device))
+        facts = machine_facts(device)
+        if config.tp > 1:
+            facts |= {"rank": f"{rank} of {config.tp}"}
+        cache = open_cache(Path(os.path.expanduser(config.compile_cache)), facts)
     except CacheError as error:
         logger.warning("starting without a compile cache: %s", error)
         return None
@@ -494,11 +662,12 @@ def _record_prefill(
     pages: HostPageTable,
     stager: Stager,
     device: torch.device,
+    ranks: "Ranks | None" = None,
 ) -> PrefillGraphs | None:
     """The prefill step with graphs; None where it can't be recorded, which is said."""
     graphs = PrefillGraphs(partial(prefill_step, model, rows), record, buckets, pages, stager, device)
     try:
-        graphs.warm_up()
+        graphs.warm_up(agree=bool if ranks is None else lambda worth: bool(ranks.minimum(worth)))
     except Exception as error:
         if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
             raise

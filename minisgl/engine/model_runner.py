@@ -88,8 +88,7 @@ class ModelRunner:
             torch.OutOfMemoryError: there is none; nothing has changed.
         """
         if self._logit_tables is None:
-            vocab_size = self.model.lm_head.weight.shape[0]
-            self._logit_tables = LogitTables(self.rows.max_rows, vocab_size, self._device)
+            self._logit_tables = LogitTables(self.rows.max_rows, self.model.vocab_size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:

@@ -57,11 +57,16 @@ class PrefillGraphs:
         self._device = device
         self._recorded: dict[PrefillBucket, Recorded] = {}
 
-    def warm_up(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def warm_up(
+        self, clock: Callable[[], float] = time.perf_counter, agree: Callable[[bool], bool] = bool
+    ) -> None:
         """Record the buckets, smallest first, as long as launching takes the host longer than they run.
 
         The GPU is kept busy by larger ones however they are launched, and computing their padding would
         cost time. Only padding runs here.
+
+        Args:
+            agree: whether all ranks find that a bucket is worth it: they must record the same ones.
         """
         launch_s = None
         for bucket in self.buckets:
@@ -74,7 +79,7 @@ class PrefillGraphs:
                 self._step(batch)
                 launch_s = clock() - begin
                 self._wait()
-            if min(self._duration_s(replay, clock) for _ in range(2)) > launch_s:
+            if not agree(min(self._duration_s(replay, clock) for _ in range(2)) <= launch_s):
                 break
             self._recorded[bucket] = Recorded(inputs, replay)
         self.buckets = tuple(self._recorded)

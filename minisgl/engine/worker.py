@@ -7,6 +7,7 @@ The pipe stays open as a sign of life: at its end the parent is gone, and so is 
 Promise: it never outlives its parent, answers every message, and says why when it has to end.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -47,7 +48,8 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_MS = 500
 CHECK_INTERVAL_S = 60
 """How often the pages are recounted, at most, and only while nothing runs."""
-PR_SET_PDEATHSIG = 1
+LAST_RESORT_S = 3.0
+"""How long this process may go on after another rank of --tp has ended."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -99,7 +101,24 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
     from minisgl.engine.engine import build_engine
 
     on_stage("import torch", (time.perf_counter() - started) * 1e3)
-    engine = build_engine(config.engine, Path(config.model_folder), on_stage)
+    engine = build_engine(
+        config.engine,
+        Path(config.model_folder),
+        on_stage,
+        ipc_dir=Path(config.ipc_dir),
+        on_lost_rank=_end_soon,
+    )
+    try:
+        _serve(engine, socket, stages)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what is broken already is said already
+            engine.close()
+        raise
+    engine.close()
+
+
+def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> None:
+    """Say that the engine is ready, then answer messages until told to stop."""
     socket.send(
         Ready(
             max_context_tokens=engine.max_context_tokens,
@@ -131,7 +150,6 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
                 case AskProfile(sequence, server, num_steps):
                     socket.send(_start_profile(engine, sequence, num_steps), server)
                 case Shutdown():
-                    engine.close()
                     return
         outputs = engine.step()
         if outputs:
@@ -143,6 +161,13 @@ def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnsw
         return DebugAnswer(sequence, str(engine.profiler.start(num_steps)).encode())
     except ConfigError as error:
         return DebugAnswer(sequence, b"", str(error))
+
+
+def _end_soon(reason: str) -> None:
+    """The main thread reports that a rank is lost; where it waits for a GPU and can't, this ends it."""
+    timer = threading.Timer(LAST_RESORT_S, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def end_with_the_parent(ipc_dir: str) -> None:

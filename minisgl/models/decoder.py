@@ -51,6 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         device = torch.device(device)
         make_block = make_block or Block
+        self.vocab_size = config.vocab_size
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = nn.ModuleList(
             make_block(config, layer, attend, dtype, device) for layer in range(config.num_layers)

@@ -4,6 +4,7 @@ How to add a model: docs/adding-a-model.md.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from minisgl.config import ModelConfig
 from minisgl.errors import ModelError
 from minisgl.models.decoder import Decoder
 from minisgl.models.gemma3 import build_gemma3
+from minisgl.parallel.sizes import rank_sizes, vocabulary_rows
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
     "Gemma3ForCausalLM": build_gemma3,
@@ -27,13 +29,21 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
 
 
 def build_model(
-    config: ModelConfig, *, attention_backend: str, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig,
+    *,
+    attention_backend: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tp: int = 1,
 ) -> Decoder:
     """The model with parameters allocated as `dtype` on `device`, their values undefined until loaded.
 
+    Args:
+        tp: ranks that share the model; with several, one rank's part (minisgl/models/sharded.py joins them).
+
     Raises:
         ModelError: nothing here runs the architecture.
-        ConfigError: there is no such attention backend.
+        ConfigError: there is no such attention backend, or `tp` does not suit the model.
     """
     if config.architecture not in BUILDERS:
         raise ModelError(
@@ -41,4 +51,5 @@ def build_model(
             f"supported: {', '.join(BUILDERS)}"
         )
     builder = BUILDERS[config.architecture]
+    config = replace(rank_sizes(config, tp), vocab_size=vocabulary_rows(config.vocab_size, tp))
     return builder(config, select(attention_backend), dtype, torch.device(device))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minisgl.config import ModelConfig
 from minisgl.errors import ModelError
+from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 
 PIECE_BYTES = 64 << 20
@@ -29,7 +30,8 @@ class LoadableModel(Protocol):
     """A model that says where each of the checkpoint's tensors goes."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """By the checkpoint's name, views of the parameters to copy into."""
+        """By the checkpoint's name, views of the parameters to copy into: a rank's part of each where they
+        are DTensors."""
         ...
 
     def loaded(self) -> None:
@@ -61,7 +63,7 @@ def load_weights(
     files = checkpoint_files(folder)
     _check_names_and_shapes(targets, _headers(files), config, folder)
 
-    total = sum(view.nbytes for view in targets.values())
+    total = sum(shard_of(target).memory.nbytes for target in targets.values())
     done = 0
     on_progress("loading the weights", done, total)
     for path in files:
@@ -70,9 +72,13 @@ def load_weights(
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 if name not in targets:
                     continue
-                for rows, piece in _pieces(file.get_slice(name)):
-                    targets[name][rows].copy_(piece)
-                    done += piece.numel() * targets[name].itemsize
+                memory, place = shard_of(targets[name])
+                if place is None:
+                    memory.zero_()
+                    done += memory.nbytes
+                for rows, piece in _pieces(file.get_slice(name), place) if place is not None else ():
+                    memory[rows].copy_(piece)
+                    done += piece.numel() * memory.itemsize
                     on_progress("loading the weights", done, total)
     with torch.no_grad():
         model.loaded()
@@ -169,13 +175,15 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     return copy_of_the_embedding or name.endswith("rotary_emb.inv_freq")
 
 
-def _pieces(stored: Any) -> Iterator[tuple[slice, Tensor]]:
-    """The tensor's rows in pieces of at most about PIECE_BYTES."""
-    shape = stored.get_shape()
-    rows_per_piece = max(1, PIECE_BYTES // (8 * max(1, math.prod(shape[1:]))))
-    for begin in range(0, shape[0], rows_per_piece):
-        rows = slice(begin, min(begin + rows_per_piece, shape[0]))
-        yield rows, stored[rows]
+def _pieces(stored: Any, place: tuple[slice, ...]) -> Iterator[tuple[slice, Tensor]]:
+    """A part of the tensor in pieces of at most about PIECE_BYTES; rows count from the part's first."""
+    all_rows, *rest = place
+    row_elements = math.prod(columns.stop - columns.start for columns in rest)
+    rows_per_piece = max(1, PIECE_BYTES // (8 * max(1, row_elements)))
+    for begin in range(all_rows.start, all_rows.stop, rows_per_piece):
+        end = min(begin + rows_per_piece, all_rows.stop)
+        piece = stored[(slice(begin, end), *rest)]
+        yield slice(begin - all_rows.start, end - all_rows.start), piece
 
 
 @contextmanager

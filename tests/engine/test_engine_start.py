@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def cache(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """What the start is given, as on a GPU."""
     opened = Mock(spec=OpenCache)
-    monkeypatch.setattr(engine_module, "_open_compile_cache", lambda config, device: opened)
+    monkeypatch.setattr(engine_module, "_open_compile_cache", lambda config, device, rank: opened)
     return opened
 
 

@@ -199,6 +199,21 @@ def test_only_what_runs_faster_than_it_is_launched_is_recorded() -> None:
     assert [chosen(n) for n in (1, 16, 17, 32, 33, 64)] == [*buckets[:1] * 2, *buckets[1:2] * 2, None, None]
 
 
+def test_what_is_not_worth_it_for_another_rank_is_recorded_by_none() -> None:
+    engine = Engine()
+    asked: list[bool] = []
+
+    def agree(worth: bool) -> bool:
+        asked.append(worth)
+        return len(asked) == 1
+
+    graphs = PrefillGraphs(engine.step, run_again, BUCKETS, engine.pages, Stager(CPU), CPU)
+    with torch.inference_mode():
+        graphs.warm_up(clock=lambda: 0.0, agree=agree)
+    assert asked == [True, True]
+    assert graphs.buckets == BUCKETS[:1]
+
+
 def test_a_model_that_is_always_slower_than_its_launch_has_no_graphs() -> None:
     engine = Engine()
     times = iter([0.0, 0.010, 1.0, 1.030, 2.0, 2.030])

@@ -1,0 +1,154 @@
+"""Do several ranks give what one gives, how fast, and does the loss of one end them?
+
+    python bench/tp_check.py --tp 2 4       # GPUs: four layers of an 8B's shape, random weights
+    python bench/tp_check.py --device cpu   # a small model
+
+Each size generates greedily from the same prompts. Against one rank: the log probabilities of the prompts'
+tokens (bar: 0.1 at most, bfloat16), and milliseconds for a decode step at each batch. Then a rank is killed
+in the middle of a step (bar: an error within 5 s, no process left). Exit code 1 where a bar is missed.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine, build_engine
+from minisgl.errors import EngineDeadError
+from minisgl.messages import AddRequest
+from minisgl.request import SamplingParams
+
+LARGEST_DIFFERENCE = 0.1
+LIMIT_S = 5.0
+NUM_STEPS = 64
+SHAPES = {"cuda": (4096, 14336, 32, 8, 128256), "cpu": (256, 512, 8, 2, 1001)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", type=int, nargs="+", default=[2])
+    parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--layers", type=int, default=4)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), args.device, args.layers)
+        config = EngineConfig(
+            device=args.device,
+            dtype="bfloat16",
+            max_context_tokens=512,
+            max_running_requests=max(args.batches),
+            memory_fraction=0.5,
+        )
+        expected = None
+        fine = True
+        for tp in (1, *args.tp):
+            began = time.perf_counter()
+            engine = build_engine(replace(config, tp=tp), Path(folder), lambda name, duration_ms: None)
+            print(f"tp {tp}: started in {time.perf_counter() - began:.1f} s", flush=True)
+            try:
+                logprobs = prompt_logprobs(engine)
+                expected = logprobs if expected is None else expected
+                difference = float(np.abs(logprobs - expected).max())
+                fine &= difference <= LARGEST_DIFFERENCE
+                print(f"tp {tp}: log probabilities differ from one rank's by {difference:.4f} at most")
+                for batch in args.batches:
+                    print(
+                        f"tp {tp}: batch {batch}: {decode_step_ms(engine, batch):.3f} ms a step", flush=True
+                    )
+                if tp > 1:
+                    fine &= lose_a_rank(engine)
+            finally:
+                engine.close()
+    return 0 if fine else 1
+
+
+def save_model(folder: Path, device: str, num_layers: int) -> None:
+    """Weights that make logits spread over some units."""
+    hidden_size, width, heads, kv_heads, vocab_size = SHAPES[device]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab_size,
+        max_position_embeddings=1024,
+        initializer_range=hidden_size**-0.5,
+    )
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def add(engine: Engine, request_id: int, num_tokens: int, params: SamplingParams) -> None:
+    prompt = (np.arange(num_tokens, dtype="<i4") * 31 + 7 * request_id) % 1000
+    engine.add(AddRequest(request_id=request_id, prompt_ids=prompt.tobytes(), params=params))
+
+
+def prompt_logprobs(engine: Engine) -> np.ndarray:
+    """Of the tokens of three prompts."""
+    for request_id, num_tokens in enumerate((17, 64, 200)):
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        add(engine, request_id, num_tokens, params)
+    found: dict[int, list[float]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            for entry in output.prompt_logprobs or ():
+                found.setdefault(output.request_id, []).append(entry.logprob)
+    return np.concatenate([found[request_id] for request_id in sorted(found)])
+
+
+def decode_step_ms(engine: Engine, batch: int) -> float:
+    """The median of a step in which `batch` rows decode."""
+    for request_id in range(batch):
+        params = SamplingParams(temperature=0.0, max_tokens=2 * NUM_STEPS, ignore_eos=True)
+        add(engine, 100 + request_id, 64, params)
+    ends = []
+    while engine.has_work:
+        outputs = engine.step()
+        if len(outputs) == batch:
+            ends.append(time.perf_counter())
+    return 1e3 * float(np.median(np.diff(ends)[NUM_STEPS // 2 :]))
+
+
+def lose_a_rank(engine: Engine) -> bool:
+    """Whether the end of the last rank ends the engine in time and leaves no process."""
+    assert engine._followers is not None
+    pids = engine._followers.pids
+    add(engine, 1, 64, SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    began = time.perf_counter()
+    os.kill(pids[-1], signal.SIGKILL)
+    try:
+        while engine.has_work:
+            engine.step()
+        print("the loss of a rank was not noticed")
+        return False
+    except EngineDeadError as error:
+        took_s = time.perf_counter() - began
+        print(f"{error}: after {took_s:.2f} s")
+    engine.close()
+    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    print(f"processes left: {left or 'none'}", flush=True)
+    return took_s < LIMIT_S and not left
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A further rank of an engine: `python -m minisgl.engine.follower`, started by rank 0.
+
+Reads one JSON line from stdin, a `FollowerConfig`. The pipe stays open as a sign of life: at its end rank 0
+is gone, and so is this process.
+
+Promise: it executes rank 0's step plans in their order and decides nothing; it never outlives rank 0, and
+says why when it has to end.
+"""
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from minisgl.engine.follower_link import STORE, Checksum, Failed, FollowerConfig, Joining, TokenChecksum
+from minisgl.engine.worker import end_with_the_parent
+from minisgl.errors import MinisglError
+from minisgl.log import setup_logging
+from minisgl.scheduler.plan import StepPlan
+from minisgl.transport import FollowerSocket
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Run until told to stop; the exit code is 0 then, 1 after a failure."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 1  # rank 0 is gone already
+    config = msgspec.json.decode(line, type=FollowerConfig)
+    end_with_the_parent(config.ipc_dir)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    setup_logging(config.log_level, f"rank {config.rank}")
+    socket = FollowerSocket(config.ipc_dir, config.rank)
+    try:
+        _run(config, socket)
+        return 0
+    except MinisglError as error:
+        socket.send(msgspec.msgpack.encode(Failed(config.rank, str(error))))
+        return 1
+    except Exception as error:
+        logger.exception("the rank failed")
+        message = f"it failed: {type(error).__name__}: {error}"
+        socket.send(msgspec.msgpack.encode(Failed(config.rank, message)))
+        return 1
+    finally:
+        socket.close()
+
+
+def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
+    # Lazy: torch takes seconds, and whatever it says should be reported.
+    from minisgl.engine.engine import Meeting, build_follower
+
+    engine = build_follower(
+        config.engine,
+        Path(config.model_folder),
+        Meeting(
+            config.rank,
+            Path(config.ipc_dir) / STORE,
+            lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),
+        ),
+        must_compile=config.must_compile,
+        on_stage=lambda name, duration_ms: logger.debug("%s: %.0f ms", name, duration_ms),
+    )
+    decoder = msgspec.msgpack.Decoder(StepPlan)
+    checksum = TokenChecksum()
+    while data := socket.receive():
+        for tokens in engine.follow(decoder.decode(data)):
+            if checksum.add(tokens):
+                report = Checksum(config.rank, checksum.num_steps, checksum.value)
+                socket.send(msgspec.msgpack.encode(report))
+    engine.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # what torch does at an interpreter's end may wait for ranks that are gone

@@ -1,0 +1,279 @@
+"""Rank 0's hold on the other ranks: it starts them, sends them its step plans and watches them.
+
+Promise: a rank that ends, however it does, ends all others within a moment and is an `EngineDeadError` with
+its reason at rank 0, which is never left waiting for a rank that is gone; after `close` no process is left.
+"""
+
+import contextlib
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from minisgl.config import EngineConfig
+from minisgl.errors import EngineDeadError, MinisglError
+from minisgl.scheduler.plan import StepPlan
+from minisgl.transport import LeaderSocket, make_ipc_dir
+
+logger = logging.getLogger(__name__)
+
+STORE = "store"
+"""The file in the sockets' directory where the ranks meet."""
+FOLLOWER = ("-m", "minisgl.engine.follower")
+START_TIMEOUT_S = 300.0
+"""How long a rank may take until it is ready to meet the others (its imports)."""
+STOP_S = 3.0
+"""How long a rank may take to end when asked to."""
+REASON_S = 1.0
+"""How long an error waits for the end of a rank that may have caused it."""
+LAST_REPORT_MS = 100
+"""How long what a rank said last may be on its way."""
+CHECKED_STEPS = 64
+"""After so many steps the ranks' tokens are compared."""
+
+
+class FollowerConfig(msgspec.Struct, frozen=True):
+    """The line on a further rank's stdin."""
+
+    engine: EngineConfig
+    """Resolved."""
+    model_folder: str
+    ipc_dir: str
+    rank: int
+    must_compile: bool
+    log_level: str
+
+
+class Joining(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """Rank -> rank 0: I am on my way to where we meet."""
+
+    rank: int
+
+
+class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Rank -> rank 0, the last message: what went wrong."""
+
+    rank: int
+    message: str
+
+
+class Checksum(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Rank -> rank 0: of all tokens up to a step."""
+
+    rank: int
+    num_steps: int
+    value: int
+
+
+FromFollower = Joining | Failed | Checksum
+
+
+class TokenChecksum:
+    """A running checksum of what a rank's steps sampled."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.value = 0
+
+    def add(self, tokens: Sequence[int]) -> bool:
+        """Take in a step's tokens; True when it is time to compare."""
+        self.value = zlib.crc32(array("q", tokens).tobytes(), self.value)
+        self.num_steps += 1
+        return self.num_steps % CHECKED_STEPS == 0
+
+
+class FollowerLink:
+    """The other ranks of an engine with `config.tp` of them, running from here on.
+
+    Args:
+        config: resolved.
+        ipc_dir: a private directory for the sockets, which somebody else removes; None = one of its own.
+        on_lost: called with the reason when a rank has ended, from a thread of its own: this process may be
+            waiting for that rank on the device, and then learns of it only if the wait can be broken.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_folder: Path,
+        *,
+        must_compile: bool,
+        ipc_dir: Path | None,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._owns_ipc_dir = ipc_dir is None
+        self._ipc_dir = ipc_dir or make_ipc_dir()
+        self._socket = LeaderSocket(self._ipc_dir, config.tp)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._lost: tuple[int, str] | None = None  # which rank, and how it ended
+        self._lost_event = threading.Event()
+        self._reports: dict[int, str] = {}
+        self._checksum = TokenChecksum()
+        self._checksums: dict[int, dict[int, int]] = {}  # steps -> rank -> value, until all ranks have one
+        self._on_cuda = config.device == "cuda"
+        self._on_lost = on_lost
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromFollower)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+        try:
+            for rank in range(1, config.tp):
+                line = FollowerConfig(
+                    config, str(model_folder), str(self._ipc_dir), rank, must_compile, level
+                )
+                self._start(rank, msgspec.json.encode(line))
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    @property
+    def store(self) -> Path:
+        """The file where the ranks meet."""
+        return self._ipc_dir / STORE
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, of rank 1 and on."""
+        return [process.pid for process in self._processes]
+
+    def wait_for_all(self) -> None:
+        """Until every rank is about to join.
+
+        Raises:
+            EngineDeadError: one ended, or took too long.
+        """
+        missing = set(range(1, len(self._processes) + 1))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while missing:
+            for message in self._receive(100):
+                if isinstance(message, Joining):
+                    missing.discard(message.rank)
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineDeadError(
+                    f"rank {min(missing)} of --tp was not ready after {START_TIMEOUT_S:g} s"
+                )
+
+    def send(self, plan: StepPlan) -> None:
+        """Have the other ranks execute a plan after those before it."""
+        self._socket.send(self._encoder.encode(plan))
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """Take in what a step sampled here; now and then compare with what the other ranks sampled.
+
+        Raises:
+            EngineDeadError: ranks disagree, or one has ended, so that these are no tokens.
+        """
+        self.check()
+        if self._checksum.add(tokens):
+            self._compare(Checksum(0, self._checksum.num_steps, self._checksum.value))
+            self._receive(0)
+
+    def check(self) -> None:
+        """Whether all ranks still run.
+
+        Raises:
+            EngineDeadError: one has ended; the message says which and why.
+        """
+        if self._lost is not None:
+            rank, reason = self._lost
+            if rank not in self._reports:
+                self._receive(LAST_REPORT_MS)
+            raise EngineDeadError(self._reports.get(rank, reason))
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise for an error of rank 0: the loss of a rank, if that has caused it."""
+        if isinstance(error, MinisglError) or not self._lost_event.wait(REASON_S):
+            return error
+        try:
+            self.check()
+        except EngineDeadError as cause:
+            return cause
+        return error
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the other ranks, by asking unless `at_once`, and wait for it; may be called twice."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        if not at_once:
+            self._socket.send(b"")
+        deadline = time.monotonic() + (0 if at_once else STOP_S)
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+        self._kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        self._socket.close()
+        if self._owns_ipc_dir:
+            shutil.rmtree(self._ipc_dir, ignore_errors=True)
+
+    def _start(self, rank: int, line: bytes) -> None:
+        process = subprocess.Popen([sys.executable, *FOLLOWER], stdin=subprocess.PIPE)
+        self._processes.append(process)
+        threading.Thread(
+            target=self._watch, args=(rank, process), name=f"rank-{rank}-exit", daemon=True
+        ).start()
+        assert process.stdin is not None  # opened as a pipe; it stays open, its end is the sign of ours
+        with contextlib.suppress(BrokenPipeError):  # `check` tells
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """In a thread for each rank, because rank 0 may be waiting for it on the device."""
+        code = process.wait()
+        with self._lock:
+            if self._closing or self._lost is not None:
+                return
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            reason = f"rank {rank} of --tp ended ({how})"
+            self._lost = (rank, reason)
+        logger.error("%s; all ranks end", reason)
+        self._on_lost(reason)
+        self._kill()
+        if self._on_cuda:
+            # Lazy: a rank says who it is before it loads torch, through the messages above.
+            from minisgl.parallel.mesh import abort_collectives
+
+            abort_collectives()  # a collective without all its ranks never ends on a GPU; gloo notices
+        self._lost_event.set()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    def _receive(self, timeout_ms: int) -> list[FromFollower]:
+        """The ranks' messages; reports are kept and checksums compared."""
+        messages = [self._decoder.decode(data) for data in self._socket.receive(timeout_ms)]
+        for message in messages:
+            if isinstance(message, Failed):
+                self._reports[message.rank] = f"rank {message.rank} of --tp: {message.message}"
+            elif isinstance(message, Checksum):
+                self._compare(message)
+        return messages
+
+    def _compare(self, checksum: Checksum) -> None:
+        values = self._checksums.setdefault(checksum.num_steps, {})
+        values[checksum.rank] = checksum.value
+        if len(set(values.values())) > 1:
+            raise EngineDeadError(
+                f"the ranks of --tp disagree about the tokens of the first {checksum.num_steps} steps; this "
+                "is a bug in minisgl or a fault of a device"
+            )
+        if len(values) == 1 + len(self._processes):
+            del self._checksums[checksum.num_steps]

@@ -1,0 +1,104 @@
+"""Where each tensor of a checkpoint lies: a plan of DTensor placements for each family of models.
+
+Promise: a placed tensor is a DTensor of the checkpoint's own shape whose local part is the memory that the
+model computes with (shards.py says which part of the checkpoint belongs there).
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from minisgl.errors import ConfigError
+from minisgl.parallel.mesh import Ranks
+
+
+class Split(Enum):
+    """How a layer [out, in] is shared out. Whatever has none is whole on every rank."""
+
+    COLWISE = "output features; its output is shared out in the same way"
+    KV_HEADS = "output features, by KV head; fewer heads than ranks are copied to neighbouring ranks"
+    ROWWISE = "input features; the ranks' outputs have to be added up"
+    VOCABULARY = "rows, unevenly where they have to be"
+
+
+DECODER = {
+    "q_proj": Split.COLWISE,
+    "k_proj": Split.KV_HEADS,
+    "v_proj": Split.KV_HEADS,
+    "o_proj": Split.ROWWISE,
+    "gate_proj": Split.COLWISE,
+    "up_proj": Split.COLWISE,
+    "down_proj": Split.ROWWISE,
+    "embed_tokens": Split.VOCABULARY,
+    "lm_head": Split.VOCABULARY,
+}
+"""By the layer's name in the checkpoint; an expert's layers are called as an MLP's."""
+
+PLANS: dict[str, dict[str, Split]] = {
+    "Gemma3ForCausalLM": DECODER,
+    "LlamaForCausalLM": DECODER,
+    "MistralForCausalLM": DECODER,
+    "MixtralForCausalLM": DECODER | {"w1": Split.COLWISE, "w3": Split.COLWISE, "w2": Split.ROWWISE},
+    "Qwen2ForCausalLM": DECODER,
+    "Qwen3ForCausalLM": DECODER,
+    "Qwen3MoeForCausalLM": DECODER,
+}
+
+
+def plan_for(architecture: str) -> dict[str, Split]:
+    """The plan of a family.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if architecture not in PLANS:
+        raise ConfigError(f"--tp can't be used with {architecture}: it works for {', '.join(PLANS)}")
+    return PLANS[architecture]
+
+
+def place_tensors(
+    views: Mapping[str, Tensor],
+    shapes: Mapping[str, torch.Size],
+    plan: Mapping[str, Split],
+    num_kv_heads: int,
+    ranks: Ranks,
+) -> dict[str, Tensor]:
+    """The model's tensors as DTensors on the ranks' mesh.
+
+    Args:
+        views: the memory of this rank, by the checkpoint's names ("....q_proj.weight").
+        shapes: of the whole tensors, by the same names.
+        num_kv_heads: of the whole model.
+    """
+    flat = ranks.mesh
+    copies = ranks.mesh_of_copies(num_kv_heads) if ranks.size > num_kv_heads else None
+    placed: dict[str, Tensor] = {}
+    for name, view in views.items():
+        *_, layer, kind = name.split(".")
+        split = plan.get(layer)
+        mesh, placements = flat, _placements(split, kind)
+        if split is Split.KV_HEADS and copies is not None:
+            mesh, placements = copies, (*placements, Replicate())
+        shape = shapes[name]
+        local_shape, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+        if split is Split.VOCABULARY:
+            view = view[: local_shape[0]]  # the rest is padding
+        assert view.shape == local_shape, f"{name} is {list(view.shape)} here, its share {list(local_shape)}"
+        stride = torch.empty(shape, device="meta").stride()
+        placed[name] = DTensor.from_local(
+            view, mesh, placements, run_check=False, shape=shape, stride=stride
+        ).requires_grad_(False)
+    return placed
+
+
+def _placements(split: Split | None, kind: str) -> tuple[Placement, ...]:
+    if split is None:
+        return (Replicate(),)
+    if split is Split.ROWWISE:
+        # The first rank has the bias and the others zeros: the sum of outputs has it once.
+        return (Shard(1),) if kind == "weight" else (Partial(),)
+    return (Shard(0),)
