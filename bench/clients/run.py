@@ -1,0 +1,146 @@
+"""Real clients against a running server, each in an environment of its own.
+
+    minisgl serve --dtype float32 &
+    python bench/clients/run.py --model-folder ~/.cache/minisgl/models/smollm2-135m
+
+The environments (a venv with pip, or npm) are made once, in --folder; the first run installs some hundred
+packages. Each client's script beside this file checks what it gets and prints a line per check. The table has
+the client's version, its checks, and how long it took; exit code 1 when one failed. Without --model-folder,
+lm-eval is left out: its log-likelihoods are compared with transformers' on the same model.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+NUM_ITEMS = 50
+LIMIT_S = 900
+"""For one client's checks."""
+
+
+class Client(NamedTuple):
+    """One library and what tries it."""
+
+    package: str
+    script: str
+    beside: tuple[str, ...] = ()  # further packages that the script needs
+
+
+PYTHON = (
+    Client("openai", "openai_python.py"),
+    Client("litellm", "litellm_client.py"),
+    Client("langchain-openai", "langchain_client.py"),
+    Client("llm", "llm_client.py"),
+    Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]", "transformers")),
+)
+NODE = Client("openai (npm)", "openai_node.mjs")
+
+
+class Outcome(NamedTuple):
+    """A row of the table."""
+
+    client: str
+    version: str
+    checks: list[str]
+    problem: str
+    seconds: float
+
+
+def python_command(client: Client, folder: Path) -> tuple[list[str], str]:
+    """The command that runs its script, and the package's version; makes the environment if need be."""
+    home = folder / client.package
+    python = home / "bin" / "python"
+    if not (home / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, client.package, *client.beside], check=True, stdout=sys.stderr)
+        (home / "complete").touch()
+    ask = f"from importlib.metadata import version; print(version({client.package!r}))"
+    version = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    return [str(python), str(HERE / client.script)], version
+
+
+def node_command(folder: Path) -> tuple[list[str], str]:
+    """The same for npm; its script has to lie where the package is."""
+    home = folder / "npm"
+    if not (home / "node_modules" / "openai").exists():
+        home.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["npm", "install", "--silent", "openai"], cwd=home, check=True, stdout=sys.stderr)
+    (home / NODE.script).write_bytes((HERE / NODE.script).read_bytes())
+    package = json.loads((home / "node_modules" / "openai" / "package.json").read_text())
+    return ["node", str(home / NODE.script)], package["version"]
+
+
+def expected_loglikelihoods(model_folder: Path, file: Path) -> None:
+    """Write what lm-eval's checks need: texts as pairs, and transformers' answers to them."""
+    import torch
+    from loglikelihood import ROOT, Item, by_transformers, make_items
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    rows = []
+    for item in make_items(ROOT / "docs" / "architecture.md", tokenizer, model, NUM_ITEMS):
+        context, continuation = tokenizer.decode(item.context), tokenizer.decode(item.continuation)
+        # As lm-eval does it: both together, and the context's number of tokens off the front.
+        ids, first = tokenizer(context + continuation).input_ids, len(tokenizer(context).input_ids)
+        score = by_transformers(model, Item(ids[:first], ids[first:]))
+        rows.append([context, continuation, *score])
+    file.write_text(json.dumps(rows))
+
+
+def try_client(name: str, command: list[str], version: str, environ: dict[str, str]) -> Outcome:
+    """Run its script."""
+    started_at = time.monotonic()
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+        output, errors, is_well = done.stdout, done.stderr, done.returncode == 0
+    except subprocess.TimeoutExpired:
+        output, errors, is_well = "", f"not done after {LIMIT_S} s", False
+    if not is_well:
+        print(f"--- {name}\n{output}{errors}", file=sys.stderr)
+    checks = [line.removeprefix("ok: ") for line in output.splitlines() if line.startswith("ok: ")]
+    problem = "" if is_well else (errors.strip().splitlines() or ["failed"])[-1]
+    return Outcome(name, version, checks, problem, time.monotonic() - started_at)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--name", default="smollm2-135m", help="the served model's name")
+    parser.add_argument("--model-folder", type=Path, help="the same model, for transformers and lm-eval")
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/minisgl/clients"))
+    parser.add_argument("--only", nargs="*", help="these clients, by package name")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder.expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    expected = folder / "expected.json"
+    environ = {**os.environ, "BASE_URL": f"{arguments.url}/v1", "MODEL": arguments.name}
+    environ["EXPECTED"], environ["TOKENIZER"] = str(expected), str(arguments.model_folder)
+    environ["OPENAI_API_KEY"] = environ.get("OPENAI_API_KEY", "none")
+
+    outcomes = []
+    for client in (*PYTHON, NODE):
+        if arguments.only and client.package not in arguments.only:
+            continue
+        if client.package == "lm_eval":
+            if arguments.model_folder is None:
+                continue
+            expected_loglikelihoods(arguments.model_folder, expected)
+        command, version = node_command(folder) if client is NODE else python_command(client, folder)
+        outcomes.append(try_client(client.package, command, version, environ))
+    print("| client | version | checks | seconds |\n|---|---|---|---|")
+    for one in outcomes:
+        words = "; ".join([*one.checks, *([f"FAILED: {one.problem}"] if one.problem else [])])
+        print(f"| {one.client} | {one.version} | {words} | {one.seconds:.0f} |")
+    return int(any(one.problem for one in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
