@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": SEAMS | ENGINE_SIDE | {"triton_kernels", "compile_cache"},
     # what talks to people: no torch
     "text": {"errors", "log"},
-    "server": SEAMS | {"text"},
+    "server": SEAMS | {"text", "__init__"},
     "offline": {"errors", "request", "messages", "text"},
     "llm": {"errors", "log", "config", "request", "messages", "text", "offline", "engine", "weights"},
     # the user's door

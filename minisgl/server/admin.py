@@ -5,12 +5,12 @@ is not known is null, never a made-up zero.
 """
 
 import dataclasses
-from importlib import metadata
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from minisgl import __version__
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, RequestError
 from minisgl.messages import Status
@@ -79,7 +79,7 @@ class Admin:
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version."""
-        return _json({"version": _version()})
+        return _json({"version": __version__})
 
     async def server_info(self, _: web.Request) -> web.Response:
         """GET /server_info: what is held, what was counted, what was set."""
@@ -90,7 +90,7 @@ class Admin:
         settings["api_key"] = f"{len(settings['api_key'])} given"
         return _json(
             {
-                "version": _version(),
+                "version": __version__,
                 "model": self._model.name,
                 "max_model_len": self._frontend.max_context_tokens or None,
                 "engine_pid": self._engine_pid,
@@ -186,10 +186,6 @@ class Admin:
         if not self._link.ready.done() or self._link.died.done():
             return None
         return await self._link.ask_status(ASK_ENGINE_S)
-
-
-def _version() -> str:
-    return metadata.version("minisgl")
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:

@@ -3,11 +3,11 @@
 Promise: a field that a body may have is in the document, and the other way round.
 """
 
-from importlib import metadata
 from typing import Any
 
 import msgspec
 
+from minisgl import __version__
 from minisgl.server.openai_schema import ChatFields, CompletionFields, SharedFields
 from minisgl.server.schemas import (
     AbortBody,
@@ -106,7 +106,7 @@ def openapi_document(model: str) -> dict[str, Any]:
         paths[path]["get"]["responses"]["503"] = _answer("Why not.", JSON, any_object)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "minisgl", "version": metadata.version("minisgl")},
+        "info": {"title": "minisgl", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas},
     }
