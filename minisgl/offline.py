@@ -112,6 +112,7 @@ class Reply:
                     output.error_status or 500,
                     output.error_code or "internal_error",
                     output.error_message or "the engine failed on this request",
+                    output.error_param,
                 )
             )
             return

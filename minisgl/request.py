@@ -278,6 +278,8 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """HTTP status of a refusal; 0 = none. With `finish_reason` ERROR only."""
     error_code: str = ""
     error_message: str = ""
+    error_param: str | None = None
+    """The field at fault."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`, where asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None

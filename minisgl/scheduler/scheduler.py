@@ -166,6 +166,7 @@ class Scheduler:
                 error_status=error.status,
                 error_code=error.code,
                 error_message=error.message,
+                error_param=error.param,
             )
         )
 

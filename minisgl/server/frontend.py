@@ -369,6 +369,7 @@ class Frontend:
                     output.error_status or 500,
                     output.error_code or "internal_error",
                     output.error_message or f"the engine ended this request: {reason.value}",
+                    output.error_param,
                 )
             )
             return

@@ -297,3 +297,9 @@ def test_prompt_logprobs_and_token_ids_come_beside_the_answer(
     with pytest.raises(openai.BadRequestError) as refused:
         complete(client, prompt_logprobs=1, stream=True)
     assert cast(Any, refused.value).param == "prompt_logprobs"
+
+
+def test_the_field_that_the_engine_refuses_is_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, logit_bias={"60000": 1})
+    assert (refused.value.code, refused.value.param) == ("invalid_token_id", "logit_bias")
