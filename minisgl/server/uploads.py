@@ -68,11 +68,15 @@ class Uploads:
             RequestError: 408 when it is not there in time.
         """
         try:
-            return await asyncio.wait_for(request.read(), self._timeout_s)
+            body = await asyncio.wait_for(request.read(), self._timeout_s)
         except asyncio.TimeoutError:
             raise RequestError(
                 408, "upload_timeout", f"the request body was not complete within {self._timeout_s:g} s"
             ) from None
+        if request.transport is None:
+            # The client left in the moment its body was complete: Python 3.11's wait_for drops that cancel.
+            raise asyncio.CancelledError
+        return body
 
 
 BODY_TOO_LARGE = "the request body is too large; see --max-body-bytes"

@@ -17,6 +17,7 @@ from minisgl.server.openapi import openapi_document
 from minisgl.server.replies import NO_FIELDS, Choice, Usage
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
+from minisgl.server.uploads import Uploads
 
 NOTHING: Any = None
 
@@ -68,3 +69,21 @@ def test_every_route_is_in_the_document_of_the_api() -> None:
     paths = openapi_document("tiny")["paths"]
     described = {(method, path) for path, item in paths.items() for method in item if method != "parameters"}
     assert routes == described
+
+
+def test_a_client_that_leaves_as_its_body_ends_is_noticed() -> None:
+    class Leaving:
+        transport = None
+
+        async def read(self) -> bytes:
+            reading.cancel()  # as the HTTP library does when the connection is lost
+            return b"{}"
+
+    async def scenario() -> None:
+        nonlocal reading
+        reading = asyncio.ensure_future(Uploads(10, 10, 60.0).read(cast(Any, Leaving())))
+        await asyncio.wait([reading])
+
+    reading: Any = None
+    asyncio.run(scenario())
+    assert reading.cancelled()
