@@ -157,11 +157,12 @@ class LogitTables(nn.Module):
     def init_rows(self, staged: list[Tensor]) -> None:
         """Write the rules of rows that change hands: `pack_rules`, on the device."""
         parts = dict(zip(StagedRules._fields, staged, strict=True))
-        self.has_rules[parts.pop("plain_rows")] = False
+        # Not by assignment: on CUDA that copies the single value from the host and waits for the copy.
+        self.has_rules.index_fill_(0, parts.pop("plain_rows").long(), False)
         row = parts.pop("row")
         if not row.numel():
             return
-        self.has_rules[row] = True
+        self.has_rules.index_fill_(0, row.long(), True)
         self.marks[row] = parts.pop("mark_base")[:, None].expand(-1, self.vocab_size)
         self.marks.view(-1)[parts.pop("mark_at")] = parts.pop("mark")
         for name, part in parts.items():

@@ -1,11 +1,15 @@
 """What a plan becomes on the device."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
+from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.rows import Rows
-from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+from minisgl.scheduler.plan import Chunk, LogitRules, PageUpdate, RowInit, StepPlan
 
 CPU = torch.device("cpu")
 
@@ -34,6 +38,37 @@ def test_sampling_parameters_arrive_bit_for_bit() -> None:
         assert rows.min_p[init.row].item() == np.float32(init.min_p)
         assert rows.seed[init.row].item() == init.seed
     assert rows.seed[1].item() == 0, "another row was written"
+
+
+class SingleValues(TorchDispatchMode):
+    """Notes the ops that take a tensor without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(arg, torch.Tensor) and not arg.dim() for arg in args):
+            self.ops.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_rows_that_change_hands_write_no_single_value_from_the_host() -> None:
+    """On CUDA, launching would wait for such a copy, and so for the step before."""
+    tables = LogitTables(4, 32, CPU)
+    tables.has_rules[2] = True
+    rules = LogitRules(1.2, 0.0, 0.0, (), (), (), (), 0, tokens(3, 4), b"")
+    # Two rows with rules: of a single one torch drops the dimension, but that is on the device already.
+    inits = (
+        RowInit(1, 1.0, 0, 1.0, 0.0, 0, rules),
+        RowInit(2, 1.0, 0, 1.0, 0.0, 0),
+        RowInit(3, 1.0, 0, 1.0, 0.0, 0, rules),
+    )
+    staged = Stager(CPU).to_device(list(pack_rules(inits, 32)))
+    with SingleValues() as found:
+        tables.init_rows(staged)
+    assert found.ops == []
+    assert tables.has_rules.tolist() == [False, True, False, True, False]
 
 
 def test_staged_arrays_are_what_was_given_and_start_at_16_bytes() -> None:
