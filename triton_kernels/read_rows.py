@@ -14,8 +14,8 @@ padding row are that), the slot is -1: nothing is written for such a row, and it
 Cost: 40*R bytes read, 40*R written: a launch.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare and plain numbers for its
-# constexpr parameters.
+# Launching a kernel looks like calling it, but takes options that it does not declare, and plain numbers for
+# its constexpr parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from typing import NamedTuple
