@@ -150,17 +150,20 @@ class GraphRecorder:
         Raises:
             whatever `run` does; nothing is left recording then.
         """
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            run()
-            # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+                # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)  # also after a failure: the run before may still be going on
 
         def replay() -> Tensor:
             graph.replay()
