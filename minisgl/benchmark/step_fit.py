@@ -1,7 +1,7 @@
-"""The cost of a step as a linear model, fitted to what `minisgl bench step` measured.
+"""The cost of a step, fitted to what `minisgl bench step` measured.
 
-Promise: no cost is negative, and the fit is the best such one in the sense of relative errors: a step of 5 ms
-counts as much as one of 500 ms.
+Promise: no cost is negative. Errors are relative: a step of 5 ms counts as much as one of 500 ms. Decode is
+linear in what it does; prefill is too, but never under a least time, where its few tokens do not matter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,8 @@ import numpy as np
 from minisgl.benchmark.report import Cell, Report
 from minisgl.errors import ConfigError
 from minisgl.scheduler.simulator import StepCost, attended_pairs
+
+LEAST_POINTS = 3
 
 
 class Fit(NamedTuple):
@@ -28,6 +30,25 @@ class Fit(NamedTuple):
         return float(np.mean(np.abs(np.array(ratios) - 1.0)))
 
 
+class _Measured(NamedTuple):
+    """One table of a step report: M points, N features."""
+
+    names: list[str]
+    features: np.ndarray  # float [M, N]
+    wall_ms: np.ndarray  # float [M]
+
+    def described(self, modelled_ms: np.ndarray) -> list[dict[str, Cell]]:
+        return [
+            {
+                "point": name,
+                "measured_ms": float(real),
+                "modelled_ms": float(made),
+                "ratio": float(made / real),
+            }
+            for name, real, made in zip(self.names, self.wall_ms, modelled_ms, strict=True)
+        ]
+
+
 def fit_step_cost(report: Report) -> Fit:
     """Fit both halves of a `StepCost` to a step report's tables.
 
@@ -38,14 +59,21 @@ def fit_step_cost(report: Report) -> Fit:
         raise ConfigError(
             f"--step-report needs a report of minisgl bench step, got one of bench {report.kind}"
         )
-    decode = _Half("decode", report, lambda row: (1.0, row["batch"], row["batch"] * row["context"]))
-    prefill = _Half(
+    decode = _read("decode", report, lambda row: (1.0, row["batch"], row["batch"] * row["context"]))
+    prefill = _read(
         "prefill",
         report,
         lambda row: (1.0, row["new_tokens"], attended_pairs(int(row["new_tokens"]), int(row["prefix"]))),
     )
-    cost = StepCost(*decode.costs, *prefill.costs)
-    return Fit(cost, [*decode.points(), *prefill.points()])
+    decode_costs = _fit_linear(decode.features, decode.wall_ms)
+    prefill_costs, least_ms = _fit_with_least(prefill.features, prefill.wall_ms)
+    return Fit(
+        StepCost(*map(float, decode_costs), *map(float, prefill_costs), float(least_ms)),
+        [
+            *decode.described(decode.features @ decode_costs),
+            *prefill.described(np.maximum(prefill.features @ prefill_costs, least_ms)),
+        ],
+    )
 
 
 def non_negative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -71,43 +99,47 @@ def non_negative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.
     return best
 
 
-class _Half:
-    """The decode or the prefill side of the model."""
+def _fit_linear(features: np.ndarray, wall_ms: np.ndarray) -> np.ndarray:
+    """Costs, float [N], with the least relative errors."""
+    # Every point weighs 1 / its own time. Columns of like size are better conditioned.
+    scale = np.abs(features).max(axis=0)
+    return non_negative_least_squares(features / scale / wall_ms[:, None], np.ones(len(wall_ms))) / scale
 
-    def __init__(
-        self, table: str, report: Report, features_of: Callable[[Mapping[str, Any]], tuple[float, ...]]
-    ) -> None:
-        rows: Sequence[Mapping[str, Cell]] = report.tables.get(table, [])
-        try:
-            self._features = np.array([features_of(row) for row in rows], dtype=np.float64)
-            self._measured = np.array([row["wall_ms"] for row in rows], dtype=np.float64)
-            self._names = [_name(table, row) for row in rows]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the step report's table {table!r} is not as expected: {error}") from error
-        if len(rows) < 3:
-            raise ConfigError(
-                f"the step report has {len(rows)} {table} points, a fit needs at least 3; run minisgl bench "
-                "step with more --batches, --contexts, --prefills and --prefixes"
-            )
-        # Relative errors: every point weighs 1 / its own time. Columns of like size are better conditioned.
-        weights = 1.0 / self._measured
-        scale = np.abs(self._features).max(axis=0)
-        solved = non_negative_least_squares(
-            self._features / scale * weights[:, None], np.ones(len(self._measured))
+
+def _fit_with_least(features: np.ndarray, wall_ms: np.ndarray) -> tuple[np.ndarray, float]:
+    """Costs, and the time that no step is under: the best of all ways to call the fastest points flat."""
+    fastest_first = np.argsort(wall_ms, kind="stable")
+    candidates = []
+    for num_flat in range(len(wall_ms) - LEAST_POINTS + 1):
+        flat, others = fastest_first[:num_flat], fastest_first[num_flat:]
+        weights = 1 / wall_ms[flat]
+        least_ms = float(weights.sum() / (weights**2).sum()) if num_flat else 0.0
+        costs = _fit_linear(features[others], wall_ms[others])
+        errors = np.maximum(features @ costs, least_ms) / wall_ms - 1
+        candidates.append((float(np.linalg.norm(errors)), costs, least_ms))
+    # Of two that are as good, the one that calls fewer points flat.
+    _, costs, least_ms = min(candidates, key=lambda one: round(one[0], 9))
+    return costs, least_ms
+
+
+def _read(
+    table: str, report: Report, features_of: Callable[[Mapping[str, Any]], tuple[float, ...]]
+) -> _Measured:
+    rows: Sequence[Mapping[str, Cell]] = report.tables.get(table, [])
+    try:
+        measured = _Measured(
+            [_name(table, row) for row in rows],
+            np.array([features_of(row) for row in rows], dtype=np.float64),
+            np.array([row["wall_ms"] for row in rows], dtype=np.float64),
         )
-        self.costs = [float(value) for value in solved / scale]
-
-    def points(self) -> list[dict[str, Cell]]:
-        modelled = self._features @ np.array(self.costs)
-        return [
-            {
-                "point": name,
-                "measured_ms": float(real),
-                "modelled_ms": float(made),
-                "ratio": float(made / real),
-            }
-            for name, real, made in zip(self._names, self._measured, modelled, strict=True)
-        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the step report's table {table!r} is not as expected: {error}") from error
+    if len(rows) < LEAST_POINTS:
+        raise ConfigError(
+            f"the step report has {len(rows)} {table} points, a fit needs at least {LEAST_POINTS}; run "
+            "minisgl bench step with more --batches, --contexts, --prefills and --prefixes"
+        )
+    return measured
 
 
 def _name(table: str, row: Mapping[str, Cell]) -> str:

@@ -55,7 +55,8 @@ class FakeModel(NamedTuple):
 
 class StepCost(NamedTuple):
     """Virtual duration of a step, in milliseconds: that of its decodes plus that of its chunks, as the engine
-    launches the two one after the other, each linear in what it does. `minisgl bench simulate` fits them."""
+    launches the two one after the other, each linear in what it does and prefill with a lower bound. `minisgl
+    bench simulate` fits them."""
 
     decode_ms: float = 4.0
     """Of a step that decodes, whatever it decodes."""
@@ -67,6 +68,8 @@ class StepCost(NamedTuple):
     per_prompt_token_ms: float = 0.02
     per_attended_token_ms: float = 0.0
     """For each pair of a prompt token and a token it attends to."""
+    least_prefill_ms: float = 0.0
+    """Of all chunks of a step, however few their tokens: the weights are read and the kernels launched."""
 
     def step_ms(self, plan: StepPlan, num_context_tokens: int) -> float:
         """`num_context_tokens`: what the decoding rows attend to, all together."""
@@ -78,12 +81,14 @@ class StepCost(NamedTuple):
                 + self.per_context_token_ms * num_context_tokens
             )
         if plan.chunks:
-            duration_ms += self.prefill_ms
-        for chunk in plan.chunks:
-            pairs = attended_pairs(chunk.num_new_tokens, chunk.num_computed_tokens)
-            duration_ms += (
-                self.per_prompt_token_ms * chunk.num_new_tokens + self.per_attended_token_ms * pairs
+            num_tokens = sum(chunk.num_new_tokens for chunk in plan.chunks)
+            pairs = sum(
+                attended_pairs(chunk.num_new_tokens, chunk.num_computed_tokens) for chunk in plan.chunks
             )
+            linear_ms = (
+                self.prefill_ms + self.per_prompt_token_ms * num_tokens + self.per_attended_token_ms * pairs
+            )
+            duration_ms += max(linear_ms, self.least_prefill_ms)
         return duration_ms
 
 

@@ -34,7 +34,8 @@ def step_report(cost: StepCost, noise: float = 0.0) -> Report:
         for prefix in (0, 4096):
             pairs = sum(prefix + place + 1 for place in range(tokens))
             wall_ms = cost.prefill_ms + cost.per_prompt_token_ms * tokens + cost.per_attended_token_ms * pairs
-            prefill.append({"new_tokens": tokens, "prefix": prefix, "wall_ms": measured(wall_ms)})
+            wall_ms = measured(max(wall_ms, cost.least_prefill_ms))
+            prefill.append({"new_tokens": tokens, "prefix": prefix, "wall_ms": wall_ms})
     return make_report(
         "step", arguments={}, metrics={}, tables={"decode": decode, "prefill": prefill}, command="test"
     )
@@ -50,9 +51,11 @@ COST = StepCost(
 )
 
 
-def test_a_fit_finds_the_costs_a_report_was_made_with() -> None:
-    fit = fit_step_cost(step_report(COST))
-    assert list(fit.cost) == pytest.approx(list(COST), rel=1e-6)
+@pytest.mark.parametrize("least_ms", [0.0, 12.0])
+def test_a_fit_finds_the_costs_a_report_was_made_with(least_ms: float) -> None:
+    cost = COST._replace(least_prefill_ms=least_ms)
+    fit = fit_step_cost(step_report(cost))
+    assert list(fit.cost) == pytest.approx(list(cost), rel=1e-6)
     assert fit.mean_error < 1e-9
     assert len(fit.points) == 12 + 8
 
@@ -62,6 +65,13 @@ def test_a_fit_of_noisy_times_is_near_and_says_how_near() -> None:
     assert fit.mean_error < 0.05
     assert fit.cost.decode_ms == pytest.approx(3.5, rel=0.1)
     assert all(value >= 0 for value in fit.cost)
+
+
+def test_small_prefills_that_all_take_the_same_time_do_not_bend_the_costs_of_large_ones() -> None:
+    flat = fit_step_cost(step_report(COST._replace(least_prefill_ms=12.0), noise=0.03))
+    assert flat.cost.least_prefill_ms == pytest.approx(12.0, rel=0.03)
+    assert flat.cost.per_prompt_token_ms == pytest.approx(COST.per_prompt_token_ms, rel=0.1)
+    assert flat.mean_error < 0.03
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -248,6 +248,15 @@ def test_simulated_time_is_the_sum_of_the_steps_and_of_waiting(overlap: bool) ->
     assert late.finished_ms == late.token_ms[-1]
 
 
+def test_the_chunks_of_a_step_take_a_least_time_together() -> None:
+    scheduler, executor, _ = build(num_pages=100, page_size=4)
+    cost = StepCost(prefill_ms=1.0, per_prompt_token_ms=2.0, per_attended_token_ms=0.0, least_prefill_ms=9.0)
+    two = [Arrival(0.0, prompt_of(1, 2), SamplingParams(max_tokens=1)) for _ in range(2)]
+    assert [one.finished_ms for one in simulate(scheduler, executor, two, cost=cost)] == [9.0, 9.0]
+    five = [Arrival(0.0, prompt_of(4, 5, 6, 7, 8), SamplingParams(max_tokens=1))]
+    assert simulate(scheduler, executor, five, cost=cost)[0].finished_ms == 11.0
+
+
 def test_abort_while_the_prefill_is_in_flight_retires_once() -> None:  # trap 1
     scheduler, executor, cache = build()
     scheduler.add(0, prompt_of(*range(20)), SamplingParams(max_tokens=5))
