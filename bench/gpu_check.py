@@ -31,7 +31,8 @@ import transformers
 from minisgl.attention.interface import AttentionInputs
 from minisgl.config import EngineConfig
 from minisgl.engine.buckets import PrefillBucket
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import build_prefill
 from minisgl.engine.steps import prefill_step
 from minisgl.messages import AddRequest

@@ -22,7 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.errors import EngineDeadError
 from minisgl.messages import AddRequest
 from minisgl.request import SamplingParams

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl.config import GIB, DeviceFacts, EngineConfig, resolve_engine_config
+from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.buckets import decode_buckets, prefill_buckets
 from minisgl.engine.memory import (
     MemoryBudget,
+    bytes_of,
     check_weights_fit,
     estimate_activation_bytes,
     graph_reserve_bytes,
     plan_memory,
 )
-from minisgl.engine.profile import bytes_of
 from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.model_config import read_model_config
@@ -48,7 +48,7 @@ CONTEXT_GIB = 0.6
 class Capacity(NamedTuple):
     """What fits."""
 
-    config: EngineConfig
+    config: ResolvedConfig
     budget: MemoryBudget
     requests: dict[int, int]
     """Context in tokens -> requests of that length whose pages fit, not limited by --max-running-requests."""
@@ -82,52 +82,45 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     """
     model = read_model_config(folder)
     facts = DeviceFacts(has_cuda=True, cuda_name=gpu)
-    config = resolve_engine_config(config, model, facts)
-    if config.device != "cuda":
+    resolved = resolve_engine_config(config, model, facts)
+    if resolved.device != "cuda":
         raise ConfigError("minisgl plan plans for GPUs; leave --device away")
-    assert config.dtype is not None
-    assert config.attention_backend is not None
-    assert config.max_running_requests is not None
-    assert config.max_context_tokens is not None
-    assert config.max_graph_batch is not None
-    assert config.max_graph_tokens is not None
-    num_graphs = len(decode_buckets(config.max_graph_batch))
-    num_graphs += len(prefill_buckets(config.max_graph_tokens, config.max_running_requests))
-    available_bytes = int((gpu_gib(gpu) - CONTEXT_GIB) * GIB * config.memory_fraction)
+    num_graphs = len(decode_buckets(resolved.max_graph_batch))
+    num_graphs += len(prefill_buckets(resolved.max_graph_tokens, resolved.max_running_requests))
+    available_bytes = int((gpu_gib(gpu) - CONTEXT_GIB) * GIB * resolved.memory_fraction)
     meta = torch.device("meta")
     decoder = build_model(
         model,
-        attention_backend=config.attention_backend,
-        dtype=getattr(torch, config.dtype),
+        attention_backend=resolved.attention_backend,
+        dtype=getattr(torch, resolved.dtype),
         device=meta,
-        tp=config.tp,
+        tp=resolved.tp,
     )
     weights_bytes = bytes_of(decoder)
-    model = rank_sizes(model, config.tp)
-    check_weights_fit(weights_bytes, available_bytes, config)
-    pages_per_row = -(-config.max_context_tokens // config.page_size)
+    model = rank_sizes(model, resolved.tp)
+    check_weights_fit(weights_bytes, available_bytes, resolved)
+    pages_per_row = -(-resolved.max_context_tokens // resolved.page_size)
     budget = plan_memory(
         model,
-        config,
+        resolved,
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
-        activation_bytes=estimate_activation_bytes(model, config),
-        tables_bytes=bytes_of(Rows(config.max_running_requests, pages_per_row, config.page_size, meta)),
+        activation_bytes=estimate_activation_bytes(model, resolved),
+        tables_bytes=bytes_of(Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)),
         reserve_bytes=graph_reserve_bytes(num_graphs),
     )
-    contexts = [1 << power for power in range(10, 31) if 1 << power < config.max_context_tokens]
+    contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]
     usable = budget.num_pages - 1  # one is the scratch page
     requests = {
-        context: usable // -(-context // config.page_size)
-        for context in (*contexts, config.max_context_tokens)
+        context: usable // -(-context // resolved.page_size)
+        for context in (*contexts, resolved.max_context_tokens)
     }
-    return Capacity(config, budget, requests)
+    return Capacity(resolved, budget, requests)
 
 
 def describe(capacity: Capacity, model: str, gpu: str) -> str:
     """The plan as a person reads it."""
     config, budget, requests = capacity
-    assert config.max_running_requests is not None
     parts = [
         ("weights", budget.weights_bytes, f"in {config.dtype}"),
         ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),

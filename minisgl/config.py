@@ -1,7 +1,8 @@
 """Every setting, resolved once: what the model is, how the engine runs it, how the server offers it.
 
-Promise: the dataclasses are frozen and nobody writes to them after `resolve_engine_config`; flags
-of the command line are generated from the fields and their docstrings (`minisgl/cli.py`).
+Promise: the dataclasses are frozen, and what runs an engine reads a `ResolvedConfig`, in which nothing is
+left to be decided; flags of the command line are generated from the fields and their docstrings
+(`minisgl/cli.py`).
 """
 
 import re
@@ -127,7 +128,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine runs. `None` means "auto": `resolve_engine_config` puts a value there."""
+    """How one engine runs. `None` means "auto", which `resolve_engine_config` decides."""
 
     model: str = "smollm2-135m"
     """What to serve: a built-in name (`minisgl pull --list`), a local folder, a GGUF file, or a hub name."""
@@ -203,6 +204,43 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """An `EngineConfig`, which says what the fields mean, with every "auto" decided: a `None` means none."""
+
+    model: str
+    revision: str | None
+    tokenizer: str | None
+    dummy_weights: bool
+    device: str
+    dtype: str
+    max_context_tokens: int
+    max_running_requests: int
+    max_step_tokens: int
+    chunk_tokens: int
+    mixed_step_tokens: int
+    page_size: int
+    num_pages: int | None
+    """None = what fits, which takes a memory profile."""
+    output_reserve_tokens: int
+    memory_fraction: float
+    prefix_cache: bool
+    overlap: bool
+    compile_mode: str
+    max_graph_batch: int
+    max_graph_tokens: int
+    attention_backend: str
+    seed: int
+    strict_compile: bool
+    compile_cache: str | None
+    profile_dir: str | None
+    tp: int
+    cpu_threads: int | None
+    kernel: tuple[str, ...]
+    must_compile: bool
+    """What can't be compiled ends the start: compiling was asked for, not chosen here."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """How the HTTP server behaves."""
 
@@ -269,8 +307,8 @@ def with_cache_dir(config: EngineConfig, cache_dir: Path) -> EngineConfig:
     return replace(config, compile_cache=str(cache_dir / "compiled"))
 
 
-def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -> EngineConfig:
-    """The same config with every "auto" but `num_pages` (which needs a memory profile) decided.
+def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -> ResolvedConfig:
+    """Decide every "auto" but `num_pages`, which needs a memory profile.
 
     Raises:
         ConfigError: a value is out of range, or two of them contradict.
@@ -300,8 +338,11 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
     auto_graph_tokens = min(max_step_tokens, GRAPH_TOKENS) if can_record and max_graph_batch else 0
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
-    resolved = replace(
-        config,
+    resolved = ResolvedConfig(
+        model=config.model,
+        revision=config.revision,
+        tokenizer=config.tokenizer,
+        dummy_weights=config.dummy_weights,
         device=device,
         dtype=config.dtype or _auto_dtype(model, facts, on_cuda),
         max_context_tokens=max_context_tokens,
@@ -309,17 +350,30 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         max_step_tokens=max_step_tokens,
         chunk_tokens=given(config.chunk_tokens, max_step_tokens),
         mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128)),
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        output_reserve_tokens=config.output_reserve_tokens,
+        memory_fraction=config.memory_fraction,
+        prefix_cache=config.prefix_cache,
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
         max_graph_tokens=given(config.max_graph_tokens, auto_graph_tokens),
         attention_backend=backend,
+        seed=config.seed,
+        strict_compile=config.strict_compile,
+        compile_cache=config.compile_cache,
+        profile_dir=config.profile_dir,
+        tp=config.tp,
+        cpu_threads=config.cpu_threads,
+        kernel=config.kernel,
+        must_compile=config.strict_compile or config.compile_mode is not None,
     )
     check_engine_config(resolved)  # once more: now every relation between two values is there to be checked
     return resolved
 
 
-def check_engine_config(config: EngineConfig) -> None:
+def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
     """What can be known without a device and a model; values that are still "auto" contradict nothing.
 
     Raises:
@@ -447,7 +501,7 @@ def _check(ok: bool, flag: str, needed: str, got: object) -> None:
         raise ConfigError(f"--{flag.replace('_', '-')} must be {needed}, got {text}")
 
 
-def _check_types(config: EngineConfig | ServerConfig) -> None:
+def _check_types(config: EngineConfig | ResolvedConfig | ServerConfig) -> None:
     """From Python anything may come; flags and JSON give the right types already."""
     hints = get_type_hints(type(config))
     for field in fields(config):

@@ -79,7 +79,7 @@ class LLM:
         prepared = time.perf_counter()
         on_stage("find model, read tokenizer", 1e3 * (prepared - started))
         # Lazy: torch takes seconds to import, and the errors above should not wait for it.
-        from minisgl.engine.engine import build_engine
+        from minisgl.engine.build import build_engine
 
         on_stage("import torch and engine", 1e3 * (time.perf_counter() - prepared))
         stop_strings = lru_cache(maxsize=8)(StopStrings)  # a batch shares its tables

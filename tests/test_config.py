@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields, replace
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from minisgl.config import (
     DeviceFacts,
     EngineConfig,
     ModelConfig,
+    ResolvedConfig,
     ServerConfig,
     check_engine_config,
     check_server_config,
@@ -154,7 +157,17 @@ def test_any_engine_setting_resolves_or_is_our_error(values: dict[str, Any], has
     if not words:
         check_engine_config(config)  # what resolves was no mistake before
         resolved = resolve_engine_config(config, MODEL, facts)
-        assert resolve_engine_config(resolved, MODEL, facts) == resolved
+        again = EngineConfig(**{field.name: getattr(resolved, field.name) for field in fields(EngineConfig)})
+        assert resolve_engine_config(again, MODEL, facts) == replace(resolved, must_compile=True)
+
+
+def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off() -> None:
+    hints, open_hints = get_type_hints(ResolvedConfig), get_type_hints(EngineConfig)
+    assert hints.keys() == open_hints.keys() | {"must_compile"}
+    optional = {name for name, kind in hints.items() if NoneType in get_args(kind)}
+    assert optional == {"revision", "tokenizer", "num_pages", "compile_cache", "profile_dir", "cpu_threads"}
+    for name, kind in open_hints.items():
+        assert hints[name] in (kind, *get_args(kind)), name
 
 
 @settings(max_examples=200, deadline=None)

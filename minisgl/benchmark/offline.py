@@ -37,7 +37,8 @@ from minisgl.benchmark.workload import (
     random_workload,
 )
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.messages import AddRequest, Status
 from minisgl.request import FinishReason, SamplingParams

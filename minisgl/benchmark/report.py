@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import msgspec
 
 import minisgl
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, ResolvedConfig
 from minisgl.errors import ConfigError
 from minisgl.weights.progress import Progress, no_progress, progress_on
 
@@ -197,7 +197,7 @@ def find_environment(command: str | None = None) -> Environment:
     )
 
 
-def engine_arguments(config: EngineConfig) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig | ResolvedConfig) -> dict[str, Any]:
     """An engine's settings for `Report.arguments`; of the compile cache only whether there is one, since
     where it lies says nothing about the measurement."""
     return asdict(config) | {"compile_cache": bool(config.compile_cache)}

@@ -61,7 +61,7 @@ def tell(line: StageOver | StartFailed) -> None:
 def _start(order: StartOrder, arrived_at: float) -> None:
     import numpy as np
 
-    from minisgl.engine.engine import build_engine
+    from minisgl.engine.build import build_engine
     from minisgl.messages import AddRequest
     from minisgl.request import SamplingParams
 

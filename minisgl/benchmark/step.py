@@ -33,8 +33,9 @@ from minisgl.benchmark.report import (
 )
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
 from minisgl.config import EngineConfig, ModelConfig
+from minisgl.engine.build import build_engine
 from minisgl.engine.device import find_device_facts
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.engine import Engine
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.errors import ConfigError
 from minisgl.model_config import read_model_config
@@ -222,7 +223,7 @@ def measure_steps(
         row["output_tokens_per_s"] = 1e3 * batch / statistics.median(times.wall_ms)
         tables["decode"].append(row)
         samples[f"decode_{batch}x{context}_ms"] = times.wall_ms
-    longest = engine.config.chunk_tokens or 0
+    longest = engine.config.chunk_tokens
     for index, (num_tokens, prefix) in enumerate(prefill_points, len(decode_points)):
         progress("steps", index, num_points)
         if num_tokens > longest or not _fits(engine, 1, prefix + num_tokens):
@@ -410,7 +411,7 @@ def _place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int
     """Give rows 0..num_rows-1 pages of their own for `num_tokens` tokens each, `num_present` of them there:
     the last one is computed, the others are what lies in the pool."""
     per_row = _pages_per_row(engine, num_tokens)
-    max_chunks = engine.config.max_step_tokens or num_rows
+    max_chunks = engine.config.max_step_tokens
     for begin in range(0, num_rows, max_chunks):
         rows = range(begin, min(begin + max_chunks, num_rows))
         chunks = [

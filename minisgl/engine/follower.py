@@ -53,7 +53,7 @@ def main() -> int:
 
 def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     # Lazy: torch takes seconds, and whatever it says should be reported.
-    from minisgl.engine.engine import Meeting, build_follower
+    from minisgl.engine.build import Meeting, build_follower
 
     engine = build_follower(
         config.engine,
@@ -63,7 +63,6 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
             Path(config.ipc_dir) / STORE,
             lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),
         ),
-        must_compile=config.must_compile,
         on_stage=lambda name, duration_ms: logger.debug("%s: %.0f ms", name, duration_ms),
     )
     decoder = msgspec.msgpack.Decoder(StepPlan)

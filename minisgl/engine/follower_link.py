@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from minisgl.config import EngineConfig
+from minisgl.config import ResolvedConfig
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.scheduler.plan import StepPlan
 from minisgl.transport import LeaderSocket, make_ipc_dir
@@ -43,12 +43,10 @@ CHECKED_STEPS = 64
 class FollowerConfig(msgspec.Struct, frozen=True):
     """The line on a further rank's stdin."""
 
-    engine: EngineConfig
-    """Resolved."""
+    engine: ResolvedConfig
     model_folder: str
     ipc_dir: str
     rank: int
-    must_compile: bool
     log_level: str
 
 
@@ -94,7 +92,6 @@ class FollowerLink:
     """The other ranks of an engine with `config.tp` of them, running from here on.
 
     Args:
-        config: resolved.
         ipc_dir: a private directory for the sockets, which somebody else removes; None = one of its own.
         on_lost: called with the reason when a rank has ended, from a thread of its own: this process may be
             waiting for that rank on the device, and then learns of it only if the wait can be broken.
@@ -102,10 +99,9 @@ class FollowerLink:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         model_folder: Path,
         *,
-        must_compile: bool,
         ipc_dir: Path | None,
         on_lost: Callable[[str], None],
     ) -> None:
@@ -127,9 +123,7 @@ class FollowerLink:
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         try:
             for rank in range(1, config.tp):
-                line = FollowerConfig(
-                    config, str(model_folder), str(self._ipc_dir), rank, must_compile, level
-                )
+                line = FollowerConfig(config, str(model_folder), str(self._ipc_dir), rank, level)
                 self._start(rank, msgspec.json.encode(line))
         except BaseException:
             self.close(at_once=True)

@@ -6,7 +6,9 @@ largest step's activations, the device tables and a reserve for graphs were take
 
 from dataclasses import dataclass
 
-from minisgl.config import DTYPE_BYTES, GIB, MIB, EngineConfig, ModelConfig
+from torch import nn
+
+from minisgl.config import DTYPE_BYTES, GIB, MIB, ModelConfig, ResolvedConfig
 from minisgl.errors import ConfigError
 
 CPU_POOL_BYTES = 1 * GIB
@@ -45,7 +47,13 @@ class MemoryBudget:
         )
 
 
-def check_weights_fit(weights_bytes: int, available_bytes: int, config: EngineConfig) -> None:
+def bytes_of(module: nn.Module) -> int:
+    """Parameters and buffers, shared ones once."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def check_weights_fit(weights_bytes: int, available_bytes: int, config: ResolvedConfig) -> None:
     """Refuse a model that is too large before anything is allocated.
 
     Raises:
@@ -59,11 +67,8 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: EngineCo
         )
 
 
-def estimate_activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def estimate_activation_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     """What the largest step takes beyond weights, pool and tables, generously, where it can't be measured."""
-    assert config.dtype is not None
-    assert config.max_step_tokens is not None
-    assert config.max_running_requests is not None
     per_token = 8 * model.hidden_size + 3 * model.mlp_elements_per_token
     logits = 3 * config.max_running_requests * model.vocab_size
     return DTYPE_BYTES[config.dtype] * (config.max_step_tokens * per_token + logits)
@@ -74,15 +79,14 @@ def graph_reserve_bytes(num_graphs: int) -> int:
     return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * num_graphs
 
 
-def page_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def page_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     """Bytes of one page: K and V of page_size tokens in all layers."""
-    assert config.dtype is not None
     return model.kv_elements_per_token * config.page_size * DTYPE_BYTES[config.dtype]
 
 
 def plan_memory(
     model: ModelConfig,
-    config: EngineConfig,
+    config: ResolvedConfig,
     *,
     available_bytes: int,
     weights_bytes: int,
@@ -95,8 +99,6 @@ def plan_memory(
     Raises:
         ConfigError: the pool would hold too little to serve one request, or more than there is.
     """
-    assert config.max_context_tokens is not None
-    assert config.max_running_requests is not None
     on_cuda = config.device == "cuda"
     one_page = page_bytes(model, config)
     free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.buckets import PrefillBucket
-from minisgl.engine.compiled import CompiledDecode
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
 from minisgl.engine.logits import LogitTables, pack_rules
-from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.recording import RecordedSteps
 from minisgl.engine.rows import Rows
-from minisgl.engine.special_steps import SpecialDecode, special_prefill
+from minisgl.engine.special_steps import special_prefill
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, StepPlan, StepResult
@@ -66,9 +65,7 @@ class ModelRunner:
         pages: HostPageTable,
         stager: Stager,
         device: torch.device,
-        compiled: CompiledDecode | None,
-        prefill_graphs: PrefillGraphs | None,
-        special_decode: SpecialDecode | None = None,
+        recorded: RecordedSteps,
     ) -> None:
         self.model = model
         self.rows = rows
@@ -76,9 +73,9 @@ class ModelRunner:
         self.pages = pages
         self.stager = stager
         self._decode = DecodeStep(model, rows)
-        self._compiled = compiled
-        self.prefill_graphs = prefill_graphs
-        self._special_decode = special_decode or SpecialDecode(self._decode, None, (), device)
+        self._compiled = recorded.decode
+        self.prefill_graphs = recorded.prefill
+        self._special_decode = recorded.special_decode
         self._logit_tables: LogitTables | None = None
 
     def allocate_logit_tables(self) -> None:

@@ -98,7 +98,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         socket.send(StartupStage(name, duration_ms))
 
     # Lazy: torch takes seconds, and this is where they are counted.
-    from minisgl.engine.engine import build_engine
+    from minisgl.engine.build import build_engine
 
     on_stage("import torch", (time.perf_counter() - started) * 1e3)
     engine = build_engine(
@@ -124,8 +124,8 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
             max_context_tokens=engine.max_context_tokens,
             num_pages=engine.num_pages,
             page_size=engine.config.page_size,
-            max_rows=engine.config.max_running_requests or 0,
-            device=engine.config.device or "",
+            max_rows=engine.config.max_running_requests,
+            device=engine.config.device,
             startup_ms=stages,
         )
     )

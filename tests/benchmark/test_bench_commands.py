@@ -16,7 +16,8 @@ from minisgl.benchmark.startup import with_caches_in
 from minisgl.benchmark.workload import Item, check_offline_settings, random_workload, read_prompts
 from minisgl.cli import main
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import resolve_model_folder

@@ -10,8 +10,8 @@ import pytest
 from compile_cache.seal import CacheError
 from compile_cache.store import OpenCache
 from minisgl.config import EngineConfig
-from minisgl.engine import engine as engine_module
-from minisgl.engine.engine import build_engine
+from minisgl.engine import build
+from minisgl.engine.build import build_engine
 from minisgl.errors import ConfigError
 
 MODEL = {
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def cache(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """What the start is given, as on a GPU."""
     opened = Mock(spec=OpenCache)
-    monkeypatch.setattr(engine_module, "_open_compile_cache", lambda config, device, rank: opened)
+    monkeypatch.setattr(build, "_open_compile_cache", lambda config, device, rank: opened)
     return opened
 
 

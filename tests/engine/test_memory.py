@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from minisgl.config import GIB, DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
+from minisgl.config import GIB, DeviceFacts, EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.memory import check_weights_fit, page_bytes, plan_memory
 from minisgl.errors import ConfigError
 
@@ -35,7 +35,7 @@ PARTS = {
 }
 
 
-def resolved(**fields: object) -> EngineConfig:
+def resolved(**fields: object) -> ResolvedConfig:
     return resolve_engine_config(EngineConfig(**fields), MODEL, GPU)  # pyright: ignore[reportArgumentType]
 
 

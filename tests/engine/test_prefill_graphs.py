@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.config import EngineConfig, ModelConfig
+from minisgl.config import DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
 from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets
-from minisgl.engine.engine import _record_prefill
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill
 from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.recording import _record_prefill
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
 from minisgl.models.decoder import Decoder
@@ -233,9 +233,9 @@ def test_a_gpu_that_cannot_record_prefill_starts_without_and_says_so(
         def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
             raise error
 
-        config = EngineConfig(**settings)
-        rest = (engine.model, engine.rows, record, BUCKETS, engine.pages, Stager(CPU), CPU)
-        return _record_prefill(config, *rest)
+        config = resolve_engine_config(EngineConfig(**settings), CONFIG, DeviceFacts(has_cuda=True))
+        graphs = PrefillGraphs(engine.step, record, BUCKETS, engine.pages, Stager(CPU), CPU)
+        return _record_prefill(config, graphs, None)
 
     broken = RuntimeError("operation not permitted when stream is capturing")
     with caplog.at_level(logging.WARNING):

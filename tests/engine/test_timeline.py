@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.engine.timeline import Timeline
 from minisgl.errors import ConfigError
 from minisgl.messages import AddRequest

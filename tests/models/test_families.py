@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import build_engine
+from minisgl.engine.build import build_engine
 from minisgl.messages import AddRequest
 from minisgl.model_config import FAMILIES
 from minisgl.models.decoder import Decoder

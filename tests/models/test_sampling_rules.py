@@ -25,7 +25,8 @@ from transformers.generation.logits_process import (
 )
 
 from minisgl.config import EngineConfig
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.steps import DecodeStep
 from minisgl.messages import AddRequest

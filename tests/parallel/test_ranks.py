@@ -17,11 +17,13 @@ import torch
 from forked_ranks import run_forked
 from tiny_models import VOCAB_SIZE, random_model
 
-from minisgl.config import EngineConfig
+from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine import follower_link
-from minisgl.engine.engine import Engine, build_engine
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.messages import AddRequest
+from minisgl.model_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
 
@@ -169,10 +171,10 @@ def test_tokens_that_differ_between_ranks_are_noticed(
     monkeypatch.setattr(follower_link, "FOLLOWER", ("-c", REPORTER))
     checksum = follower_link.TokenChecksum()
     assert [step for step in range(follower_link.CHECKED_STEPS) if checksum.add([step, 7])] == [63]
-    config = EngineConfig(device="cpu", tp=2)
-    link = follower_link.FollowerLink(
-        config, folder, must_compile=False, ipc_dir=None, on_lost=lambda reason: None
+    config = resolve_engine_config(
+        EngineConfig(device="cpu", tp=2), read_model_config(folder), DeviceFacts(has_cuda=False)
     )
+    link = follower_link.FollowerLink(config, folder, ipc_dir=None, on_lost=lambda reason: None)
     try:
         link.wait_for_all()
         for step in range(follower_link.CHECKED_STEPS):

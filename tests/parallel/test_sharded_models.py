@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.compiled import compiled_block
-from minisgl.engine.profile import bytes_of
+from minisgl.engine.memory import bytes_of
 from minisgl.layers.attention import Attention
 from minisgl.model_config import read_model_config
 from minisgl.models.decoder import Decoder

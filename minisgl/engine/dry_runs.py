@@ -1,4 +1,4 @@
-"""Runs the model on padding before it serves: to measure memory, and to compile prefill's kernels.
+"""Dry runs: steps on padding before the engine serves, to measure memory and to compile prefill's kernels.
 
 Promise: nothing real is touched: all rows are the padding row, all new tokens go to no slot.
 """
@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
-from minisgl.config import EngineConfig, ModelConfig
+from minisgl.config import ModelConfig, ResolvedConfig
 from minisgl.engine.buckets import prefill_buckets
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.memory import estimate_activation_bytes
@@ -27,14 +26,8 @@ class Peaks(NamedTuple):
     recorded_prefill_bytes: int  # of the largest that has a graph, which keeps its memory
 
 
-def bytes_of(module: nn.Module) -> int:
-    """Parameters and buffers, shared ones once."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def measure_peaks(
-    config: EngineConfig,
+    config: ResolvedConfig,
     model_config: ModelConfig,
     model: Decoder,
     rows: Rows,
@@ -42,9 +35,6 @@ def measure_peaks(
     dtype: torch.dtype,
 ) -> Peaks:
     """Measured on CUDA with as many rows as there can be; a generous estimate on CPU."""
-    assert config.max_running_requests is not None
-    assert config.max_step_tokens is not None
-    assert config.max_context_tokens is not None
     num_rows = config.max_running_requests
     if device.type == "cpu":
         return Peaks(estimate_activation_bytes(model_config, config), 0, 0)
@@ -54,7 +44,6 @@ def measure_peaks(
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
     decode = DecodeStep(model, rows)
     recorded_bytes = 0
-    assert config.max_graph_tokens is not None
     for bucket in prefill_buckets(config.max_graph_tokens, num_rows)[-1:]:
         row_tokens = -(-bucket.tokens // bucket.rows)
         recorded = padding_batch(bucket.rows, row_tokens, rows, device)

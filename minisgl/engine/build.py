@@ -1,0 +1,358 @@
+"""From settings and a model folder to an engine that is ready to serve.
+
+Promise: what was taken on the way (ranks, the compile cache) is given back when a start fails, and a mistake
+in the settings is a ConfigError that says what to change.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from compile_cache.key import machine_facts
+from compile_cache.seal import CacheError
+from compile_cache.store import OpenCache, open_cache
+from minisgl.config import EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
+from minisgl.engine.compiled import import_compiler
+from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_bytes
+from minisgl.engine.dry_runs import measure_peaks
+from minisgl.engine.engine import Engine
+from minisgl.engine.inputs import HostPageTable, Stager
+from minisgl.engine.memory import MemoryBudget, bytes_of, check_weights_fit, graph_reserve_bytes, plan_memory
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.recording import buckets_of, record_steps
+from minisgl.engine.replace_kernels import replace_kernels
+from minisgl.engine.rows import Rows
+from minisgl.engine.stages import OnStage, Stages
+from minisgl.errors import ConfigError
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.model_config import read_model_config
+from minisgl.models.decoder import Decoder
+from minisgl.models.registry import build_model
+from minisgl.parallel.sizes import rank_sizes
+from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.weights.dummy import fill_dummy
+from minisgl.weights.loader import load_weights
+from minisgl.weights.progress import logged_progress
+
+if TYPE_CHECKING:
+    from minisgl.engine.follower_link import FollowerLink
+    from minisgl.models.sharded import ShardedTensors
+    from minisgl.parallel.mesh import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: EngineConfig,
+    folder: Path,
+    on_stage: OnStage,
+    *,
+    ipc_dir: Path | None = None,
+    on_lost_rank: Callable[[str], None] = lambda reason: None,
+) -> Engine:
+    """An engine that is ready to serve the model in `folder`, all its stages reported to `on_stage`.
+
+    With `config.tp` above 1 it starts the other ranks' processes, and ends them in `close`.
+
+    Args:
+        ipc_dir: a private directory for their sockets, which the caller removes; None = one of its own.
+        on_lost_rank: called with the reason, from another thread, when a rank has ended; the next `step`
+            raises, but this one may not return until its process ends.
+
+    Raises:
+        ConfigError: a setting is impossible, or memory does not suffice.
+        ModelError: the folder's model can't be loaded.
+        EngineDeadError: another rank could not start.
+    """
+    stages = Stages(on_stage)
+    model_config = read_model_config(folder)
+    resolved = resolve_engine_config(config, model_config, find_device_facts())
+    if resolved.tp == 1:
+        return _build_rank(resolved, folder, model_config, stages, None, None)
+    _check_ranks_fit(resolved, model_config)
+    # Lazy: torch.distributed takes a while, and one rank needs none of it.
+    from minisgl.engine.follower_link import FollowerLink
+
+    followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank)
+    meeting = Meeting(0, followers.store, followers.wait_for_all)
+    try:
+        return _build_rank(resolved, folder, model_config, stages, meeting, followers)
+    except BaseException as error:
+        cause = followers.explain(error) if isinstance(error, Exception) else error
+        followers.close(at_once=True)
+        raise cause from (error if cause is not error else None)
+
+
+class Meeting(NamedTuple):
+    """Where and how a rank meets the others."""
+
+    rank: int
+    store: Path
+    on_arrival: Callable[[], None]
+    """Called just before joining, which waits for all ranks."""
+
+
+def build_follower(config: ResolvedConfig, folder: Path, meeting: Meeting, on_stage: OnStage) -> Engine:
+    """A further rank's engine, whose `follow` executes rank 0's plans: its own scheduler is never asked.
+
+    Args:
+        config: as rank 0's.
+
+    Raises:
+        MinisglError: as `build_engine`.
+    """
+    return _build_rank(config, folder, read_model_config(folder), Stages(on_stage), meeting, None)
+
+
+class _Hardware(NamedTuple):
+    """What one rank computes on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    available_bytes: int
+    """What the engine may take."""
+
+
+def _build_rank(
+    config: ResolvedConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    stages: Stages,
+    meeting: Meeting | None,
+    followers: "FollowerLink | None",
+) -> Engine:
+    """One rank's engine, or the only one's."""
+    hardware = _take_hardware(config, meeting)
+    cache = _open_compile_cache(config, hardware.device, 0 if meeting is None else meeting.rank)
+    ranks = None
+    stages.done("settings and device")
+
+    importing = threading.Thread(target=import_compiler, name="import-compiler", daemon=True)
+    if config.compile_mode != "off":
+        importing.start()  # loading weights is work for disk and copies, and leaves Python free
+    try:
+        model = _allocate_model(config, model_config, hardware)
+        stages.done("allocate the model")
+        loadable = model
+        if meeting is not None:
+            ranks, hardware = _join(meeting, config.tp, hardware)
+            loadable = _share_out(model, model_config, ranks)
+            stages.done(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
+        if config.dummy_weights:
+            fill_dummy(model, config.seed)
+            stages.done("dummy weights")
+        else:
+            _load_weights(loadable, folder, model_config, hardware)
+            stages.done("load weights")
+        if importing.ident is not None:
+            importing.join()
+            stages.done("import the compiler")
+        with torch.inference_mode():
+            rank_config = rank_sizes(model_config, config.tp)
+            engine = _assemble(config, rank_config, model, hardware, stages, cache, ranks, followers)
+        if cache is not None:
+            _seal(cache)
+            stages.done("compile cache")
+        return engine
+    except BaseException as error:
+        if ranks is not None:
+            ranks.leave()
+        if cache is not None:
+            cache.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                "the GPU's memory did not suffice for the start; lower --max-step-tokens "
+                f"({config.max_step_tokens}), --max-running-requests ({config.max_running_requests}) or "
+                f"--memory-fraction ({config.memory_fraction}). CUDA said: {error}"
+            ) from error
+        raise
+
+
+def _assemble(
+    config: ResolvedConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    hardware: _Hardware,
+    stages: Stages,
+    cache: OpenCache | None,
+    ranks: "Ranks | None",
+    followers: "FollowerLink | None",
+) -> Engine:
+    """Tables, pool, graphs and scheduler around a loaded model; model_config: as this rank has it."""
+    device = hardware.device
+    page_size = config.page_size
+    pages_per_row = -(-config.max_context_tokens // page_size)
+    rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
+    replace_kernels(model, rows, config.kernel)
+    budget = _plan_memory(config, model_config, model, rows, hardware)
+    if ranks is not None:
+        budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
+    logger.info("memory: %s", budget.describe())
+    model.allocate_kv(budget.num_pages, page_size, hardware.dtype, device)
+    stages.done("memory profile and KV pool")
+    pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
+    stager = Stager(device)
+    recorded = record_steps(config, model, rows, pages, stager, device, stages, ranks)
+    runner = ModelRunner(model, rows, pages, stager, device, recorded)
+    kv_cache = KVCacheManager(
+        num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
+    )
+    scheduler = _make_scheduler(config, model_config, kv_cache)
+    return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers)
+
+
+def _check_ranks_fit(config: ResolvedConfig, model_config: ModelConfig) -> None:
+    rank_sizes(model_config, config.tp)
+    if config.device == "cuda" and torch.cuda.device_count() < config.tp:
+        raise ConfigError(
+            f"--tp {config.tp} needs {config.tp} GPUs and torch sees {torch.cuda.device_count()}; lower it"
+        )
+
+
+def _take_hardware(config: ResolvedConfig, meeting: Meeting | None) -> _Hardware:
+    if config.cpu_threads is not None or config.tp > 1:
+        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.tp))
+    if config.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if meeting is None else meeting.rank)
+        torch.cuda.set_device(device)
+        torch.cuda.init()
+        available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
+    else:
+        device = torch.device("cpu")
+        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.tp
+    return _Hardware(device, getattr(torch, config.dtype), available_bytes)
+
+
+def _allocate_model(config: ResolvedConfig, model_config: ModelConfig, hardware: _Hardware) -> Decoder:
+    build = partial(
+        build_model,
+        model_config,
+        attention_backend=config.attention_backend,
+        dtype=hardware.dtype,
+        tp=config.tp,
+    )
+    check_weights_fit(bytes_of(build(device=torch.device("meta"))), hardware.available_bytes, config)
+    model = build(device=hardware.device)
+    model.requires_grad_(False)
+    return model
+
+
+def _join(meeting: Meeting, size: int, hardware: _Hardware) -> "tuple[Ranks, _Hardware]":
+    """Meet the other ranks; what is left of the hardware then."""
+    from minisgl.parallel.mesh import join  # lazy: as in `build_engine`
+
+    device = hardware.device
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    meeting.on_arrival()
+    ranks = join(meeting.rank, size, meeting.store, device)
+    ranks.minimum(0)  # the first collective takes what memory they need
+    if device.type == "cuda":
+        taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
+        hardware = hardware._replace(available_bytes=hardware.available_bytes - taken_bytes)
+    return ranks, hardware
+
+
+def _share_out(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "ShardedTensors":
+    from minisgl.models.sharded import share_out  # lazy: as in `build_engine`
+
+    return share_out(model, model_config, ranks)
+
+
+def _load_weights(
+    loadable: "Decoder | ShardedTensors", folder: Path, model_config: ModelConfig, hardware: _Hardware
+) -> None:
+    began = time.perf_counter()
+    num_bytes = load_weights(
+        loadable,
+        folder,
+        model_config,
+        dtype=hardware.dtype,
+        device=hardware.device,
+        on_progress=logged_progress(logger),
+    )
+    if hardware.device.type == "cuda":
+        torch.cuda.synchronize(hardware.device)
+    loaded_s = time.perf_counter() - began
+    logger.info(
+        "weights: %.2f GB in %.1f s, %.2f GB/s; peak host memory so far %.2f GB",
+        num_bytes / 1e9,
+        loaded_s,
+        num_bytes / 1e9 / loaded_s,
+        peak_host_bytes() / 1e9,
+    )
+
+
+def _plan_memory(
+    config: ResolvedConfig, model_config: ModelConfig, model: Decoder, rows: Rows, hardware: _Hardware
+) -> MemoryBudget:
+    peaks = measure_peaks(config, model_config, model, rows, hardware.device, hardware.dtype)
+    reserve_bytes = 0
+    if hardware.device.type == "cuda":
+        recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
+        reserve_bytes = recorded_bytes + graph_reserve_bytes(buckets_of(config).num_graphs)
+    return plan_memory(
+        model_config,
+        config,
+        available_bytes=hardware.available_bytes,
+        weights_bytes=bytes_of(model),
+        activation_bytes=peaks.prefill_bytes,
+        tables_bytes=bytes_of(rows),
+        reserve_bytes=reserve_bytes,
+    )
+
+
+def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache: KVCacheManager) -> Scheduler:
+    pool_tokens = kv_cache.num_usable_pages * config.page_size
+    if pool_tokens < config.max_context_tokens:
+        logger.warning(
+            "the KV pool holds %d tokens: requests may have that many, not %d; see --num-pages",
+            pool_tokens,
+            config.max_context_tokens,
+        )
+    limits = SchedulerConfig(
+        max_rows=config.max_running_requests,
+        max_step_tokens=config.max_step_tokens,
+        chunk_tokens=config.chunk_tokens,
+        mixed_step_tokens=config.mixed_step_tokens,
+        max_context_tokens=min(config.max_context_tokens, pool_tokens),
+        vocab_size=model_config.vocab_size,
+        output_reserve_tokens=config.output_reserve_tokens,
+        eos_token_ids=model_config.eos_token_ids,
+        seed=config.seed,
+    )
+    return Scheduler(limits, kv_cache)
+
+
+def _open_compile_cache(config: ResolvedConfig, device: torch.device, rank: int) -> OpenCache | None:
+    """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used.
+
+    Ranks start together, so each has an entry of its own.
+    """
+    if device.type == "cpu" or not config.compile_cache or config.kernel:
+        return None
+    try:
+        facts = machine_facts(device)
+        if config.tp > 1:
+            facts |= {"rank": f"{rank} of {config.tp}"}
+        cache = open_cache(Path(os.path.expanduser(config.compile_cache)), facts)
+    except CacheError as error:
+        logger.warning("starting without a compile cache: %s", error)
+        return None
+    if cache is not None and cache.note:
+        logger.warning("%s", cache.note)
+    return cache
+
+
+def _seal(cache: OpenCache) -> None:
+    try:
+        cache.seal()
+    except CacheError as error:
+        logger.warning("the next start compiles again: %s", error)

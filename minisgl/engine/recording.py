@@ -1,0 +1,175 @@
+"""What of an engine's steps is compiled and recorded as CUDA graphs when it starts.
+
+Promise: what can't be compiled or recorded runs as it is, with a warning that says so, unless the user asked
+for it; too little memory is always an error.
+"""
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from minisgl.config import ResolvedConfig
+from minisgl.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
+from minisgl.engine.compiled import (
+    CapturedSteps,
+    CompiledDecode,
+    GraphRecorder,
+    KernelCompilations,
+    WholeStep,
+)
+from minisgl.engine.dry_runs import warm_up_prefill
+from minisgl.engine.inputs import HostPageTable, Stager
+from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.rows import Rows
+from minisgl.engine.special_steps import SpecialDecode
+from minisgl.engine.stages import Stages
+from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from minisgl.parallel.mesh import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class Buckets(NamedTuple):
+    """The sizes of steps that get a graph."""
+
+    decode: tuple[int, ...]
+    prefill: tuple[PrefillBucket, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.decode) + len(self.prefill)
+
+
+class RecordedSteps(NamedTuple):
+    """What the model runner launches; None = such steps run as they are."""
+
+    decode: CompiledDecode | None
+    prefill: PrefillGraphs | None
+    special_decode: SpecialDecode
+    kernels: KernelCompilations | None
+    """Counts what is compiled from here on; None = there is nothing to compile."""
+
+
+def buckets_of(config: ResolvedConfig) -> Buckets:
+    """The buckets that the settings ask for."""
+    return Buckets(
+        decode_buckets(config.max_graph_batch),
+        prefill_buckets(config.max_graph_tokens, config.max_running_requests),
+    )
+
+
+def record_steps(
+    config: ResolvedConfig,
+    model: Decoder,
+    rows: Rows,
+    pages: HostPageTable,
+    stager: Stager,
+    device: torch.device,
+    stages: Stages,
+    ranks: "Ranks | None",
+) -> RecordedSteps:
+    """Compile and record around a model that has its pool.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for it.
+        Exception: what torch or Triton say, with `config.must_compile` or `config.strict_compile`.
+    """
+    buckets = buckets_of(config)
+    recorder = GraphRecorder() if buckets.num_graphs else None
+    step = DecodeStep(model, rows)
+    decode = prefill = kernels = None
+    if buckets.decode:
+        assert recorder is not None
+        decode = _record_decode(config, step, recorder, buckets.decode, device)
+        stages.done(f"compile decode, record {len(buckets.decode)} graphs")
+    if device.type == "cuda":
+        warm_up_prefill(model, rows, min(config.chunk_tokens, config.max_context_tokens), device)
+        stages.done("compile prefill kernels")
+    if buckets.prefill:
+        assert recorder is not None
+        prefill = PrefillGraphs(
+            partial(prefill_step, model, rows), recorder.record, buckets.prefill, pages, stager, device
+        )
+        prefill = _record_prefill(config, prefill, ranks)
+        stages.done(f"record {0 if prefill is None else len(prefill.buckets)} prefill graphs")
+    if device.type == "cuda":
+        kernels = KernelCompilations()
+    special_decode = SpecialDecode(step, None, (), device)
+    if decode is not None and decode.own_step is not None and recorder is not None:
+        special_decode = SpecialDecode(step, recorder.record, buckets.decode, device, decode.own_step)
+    return RecordedSteps(decode, prefill, special_decode, kernels)
+
+
+def _record_decode(
+    config: ResolvedConfig,
+    step: DecodeStep,
+    recorder: GraphRecorder,
+    buckets: tuple[int, ...],
+    device: torch.device,
+) -> CompiledDecode:
+    """The decode step with its graphs, compiled if that can be done."""
+    try:
+        return _record_graphs(config, step, recorder, config.compile_mode, buckets, device)
+    except Exception as error:
+        if config.must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
+            raise
+        logger.warning(
+            "this torch can't compile the decode step, so it goes into its graphs uncompiled; "
+            "--compile-mode %s makes this an error. It said:",
+            config.compile_mode,
+            exc_info=True,
+        )
+    # Not in the handler: there the error keeps what was recorded alive.
+    return _record_graphs(config, step, recorder, "off", buckets, device)
+
+
+def _record_graphs(
+    config: ResolvedConfig,
+    step: DecodeStep,
+    recorder: GraphRecorder,
+    mode: str,
+    buckets: tuple[int, ...],
+    device: torch.device,
+) -> CompiledDecode:
+    """The decode step, compiled as `mode` says, with a graph for every bucket."""
+    keep = not config.kernel
+    if mode == "full":
+        graphs = WholeStep(step, device, max_batch=buckets[-1], keep=keep)
+    else:
+        graphs = CapturedSteps(
+            step, recorder, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep
+        )
+    compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile)
+    durations_ms: dict[int, float] = {}
+    compiled.warm_up(durations_ms.__setitem__)
+    slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]
+    logger.info(
+        "recorded %d decode graphs in %.1f s, most of it for %s",
+        len(durations_ms),
+        sum(durations_ms.values()) / 1e3,
+        " and ".join(f"{bucket} rows ({durations_ms[bucket] / 1e3:.1f} s)" for bucket in slowest),
+    )
+    return compiled
+
+
+def _record_prefill(
+    config: ResolvedConfig, graphs: PrefillGraphs, ranks: "Ranks | None"
+) -> PrefillGraphs | None:
+    """The prefill step with its graphs; None where it can't be recorded, which is said."""
+    try:
+        graphs.warm_up(agree=bool if ranks is None else lambda worth: bool(ranks.minimum(worth)))
+    except Exception as error:
+        if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
+            raise
+        logger.warning(
+            "prefill can't be recorded, so it runs uncaptured, which is slower for short prompts; "
+            "--max-graph-tokens 0 asks for that, --strict-compile makes this an error. It said:",
+            exc_info=True,
+        )
+        return None
+    return graphs
