@@ -217,7 +217,7 @@ class LLM:
         replies: list[Reply] = []
         try:
             for prompt_ids, own in ready:
-                replies.append(self._driver.submit(prompt_ids, own))
+                replies.append(self._driver.submit(prompt_ids, own, streamed=False))
             unfinished = dict(enumerate(replies))
             while unfinished:
                 self._driver.wait(list(unfinished.values()))

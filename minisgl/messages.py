@@ -21,6 +21,8 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     params: SamplingParams
     priority: int = 0
     """Larger runs sooner."""
+    streamed: bool = True
+    """Somebody reads its tokens as they come: `mixed_step_tokens` bounds the pauses between them."""
 
 
 class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):

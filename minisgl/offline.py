@@ -156,8 +156,11 @@ class OfflineDriver:
         self._next_id = 0
         self._failure: str | None = None
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams) -> Reply:
-        """Queue one request. `params` must have passed `check_prompt`.
+    def submit(self, prompt_ids: list[int], params: SamplingParams, *, streamed: bool = True) -> Reply:
+        """Queue one request; `params` must have passed `check_prompt`.
+
+        Args:
+            streamed: its deltas are read as they come, so the pauses between them are to be bounded.
 
         Raises:
             MinisglError: the driver is closed or its engine broke.
@@ -174,6 +177,7 @@ class OfflineDriver:
                         request_id=request_id,
                         prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
                         params=params,
+                        streamed=streamed,
                     )
                 )
             except BaseException:

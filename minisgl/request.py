@@ -336,6 +336,7 @@ class Request:
         "state",
         "steps_in_flight",
         "stop_ids",
+        "streamed",
         "wants_logprobs",
         "was_admitted",
     )
@@ -348,6 +349,7 @@ class Request:
         *,
         priority: int,
         arrival: int,
+        streamed: bool,
         seed: int,
         max_new_tokens: int,
         stop_ids: frozenset[int],
@@ -357,6 +359,7 @@ class Request:
         self.params = params
         self.priority = priority
         self.arrival = arrival
+        self.streamed = streamed  # its tokens are read as they come
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.stop_ids = stop_ids

@@ -45,7 +45,8 @@ BENCH_KERNEL = "--baselines --device --kernel --model"
 OUTPUT = "--commit --out --plot"
 BENCH_OFFLINE = """
     --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
-    --min-prompt-tokens --no-ignore-eos --num-prompts --prompts --rounds --temperature --workload-seed
+    --min-prompt-tokens --no-ignore-eos --no-streamed --num-prompts --prompts --rounds --streamed
+    --temperature --workload-seed
 """
 BENCH_SERVE = """
     --api --api-key --arrival --concurrency --dataset --extra-body --ignore-eos --length-scale
@@ -60,7 +61,7 @@ BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
 BENCH_SIMULATE = """
     --against --chunk-tokens --length-scale --max-running-requests --max-step-tokens --mixed-step-tokens
     --num-pages --num-requests --output-reserve-tokens --overlap --page-size --prefix-cache --step-report
-    --time-scale --trace --trace-format
+    --streamed --time-scale --trace --trace-format
 """
 
 FLAGS = {

@@ -8,6 +8,8 @@ from typing import Any, cast
 import pytest
 
 from minisgl import LLM, Completion, ConfigError, FinishReason, MinisglError, RequestError, SamplingParams
+from minisgl.engine.engine import Engine
+from minisgl.messages import AddRequest
 from minisgl.weights.sources import resolve_model_folder
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text(encoding="utf-8"))
@@ -45,6 +47,20 @@ def test_chats_in_one_batch_equal_transformers_token_for_token(llm: LLM) -> None
     assert [reply.token_ids for reply in replies] == [wanted(case, 16) for case in cases]
     assert [reply.num_prompt_tokens for reply in replies] == [len(case["prompt_ids"]) for case in cases]
     assert idle(llm)
+
+
+def test_a_stream_asks_for_bounded_pauses_and_a_batch_for_throughput(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = cast(Engine, llm._driver._engine)
+    added: list[AddRequest] = []
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda request: (added.append(request), add(request)))
+    short = SamplingParams(max_tokens=1)
+    list(llm.stream("Hello", short))
+    llm.generate(["Hello"], short)
+    llm.chat([{"role": "user", "content": "Hello"}], short)
+    assert [request.streamed for request in added] == [True, False, False]
 
 
 def test_text_token_ids_and_messages_are_the_same_prompt(llm: LLM) -> None:

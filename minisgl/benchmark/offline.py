@@ -162,9 +162,9 @@ def measure_offline(
     ]
     short = SamplingParams(temperature=settings.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     few = items[:WARM_UP_REQUESTS]
-    _run(engine, few, [short] * len(few), no_progress, "warm-up")
+    _run(engine, few, [short] * len(few), settings, no_progress, "warm-up")
     rounds = [
-        _run(engine, items, params, progress, f"round {number} of {settings.rounds}")
+        _run(engine, items, params, settings, progress, f"round {number} of {settings.rounds}")
         for number in range(1, settings.rounds + 1)
     ]
     for one in rounds:
@@ -180,6 +180,7 @@ def _run(
     engine: Engine,
     items: Sequence[Item],
     params: Sequence[SamplingParams],
+    settings: OfflineBenchSettings,
     progress: Progress,
     name: str,
 ) -> Round:
@@ -187,7 +188,12 @@ def _run(
     engine.flush_prefix_cache()
     before = engine.status(0)
     requests = [
-        AddRequest(request_id=i, prompt_ids=np.asarray(item.prompt_ids, "<i4").tobytes(), params=own)
+        AddRequest(
+            request_id=i,
+            prompt_ids=np.asarray(item.prompt_ids, "<i4").tobytes(),
+            params=own,
+            streamed=settings.streamed,
+        )
         for i, (item, own) in enumerate(zip(items, params, strict=True))
     ]
     num_wanted = sum(item.max_tokens for item in items)

@@ -82,6 +82,9 @@ class OfflineBenchSettings:
     """Go on to the wanted length where the model would end. Auto: on, but off with --prompts."""
     temperature: float = 0.6
     """As in SamplingParams; 0 is greedy."""
+    streamed: bool = False
+    """As if somebody read the tokens as they come: --mixed-step-tokens bounds the pauses between them, as in
+    a server. Without, as in LLM.generate."""
     rounds: int = 1
     """How often the workload runs, each time with an empty prefix cache. Several make a comparison sound."""
 
@@ -147,13 +150,15 @@ class SimulateSettings:
     chunk_tokens: str | None = None
     """Longest part of one prompt per step (max_step_tokens)."""
     mixed_step_tokens: str | None = None
-    """Prompt tokens in a step that also decodes (2048)."""
+    """Prompt tokens in a step that also decodes a streamed request (2048)."""
     output_reserve_tokens: str | None = None
     """Room an admission leaves for the output of each running request (64)."""
     prefix_cache: str | None = None
     """Reuse of equal prefixes: on, off, or both as "on,off" (on)."""
     overlap: str | None = None
     """Plan a step while the one before it runs: on, off or both (on)."""
+    streamed: str | None = None
+    """Requests are read as they come, as a server's: on, off or both. Auto: on for a trace, else off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,9 +56,10 @@ class Knobs(NamedTuple):
     page_size: int = 16
     prefix_cache: bool = True
     overlap: bool = True
+    streamed: bool = False
 
 
-BOOLEAN = ("prefix_cache", "overlap")
+BOOLEAN = ("prefix_cache", "overlap", "streamed")
 ON, OFF = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 """As the environment variables of the engine's own settings may say it."""
 LEAST = {"output_reserve_tokens": 0, "num_pages": 2}
@@ -110,7 +111,7 @@ def run_simulation(settings: SimulateSettings, output: OutputSettings, out: Text
     measured = real.metrics if real is not None else {}
     if real is not None and real.kind == "serve":
         settings, measured = as_served(settings, real)
-    combinations = combine(settings, _base(real))
+    combinations = combine(settings, _base(settings, real))
     arrivals = make_arrivals(settings, real)
     progress = live_progress()
     results = [
@@ -245,6 +246,7 @@ def run_once(
         arrivals,
         cost=cost,
         overlap=knobs.overlap,
+        streamed=knobs.streamed,
         on_served=lambda num: progress(name, num, len(arrivals)),
     )
     stats = scheduler.stats
@@ -355,18 +357,20 @@ def _against(
     return rows
 
 
-def _base(real: Report | None) -> Knobs:
+def _base(settings: SimulateSettings, real: Report | None) -> Knobs:
     """The settings of a real offline run; else the defaults."""
-    if real is None:
-        return Knobs()
-    engine = real.arguments.get("engine")
-    if not isinstance(engine, dict):
-        return Knobs()
+    base = Knobs(streamed=settings.trace is not None)
+    engine = real.arguments.get("engine") if real is not None else None
+    if real is None or not isinstance(engine, dict):
+        return base
     known = {name: engine[name] for name in Knobs._fields if engine.get(name) is not None}
     num_pages = real.metrics.get("num_pages")
     if num_pages is not None:
         known["num_pages"] = int(num_pages) + 1  # the scratch page is none that requests can use
-    return Knobs()._replace(**known)
+    workload = real.arguments.get("workload")
+    if settings.trace is None and isinstance(workload, dict):
+        known["streamed"] = workload.get("streamed", True)  # reports without it are older than the setting
+    return base._replace(**known)
 
 
 def _values(name: str, text: str | None) -> list[Any] | None:

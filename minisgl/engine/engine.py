@@ -91,7 +91,7 @@ class Engine:
                 )
                 self._scheduler.refuse(request.request_id, refusal)
                 return
-        self._scheduler.add(request.request_id, prompt, request.params, request.priority)
+        self._scheduler.add(request.request_id, prompt, request.params, request.priority, request.streamed)
 
     def abort(self, request_id: int) -> None:
         """Stop a request; a later `step` gives its final ABORT output. Unknown and ended ids are ignored."""

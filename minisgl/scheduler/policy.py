@@ -11,15 +11,14 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def prefill_budget_tokens(num_decoding: int, max_step_tokens: int, mixed_step_tokens: int) -> int:
+def prefill_budget_tokens(num_decoding: int, max_step_tokens: int, mixed_step_tokens: int | None) -> int:
     """Prompt tokens a step may feed beside `num_decoding` decodes.
 
-    Alone, prompts may fill the step. Beside decodes they get `mixed_step_tokens`, so that the pause
-    between two tokens of a running request is bounded by one step of that size.
+    Prompts may fill the step. Where a decode's token is waited for they get `mixed_step_tokens` at most, so
+    that the pause before it is bounded by one step of that size; None = nobody waits.
     """
-    if num_decoding == 0:
-        return max_step_tokens
-    return min(mixed_step_tokens, max_step_tokens - num_decoding)
+    room = max_step_tokens - num_decoding
+    return room if mixed_step_tokens is None else min(room, mixed_step_tokens)
 
 
 def choose_waiting(match_lengths: Sequence[int], head_skips: int) -> int:

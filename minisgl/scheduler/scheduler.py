@@ -48,6 +48,7 @@ class SchedulerConfig:
     max_step_tokens: int
     chunk_tokens: int
     mixed_step_tokens: int
+    """Prompt tokens in a step that also decodes a streamed request."""
     max_context_tokens: int
     """Prompt and output of one request; at most what the pool holds."""
     vocab_size: int
@@ -127,8 +128,20 @@ class Scheduler:
         """Something waits, runs, is in flight, or has an output that nobody took."""
         return bool(self._requests or self._launched or self._outputs)
 
-    def add(self, request_id: int, prompt: np.ndarray, params: SamplingParams, priority: int = 0) -> None:
-        """Take in a request; `prompt` is int32 [tokens]. A refusal is an output like any other."""
+    def add(
+        self,
+        request_id: int,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        priority: int = 0,
+        streamed: bool = True,
+    ) -> None:
+        """Take in a request. A refusal is an output like any other.
+
+        Args:
+            prompt: int32 [tokens].
+            streamed: its tokens are read as they come: `mixed_step_tokens` bounds the steps that decode it.
+        """
         assert request_id not in self._requests, f"request id {request_id} is in use"
         try:
             fitted = fit_to_context(len(prompt), params, self.config.max_context_tokens)
@@ -146,6 +159,7 @@ class Scheduler:
             fitted,
             priority=priority,
             arrival=self._num_arrivals,
+            streamed=streamed,
             seed=params.seed if params.seed is not None else _mix_seed(self.config.seed, self._num_arrivals),
             max_new_tokens=fitted.max_tokens,
             stop_ids=stop_ids,
@@ -200,7 +214,9 @@ class Scheduler:
         launched_chunks: list[tuple[Request, int]] = []
         if self._waiting or len(decode_rows) < len(self._running):
             budget = prefill_budget_tokens(
-                len(decode_rows), self.config.max_step_tokens, self.config.mixed_step_tokens
+                len(decode_rows),
+                self.config.max_step_tokens,
+                self.config.mixed_step_tokens if any(request.streamed for request in sampled) else None,
             )
             prefilling = [r for r in self._running if r.state is RequestState.PREFILL and not r.is_preempting]
             for request in prefilling:

@@ -201,6 +201,7 @@ def simulate(
     *,
     cost: StepCost | None = None,
     overlap: bool = True,
+    streamed: bool = True,
     on_served: Callable[[int], None] = lambda num_served: None,
 ) -> list[Served]:
     """Replay `arrivals` (any order) to the end; one `Served` per arrival, in the given order.
@@ -223,7 +224,7 @@ def simulate(
             index = order[next_arrival]
             arrival = arrivals[index]
             tokens[index], times[index] = [], []
-            scheduler.add(index, arrival.prompt, arrival.params, arrival.priority)
+            scheduler.add(index, arrival.prompt, arrival.params, arrival.priority, streamed)
             next_arrival += 1
         plan = scheduler.plan()
         if plan is not None:

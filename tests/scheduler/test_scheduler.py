@@ -109,24 +109,25 @@ class OverlappedScheduler(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 2), min_size=0, max_size=30),
         max_tokens=st.one_of(st.none(), st.integers(1, 60)),
         priority=st.sampled_from([0, 0, 0, 1]),
+        streamed=st.booleans(),
     )
-    def add(self, prompt: list[int], max_tokens: int | None, priority: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int | None, priority: int, streamed: bool) -> None:
         request_id = len(self.asked)
         params = SamplingParams(max_tokens=max_tokens, seed=request_id)
         self.asked[request_id] = (prompt, params)
         self.got[request_id] = []
-        self.scheduler.add(request_id, prompt_of(*prompt), params, priority)
+        self.scheduler.add(request_id, prompt_of(*prompt), params, priority, streamed)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def add_the_same_prompt_again(self, data: st.DataObject) -> None:
         prompt, params = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        self.add(prompt, params.max_tokens, 0)
+        self.add(prompt, params.max_tokens, 0, True)
 
     @rule(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=3, max_size=8))
     def add_several_with_long_outputs(self, prompts: list[list[int]]) -> None:
         for prompt in prompts:
-            self.add(prompt, 40, 0)
+            self.add(prompt, 40, 0, True)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -398,6 +399,27 @@ def test_decodes_go_on_in_every_step_while_a_long_prompt_is_fed() -> None:
         assert plan is not None
         assert len(plan.decode_rows) >= 1, "a prompt starved a decode"
         assert sum(chunk.num_new_tokens for chunk in plan.chunks) <= 8
+        scheduler.apply(plan, executor.execute(plan))
+
+
+@pytest.mark.parametrize(
+    ("streamed", "num_prompt_tokens"), [([True], 8), ([False], 31), ([False, True], 8), ([False, False], 30)]
+)
+def test_prompts_are_held_back_only_beside_decodes_that_somebody_reads(
+    streamed: list[bool], num_prompt_tokens: int
+) -> None:
+    scheduler, executor, _ = build(num_pages=200, max_step_tokens=32, mixed_step_tokens=8)
+    for request_id, is_streamed in enumerate(streamed):
+        scheduler.add(request_id, prompt_of(4, 5), SamplingParams(max_tokens=100), streamed=is_streamed)
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.apply(plan, executor.execute(plan))
+    scheduler.add(9, prompt_of(*[6] * 300), SamplingParams(max_tokens=5))
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan is not None
+        assert len(plan.decode_rows) == len(streamed)
+        assert sum(chunk.num_new_tokens for chunk in plan.chunks) == num_prompt_tokens
         scheduler.apply(plan, executor.execute(plan))
 
 
