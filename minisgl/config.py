@@ -153,8 +153,9 @@ class EngineConfig:
     chunk_tokens: int | None = None
     """Longest part of one prompt fed in one step. Auto: max_step_tokens. Shorter = smoother decoding."""
     mixed_step_tokens: int | None = None
-    """Prompt tokens fed in a step that also decodes: bounds the pause between two tokens of the
-    running requests. Auto: 2048 on cuda, 128 on cpu (at most max_step_tokens)."""
+    """Prompt tokens fed in a step that also decodes a request whose tokens are read as they come: bounds the
+    pause between two of them. All requests of a server are such, and LLM.stream's; the others' (LLM.generate,
+    chat) let prompts fill the step. Auto: 2048 on cuda, 128 on cpu (at most max_step_tokens)."""
     page_size: int = 16
     """Tokens per KV page, a power of two from 1 to 256."""
     num_pages: int | None = None
