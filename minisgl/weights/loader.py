@@ -1,15 +1,18 @@
 """Streams a checkpoint's safetensors into the parameters of a model that is already allocated.
 
-Promise: a checkpoint that does not fit is refused before anything is copied; one file is mapped into memory
-at a time, and copied piece by piece.
+Promise: a checkpoint that does not fit is refused before anything is copied; beside the model, host memory
+holds READERS pieces of a tensor, whatever the size of the files.
 """
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,9 +23,14 @@ from minisgl.errors import ModelError
 from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 
-PIECE_BYTES = 64 << 20
+READERS = 4
+"""Threads that read, each into a buffer of its own: one alone copies out of the page cache more slowly than
+a GPU takes it."""
+PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that some checkpoints (Phi-3's) have as one: the rows of the parts lie one after the other."""
 NAMES_SHOWN = 6
 
 
@@ -60,36 +68,54 @@ def load_weights(
     for name, view in targets.items():
         assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
-    files = checkpoint_files(folder)
-    _check_names_and_shapes(targets, _headers(files), config, folder)
+    stored = _headers(checkpoint_files(folder))
+    parts = _parts_of_each(stored, targets)
+    _check_names_and_shapes(parts, stored, config, folder)
 
     total = sum(shard_of(target).memory.nbytes for target in targets.values())
     done = 0
     on_progress("loading the weights", done, total)
-    for path in files:
-        # Mapped one after the other: what was read of a file goes with its mapping.
-        with _readable(path), safe_open(str(path), framework="pt", device="cpu") as file, torch.no_grad():
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name not in targets:
-                    continue
-                memory, place = shard_of(targets[name])
-                if place is None:
-                    memory.zero_()
-                    done += memory.nbytes
-                for rows, piece in _pieces(file.get_slice(name), place) if place is not None else ():
-                    memory[rows].copy_(piece)
-                    done += piece.numel() * memory.itemsize
-                    on_progress("loading the weights", done, total)
-    with torch.no_grad():
-        model.loaded()
+    pieces: list[Piece] = []
+    for name in sorted(parts, key=lambda name: (stored[name].path, stored[name].begin)):
+        begin = stored[name].begin
+        for target in parts[name]:
+            memory, place = shard_of(target)
+            if place is None:
+                memory.zero_()
+                done += memory.nbytes
+            else:
+                pieces += _pieces(stored[name], begin, place, memory)
+            begin += target.numel() * FLOAT_DTYPES[stored[name].dtype].itemsize
+    for num_bytes in _copied(pieces, torch.device(device)):
+        done += num_bytes
+        on_progress("loading the weights", done, total)
+    model.loaded()
     return total
 
 
 class Stored(NamedTuple):
     """What a file's header says of a tensor."""
 
+    path: Path
     shape: list[int]
     dtype: str  # as safetensors writes it, for example "BF16"
+    begin: int  # of its bytes in the file
+
+
+class Piece(NamedTuple):
+    """Some rows of a stored tensor, and where they go."""
+
+    path: Path
+    begin: int  # of the rows' bytes in the file
+    shape: tuple[int, ...]  # of the rows there
+    dtype: torch.dtype
+    columns: tuple[slice, ...]  # of the rows, what is wanted
+    target: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _headers(files: list[Path]) -> dict[str, Stored]:
@@ -99,14 +125,17 @@ def _headers(files: list[Path]) -> dict[str, Stored]:
         ModelError: a file is damaged, or two hold the same name.
     """
     found: dict[str, Stored] = {}
-    place: dict[str, Path] = {}
     for path in files:
-        with _readable(path), safe_open(str(path), framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name in found:
-                    raise ModelError(f"{place[name]} and {path} both hold {name}; remove one of them")
-                entry = file.get_slice(name)
-                found[name], place[name] = Stored(entry.get_shape(), entry.get_dtype()), path
+        # The library checks the header; where the tensors lie it does not tell.
+        with _readable(path), safe_open(str(path), framework="pt", device="cpu"), path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if name in found:
+                raise ModelError(f"{found[name].path} and {path} both hold {name}; remove one of them")
+            begin = 8 + header_bytes + entry["data_offsets"][0]
+            found[name] = Stored(path, entry["shape"], entry["dtype"], begin)
     return found
 
 
@@ -139,8 +168,20 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
+def _parts_of_each(stored: Iterable[str], targets: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """What fills the model, by the checkpoint's name: one target, or several where it has them as one."""
+    parts = {name: [target] for name, target in targets.items()}
+    for name in stored:
+        layer, _, kind = name.rpartition(".")
+        outer, _, leaf = layer.rpartition(".")
+        members = [f"{outer}.{part}.{kind}" for part in FUSED.get(leaf, ())]
+        if members and name not in parts and all(member in parts for member in members):
+            parts[name] = [parts.pop(member)[0] for member in members]
+    return parts
+
+
 def _check_names_and_shapes(
-    targets: dict[str, Tensor], stored: dict[str, Stored], config: ModelConfig, folder: Path
+    parts: dict[str, list[Tensor]], stored: dict[str, Stored], config: ModelConfig, folder: Path
 ) -> None:
     """Compare what the model needs with what the files' headers say.
 
@@ -148,17 +189,20 @@ def _check_names_and_shapes(
         ModelError: something is missing, unexpected, of another shape or no floating-point number.
     """
     complaints = []
-    missing = sorted(targets.keys() - stored.keys())
+    missing = sorted(parts.keys() - stored.keys())
     if missing:
         complaints.append(f"missing: {_shown(missing)}")
-    unexpected = sorted(name for name in stored.keys() - targets.keys() if not _ignorable(name, config))
+    unexpected = sorted(name for name in stored.keys() - parts.keys() if not _ignorable(name, config))
     if unexpected:
         complaints.append(f"not part of {config.architecture}: {_shown(unexpected)}")
-    common = sorted(targets.keys() & stored.keys())
+    common = sorted(parts.keys() & stored.keys())
+    needed = {
+        name: [sum(part.shape[0] for part in parts[name]), *parts[name][0].shape[1:]] for name in common
+    }
     shapes = [
-        f"{name} is {stored[name].shape}, needed {list(targets[name].shape)}"
+        f"{name} is {stored[name].shape}, needed {needed[name]}"
         for name in common
-        if stored[name].shape != list(targets[name].shape)
+        if stored[name].shape != needed[name]
     ]
     if shapes:
         complaints.append(f"wrong shape: {_shown(shapes)}")
@@ -175,15 +219,70 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     return copy_of_the_embedding or name.endswith("rotary_emb.inv_freq")
 
 
-def _pieces(stored: Any, place: tuple[slice, ...]) -> Iterator[tuple[slice, Tensor]]:
-    """A part of the tensor in pieces of at most about PIECE_BYTES; rows count from the part's first."""
-    all_rows, *rest = place
-    row_elements = math.prod(columns.stop - columns.start for columns in rest)
-    rows_per_piece = max(1, PIECE_BYTES // (8 * max(1, row_elements)))
-    for begin in range(all_rows.start, all_rows.stop, rows_per_piece):
-        end = min(begin + rows_per_piece, all_rows.stop)
-        piece = stored[(slice(begin, end), *rest)]
-        yield slice(begin - all_rows.start, end - all_rows.start), piece
+def _pieces(stored: Stored, begin: int, place: tuple[slice, ...], memory: Tensor) -> Iterator[Piece]:
+    """`memory` in pieces of at most about PIECE_BYTES in the file.
+
+    Args:
+        begin: in the file, of the tensor that `place` is a part of.
+    """
+    rows, *columns = place
+    dtype = FLOAT_DTYPES[stored.dtype]
+    row_shape = stored.shape[1:]
+    row_bytes = math.prod(row_shape) * dtype.itemsize
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    for first in range(rows.start, rows.stop, step):
+        last = min(first + step, rows.stop)
+        yield Piece(
+            path=stored.path,
+            begin=begin + first * row_bytes,
+            shape=(last - first, *row_shape),
+            dtype=dtype,
+            columns=tuple(columns),
+            target=memory[first - rows.start : last - rows.start],
+        )
+
+
+def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
+    """Copy all pieces; yields the bytes that each filled, when it has arrived.
+
+    Raises:
+        ModelError: a file can't be read to its end.
+    """
+    largest = max((piece.num_bytes for piece in pieces), default=0)
+    buffers: SimpleQueue[Tensor] = SimpleQueue()
+    for _ in range(READERS):
+        # Page-locked, a buffer is copied to the device by the device.
+        buffers.put(torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda"))
+
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(path.open("rb")) for path in {piece.path for piece in pieces}}
+
+        def copy(piece: Piece) -> int:
+            buffer = buffers.get()
+            read = buffer[: piece.num_bytes]
+            try:
+                with _readable(piece.path):
+                    _read(files[piece.path].fileno(), memoryview(read.numpy()), piece.begin)
+                rows = read.view(piece.dtype).view(piece.shape)
+                piece.target.copy_(rows[(slice(None), *piece.columns)], non_blocking=True)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(piece.target.device).synchronize()
+            finally:
+                buffers.put(buffer)
+            return piece.target.nbytes
+
+        pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="read-weights"))
+        stack.callback(pool.shutdown, cancel_futures=True)  # after an error, don't read the rest
+        yield from pool.map(copy, pieces)
+
+
+def _read(file: int, into: memoryview, begin: int) -> None:
+    """Fill `into` with the file's bytes from `begin` on."""
+    while into:
+        count = os.preadv(file, [into], begin)
+        if count == 0:
+            raise OSError("it ends too early")
+        into, begin = into[count:], begin + count
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Checkpoints into models: sharded or not, converted, complete or refused."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
@@ -208,17 +208,75 @@ def test_an_experts_matrices_go_to_their_place_and_a_missing_one_is_named(tmp_pa
         load(tmp_path)
 
 
-def test_one_file_is_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_llama(tmp_path, max_shard_size="10KB")
-    opened: list[str] = []
+LOAD_AND_TELL_THE_GROWTH = """
+import sys
+from pathlib import Path
+import torch
+from minisgl.engine.device import peak_host_bytes
+from minisgl.model_config import read_model_config
+from minisgl.models.registry import build_model
+from minisgl.weights import loader
 
-    @contextmanager
-    def counted(path: str, **settings: str) -> Iterator[object]:
-        assert not opened, f"{opened[0]} is still open"
-        opened.append(path)
-        with safe_open(path, **settings) as file:
-            yield file
-        opened.clear()
+folder = Path(sys.argv[1])
+loader.PIECE_BYTES = 1 << 20
+config = read_model_config(folder)
+model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
+for parameter in model.parameters():
+    parameter.zero_()
+before = peak_host_bytes()
+loader.load_weights(model, folder, config, dtype=torch.float32, device="cpu")
+print(peak_host_bytes() - before)
+"""
 
-    monkeypatch.setattr(loader, "safe_open", counted)
-    load(tmp_path)
+
+def test_a_load_takes_far_less_host_memory_than_a_file_has(tmp_path: Path) -> None:
+    settings = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    LlamaForCausalLM(settings).save_pretrained(tmp_path)
+    file_bytes = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", LOAD_AND_TELL_THE_GROWTH, str(tmp_path)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert file_bytes > 100e6
+    assert int(run.stdout) < file_bytes / 4
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1000, 1 << 20])
+def test_matrices_that_a_checkpoint_has_as_one_are_taken_apart(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "PIECE_BYTES", piece_bytes)
+    theirs = save_llama(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(2):
+        for outer, fused, names in (("self_attn", "qkv", "qkv"), ("mlp", "gate_up", ("gate", "up"))):
+            prefix = f"model.layers.{layer}.{outer}"
+            parts = [tensors.pop(f"{prefix}.{name}_proj.weight") for name in names]
+            tensors[f"{prefix}.{fused}_proj.weight"] = torch.cat(parts)
+    save_file(tensors, path)
+    assert_holds(load(tmp_path), theirs)
+
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    save_file(tensors | {name: tensors[name][1:].clone()}, path)
+    with pytest.raises(ModelError, match=rf"wrong shape: {name} is \[39, 24\], needed \[40, 24\]"):
+        load(tmp_path)
+
+
+def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path)
+    path = tmp_path / "model.safetensors"
+    check = loader._check_names_and_shapes
+
+    def check_then_truncate(*arguments: Any) -> None:
+        check(*arguments)
+        path.write_bytes(path.read_bytes()[:-1000])
+
+    monkeypatch.setattr(loader, "_check_names_and_shapes", check_then_truncate)
+    with pytest.raises(ModelError, match=r"model\.safetensors can't be read \(it ends too early\)"):
+        load(tmp_path)
