@@ -11,7 +11,7 @@
 #   tune     launch configurations of every kernel that changed, into the shipped table          2 minutes
 #   kernels  every kernel over the shapes its speed is judged by, flashinfer beside it           4 minutes
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
-#   modes    compile modes, graphs and overlap against each other, on a third of the workload    4 minutes
+#   modes    compile modes, graphs and overlap against each other, in one process               2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
 #
 # COMMIT names the code where there is no .git. A part that fails does not keep the others from running.
@@ -74,25 +74,8 @@ engine() {
 }
 
 modes() {
-    # What each switch is worth: start, time to first token and steps, and throughput.
-    local model=${MODES_MODEL:-llama-3.1-8b} name flags
-    while read -r name flags; do
-        # shellcheck disable=SC2086 (flags are several words, or none)
-        run minisgl bench step --model "$model" --dummy-weights --max-context-tokens 4096 --batches 1,64 \
-            --contexts 1024 --prefills 16,128,600,2048 --prefixes 0 --steps 40 $flags \
-            --commit "$COMMIT" --out "$OUT/modes-step-$name.json" < /dev/null
-        # shellcheck disable=SC2086
-        run minisgl bench offline --model "$model" --dummy-weights --max-context-tokens 4096 --rounds 1 \
-            --num-prompts 96 --max-output-tokens 256 $flags \
-            --commit "$COMMIT" --out "$OUT/modes-offline-$name.json" < /dev/null
-    done << 'END'
-layers --compile-mode layers
-full --compile-mode full
-off --compile-mode off
-no-prefill-graphs --max-graph-tokens 0
-no-graphs --max-graph-batch 0
-no-overlap --no-overlap
-END
+    run "$PYTHON" bench/modes.py --model "${MODES_MODEL:-llama-3.1-8b}" --dummy-weights \
+        --commit "$COMMIT" --out "$OUT/modes-${MODES_MODEL:-llama-3.1-8b}.json"
 }
 
 serve() {

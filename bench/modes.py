@@ -1,0 +1,153 @@
+"""What is each switch of the engine worth: compile modes, graphs and overlap against each other.
+
+    python bench/modes.py --model llama-3.1-8b --dummy-weights --out modes.json
+    python bench/modes.py --model ~/.cache/minisgl/models/smollm2-135m --device cpu --modes plain,eager
+
+For every mode, in one process: how long the start took (imports are over by then; a second run finds the
+compile cache full), the time of decode and prefill steps, output tokens per second of a batch of random
+requests, and GPU memory. The last column is a check: greedy tokens with all keys and values that nobody owns
+set to NaN are those of before, or the exit code is 1.
+"""
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.benchmark.model_configs import model_folder
+from minisgl.benchmark.offline import make_workload, measure_offline
+from minisgl.benchmark.plots import deliver
+from minisgl.benchmark.report import Cell, format_table, make_report
+from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
+from minisgl.benchmark.step import Points, measure_steps
+from minisgl.config import EngineConfig, with_cache_dir
+from minisgl.engine.build import build_engine
+from minisgl.engine.engine import Engine
+from minisgl.messages import AddRequest
+from minisgl.model_config import read_model_config
+from minisgl.request import SamplingParams
+from minisgl.weights.progress import no_progress
+from minisgl.weights.sources import default_cache_dir
+
+MODES: dict[str, dict[str, Any]] = {
+    "layers": {"compile_mode": "layers"},
+    "no-overlap": {"compile_mode": "layers", "overlap": False},
+    "no-prefill-graphs": {"compile_mode": "layers", "max_graph_tokens": 0},
+    "off": {"compile_mode": "off"},
+    "no-graphs": {"max_graph_batch": 0, "max_graph_tokens": 0},
+    "full": {"compile_mode": "full"},
+}
+"""What differs from the defaults; `full` last, because torch keeps its graphs' memory."""
+
+NO_CEILINGS = Ceilings(1.0, 1.0)
+"""What a step could reach is not asked here."""
+
+
+def greedy_tokens(engine: Engine, num_prompts: int = 8, max_tokens: int = 32) -> list[list[int]]:
+    """The outputs of prompts of 20 to 300 tokens."""
+    engine.flush_prefix_cache()
+    generator = np.random.default_rng(0)
+    tokens: list[list[int]] = [[] for _ in range(num_prompts)]
+    for index in range(num_prompts):
+        prompt = generator.integers(0, 1000, 20 + 40 * index).astype("<i4").tobytes()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add(AddRequest(request_id=index, prompt_ids=prompt, params=params))
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    return tokens
+
+
+def unowned_memory_changes_nothing(engine: Engine) -> bool:
+    """Whether greedy tokens are the same when every key and value starts as NaN."""
+    before = greedy_tokens(engine)
+    with torch.inference_mode():
+        for attention in engine.runner.model.attention_layers():
+            attention.k_cache.fill_(math.nan)
+            attention.v_cache.fill_(math.nan)
+    return greedy_tokens(engine) == before
+
+
+def measure_mode(
+    name: str, config: EngineConfig, points: Points, workload: OfflineBenchSettings, folder: Path
+) -> dict[str, Cell]:
+    """One row of the table."""
+    begin = time.perf_counter()
+    engine = build_engine(config, folder, lambda stage, ms: None)
+    start_s = time.perf_counter() - begin
+    try:
+        holds = unowned_memory_changes_nothing(engine)
+        steps = measure_steps(engine, read_model_config(folder), points, NO_CEILINGS, no_progress)
+        offline = measure_offline(engine, make_workload(workload, folder), workload, no_progress)
+        status = engine.status(0)
+    finally:
+        engine.close()
+    row: dict[str, Cell] = {"mode": name, "start_s": start_s}
+    row |= {f"decode_{one['batch']}_ms": one["wall_ms"] for one in steps.tables["decode"]}
+    row |= {f"prefill_{one['new_tokens']}_ms": one["wall_ms"] for one in steps.tables["prefill"]}
+    row["output_tokens_per_s"] = offline.metrics["output_tokens_per_s"]
+    row["recompiles"], row["graph_misses"] = status.num_recompiles, status.num_graph_misses
+    if torch.cuda.is_available():
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        row["gpu_gb"] = (total_bytes - free_bytes) / 1e9
+    row["nan_changes_nothing"] = holds
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--dummy-weights", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"(default: {','.join(MODES)})")
+    parser.add_argument("--batches", default="1,64")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--prefills", default="16,128,600,2048")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--num-prompts", type=int, default=96)
+    parser.add_argument("--max-prompt-tokens", type=int, default=1024)
+    parser.add_argument("--max-output-tokens", type=int, default=256)
+    parser.add_argument("--num-pages", type=int, default=16384)
+    parser.add_argument("--commit")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    base = EngineConfig(
+        model=arguments.model,
+        dummy_weights=arguments.dummy_weights,
+        device=arguments.device,
+        max_context_tokens=4096,
+        num_pages=arguments.num_pages,
+    )
+    base = with_cache_dir(base, default_cache_dir())
+    workload = OfflineBenchSettings(
+        num_prompts=arguments.num_prompts,
+        min_prompt_tokens=min(100, arguments.max_prompt_tokens),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        min_output_tokens=min(100, arguments.max_output_tokens),
+        max_output_tokens=arguments.max_output_tokens,
+    )
+    batches = tuple(map(int, arguments.batches.split(",")))
+    prefills = tuple(map(int, arguments.prefills.split(",")))
+    points = Points(batches, (arguments.context,), prefills, (0,), arguments.steps)
+    rows = []
+    with model_folder(base, cache_dir=None, progress=no_progress) as folder:
+        for name in arguments.modes.split(","):
+            row = measure_mode(name, replace(base, **MODES[name]), points, workload, folder)
+            rows.append(row)
+            print(format_table([row]), flush=True)
+    print(f"\n{format_table(rows)}")
+    settings = {"model": arguments.model, "steps": arguments.steps, "num_prompts": arguments.num_prompts}
+    report = make_report("modes", arguments=settings, metrics={}, tables={"modes": rows})
+    deliver(report, OutputSettings(out=arguments.out, commit=arguments.commit), sys.stdout)
+    return 0 if all(row["nan_changes_nothing"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
