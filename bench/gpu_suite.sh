@@ -11,7 +11,7 @@
 #   tune     launch configurations of every kernel that changed, into the shipped table          2 minutes
 #   kernels  every kernel over the shapes its speed is judged by, flashinfer beside it           4 minutes
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
-#   modes    compile modes, graphs and overlap against each other, in one process               2 minutes
+#   modes    compile modes, graphs and overlap against each other, in one process                2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
 #
 # COMMIT names the code where there is no .git. A part that fails does not keep the others from running.
