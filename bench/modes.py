@@ -4,13 +4,14 @@
     python bench/modes.py --model ~/.cache/minisgl/models/smollm2-135m --device cpu --modes plain,eager
 
 For every mode, in one process: how long the start took (imports are over by then; a second run finds the
-compile cache full), the time of decode and prefill steps, output tokens per second of a batch of random
+compile cache full), the time to the first token of 128 on an idle engine, of decode and prefill steps, output tokens per second of a batch of random
 requests, and GPU memory. The last column is a check: greedy tokens with all keys and values that nobody owns
 set to NaN are those of before, or the exit code is 1.
 """
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -75,6 +76,23 @@ def unowned_memory_changes_nothing(engine: Engine) -> bool:
     return greedy_tokens(engine) == before
 
 
+def first_token_ms(engine: Engine, num_prompt_tokens: int = 128, rounds: int = 11) -> float:
+    """From adding a request to an idle engine to its first token, the median."""
+    generator = np.random.default_rng(1)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    times = []
+    for round_number in range(rounds):
+        prompt = generator.integers(0, 1000, num_prompt_tokens).astype("<i4").tobytes()
+        begin = time.perf_counter()
+        engine.add(AddRequest(request_id=round_number, prompt_ids=prompt, params=params))
+        while not engine.step():
+            pass
+        times.append(1e3 * (time.perf_counter() - begin))
+        while engine.has_work:
+            engine.step()
+    return statistics.median(times)
+
+
 def measure_mode(
     name: str, config: EngineConfig, points: Points, workload: OfflineBenchSettings, folder: Path
 ) -> dict[str, Cell]:
@@ -83,13 +101,14 @@ def measure_mode(
     engine = build_engine(config, folder, lambda stage, ms: None)
     start_s = time.perf_counter() - begin
     try:
+        ttft_ms = first_token_ms(engine)
         holds = unowned_memory_changes_nothing(engine)
         steps = measure_steps(engine, read_model_config(folder), points, NO_CEILINGS, no_progress)
         offline = measure_offline(engine, make_workload(workload, folder), workload, no_progress)
         status = engine.status(0)
     finally:
         engine.close()
-    row: dict[str, Cell] = {"mode": name, "start_s": start_s}
+    row: dict[str, Cell] = {"mode": name, "start_s": start_s, "ttft_128_ms": ttft_ms}
     row |= {f"decode_{one['batch']}_ms": one["wall_ms"] for one in steps.tables["decode"]}
     row |= {f"prefill_{one['new_tokens']}_ms": one["wall_ms"] for one in steps.tables["prefill"]}
     row["output_tokens_per_s"] = offline.metrics["output_tokens_per_s"]
