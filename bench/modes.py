@@ -1,12 +1,13 @@
 """What is each switch of the engine worth: compile modes, graphs and overlap against each other.
 
     python bench/modes.py --model llama-3.1-8b --dummy-weights --out modes.json
-    python bench/modes.py --model ~/.cache/minisgl/models/smollm2-135m --device cpu --modes plain,eager
+    python bench/modes.py --model ~/.cache/minisgl/models/smollm2-135m --device cpu --modes off,no-graphs
 
 For every mode, in one process: how long the start took (imports are over by then; a second run finds the
-compile cache full), the time to the first token of 128 on an idle engine, of decode and prefill steps, output tokens per second of a batch of random
-requests, and GPU memory. The last column is a check: greedy tokens with all keys and values that nobody owns
-set to NaN are those of before, or the exit code is 1.
+compile cache full), the time to the first of the tokens after a prompt of 128 on an idle engine, the times of
+decode and prefill steps, output tokens per second of a batch of random requests, and GPU memory. The last
+column is a check: greedy tokens with all keys and values that nobody owns set to NaN are those of before, or
+the exit code is 1.
 """
 
 import argparse
