@@ -31,10 +31,10 @@ class RopeScaling:
     """How rotary frequencies are stretched beyond the length the model was first trained on."""
 
     kind: str
-    """One of "linear", "llama3", "yarn" (others are refused by name)."""
+    """One of "linear", "llama3", "yarn", "longrope", "proportional" (others are refused by name)."""
     factor: float
     original_max_position: int = 8192
-    """llama3 and yarn: context length before stretching, in tokens."""
+    """llama3, yarn and longrope: context length before stretching, in tokens."""
     low_freq_factor: float = 1.0
     """llama3 only."""
     high_freq_factor: float = 4.0
@@ -46,7 +46,13 @@ class RopeScaling:
     truncate: bool = True
     """yarn only: the bounds of the blend between the two lie on whole frequencies."""
     attention_factor: float = 1.0
-    """yarn only: what cosines and sines are multiplied by."""
+    """yarn and longrope: what cosines and sines are multiplied by."""
+    short_factors: tuple[float, ...] = ()
+    """longrope only: what each frequency is divided by where no context is longer than the original."""
+    long_factors: tuple[float, ...] = ()
+    """longrope only: the same where some are."""
+    rotated_share: float = 1.0
+    """proportional only: the part of the frequencies, highest first, that rotate at all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ LARGEST_INTEGER = 1 << 31
 MOST_EXPERTS = 1024
 EXPERT_TILE = 16
 """What the mixture's kernels want widths to be a multiple of."""
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 class Windows(Enum):
@@ -92,7 +93,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     head_dim = _integer(raw, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
-    rope = _gemma_rope(raw, family) if family.is_gemma else _rope(raw, family)
+    rope = _gemma_rope(raw, family, head_dim) if family.is_gemma else _rope(raw, family, head_dim)
     max_position = _max_position(raw, rope.scaling)
     has_bias = family.attention_bias and bool(raw.get("attention_bias"))
     config = ModelConfig(
@@ -216,6 +217,7 @@ FAMILIES = {
         sliding_window=None,
         read_experts=_mixtral_experts,
     ),
+    "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, windows=Windows.ALL, sliding_window=None),
     "Qwen2ForCausalLM": Family(num_kv_heads=32, windows=Windows.LATER_LAYERS_IF_USED, qkv_bias=True),
     "Qwen3ForCausalLM": Family(
         num_kv_heads=32,
@@ -367,7 +369,7 @@ def _max_position(raw: dict[str, Any], scaling: RopeScaling | None) -> int:
     return max(max_position, int(scaling.original_max_position * scaling.factor))
 
 
-def _rope(raw: dict[str, Any], family: Family) -> Rope:
+def _rope(raw: dict[str, Any], family: Family, head_dim: int) -> Rope:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     for settings in (older, newer):
@@ -376,10 +378,10 @@ def _rope(raw: dict[str, Any], family: Family) -> Rope:
     # Where a folder has both, transformers follows rope_scaling; theta may still lie in the other.
     theta = _number(newer, "rope_theta", _number(raw, "rope_theta", family.rope_theta))
     parameters = older or newer
-    return Rope(_number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters))
+    return Rope(_number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters, head_dim))
 
 
-def _gemma_rope(raw: dict[str, Any], family: Family) -> Rope:
+def _gemma_rope(raw: dict[str, Any], family: Family, head_dim: int) -> Rope:
     """Of full and sliding layers apart: transformers 5 nests them, 4 has `rope_local_base_freq` beside."""
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
@@ -391,34 +393,44 @@ def _gemma_rope(raw: dict[str, Any], family: Family) -> Rope:
         raise _missing(f"RoPE of type {kind!r} in the layers with a window")
     return Rope(
         _number(full, "rope_theta", _number(raw, "rope_theta", family.rope_theta)),
-        _rope_scaling(raw, full),
+        _rope_scaling(raw, full, head_dim),
         _number(local, "rope_theta", _number(raw, "rope_local_base_freq", 10000.0)),
     )
 
 
-def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any]) -> RopeScaling | None:
+def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any], head_dim: int) -> RopeScaling | None:
     """What `parameters` ask for beyond theta.
 
     Raises:
         ModelError: a type of RoPE that is not known here.
     """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "proportional":
+        return RopeScaling(
+            kind="proportional",
+            factor=_number(parameters, "factor", 1.0),
+            rotated_share=_share(parameters, "partial_rotary_factor"),
+        )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise _missing(f"partial_rotary_factor = {parameters['partial_rotary_factor']!r}")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
     # Dynamic NTK changes nothing up to max_position_embeddings, and longer contexts are refused: the angles
     # of keys that are already in the pool can't change with a sequence's length.
     if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
         return RopeScaling(kind="linear", factor=_number(parameters, "factor"))
-    if kind not in ("llama3", "yarn"):
-        raise _missing(f"RoPE of type {kind!r}; known are default, linear, dynamic, llama3, yarn")
+    if kind == "su" or (kind == "yarn" and "short_factor" in parameters):  # names in Phi-3's first versions
+        kind = "longrope"
+    if kind not in ("llama3", "yarn", "longrope"):
+        raise _missing(f"RoPE of type {kind!r}; known are {', '.join(ROPE_TYPES)}")
     # transformers prefers the one beside the RoPE settings.
     key = "original_max_position_embeddings"
     max_position = _integer(raw, "max_position_embeddings")
     original = _integer(parameters if raw.get(key) is None else raw, key, max_position)
     if kind == "yarn":
         return _yarn(parameters, original, max_position)
+    if kind == "longrope":
+        return _longrope(parameters, original, max_position, head_dim)
     scaling = RopeScaling(
         kind="llama3",
         factor=_number(parameters, "factor"),
@@ -452,6 +464,27 @@ def _yarn(parameters: dict[str, Any], original: int, max_position: int) -> RopeS
     )
 
 
+def _longrope(parameters: dict[str, Any], original: int, max_position: int, head_dim: int) -> RopeScaling:
+    factor = _number(parameters, "factor", max_position / original)
+    magnify = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        short_factors=_factors(parameters, "short_factor", head_dim // 2),
+        long_factors=_factors(parameters, "long_factor", head_dim // 2),
+        attention_factor=_number(parameters, "attention_factor", magnify),
+    )
+
+
+def _factors(parameters: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
+    listed = parameters.get(key)
+    if not isinstance(listed, list) or len(listed) != count:
+        got = f"{len(listed)} of them" if isinstance(listed, list) else repr(listed)
+        raise ModelError(f"config.json: RoPE's {key} must be a list of {count} numbers, got {got}")
+    return tuple(_number({key: value}, key) for value in listed)
+
+
 def _checkpoint_dtype(raw: dict[str, Any]) -> str:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPE_BYTES:
@@ -477,6 +510,13 @@ def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_INTEGER:
         raise ModelError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _share(raw: dict[str, Any], key: str) -> float:
+    value = _number(raw, key, 1.0)
+    if value > 1:
+        raise ModelError(f"config.json: {key} must be at most 1, got {value!r}")
     return value
 
 

@@ -28,7 +28,7 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, loc
     if local:
         theta, scaling = config.local_rope_theta, None
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    frequencies = _scaled(1.0 / theta**exponents, theta, scaling)
+    frequencies = _scaled(1.0 / theta**exponents, theta, scaling, config.max_position)
     positions = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -37,7 +37,7 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, loc
     return table.to(device)
 
 
-def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None) -> Tensor:
+def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None, max_position: int) -> Tensor:
     """Frequencies theta^(-2i / D), [D/2], after the stretching that `scaling` describes."""
     if scaling is None:
         return frequencies
@@ -53,7 +53,18 @@ def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None) -> T
     if scaling.kind == "yarn":
         keep = _yarn_share_kept(frequencies.shape[0], theta, scaling)
         return (1 - keep) * frequencies / scaling.factor + keep * frequencies
-    raise ModelError(f"RoPE scaling {scaling.kind!r} is not known; known are linear, llama3 and yarn")
+    if scaling.kind == "longrope":
+        # https://arxiv.org/abs/2402.13753. transformers decides by each sequence's present length; keys that
+        # are in the pool can't be rotated anew, so here it is the longest context that is served.
+        long = max_position > scaling.original_max_position
+        factors = scaling.long_factors if long else scaling.short_factors
+        return frequencies / torch.tensor(factors, dtype=torch.float32, device="cpu")
+    if scaling.kind == "proportional":
+        rotated = int(scaling.rotated_share * frequencies.shape[0])
+        return torch.cat((frequencies[:rotated] / scaling.factor, torch.zeros_like(frequencies[rotated:])))
+    raise ModelError(
+        f"RoPE scaling {scaling.kind!r} is not known; known are linear, llama3, yarn, longrope, proportional"
+    )
 
 
 def _yarn_share_kept(num_frequencies: int, theta: float, scaling: RopeScaling) -> Tensor:

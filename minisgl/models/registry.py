@@ -21,6 +21,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "LlamaForCausalLM": Decoder,
     "MistralForCausalLM": Decoder,
     "MixtralForCausalLM": Decoder,
+    "Phi3ForCausalLM": Decoder,
     "Qwen2ForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
     "Qwen3MoeForCausalLM": Decoder,

@@ -43,6 +43,7 @@ PLANS: dict[str, dict[str, Split]] = {
     "LlamaForCausalLM": DECODER,
     "MistralForCausalLM": DECODER,
     "MixtralForCausalLM": DECODER | {"w1": Split.COLWISE, "w3": Split.COLWISE, "w2": Split.ROWWISE},
+    "Phi3ForCausalLM": DECODER,
     "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "Qwen3MoeForCausalLM": DECODER,

@@ -1,5 +1,6 @@
 """The table of angles against transformers' own."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,26 @@ SCALINGS = {
             "beta_slow": 3.0,
         },
     ),
+    "longrope": (
+        RopeScaling(
+            kind="longrope",
+            factor=9001 / 4096,
+            original_max_position=4096,
+            short_factors=tuple(range(1, 33)),
+            long_factors=tuple(range(2, 66, 2)),
+            attention_factor=math.sqrt(1 + math.log(9001 / 4096) / math.log(4096)),
+        ),
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 4096,
+            "short_factor": list(range(1, 33)),
+            "long_factor": list(range(2, 66, 2)),
+        },
+    ),
+    "proportional": (
+        RopeScaling(kind="proportional", factor=2.0, rotated_share=0.25),
+        {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.25},
+    ),
 }
 
 
@@ -93,5 +114,15 @@ def test_angles_equal_transformers(kind: str) -> None:
 
 
 def test_an_unknown_scaling_is_refused() -> None:
-    with pytest.raises(ModelError, match="longrope"):
-        make_cos_sin(replace(CONFIG, rope_scaling=RopeScaling(kind="longrope", factor=2.0)))
+    with pytest.raises(ModelError, match="spiral"):
+        make_cos_sin(replace(CONFIG, rope_scaling=RopeScaling(kind="spiral", factor=2.0)))
+
+
+def test_longrope_has_the_short_factors_where_no_context_is_longer_than_the_original() -> None:
+    scaling = SCALINGS["longrope"][0]
+    assert scaling is not None
+    plain = make_cos_sin(replace(CONFIG, max_position=4096))
+    short = make_cos_sin(replace(CONFIG, max_position=4096, rope_scaling=scaling))
+    long = make_cos_sin(replace(CONFIG, max_position=4097, rope_scaling=scaling))
+    assert torch.equal(short[:, 0], plain[:, 0] * scaling.attention_factor), "the first factor is 1"
+    assert torch.equal(long[::2][:2048, 0], short[:2048, 0]), "and 2: half as fast"

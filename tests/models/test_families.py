@@ -10,12 +10,13 @@ import torch
 from tiny_models import VOCAB_SIZE, PagedRunner, load_ours, logits_of, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.messages import AddRequest
-from minisgl.model_config import FAMILIES
+from minisgl.model_config import FAMILIES, ROPE_TYPES
 from minisgl.models.decoder import Decoder
 from minisgl.request import SamplingParams
 
@@ -35,6 +36,13 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.3, 2.0],
+    "long_factor": [1.5, 2.0, 8.0, 30.0],
 }
 
 
@@ -64,12 +72,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
     ),
+    "llama_longrope": ("llama", {"rope_parameters": LONGROPE, "max_position_embeddings": 300}),
+    "llama_longrope_as_long_as_the_original": (
+        "llama",
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 512, "factor": 4.0}},
+    ),
+    "llama_proportional_rope": ("llama", rope("proportional", partial_rotary_factor=0.5, factor=2.0)),
     "mistral_window": ("mistral", heads(6, 2, sliding_window=20)),
     "mistral_no_window_head_dim_given": ("mistral", heads(4, 1, sliding_window=None, head_dim=20)),
     "mixtral_8_experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "mixtral_4_experts_window": (
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 17},
+    ),
+    "phi3": ("phi3", heads(6, 6, pad_token_id=0)),
+    "phi3_window_longrope_tied": (
+        "phi3",
+        heads(
+            6,
+            2,
+            sliding_window=20,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            original_max_position_embeddings=32,
+            rope_parameters=LONGROPE | {"attention_factor": 1.3},
+        ),
     ),
     "qwen2": ("qwen2", heads(6, 2)),
     "qwen2_tied_yarn": ("qwen2", heads(8, 1, tie_word_embeddings=True, rope_parameters=YARN)),
@@ -243,3 +270,9 @@ def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
 
 def test_every_family_that_is_read_is_compared() -> None:
     assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIANTS.values()} == set(FAMILIES)
+
+
+def test_every_rope_type_of_transformers_is_compared() -> None:
+    parameters = [settings.get("rope_parameters", {}) for _, settings in VARIANTS.values()]
+    assert {one.get("rope_type", "default") for one in parameters} == {"default", *ROPE_INIT_FUNCTIONS}
+    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
