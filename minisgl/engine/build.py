@@ -130,6 +130,8 @@ def _build_rank(
     followers: "FollowerLink | None",
 ) -> Engine:
     """One rank's engine, or the only one's."""
+    # RoPE's table is as long as the longest context served, and LongRoPE chooses its factors by that.
+    model_config = replace(model_config, max_position=config.max_context_tokens)
     hardware = _take_hardware(config, meeting)
     cache = _open_compile_cache(config, hardware.device, 0 if meeting is None else meeting.rank)
     ranks = None

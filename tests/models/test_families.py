@@ -239,24 +239,18 @@ def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
         fed = [token]
 
 
-@pytest.mark.parametrize("variant", ["mistral_window", "qwen3_moe_4_experts", "gemma3_windows"])
-def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
-    variant: str, tmp_path: Path
-) -> None:
-    family, settings = VARIANTS[variant]
-    theirs = random_model(family=family, **settings)
-    theirs.save_pretrained(tmp_path)
+def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> list[list[int]]:
+    """The tokens an engine answers with, all prompts at once, in chunks."""
     config = EngineConfig(
-        model=str(tmp_path),
+        model=str(folder),
         device="cpu",
         dtype="float32",
-        max_context_tokens=128,
+        max_context_tokens=max_context_tokens,
         max_running_requests=3,
         chunk_tokens=23,
         num_pages=32,
     )
-    engine = build_engine(config, tmp_path, lambda stage, ms: None)
-    prompts = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (60, 5, 41)]
+    engine = build_engine(config, folder, lambda stage, ms: None)
     got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(prompts):
@@ -265,7 +259,32 @@ def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
         for output in engine.step():
             got[output.request_id] += output.token_ids
     engine.close()
-    assert list(got.values()) == [greedy(theirs, prompt) for prompt in prompts]
+    return list(got.values())
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in lengths]
+
+
+@pytest.mark.parametrize("variant", ["mistral_window", "qwen3_moe_4_experts", "gemma3_windows"])
+def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
+    variant: str, tmp_path: Path
+) -> None:
+    family, settings = VARIANTS[variant]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    prompts = prompts_of(60, 5, 41)
+    assert served(tmp_path, prompts, 128) == [greedy(theirs, prompt) for prompt in prompts]
+
+
+def test_contexts_within_the_original_length_have_longropes_short_factors(tmp_path: Path) -> None:
+    family, settings = VARIANTS["llama_longrope"]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    prompts = prompts_of(20, 5, 11)
+    expected = [greedy(theirs, prompt) for prompt in prompts]
+    assert served(tmp_path, prompts, 32) == expected
+    assert served(tmp_path, prompts, 33) != expected
 
 
 def test_every_family_that_is_read_is_compared() -> None:
