@@ -35,10 +35,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # what computes
     "triton_kernels": set(),
     "compile_cache": set(),
-    "parallel": {"errors", "log", "config", "model_config"},
+    "parallel": {"errors", "log", "config", "model_config", "triton_kernels"},
     "attention": {"errors", "log", "parallel", "triton_kernels"},
     "layers": {"errors", "log", "config", "parallel", "triton_kernels", "attention"},
-    "models": {"errors", "log", "config", "parallel", "layers", "attention"},
+    "models": {"errors", "log", "config", "parallel", "layers", "attention", "triton_kernels"},
     "weights": {"errors", "log", "config", "parallel"},
     "engine": SEAMS | ENGINE_SIDE | {"triton_kernels", "compile_cache"},
     # what talks to people: no torch
@@ -91,7 +91,7 @@ ONLY_IN: dict[str, set[str]] = {
     "zmq": {"minisgl/transport.py"},
     "torch._dynamo": {"minisgl/engine/compiled.py", "compile_cache/"},
     "torch._inductor": {"minisgl/engine/compiled.py", "compile_cache/"},
-    "os.environ": {"minisgl/cli.py", "compile_cache/"},
+    "os.environ": {"minisgl/cli.py", "minisgl/parallel/regions.py", "compile_cache/"},
     "os.getenv": {"minisgl/cli.py", "compile_cache/"},
     "os.putenv": {"compile_cache/"},
 }

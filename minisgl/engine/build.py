@@ -146,6 +146,8 @@ def _build_rank(
         loadable = model
         if meeting is not None:
             ranks, hardware = _join(meeting, config.tp, hardware)
+            if followers is not None:
+                followers.joined(ranks)
             loadable = _share_out(model, model_config, ranks)
             stages.done(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
         if config.dummy_weights:
@@ -249,12 +251,12 @@ def _allocate_model(config: ResolvedConfig, model_config: ModelConfig, hardware:
 
 def _join(meeting: Meeting, size: int, hardware: _Hardware) -> "tuple[Ranks, _Hardware]":
     """Meet the other ranks; what is left of the hardware then."""
-    from minisgl.parallel.mesh import join  # lazy: as in `build_engine`
+    from minisgl.parallel.mesh import file_store, join  # lazy: as in `build_engine`
 
     device = hardware.device
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     meeting.on_arrival()
-    ranks = join(meeting.rank, size, meeting.store, device)
+    ranks = join(meeting.rank, size, file_store(meeting.store, size), device)
     ranks.minimum(0)  # the first collective takes what memory they need
     if device.type == "cuda":
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]

@@ -54,6 +54,10 @@ class StepGraphs(Protocol):
         """(graphs compiled, CUDA graphs recorded) in this process so far, by whomever."""
         ...
 
+    def release(self) -> None:
+        """Let go of the CUDA graphs: nothing can be replayed any more."""
+        ...
+
 
 class CompiledDecode:
     """A decode step that replays a graph.
@@ -88,6 +92,10 @@ class CompiledDecode:
     def own_step(self) -> DecodeStep | None:
         """`StepGraphs.own_step`."""
         return self._graphs.own_step
+
+    def release(self) -> None:
+        """`StepGraphs.release`."""
+        self._graphs.release()
 
     def warm_up(self, on_bucket: Callable[[int, float], None]) -> None:
         """Compile and record every bucket, largest first, with padding rows only.
@@ -143,6 +151,7 @@ class GraphRecorder:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run it, which compiles what is missing, then record it; what comes back replays it.
@@ -164,12 +173,19 @@ class GraphRecorder:
                     graph.capture_end()
         finally:
             current.wait_stream(self._stream)  # also after a failure: the run before may still be going on
+        self._graphs.append(graph)
 
         def replay() -> Tensor:
             graph.replay()
             return result
 
         return replay
+
+    def release(self) -> None:
+        """Let go of all graphs: nothing can be replayed any more."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 class CapturedSteps:
@@ -201,6 +217,9 @@ class CapturedSteps:
 
     def counts(self) -> tuple[int, int]:
         return _graphs_compiled(), len(self._replays)
+
+    def release(self) -> None:
+        self._recorder.release()
 
 
 def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep: bool = True) -> RunBlock:
@@ -266,6 +285,11 @@ class WholeStep:
         recorded = manager.new_graph_id().id - self._num_probes
         self._num_probes += 1
         return _graphs_compiled(), recorded
+
+    def release(self) -> None:
+        from torch._inductor import cudagraph_trees  # lazy: as above
+
+        cudagraph_trees.reset_cudagraph_trees()
 
 
 def _mark_rows(tensor: Tensor, max_batch: int) -> None:

@@ -201,6 +201,8 @@ class Engine:
             while self._launched:
                 self.runner.collect(self._launched.popleft())
         finally:
+            if self._ranks is not None:
+                self._recorded.release()  # NCCL ends no sooner than the graphs in which it is
             if self._followers is not None:
                 self._followers.close()
             if self._ranks is not None:

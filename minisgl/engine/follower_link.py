@@ -15,6 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,6 +23,9 @@ from minisgl.config import ResolvedConfig
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.scheduler.plan import StepPlan
 from minisgl.transport import LeaderSocket, make_ipc_dir
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,8 @@ START_TIMEOUT_S = 300.0
 """How long a rank may take until it is ready to meet the others (its imports)."""
 STOP_S = 3.0
 """How long a rank may take to end when asked to."""
+ABORT_S = 5.0
+"""How long `close` waits for collectives that are broken off."""
 REASON_S = 1.0
 """How long an error waits for the end of a rank that may have caused it."""
 LAST_REPORT_MS = 100
@@ -117,6 +123,7 @@ class FollowerLink:
         self._checksums: dict[int, dict[int, int]] = {}  # steps -> rank -> value, until all ranks have one
         self._on_cuda = config.device == "cuda"
         self._on_lost = on_lost
+        self._ranks: Ranks | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromFollower)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -156,6 +163,12 @@ class FollowerLink:
                 raise EngineDeadError(
                     f"rank {min(missing)} of --tp was not ready after {START_TIMEOUT_S:g} s"
                 )
+
+    def joined(self, ranks: "Ranks") -> None:
+        """From now on this process may wait for the other ranks on its GPU, until one is lost."""
+        self._ranks = ranks
+        if self._lost is not None and self._on_cuda:
+            self._abort()
 
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks execute a plan after those before it."""
@@ -200,7 +213,9 @@ class FollowerLink:
             if self._closing:
                 return
             self._closing = True
-        if not at_once:
+        if self._lost is not None:
+            self._lost_event.wait(ABORT_S)
+        elif not at_once:
             self._socket.send(b"")
         deadline = time.monotonic() + (0 if at_once else STOP_S)
         for process in self._processes:
@@ -240,11 +255,14 @@ class FollowerLink:
         self._on_lost(reason)
         self._kill()
         if self._on_cuda:
-            # Lazy: a rank says who it is before it loads torch, through the messages above.
-            from minisgl.parallel.mesh import abort_collectives
-
-            abort_collectives()  # a collective without all its ranks never ends on a GPU; gloo notices
+            self._abort()  # a collective without all its ranks never ends on a GPU; gloo notices
         self._lost_event.set()
+
+    def _abort(self) -> None:
+        # Lazy: a rank says who it is before it loads torch, through the messages above.
+        from minisgl.parallel.mesh import abort
+
+        abort(self._ranks)
 
     def _kill(self) -> None:
         for process in self._processes:

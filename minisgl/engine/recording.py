@@ -53,6 +53,14 @@ class RecordedSteps(NamedTuple):
     special_decode: SpecialDecode
     kernels: KernelCompilations | None
     """Counts what is compiled from here on; None = there is nothing to compile."""
+    recorder: GraphRecorder | None
+
+    def release(self) -> None:
+        """Let go of all CUDA graphs: no step can be launched any more."""
+        if self.decode is not None:
+            self.decode.release()
+        if self.recorder is not None:
+            self.recorder.release()
 
 
 def buckets_of(config: ResolvedConfig) -> Buckets:
@@ -102,7 +110,7 @@ def record_steps(
     special_decode = SpecialDecode(step, None, (), device)
     if decode is not None and decode.own_step is not None and recorder is not None:
         special_decode = SpecialDecode(step, recorder.record, buckets.decode, device, decode.own_step)
-    return RecordedSteps(decode, prefill, special_decode, kernels)
+    return RecordedSteps(decode, prefill, special_decode, kernels, recorder)
 
 
 def _record_decode(

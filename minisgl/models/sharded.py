@@ -6,19 +6,23 @@ a step computes with are plain tensors, the local parts of the DTensors that a c
 T tokens, R rows, V vocabulary, M model width.
 """
 
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.config import ModelConfig
-from minisgl.layers.moe import MoeMLP
-from minisgl.models.decoder import Decoder
+from minisgl.layers.linear import Linear
+from minisgl.layers.norm import RMSNorm
+from minisgl.models.decoder import Block, Decoder
 from minisgl.models.registry import build_model
-from minisgl.parallel.collectives import all_gather, all_reduce_
+from minisgl.parallel.collectives import RankSum, all_gather
 from minisgl.parallel.mesh import Ranks
 from minisgl.parallel.placements import Split, place_tensors, plan_for
 from minisgl.parallel.sizes import vocabulary_rows
+from triton_kernels.registry import KERNELS
 
 
 class ShardedTensors:
@@ -52,19 +56,66 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
     whole = build_model(config, attention_backend="torch", dtype=torch.float32, device="meta")
     shapes = {name: tensor.shape for name, tensor in whole.checkpoint_tensors().items()}
     tensors = place_tensors(model.checkpoint_tensors(), shapes, plan, config.num_kv_heads, ranks)
-    add_up = partial(_add_up, ranks.group)
-    for path, module in model.named_modules():
-        leaf = path.rpartition(".")[2]
-        if isinstance(module, MoeMLP) or plan.get(leaf) is Split.ROWWISE:
-            module.register_forward_hook(add_up)
-    model.add_module("embed_tokens", SharedEmbedding(model.embed_tokens, config.vocab_size, ranks))
+    rank_sum = RankSum(ranks)
+    embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks)
+    if all(isinstance(layer, Block) for layer in model.layers):
+        # Whatever is shared out goes straight into a norm that adds it to the residual.
+        _wrap(model, RMSNorm, NORMS_THAT_ADD, partial(SummingNorm, rank_sum=rank_sum))
+    else:
+        rowwise = {name for name, split in plan.items() if split is Split.ROWWISE}
+        _wrap(model, Linear, rowwise, partial(SummedLayer, rank_sum=rank_sum))
+        embedding = SummedLayer(embedding, rank_sum)
+    model.add_module("embed_tokens", embedding)
     model.add_module("lm_head", SharedHead(model.lm_head, config.vocab_size, ranks))
     model.vocab_size = config.vocab_size
     return ShardedTensors(model, tensors)
 
 
+NORMS_THAT_ADD = {"input_layernorm", "post_attention_layernorm", "norm"}
+"""The norms of a `Decoder` of `Block`s that take what attention, MLP or embedding yield."""
+
+
+def _wrap(
+    model: nn.Module, kind: type[nn.Module], names: Collection[str], wrap: Callable[[Any], nn.Module]
+) -> None:
+    """Put `wrap(module)` in place of each module of this kind and one of these names."""
+    for outer in list(model.modules()):
+        for name, module in list(outer.named_children()):
+            if name in names and isinstance(module, kind):
+                outer.add_module(name, wrap(module))
+
+
+class SummingNorm(nn.Module):
+    """A norm that first adds up what the ranks have."""
+
+    def __init__(self, norm: RMSNorm, rank_sum: RankSum) -> None:
+        super().__init__()
+        self.norm = norm
+        self.rank_sum = rank_sum
+
+    def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(sum of x + residual), sum of x + residual), each [T, M]; x is lost."""
+        if self.norm.kernels.add_rms_norm is not KERNELS.add_rms_norm:  # somebody's own, for an experiment
+            return self.norm.forward_add(self.rank_sum(x), residual)
+        y, residual = self.rank_sum.norm(x, residual, self.norm.weight, self.norm.eps)
+        return y.to(x.dtype), residual
+
+
+class SummedLayer(nn.Module):
+    """A layer of which each rank has a part: what they yield is added up."""
+
+    def __init__(self, part: nn.Module, rank_sum: RankSum) -> None:
+        super().__init__()
+        self.part = part
+        self.rank_sum = rank_sum
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the layer: [T, M] of all ranks."""
+        return self.rank_sum(self.part(x))
+
+
 class SharedEmbedding(nn.Module):
-    """The embedding of which each rank has some rows: the others' tokens give zeros, which are added up."""
+    """The embedding of which each rank has some rows: others' tokens give zeros. Not added up yet."""
 
     def __init__(self, shard: nn.Module, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
@@ -72,15 +123,12 @@ class SharedEmbedding(nn.Module):
         self.shard = shard
         self.first = ranks.rank * num_rows
         self.num_rows = num_rows
-        self.group = ranks.group
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int32 or int64 [T] -> [T, M]."""
         places = token_ids - self.first
         elsewhere = (places < 0) | (places >= self.num_rows)
-        x = self.shard(places.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
-        all_reduce_(x, self.group)
-        return x
+        return self.shard(places.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
 
 
 class SharedHead(nn.Module):
@@ -96,7 +144,3 @@ class SharedHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[R, M] -> [R, V], rows strided."""
         return all_gather(self.shard(x), self.size, self.group)[:, : self.vocab_size]
-
-
-def _add_up(group: str, module: nn.Module, args: object, output: Tensor) -> None:
-    all_reduce_(output, group)

@@ -1,7 +1,12 @@
 """What ranks do together within a step, as ops that torch.compile takes into its graph as they are.
 
-    all_reduce_   x := the sum of all ranks' x
-    all_gather    [N, C] on each rank -> [N, size * C], the ranks' columns one after the other
+    all_reduce_        x := the sum of all ranks' x
+    all_reduce_norm    RMSNorm of residual + the sum of all ranks' x, and that sum
+    all_gather         [N, C] on each rank -> [N, size * C], the ranks' columns one after the other
+
+Sums of few bytes go through memory that the ranks' GPUs share, where there is some (regions.py), in a kernel
+of our own; others, and all on CPU, through torch's process group. What is faster for how many bytes, the
+tuning table knows.
 
 Promise: every rank that calls one in the same order gets the same bits. Groups go by name, which torch's own
 registry turns into the process group, so nothing is kept here.
@@ -11,16 +16,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-torch.library.define("minisgl::all_reduce_", "(Tensor(a!) x, str group) -> ()")
+from minisgl.parallel.mesh import Ranks
+from triton_kernels.all_reduce import (
+    AllReduceConfig,
+    Regions,
+    all_reduce,
+    all_reduce_config,
+    all_reduce_norm,
+)
+from triton_kernels.rms_norm import add_rms_norm
+
+REGIONS = "Tensor? addresses, int rank, int capacity"
+torch.library.define("minisgl::all_reduce_", f"(Tensor(a!) x, {REGIONS}, str group) -> ()")
+torch.library.define(
+    "minisgl::all_reduce_norm",
+    f"(Tensor(a!) x, Tensor residual, Tensor weight, float eps, {REGIONS}, str group) -> (Tensor, Tensor)",
+)
 torch.library.define("minisgl::all_gather", "(Tensor x, int size, str group) -> Tensor")
 
 
-def all_reduce_(x: Tensor, group: str) -> None:
-    """Put the sum of all ranks' `x` in its place; contiguous, any shape."""
-    torch.ops.minisgl.all_reduce_(x, group)
+class RankSum(nn.Module):
+    """The sum over ranks: one for all places of a model where they add up."""
+
+    addresses: Tensor | None
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        regions = ranks.regions
+        self.register_buffer("addresses", None if regions is None else regions.addresses, persistent=False)
+        self.rank = ranks.rank
+        self.capacity = 0 if regions is None else regions.capacity
+        self.group = ranks.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, contiguous [T, M], becomes the sum of all ranks' x."""
+        torch.ops.minisgl.all_reduce_(x, self.addresses, self.rank, self.capacity, self.group)
+        return x
+
+    def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(sum of all ranks' x + residual), sum + residual), each [T, M]; x is lost."""
+        return torch.ops.minisgl.all_reduce_norm(
+            x, residual, weight, eps, self.addresses, self.rank, self.capacity, self.group
+        )
 
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
@@ -29,13 +69,49 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 
 @torch.library.impl("minisgl::all_reduce_", ("cpu", "cuda"))
-def _all_reduce(x: Tensor, group: str) -> None:
-    dist.all_reduce(x, group=_group(group))
+def _all_reduce(x: Tensor, addresses: Tensor | None, rank: int, capacity: int, group: str) -> None:
+    by_kernel = _by_kernel(x, addresses, rank, capacity)
+    if by_kernel is None:
+        dist.all_reduce(x, group=_group(group))
+    else:
+        all_reduce(x, *by_kernel)
 
 
 @torch.library.register_fake("minisgl::all_reduce_")
-def _all_reduce_fake(x: Tensor, group: str) -> None:
+def _all_reduce_fake(x: Tensor, addresses: Tensor | None, rank: int, capacity: int, group: str) -> None:
     pass
+
+
+@torch.library.impl("minisgl::all_reduce_norm", ("cpu", "cuda"))
+def _all_reduce_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    addresses: Tensor | None,
+    rank: int,
+    capacity: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    by_kernel = _by_kernel(x, addresses, rank, capacity)
+    if by_kernel is None:
+        dist.all_reduce(x, group=_group(group))
+        return add_rms_norm(x, residual, weight, eps)
+    return all_reduce_norm(x, residual, weight, eps, *by_kernel)
+
+
+@torch.library.register_fake("minisgl::all_reduce_norm")
+def _all_reduce_norm_fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    addresses: Tensor | None,
+    rank: int,
+    capacity: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(residual)
 
 
 @torch.library.impl("minisgl::all_gather", ("cpu", "cuda"))
@@ -50,6 +126,16 @@ def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
 @torch.library.register_fake("minisgl::all_gather")
 def _all_gather_fake(x: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty(x.shape[0], size * x.shape[1])
+
+
+def _by_kernel(
+    x: Tensor, addresses: Tensor | None, rank: int, capacity: int
+) -> tuple[Regions, AllReduceConfig] | None:
+    """The arguments of the kernel, if it is to add up x."""
+    if addresses is None or x.numel() * x.element_size() > capacity:
+        return None
+    config = all_reduce_config(x, addresses.shape[0])
+    return (Regions(addresses, rank, capacity), config) if config.shots else None
 
 
 def _group(name: str) -> dist.ProcessGroup:

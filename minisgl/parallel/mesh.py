@@ -1,8 +1,12 @@
 """The ranks of one engine as a torch process group and its device meshes.
 
-Promise: one process takes part in one group at a time; whoever joins leaves again through `Ranks.leave`.
+Promise: one process takes part in one group at a time; whoever joins leaves again through `Ranks.leave`,
+which returns in bounded time even where other ranks are gone.
 """
 
+import logging
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from minisgl.errors import ConfigError
+from minisgl.parallel.regions import SharedMemory, share_memory
+from triton_kernels.all_reduce import Regions
+
+logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120
 """How long a rank waits for the others where they meet, and for a collective on CPU."""
+LEAVE_TIMEOUT_S = 5
+"""How long taking the group down may take."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,18 @@ class Ranks:
     mesh: DeviceMesh
     """All ranks in one dimension, "tp"."""
     device: torch.device
+    memory: SharedMemory | None = None
+    """What small sums go through; None on CPU, and where the GPUs can't reach each other."""
 
     @property
     def group(self) -> str:
         """The process group's name, by which the collectives' ops find it."""
         return self.mesh.get_group().group_name
+
+    @property
+    def regions(self) -> Regions | None:
+        """Of `memory`."""
+        return None if self.memory is None else self.memory.regions
 
     def mesh_of_copies(self, num_shards: int) -> DeviceMesh:
         """The ranks as [num_shards, copies]: neighbours hold the same shard."""
@@ -40,18 +57,27 @@ class Ranks:
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values; every rank must ask."""
-        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.get_group())
-        return int(tensor.item())
+        return _minimum(value, self.device)
 
     def leave(self) -> None:
-        """Take the process group down; collectives are over for this process."""
+        """Take the process group down; collectives are over for this process.
+
+        On a GPU, graphs that hold collectives must be gone: NCCL waits for their end.
+        """
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _in_bounded_time(dist.destroy_process_group)
 
 
-def join(rank: int, size: int, store: Path, device: torch.device) -> Ranks:
-    """Meet the other ranks at `store`, a file that all of them can reach; gloo on CPU, NCCL on CUDA.
+def file_store(path: Path, size: int) -> dist.Store:
+    """Where ranks on one host meet: a file, which need not be there."""
+    return dist.FileStore(str(path), size)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def join(rank: int, size: int, store: dist.Store, device: torch.device, *, one_host: bool = True) -> Ranks:
+    """Meet the other ranks at `store`; gloo on CPU, NCCL on CUDA.
+
+    Args:
+        one_host: all ranks are here, each with the GPU of its number.
 
     Raises:
         ConfigError: this process is in a process group already.
@@ -63,16 +89,42 @@ def join(rank: int, size: int, store: Path, device: torch.device) -> Ranks:
         )
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(store), size),  # pyright: ignore[reportPrivateImportUsage]
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         device_id=device if device.type == "cuda" else None,
     )
     mesh = DeviceMesh(device.type, torch.arange(size), mesh_dim_names=("tp",))
-    return Ranks(rank, size, mesh, device)
+    memory = None
+    if device.type == "cuda" and one_host:
+        name = mesh.get_group().group_name
+        memory = share_memory(name, rank, size, device, lambda value: _minimum(value, device))
+    return Ranks(rank, size, mesh, device, memory)
 
 
-def abort_collectives() -> None:
-    """Break off what waits for other ranks on a GPU; from any thread, and nothing works afterwards."""
-    _abort_process_group()
+def abort(ranks: Ranks | None) -> None:
+    """Break off what waits for other ranks on a GPU; from any thread, and nothing works afterwards.
+
+    Args:
+        ranks: None if this process has not joined yet.
+    """
+    if ranks is not None and ranks.memory is not None:
+        ranks.memory.release()
+    if dist.is_initialized():
+        _abort_process_group()
+
+
+def _minimum(value: int, device: torch.device) -> int:
+    tensor = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return int(tensor.item())
+
+
+def _in_bounded_time(function: Callable[[], None]) -> None:
+    """Call it; when it takes too long, leave it to a thread that ends with the process."""
+    thread = threading.Thread(target=function, name="leave-ranks", daemon=True)
+    thread.start()
+    thread.join(LEAVE_TIMEOUT_S)
+    if thread.is_alive():
+        logger.warning("torch has not let go of the other ranks after %d s; going on", LEAVE_TIMEOUT_S)

@@ -49,6 +49,9 @@ class Graphs:
     def counts(self) -> tuple[int, int]:
         return self.compiled, len(self.recorded)
 
+    def release(self) -> None:
+        self.recorded.clear()
+
 
 def warm(strict: bool = False) -> tuple[CompiledDecode, Graphs]:
     graphs = Graphs()

@@ -131,7 +131,7 @@ def trace_blocks(ranks: Ranks, folder: Path) -> tuple[list[int], bool]:
     reductions: list[int] = []
 
     def note(module: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        reductions.append(sum("all_reduce_" in str(node.target) for node in module.graph.nodes))
+        reductions.append(sum("all_reduce_norm" in str(node.target) for node in module.graph.nodes))
         return module.forward
 
     # Its reference on CPU looks at values as its kernels don't. This process is the test's own.
