@@ -5,9 +5,12 @@
 
 For each model: logits of a prompt fed whole, then of tokens decoded one by one through a CUDA graph, against
 transformers in float32 on the same bfloat16 weights; transformers' own bfloat16 error beside it. Then the
-same prompt through the `torch` attention backend. Bar: a relative error under 2e-2, or under 1.25 times
-transformers' own where its is larger (a router that decides otherwise by a rounding is a large error for
-either); backends within 2e-2 of each other. Exit code 1 where a bar is missed.
+same prompt through the `torch` attention backend. Bar: a relative error under 2e-2.
+
+With experts, a rounding may decide which of them a token gets, in transformers as in ours, and another expert
+is another result. The bar then holds for the quarter of the tokens that float32 routes most clearly (by the
+distance between the last router logit that is chosen and the first that is not); over all tokens the error
+may be 1.25 times transformers' own. Exit code 1 where a bar is missed.
 """
 
 import argparse
@@ -30,6 +33,7 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.model_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
+from minisgl.weights.loader import FUSED
 
 CASES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {},
@@ -40,23 +44,45 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-14b": {},
     "qwen3-30b-a3b": {},
     "mixtral-8x7b": {},
+    "phi-3-mini-4k": {
+        "sliding_window": 100,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + 0.5 * i for i in range(48)],
+        },
+    },
     "gemma-3-1b": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100},
 }
 """What of each model's config is changed, so that a short prompt meets all it has."""
 PAGE_SIZE = 16
 PROMPT_TOKENS = 300
-DECODED_TOKENS = 8
+DECODED_TOKENS = 32
 BAR = 2e-2
 NEXT_TO_THEIRS = 1.25
+CLEAR_SHARE = 0.25
 
 
 class Errors(NamedTuple):
-    """Relative errors, by norm over all tokens."""
+    """Relative errors, by norm over all tokens, or over those that are routed clearly."""
 
     prefill: float
     decode: float
+    clear_prefill: float
+    clear_decode: float
     torch_backend: float
     theirs: float
+
+    def bar(self) -> float:
+        """Of the errors over all tokens."""
+        routed = self.clear_prefill != self.prefill
+        return max(BAR, NEXT_TO_THEIRS * self.theirs) if routed else BAR
+
+    def good(self) -> bool:
+        """Whether every bar is kept."""
+        clear = max(self.clear_prefill, self.clear_decode)
+        return clear < BAR and max(self.prefill, self.decode, self.torch_backend) < self.bar()
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:
@@ -97,24 +123,59 @@ def check(
         attention.attend = select("torch")
     other = prefill_logits(ours, token_ids[:PROMPT_TOKENS])
     bf16 = theirs(token_ids[None]).logits[0]
-    exact = theirs.float()(token_ids[None]).logits[0]
+    theirs.float()
+    clearness = watch_routers(theirs, total, device)
+    exact = theirs(token_ids[None]).logits[0]
+    in_prompt, behind = exact[:PROMPT_TOKENS], exact[PROMPT_TOKENS:]
+    clear_prompt, clear_behind = clearest(clearness[:PROMPT_TOKENS]), clearest(clearness[PROMPT_TOKENS:])
     return Errors(
-        relative_error(prefill, exact[:PROMPT_TOKENS]),
-        relative_error(decode, exact[PROMPT_TOKENS:]),
+        relative_error(prefill, in_prompt),
+        relative_error(decode, behind),
+        relative_error(prefill[clear_prompt], in_prompt[clear_prompt]),
+        relative_error(decode[clear_behind], behind[clear_behind]),
         relative_error(prefill, other),
         relative_error(bf16, exact),
     )
+
+
+def watch_routers(theirs: nn.Module, num_tokens: int, device: torch.device) -> Tensor:
+    """[T], which the next forward pass fills with how clearly each token is routed where it is least so.
+
+    In standard deviations of a token's router logits; infinite without experts.
+    """
+    clearness = torch.full((num_tokens,), float("inf"), device=device)
+
+    def watch(router: Any, arguments: Any, output: Any) -> None:
+        logits, _, chosen = output
+        top = logits.float().topk(chosen.shape[-1] + 1).values
+        torch.minimum(clearness, (top[:, -2] - top[:, -1]) / logits.float().std(-1), out=clearness)
+
+    for name, module in theirs.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(watch)
+    return clearness
+
+
+def clearest(clearness: Tensor) -> Tensor:
+    """Which tokens, bool [T], are a CLEAR_SHARE of the most clearly routed; all, where nothing is routed."""
+    return clearness >= clearness.sort(descending=True).values[int(CLEAR_SHARE * clearness.shape[0]) - 1]
 
 
 def copy_weights(theirs: nn.Module, ours: Decoder) -> None:
     """transformers keeps experts as two tensors, as we do, under names of its own."""
     views = ours.checkpoint_tensors()
     for name, parameter in theirs.named_parameters():
+        path, _, kind = name.rpartition(".")
+        outer, _, leaf = path.rpartition(".")
         if ".mlp.experts." in name or name.endswith(".mlp.gate.weight"):
             layer = name.removeprefix("model.").partition(".mlp.")[0]
             mixture = ours.get_submodule(f"{layer}.mlp")
-            kind = {"gate_up_proj": "gate_up", "down_proj": "down", "weight": "router"}[name.split(".")[-1]]
-            mixture.get_parameter(kind).copy_(parameter)
+            ours_is = {"gate_up_proj": "gate_up", "down_proj": "down", "weight": "router"}[kind]
+            mixture.get_parameter(ours_is).copy_(parameter)
+        elif leaf in FUSED:
+            parts = [views[f"{outer}.{part}.{kind}"] for part in FUSED[leaf]]
+            for part, rows in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
+                part.copy_(rows)
         else:
             views[name].copy_(parameter)
     for module in ours.modules():
@@ -204,10 +265,9 @@ def main() -> int:
         began = time.perf_counter()
         errors = check(raw, torch.device("cuda"), torch.bfloat16, "triton", compiled=arguments.compile)
         torch.cuda.empty_cache()
-        bar = max(BAR, NEXT_TO_THEIRS * errors.theirs)
-        good = max(errors.prefill, errors.decode) < bar and errors.torch_backend < bar
-        missed |= not good
-        report[name] = errors._asdict() | {"bar": bar, "good": good, "s": time.perf_counter() - began}
+        missed |= not errors.good()
+        facts = {"bar": errors.bar(), "good": errors.good(), "s": time.perf_counter() - began}
+        report[name] = {key: float(f"{value:.4g}") for key, value in (errors._asdict() | facts).items()}
         print(name, json.dumps(report[name]), flush=True)
     if arguments.out:
         report["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}

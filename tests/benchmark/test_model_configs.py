@@ -15,6 +15,7 @@ BILLIONS = {
     "llama-3.2-1b": 1.24,
     "mistral-7b": 7.25,
     "mixtral-8x7b": 46.7,
+    "phi-3-mini-4k": 3.82,
     "qwen3-0.6b": 0.596,
     "qwen3-14b": 14.77,
     "qwen3-30b-a3b": 30.53,
