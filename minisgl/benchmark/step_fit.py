@@ -68,7 +68,7 @@ def fit_step_cost(report: Report) -> Fit:
     decode_costs = _fit_linear(decode.features, decode.wall_ms)
     prefill_costs, least_ms = _fit_with_least(prefill.features, prefill.wall_ms)
     return Fit(
-        StepCost(*map(float, decode_costs), *map(float, prefill_costs), float(least_ms)),
+        StepCost(*[float(value) for value in (*decode_costs, *prefill_costs, least_ms)]),
         [
             *decode.described(decode.features @ decode_costs),
             *prefill.described(np.maximum(prefill.features @ prefill_costs, least_ms)),
