@@ -5,22 +5,36 @@ the place where it happens, not a leak found an hour later.
 """
 
 from enum import Enum
-from types import UnionType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from minisgl.errors import RequestError
+from minisgl.fields import checked
 
-MAX_SEED = 2**63 - 1
-MAX_STOP_CHARS = 1000
-MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORDS_IDS = 2 * MAX_BAD_WORDS  # a word with and without a space before it
 MAX_BAD_WORD_TOKENS = 16
+MAX_TOKEN_ID = 2**31 - 1
+MAX_SEED = 2**63 - 1
+
+MinTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, title="Token id")]
+Watched = Annotated[str, Meta(min_length=1, max_length=1000)]
+"""A text that the output is watched for."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,26 +44,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         RequestError: 400 with the field's name when a value has the wrong type or is out of its range.
     """
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     """Most tokens to generate; None = the room that is left in the model's context; 0 only reads the
     prompt, for its log probabilities."""
-    min_tokens: int = 0
+    min_tokens: MinTokens = 0
     """No end-of-sequence or stop token before so many tokens, and stop strings are looked for in what
     follows them only."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """0 = greedy (exact argmax, lowest id wins ties); otherwise logits are divided by it. Up to 100."""
-    top_k: int = 0
+    top_k: TopK = 0
     """Keep the k most likely tokens; 0 or -1 = all."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
-    min_p: float = 0.0
+    min_p: MinP = 0.0
     """Drop tokens less likely than this times the likeliest one; in [0, 1]."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Same seed, same prompt, same parameters: same tokens whatever the batch. None = a fresh one."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Watched, ...] = ()
     """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
     string is taken for one of them. Watched by the text side."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)] = ()
     """End after any of these tokens (up to 1024), in addition to the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on through the model's end-of-sequence ids (for benchmarks)."""
@@ -57,123 +71,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What ended the reply, a stop string or a token, is part of its text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Taken off the logits of tokens that the output has; -2 to 2."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Taken off the logits of tokens for each time that the output has them; -2 to 2."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     """Logits of tokens that prompt or output have are divided by it, negative ones multiplied; above 0, up
     to 100; 1 = off."""
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     """Token id -> what is added to its logit, -100 to 100; up to 1024 tokens."""
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[TokenId, ...] = ()
     """Only these tokens may be generated; () = all."""
-    bad_words: tuple[str, ...] = ()
+    bad_words: Annotated[tuple[Watched, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
     """Up to 64 texts that must not be generated, each with and without a space before it. The text side makes
     `bad_words_ids` of them."""
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words_ids: Annotated[
+        tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...],
+        Meta(max_length=MAX_BAD_WORDS_IDS),
+    ] = ()
     """Sequences of token ids, up to 128 of up to 16 tokens, whose last token is not generated behind the
     others."""
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     """Give the log probability of each generated token and of so many most likely ones (0 to 20), of the
     model's own distribution: before temperature, penalties and all else. None = off."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumLogprobs | None = None
     """The same for each token of the prompt but the first. The prompt is computed without prefix cache."""
 
     def __post_init__(self) -> None:
-        def refuse(param: str, needed: str, got: object, code: str = "invalid_value") -> None:
-            raise RequestError(400, code, f"{param} must be {needed}, got {_short(got)}", param)
-
-        def check_type(param: str, needed: str, types: type | UnionType, optional: bool = False) -> None:
-            value = getattr(self, param)
-            if not (optional and value is None) and (
-                not isinstance(value, types) or (isinstance(value, bool) and types is not bool)
-            ):
-                refuse(param, needed, value, "invalid_type")
-
-        # In Python "END" and ["END"] come easily to hand; a string must not count as its characters.
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        if isinstance(self.bad_words, str):
-            msgspec.structs.force_setattr(self, "bad_words", (self.bad_words,))
-        for param in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_ids"):
-            if isinstance(getattr(self, param), list):
-                msgspec.structs.force_setattr(self, param, tuple(getattr(self, param)))
-            check_type(param, "a list or tuple", tuple)
-        for param in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
-            check_type(param, "a whole number", int, optional=True)
-        for param in ("top_k", "min_tokens"):
-            check_type(param, "a whole number", int)
-        for param in ("temperature", "top_p", "min_p", *PENALTIES):
-            check_type(param, "a number", int | float)
-        for param in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            check_type(param, "true or false", bool)
-        check_type("logit_bias", "a mapping of token ids to numbers", dict, optional=True)
-
-        if self.max_tokens is not None and self.max_tokens < 0:
-            refuse("max_tokens", "at least 0", self.max_tokens)
-        limit = MAX_MIN_TOKENS if self.max_tokens is None else self.max_tokens
-        if not 0 <= self.min_tokens <= limit:
-            refuse("min_tokens", f"from 0 to max_tokens ({limit})", self.min_tokens)
-        if not 0 <= self.temperature <= 100:
-            refuse("temperature", "between 0 and 100", self.temperature)
-        if not -1 <= self.top_k < 2**31:
-            refuse("top_k", "0 or -1 (off) or a positive number of tokens below 2**31", self.top_k)
-        if not 0 < self.top_p <= 1:
-            refuse("top_p", "above 0 and at most 1", self.top_p)
-        if not 0 <= self.min_p <= 1:
-            refuse("min_p", "between 0 and 1", self.min_p)
-        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
-            refuse("seed", "a 64-bit integer", self.seed)
-        for param in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, param) <= 2:
-                refuse(param, "between -2 and 2", getattr(self, param))
-        if not 0 < self.repetition_penalty <= 100:
-            refuse("repetition_penalty", "above 0 and at most 100", self.repetition_penalty)
-        for param in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, param)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                refuse(param, f"between 0 and {MAX_LOGPROBS}", value)
-
-        def check_texts(param: str) -> None:
-            for text in getattr(self, param):
-                if not isinstance(text, str):
-                    refuse(param, "a list of strings", text, "invalid_type")
-                if not 1 <= len(text) <= MAX_STOP_CHARS:
-                    refuse(param, f"strings of 1 to {MAX_STOP_CHARS} characters each", len(text))
-
-        def check_ids(param: str, ids: Any, most: int | None = None) -> None:
-            if most is not None and len(ids) > most:
-                refuse(param, f"at most {most} ids", len(ids))
-            if set(map(type, ids)) - {int}:
-                strange = next(token for token in ids if type(token) is not int)
-                refuse(param, "a list of whole numbers", strange, "invalid_type")
-            if ids and (min(ids) < 0 or max(ids) >= 2**31):
-                refuse(param, "token ids from 0 to 2**31 - 1", min(ids) if min(ids) < 0 else max(ids))
-
-        check_texts("stop")
-        check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        check_ids("allowed_token_ids", self.allowed_token_ids)
-        check_texts("bad_words")
-        for param, most in (("bad_words", MAX_BAD_WORDS), ("bad_words_ids", MAX_BAD_WORDS_IDS)):
-            if len(getattr(self, param)) > most:
-                refuse(param, f"at most {most}", len(getattr(self, param)))
-        for ids in self.bad_words_ids:
-            if not isinstance(ids, list | tuple):
-                refuse("bad_words_ids", "a list of lists of token ids", ids, "invalid_type")
-            if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
-                refuse("bad_words_ids", f"lists of 1 to {MAX_BAD_WORD_TOKENS} token ids each", len(ids))
-            check_ids("bad_words_ids", ids)
-        if self.bad_words_ids:
-            as_tuples = tuple(tuple(ids) for ids in self.bad_words_ids)
-            msgspec.structs.force_setattr(self, "bad_words_ids", as_tuples)
-        if self.logit_bias:
-            check_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS)
-            for bias in self.logit_bias.values():
-                if not isinstance(bias, int | float) or isinstance(bias, bool):
-                    refuse("logit_bias", "a mapping of token ids to numbers", bias, "invalid_type")
-                if not -100 <= bias <= 100:
-                    refuse("logit_bias", "values between -100 and 100", bias)
+        for name, kind, default in SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            # In Python "END" and ["END"] come easily to hand; a string must not count as its characters.
+            if name in ("stop", "bad_words") and isinstance(value, str):
+                value = (value,)
+            msgspec.structs.force_setattr(self, name, checked(value, kind, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                400,
+                "invalid_value",
+                f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
+                "min_tokens",
+            )
 
     @property
     def changes_logits(self) -> bool:
@@ -189,8 +128,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-MAX_MIN_TOKENS = 2**31 - 1
+SAMPLING_FIELDS = tuple(
+    (field.name, field.type, field.default) for field in msgspec.structs.fields(SamplingParams)
+)
+"""Name, annotated type, default."""
 
 
 def for_choice(params: SamplingParams, rank: int) -> SamplingParams:
@@ -210,15 +151,6 @@ def with_bad_words_ids(params: SamplingParams, ids: tuple[tuple[int, ...], ...])
         message = f"bad_words must be words of up to {MAX_BAD_WORD_TOKENS} tokens each"
         raise RequestError(400, "invalid_value", message, "bad_words")
     return msgspec.structs.replace(params, bad_words=(), bad_words_ids=params.bad_words_ids + ids)
-
-
-def _short(value: object) -> str:
-    """A value for an error message; never long, whatever it is."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no whole number of more than 4300 digits
-        return "a very large number"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def fit_to_context(

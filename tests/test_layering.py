@@ -24,8 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the bottom: what everyone may know
     "errors": set(),
     "log": set(),
-    "request": {"errors", "log"},
-    "config": {"errors", "log"},
+    "fields": {"errors"},
+    "request": {"errors", "log", "fields"},
+    "attention_choice": {"errors"},
+    "config": {"errors", "log", "attention_choice"},
     "model_config": {"errors", "log", "config"},
     "messages": {"request"},
     "transport": {"messages", "errors", "log"},
@@ -36,20 +38,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "triton_kernels": set(),
     "compile_cache": set(),
     "parallel": {"errors", "log", "config", "model_config", "triton_kernels"},
-    "attention": {"errors", "log", "parallel", "triton_kernels"},
+    "attention": {"errors", "log", "attention_choice", "parallel", "triton_kernels"},
     "layers": {"errors", "log", "config", "parallel", "triton_kernels", "attention"},
     "models": {"errors", "log", "config", "parallel", "layers", "attention", "triton_kernels"},
     "weights": {"errors", "log", "config", "parallel"},
-    "engine": SEAMS | ENGINE_SIDE | {"triton_kernels", "compile_cache"},
+    "engine": SEAMS | ENGINE_SIDE | {"attention_choice", "triton_kernels", "compile_cache"},
     # what talks to people: no torch
-    "text": {"errors", "log"},
-    "server": SEAMS | {"text", "__init__"},
+    "text": {"errors", "log", "fields"},
+    "server": SEAMS | {"fields", "text", "__init__"},
     "offline": {"errors", "request", "messages", "text"},
     "llm": {"errors", "log", "config", "request", "messages", "text", "offline", "engine", "weights"},
     # the user's door
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
-    "doctor": {"errors", "config", "model_config", "weights", "parallel", "engine", "__init__"},
+    "doctor": {
+        "errors",
+        "attention_choice",
+        "config",
+        "model_config",
+        "weights",
+        "parallel",
+        "engine",
+        "__init__",
+    },
     "capacity": {"errors", "config", "model_config", "models", "parallel", "engine"},
     "benchmark": SEAMS
     | {
@@ -84,7 +95,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
 
 TORCH_FREE = (
     SEAMS | {"kvcache", "scheduler", "text", "server", "model_config", "offline", "flags", "shell", "cli"}
-) | {"__init__", "__main__"}
+) | {"fields", "attention_choice", "__init__", "__main__"}
 HEAVY = {"torch", "transformers", "triton"}
 
 ONLY_IN: dict[str, set[str]] = {

@@ -157,3 +157,7 @@ def test_whatever_is_accepted_survives_the_wire(values: dict[str, Any]) -> None:
     data = msgspec.msgpack.encode(params)
     again = msgspec.msgpack.decode(data, type=SamplingParams)
     assert again == params
+
+
+def test_a_number_of_numpys_that_is_a_float_is_taken() -> None:
+    assert SamplingParams(temperature=np.float64(0.5)).temperature == 0.5

@@ -20,7 +20,7 @@ from minisgl.server.metrics import CONTENT_TYPE, exposition
 from minisgl.server.middleware import json_answer
 from minisgl.server.openapi import openapi_document
 from minisgl.server.replies import CHAT_ID, COMPLETION_ID
-from minisgl.server.schemas import AbortBody, read_body
+from minisgl.server.schemas import ABORT, AbortBody
 from minisgl.server.served_model import ServedModel
 from minisgl.server.siblings import Siblings
 from minisgl.server.stats import total
@@ -53,7 +53,7 @@ class Admin:
         self._siblings = siblings
         self._server, self._engine = settings
         self._engine_pid = engine_pid
-        self._openapi = msgspec.json.encode(openapi_document(model.name))
+        self._openapi = msgspec.json.encode(openapi_document(model.name, model.tokenizer.vocab_size))
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 200 only while the engine is ready and alive."""
@@ -135,10 +135,8 @@ class Admin:
 
     async def abort(self, request: web.Request) -> web.Response:
         """POST /abort: end open calls; their clients get an error."""
-        body: AbortBody = read_body(await request.read(), AbortBody)
+        body: AbortBody = ABORT.read(await request.read())[0]
         name = body.request_id if body.request_id is not None else body.rid
-        if bool(body.abort_all) == (name is not None):
-            raise RequestError(400, "invalid_value", "give request_id or abort_all: true", "request_id")
         if name is not None:
             name = name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
         return _json({"aborted": await self._siblings.abort(name)})

@@ -21,7 +21,7 @@ from minisgl.server.frontend import Delta, Frontend, Stream
 from minisgl.server.middleware import CallFacts, Gate, facts_of, json_answer
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
 from minisgl.server.replies import NO_FIELDS, Choice, PlainText, Shape, Usage, error_body, error_of, sse
-from minisgl.server.schemas import GenerateBody, read_body
+from minisgl.server.schemas import GENERATE, GenerateBody
 from minisgl.server.served_model import ServedModel
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
@@ -279,7 +279,7 @@ def make_app(api: Api, tokens: TokenApi, admin: Admin, gate: Gate, max_body_byte
 
 
 def _parse_generate(body: bytes) -> CompletionCall:
-    fields: GenerateBody = read_body(body, GenerateBody)
+    fields: GenerateBody = GENERATE.read(body)[0]
     params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=fields.ignore_eos)
     options = CallOptions(None, stream=True, include_usage=False, n=1, params=params)
     return CompletionCall([fields.prompt], options, is_plain=True)

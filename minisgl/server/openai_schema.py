@@ -1,26 +1,47 @@
 """Request bodies of the OpenAI API: bytes in, checked values out.
 
-Promise: no field of a body is ignored that could change the answer: it is honoured, or the request is
-refused with a 400 that names it. Only a field's neutral value (null, `n: 1`, `tools: []`) passes.
+Promise: what a parsed call holds is within its bounds; whatever is not was refused with a 400 that names it.
 """
 
-import re
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from minisgl.errors import RequestError
-from minisgl.request import MAX_LOGPROBS, SamplingParams
+from minisgl.fields import Neutral, checked, kind_of
+from minisgl.request import (
+    Bias,
+    MinP,
+    MinTokens,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    SamplingParams,
+    Seed,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+    Watched,
+)
+from minisgl.server.bodies import Body, Condition, Is, given, missing
 from minisgl.server.choice_details import Wanted
-from minisgl.server.field_rules import UNSUPPORTED_BY_CHAT, UNSUPPORTED_BY_COMPLETIONS
-from minisgl.text.field_rules import kind_of, refuse_unsupported
 from minisgl.text.messages import normalize_messages
 
-MAX_CHOICES = 128
-MAX_PRIORITY = 2**31 - 1
-MAX_STOPS = 16
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the room that is left."""
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+TokenIdKey = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,9})$", title="Token id")]
+TemplateVariables = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"const": "messages"}}})
+]
+Text = Annotated[str, Meta(min_length=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Texts = Annotated[list[Text], Meta(min_length=1)]
+TokenIdLists = Annotated[list[TokenIds], Meta(min_length=1)]
+PROMPT_FORMS = (Text, Texts, TokenIds, TokenIdLists)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,47 +65,111 @@ class SharedFields(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stop: Watched | Annotated[list[Watched], Meta(max_length=16)] | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=1024)] | None = None
     """Token id -> what is added to its logit."""
-    top_k: int | None = None
-    min_p: float | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: MinTokens | None = None
+    """At most max_tokens."""
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Watched], Meta(max_length=64)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     """For each token of the prompt its log probability and those of so many likeliest tokens."""
     return_token_ids: bool | None = None
-    priority: int | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Larger runs sooner; default 0."""
 
 
 class ChatFields(msgspec.Struct, frozen=True):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    """POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_tokens: AtLeastOne | None = None
+    max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: NumLogprobs | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True):
-    prompt: str | list[str | int | list[int]]
+    """POST /v1/completions."""
+
+    prompt: Any
+    """One of `PROMPT_FORMS`."""
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
     """The text begins with the prompt, and so do the logprobs."""
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
+
+
+SHARED_CONDITIONS = (
+    Condition(
+        "stream_options",
+        "stream_options is only allowed with stream: true",
+        (missing("stream_options"), Is("stream", (True,))),
+    ),
+    Condition(
+        "prompt_logprobs",
+        "prompt_logprobs can't be streamed; use stream: false",
+        (missing("prompt_logprobs"), Is("stream", (None, False))),
+    ),
+)
+HARMLESS: dict[str, Neutral] = dict.fromkeys(
+    ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+)
+"""They say something about the caller, nothing about the answer."""
+CHAT = Body(
+    (ChatFields, SharedFields),
+    (
+        *SHARED_CONDITIONS,
+        Condition(
+            "top_logprobs",
+            "top_logprobs is only allowed with logprobs: true",
+            (Is("top_logprobs", (None, 0)), Is("logprobs", (True,))),
+        ),
+    ),
+    HARMLESS
+    | {
+        "store": (False,),
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "parallel_tool_calls": (False, True),
+        "functions": ([],),
+        "function_call": ("none",),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": (),
+        "web_search_options": (),
+    },
+)
+COMPLETION = Body(
+    (CompletionFields, SharedFields),
+    (
+        *SHARED_CONDITIONS,
+        Condition(
+            "max_tokens",
+            "max_tokens must be at least 1; 0 is for echo and prompt_logprobs, which read the prompt only",
+            (Is("max_tokens", (0,), negated=True), Is("echo", (True,)), given("prompt_logprobs")),
+        ),
+    ),
+    HARMLESS | {"store": (False,), "best_of": (1,), "suffix": ("",)},
+)
 
 
 class CallOptions(NamedTuple):
@@ -118,28 +203,14 @@ def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
     Raises:
         RequestError: 400 with the field at fault.
     """
-    fields = decode_object(body)
-    known = {*SharedFields.__struct_fields__, *ChatFields.__struct_fields__}
-    refuse_unsupported(fields, known, UNSUPPORTED_BY_CHAT)
-    chat, shared = convert(fields, ChatFields), convert(fields, SharedFields)
+    chat, shared = CHAT.read(body)
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
-    if chat.top_logprobs and not chat.logprobs:
-        raise RequestError(
-            400, "invalid_value", "top_logprobs is only allowed with logprobs: true", "top_logprobs"
-        )
-    limit = chat.max_completion_tokens
-    _at_least_one("max_completion_tokens", limit)
-    _at_least_one("max_tokens", shared.max_tokens)
-    logprobs = _count("top_logprobs", chat.top_logprobs or 0) if chat.logprobs else None
+    wanted = Wanted(chat=True, logprobs=(chat.top_logprobs or 0) if chat.logprobs else None)
+    limit = _first(chat.max_completion_tokens, chat.max_tokens)
     return ChatCall(
         messages,
-        _options(
-            shared,
-            defaults,
-            limit if limit is not None else shared.max_tokens,
-            Wanted(chat=True, logprobs=logprobs),
-        ),
+        _options(shared, defaults, limit, wanted),
         chat.chat_template_kwargs or {},
         chat.add_generation_prompt is not False,
     )
@@ -151,15 +222,13 @@ def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -
     Raises:
         RequestError: 400 with the field at fault.
     """
-    fields = decode_object(body)
-    known = {*SharedFields.__struct_fields__, *CompletionFields.__struct_fields__}
-    refuse_unsupported(fields, known, UNSUPPORTED_BY_COMPLETIONS)
-    completion, shared = convert(fields, CompletionFields), convert(fields, SharedFields)
-    prompts = _prompts(completion.prompt, vocab_size)
-    wanted = Wanted(logprobs=_count("logprobs", completion.logprobs), echo=bool(completion.echo))
-    limit = shared.max_tokens if shared.max_tokens is not None else COMPLETION_MAX_TOKENS
-    if not (limit == 0 and (wanted.echo or shared.prompt_logprobs is not None)):
-        _at_least_one("max_tokens", limit)
+    completion, shared = COMPLETION.read(body)
+    prompts = _prompts(completion.prompt)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, vocab_size, "prompt")
+    wanted = Wanted(logprobs=completion.logprobs, echo=bool(completion.echo))
+    limit = _first(completion.max_tokens, COMPLETION_MAX_TOKENS)
     return CompletionCall(prompts, _options(shared, defaults, limit, wanted))
 
 
@@ -175,80 +244,41 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
         )
 
 
-def decode_object(body: bytes) -> dict[str, Any]:
-    """A body's fields.
+def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    """Refuse ids that no token can have.
 
     Raises:
-        RequestError: 400, it is no JSON object.
+        RequestError: 400 that names `param`.
     """
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise RequestError(400, "invalid_json", f"the body must be a JSON object, got {kind_of(fields)}")
-    return fields
-
-
-def convert(fields: dict[str, Any], kind: type[Any]) -> Any:
-    """The struct `kind` with its fields' types checked.
-
-    Raises:
-        RequestError: 400 with the field that is missing or of another type.
-    """
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        missing = re.match(r"Object missing required field `(\w+)`$", text)
-        if missing:
-            name = missing[1]
-            raise RequestError(400, "missing_required_parameter", f"{name} is missing", name) from None
-        where = re.search(r" - at `\$\.?([^`]*)`$", text)
-        name = where[1] if where else None
-        message = f"{name}: {text[: where.start()]}" if where else text
-        raise RequestError(400, "invalid_type", message, name) from None
+    if token_ids and max(token_ids) >= vocab_size:
+        raise RequestError(
+            400, "invalid_value", f"{param}: token ids must be from 0 to {vocab_size - 1}", param
+        )
 
 
 def _options(
     shared: SharedFields, defaults: SamplingDefaults, max_tokens: int | None, wanted: Wanted
 ) -> CallOptions:
-    n = 1 if shared.n is None else shared.n
-    if not 1 <= n <= MAX_CHOICES:
-        raise RequestError(400, "invalid_value", f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
-    if shared.stream_options is not None and not shared.stream:
-        raise RequestError(
-            400, "invalid_value", "stream_options is only allowed with stream: true", "stream_options"
-        )
-    stop = [shared.stop] if isinstance(shared.stop, str) else shared.stop or []
-    if len(stop) > MAX_STOPS:
-        raise RequestError(
-            400, "invalid_value", f"stop may hold {MAX_STOPS} strings, got {len(stop)}", "stop"
-        )
-    if shared.prompt_logprobs is not None and shared.stream:
-        raise RequestError(
-            400, "invalid_value", "prompt_logprobs can't be streamed; use stream: false", "prompt_logprobs"
-        )
-    if shared.allowed_token_ids is not None and not shared.allowed_token_ids:
-        raise RequestError(
-            400, "invalid_value", "allowed_token_ids is empty and would allow no token", "allowed_token_ids"
-        )
     wanted = wanted._replace(
-        prompt_logprobs=_count("prompt_logprobs", shared.prompt_logprobs),
+        prompt_logprobs=shared.prompt_logprobs,
         return_token_ids=bool(shared.return_token_ids),
         skip_special_tokens=shared.skip_special_tokens is not False,
     )
     of_prompt = [wanted.prompt_logprobs, wanted.logprobs if wanted.echo else None]
-    given = {
+    bias = shared.logit_bias
+    params = {
+        "max_tokens": max_tokens,
         "temperature": _first(shared.temperature, defaults.temperature),
         "top_p": _first(shared.top_p, defaults.top_p),
         "top_k": _first(shared.top_k, defaults.top_k),
         "min_p": _first(shared.min_p, defaults.min_p),
         "seed": shared.seed,
+        "stop": shared.stop,
+        "stop_token_ids": shared.stop_token_ids,
         "presence_penalty": shared.presence_penalty,
         "frequency_penalty": shared.frequency_penalty,
         "repetition_penalty": _first(shared.repetition_penalty, defaults.repetition_penalty),
-        "logit_bias": _logit_bias(shared.logit_bias),
+        "logit_bias": {int(key): value for key, value in bias.items()} if bias else None,
         "ignore_eos": shared.ignore_eos,
         "min_tokens": shared.min_tokens,
         "include_stop_str_in_output": shared.include_stop_str_in_output,
@@ -262,15 +292,10 @@ def _options(
         model=shared.model,
         stream=bool(shared.stream),
         include_usage=bool(shared.stream_options and shared.stream_options.include_usage),
-        n=n,
-        priority=_priority(shared.priority),
+        n=_first(shared.n, 1),
+        priority=shared.priority or 0,
         wanted=wanted,
-        params=SamplingParams(
-            max_tokens=max_tokens,
-            stop=tuple(stop),
-            stop_token_ids=tuple(shared.stop_token_ids or ()),
-            **{name: value for name, value in given.items() if value is not None},
-        ),
+        params=SamplingParams(**{name: value for name, value in params.items() if value is not None}),
     )
 
 
@@ -278,67 +303,18 @@ def _first(given: Any, default: Any) -> Any:
     return default if given is None else given
 
 
-def _count(name: str, value: int | None) -> int | None:
-    if value is not None and not 0 <= value <= MAX_LOGPROBS:
-        raise RequestError(
-            400, "invalid_value", f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", name
-        )
-    return value
-
-
-def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    if not given:
-        return None
-    for key in given:
-        if not re.fullmatch(r"[0-9]{1,10}", key):
-            raise RequestError(
-                400, "invalid_value", f"logit_bias: keys must be token ids, got {key[:60]!r}", "logit_bias"
-            )
-    return {int(key): bias for key, bias in given.items()}
-
-
-def _priority(given: int | None) -> int:
-    if given is not None and not -MAX_PRIORITY - 1 <= given <= MAX_PRIORITY:
-        raise RequestError(
-            400, "invalid_value", f"priority must be a 32-bit integer, got {given}", "priority"
-        )
-    return given or 0
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise RequestError(400, "invalid_value", f"{name} must be at least 1, got {value}", name)
-
-
-def _prompts(prompt: str | list[Any], vocab_size: int) -> list[str | list[int]]:
+def _prompts(prompt: Any) -> list[str | list[int]]:
     """OpenAI's four forms of a prompt as a list of texts and token lists."""
     if isinstance(prompt, str):
-        prompts: list[str | list[int]] = [prompt]
-    elif not prompt:
-        prompts = []
-    elif all(type(item) is int for item in prompt):
-        prompts = [prompt]
-    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
-        prompts = prompt
-    else:
+        return [checked(prompt, Text, "prompt")]
+    if not isinstance(prompt, list):
         raise RequestError(
-            400, "invalid_type", "prompt must be all text, all token ids or all lists of token ids", "prompt"
+            400,
+            "invalid_type",
+            f"prompt must be text, token ids, or a list of either, got {kind_of(prompt)}",
+            "prompt",
         )
-    if not prompts or not all(prompts):
-        raise RequestError(400, "invalid_value", "prompt is empty; give at least one token", "prompt")
-    for tokens in prompts:
-        if not isinstance(tokens, str):
-            check_token_ids(tokens, vocab_size, "prompt")
-    return prompts
-
-
-def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that no token can have.
-
-    Raises:
-        RequestError: 400 that names `param`.
-    """
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        raise RequestError(
-            400, "invalid_value", f"{param}: token ids must be from 0 to {vocab_size - 1}", param
-        )
+    first = prompt[0] if prompt else None
+    if isinstance(first, int):
+        return [checked(prompt, TokenIds, "prompt")]
+    return checked(prompt, TokenIdLists if isinstance(first, list) else Texts, "prompt")

@@ -1,6 +1,7 @@
-"""The API described as OpenAPI 3.1, generated from the structs that read the bodies.
+"""The API described as OpenAPI 3.1, generated from the tables that read the bodies.
 
-Promise: a field that a body may have is in the document, and the other way round.
+Promise: a body that the document allows is taken, and one that it does not allow is refused, but for what
+JSON Schema can't say: min_tokens is at most max_tokens, a bad word has few tokens, prompt and choices fit in.
 """
 
 from typing import Any
@@ -8,24 +9,29 @@ from typing import Any
 import msgspec
 
 from minisgl import __version__
-from minisgl.server.openai_schema import ChatFields, CompletionFields, SharedFields
+from minisgl.request import MAX_TOKEN_ID
+from minisgl.server.bodies import Body
+from minisgl.server.openai_schema import CHAT, COMPLETION, PROMPT_FORMS
 from minisgl.server.schemas import (
-    AbortBody,
+    ABORT,
+    DETOKENIZE,
+    GENERATE,
+    TOKENIZE,
     DetokenizeAnswer,
-    DetokenizeBody,
     ErrorAnswer,
-    GenerateBody,
     TokenizeAnswer,
-    TokenizeBody,
 )
+from minisgl.text.messages import UNSUPPORTED_IN_MESSAGES, Message, Messages
 
-BODIES = (
-    SharedFields, ChatFields, CompletionFields, TokenizeBody, TokenizeAnswer, DetokenizeBody,
-    DetokenizeAnswer, AbortBody, GenerateBody, ErrorAnswer,
-)  # fmt: skip
+ANSWERS = (TokenizeAnswer, DetokenizeAnswer, ErrorAnswer)
+BODIES = {
+    "ChatBody": CHAT, "CompletionBody": COMPLETION, "TokenizeBody": TOKENIZE, "DetokenizeBody": DETOKENIZE,
+    "AbortBody": ABORT, "GenerateBody": GENERATE, "Message": Body((Message,), (), UNSUPPORTED_IN_MESSAGES),
+}  # fmt: skip
 JSON = "application/json"
 EVENTS = "text/event-stream"
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
+TEMPLATE = "#/components/schemas/{name}"
 GETS = {
     "/v1/models": "The model that is served.",
     "/health": "200 while the engine is ready and alive, else 503.",
@@ -38,11 +44,11 @@ GETS = {
 }
 
 
-def openapi_document(model: str) -> dict[str, Any]:
-    """The document; `model` is the name that calls may give."""
-    (refs, schemas) = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
-    ref = dict(zip(BODIES, refs, strict=True))
-    error = _answer("Why the call was refused or failed.", JSON, ref[ErrorAnswer])
+def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
+    """The document; `model` is the name that calls may give, token ids are below `vocab_size`."""
+    schemas = _schemas(model, vocab_size)
+    ref = {name: {"$ref": TEMPLATE.format(name=name)} for name in schemas}
+    error = _answer("Why the call was refused or failed.", JSON, ref["ErrorAnswer"])
 
     def post(summary: str, body: Any, answer: dict[str, Any]) -> dict[str, Any]:
         content = {JSON: {"schema": body}}
@@ -66,26 +72,24 @@ def openapi_document(model: str) -> dict[str, Any]:
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": model}
     ]
     paths = {
-        "/v1/chat/completions": post(
-            "Continue a conversation.", {"allOf": [ref[ChatFields], ref[SharedFields]]}, reply
-        ),
-        "/v1/completions": post(
-            "Continue a text.", {"allOf": [ref[CompletionFields], ref[SharedFields]]}, reply
-        ),
+        "/v1/chat/completions": post("Continue a conversation.", ref["ChatBody"], reply),
+        "/v1/completions": post("Continue a text.", ref["CompletionBody"], reply),
         "/tokenize": post(
             "Token ids of a text or a conversation.",
-            ref[TokenizeBody],
-            _answer("The ids.", JSON, ref[TokenizeAnswer]),
+            ref["TokenizeBody"],
+            _answer("The ids.", JSON, ref["TokenizeAnswer"]),
         ),
         "/detokenize": post(
-            "The text of token ids.", ref[DetokenizeBody], _answer("The text.", JSON, ref[DetokenizeAnswer])
+            "The text of token ids.",
+            ref["DetokenizeBody"],
+            _answer("The text.", JSON, ref["DetokenizeAnswer"]),
         ),
         "/generate": post(
             "Continue a text, greedily, as a stream of text.",
-            ref[GenerateBody],
+            ref["GenerateBody"],
             _answer("One event for each new piece of text, then [DONE].", EVENTS, EVENT),
         ),
-        "/abort": post("End open calls.", ref[AbortBody], done),
+        "/abort": post("End open calls.", ref["AbortBody"], done),
         "/flush_cache": {
             "post": {"summary": "Drop the prefix cache.", "responses": {"200": done, "default": error}}
         },
@@ -110,6 +114,79 @@ def openapi_document(model: str) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas},
     }
+
+
+def _schemas(model: str, vocab_size: int) -> dict[str, Any]:
+    """Every schema by its name."""
+    kinds = [kind for body in BODIES.values() for kind in body.structs]
+    _, components = msgspec.json.schema_components(
+        [*dict.fromkeys(kinds), *ANSWERS, *PROMPT_FORMS, Messages], ref_template=TEMPLATE
+    )
+    made = {name: _body(body, components) for name, body in BODIES.items()}
+    read = {kind.__name__ for kind in kinds}
+    made |= {name: schema for name, schema in components.items() if name not in read}
+    prompts, _ = msgspec.json.schema_components(PROMPT_FORMS)
+    (messages,), _ = msgspec.json.schema_components([Messages], ref_template=TEMPLATE)
+    for name in ("ChatBody", "TokenizeBody"):
+        properties = made[name]["properties"]
+        is_optional = "messages" not in made[name]["required"]
+        properties["messages"] = {"anyOf": [messages, {"type": "null"}]} if is_optional else messages
+    made["CompletionBody"]["properties"]["prompt"] = {"anyOf": list(prompts)}
+    for body in made.values():
+        if "model" in body["properties"]:
+            body["properties"]["model"] = {"enum": [model, None], "default": None}
+    for schema in made.values():
+        _limit_token_ids(schema, vocab_size)
+    return made
+
+
+def _body(body: Body, components: dict[str, Any]) -> dict[str, Any]:
+    """One schema for all fields of a body."""
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for kind in body.structs:
+        properties |= components[kind.__name__]["properties"]
+        required += components[kind.__name__]["required"]
+    for name, neutral in body.others.items():
+        properties[name] = {} if neutral is None else {"enum": [*neutral, None]}
+    schema = {
+        "type": "object",
+        "description": body.structs[0].__doc__,
+        "properties": properties,
+        "required": required,
+        "additionalProperties": {"type": "null"},
+    }
+    if body.conditions:
+        schema["allOf"] = [condition.as_schema() for condition in body.conditions]
+    return schema
+
+
+def _limit_token_ids(schema: Any, vocab_size: int) -> None:
+    """Wherever a token id may stand, those of the model."""
+    if isinstance(schema, list):
+        for item in schema:
+            _limit_token_ids(item, vocab_size)
+    elif isinstance(schema, dict):
+        if schema.get("title") == "Token id":
+            if "pattern" in schema:
+                schema["pattern"] = f"^({_numbers_up_to(vocab_size - 1)})$"
+            elif schema["maximum"] == MAX_TOKEN_ID:
+                schema["maximum"] = vocab_size - 1
+        for item in schema.values():
+            _limit_token_ids(item, vocab_size)
+
+
+def _numbers_up_to(most: int) -> str:
+    """A regular expression for whole numbers from 0 to `most` in decimal, without zeros in front."""
+    digits = str(most)
+    forms = ["0", *(f"[1-9][0-9]{{{count}}}" for count in range(len(digits) - 1))]
+    for place, digit in enumerate(digits):
+        # Equal up to this place, smaller here, anything behind.
+        least = 1 if place == 0 else 0
+        if int(digit) > least:
+            rest = len(digits) - place - 1
+            forms.append(f"{digits[:place]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}")
+    return "|".join([*forms, digits])
 
 
 def _answer(description: str, kind: str, schema: Any) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from typing import Any
 
 import msgspec
 
-from minisgl.server.openai_schema import convert, decode_object
-from minisgl.text.field_rules import refuse_unsupported
+from minisgl.request import TokenId
+from minisgl.server.bodies import Body, Condition, Is, given, missing
+from minisgl.server.openai_schema import AtLeastOne, TemplateVariables, Text
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
     """POST /generate, as in mini-sglang."""
 
-    prompt: str
-    max_tokens: int
+    prompt: Text
+    max_tokens: AtLeastOne
     ignore_eos: bool = False
 
 
@@ -30,12 +31,12 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Any] | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages, whose template has them already."""
     add_generation_prompt: bool | None = None
     """With messages only; default true."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     """With messages only."""
     return_token_strs: bool | None = None
 
@@ -50,7 +51,7 @@ class TokenizeAnswer(msgspec.Struct):
 class DetokenizeBody(msgspec.Struct, frozen=True):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
     skip_special_tokens: bool | None = None
     """Default false."""
@@ -73,12 +74,35 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorFields
 
 
-def read_body(data: bytes, kind: type[Any]) -> Any:
-    """A body as one of the structs above.
-
-    Raises:
-        RequestError: 400 with the field at fault; fields it does not know included.
-    """
-    fields = decode_object(data)
-    refuse_unsupported(fields, set(kind.__struct_fields__), {})
-    return convert(fields, kind)
+GENERATE = Body((GenerateBody,))
+ABORT = Body(
+    (AbortBody,),
+    (
+        Condition(
+            "request_id",
+            "give request_id or abort_all: true",
+            (given("request_id"), given("rid"), Is("abort_all", (True,))),
+        ),
+        Condition(
+            "rid", "rid is request_id by another name; give one", (missing("request_id"), missing("rid"))
+        ),
+        *(
+            Condition(
+                name, f"give {name} or abort_all, not both", (missing(name), Is("abort_all", (None, False)))
+            )
+            for name in ("request_id", "rid")
+        ),
+    ),
+)
+TOKENIZE = Body(
+    (TokenizeBody,),
+    (
+        Condition("prompt", "give prompt or messages", (given("prompt"), given("messages"))),
+        Condition("prompt", "give either prompt or messages", (missing("prompt"), missing("messages"))),
+        *(
+            Condition(name, f"{name} is only allowed with messages", (missing(name), given("messages")))
+            for name in ("add_generation_prompt", "chat_template_kwargs")
+        ),
+    ),
+)
+DETOKENIZE = Body((DetokenizeBody,))

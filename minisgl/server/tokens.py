@@ -6,11 +6,17 @@ Promise: /tokenize gives the ids that the engine would be fed for the same promp
 import msgspec
 from aiohttp import web
 
-from minisgl.errors import RequestError
 from minisgl.server.frontend import Frontend
 from minisgl.server.middleware import json_answer
 from minisgl.server.openai_schema import check_template_variables, check_token_ids
-from minisgl.server.schemas import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, read_body
+from minisgl.server.schemas import (
+    DETOKENIZE,
+    TOKENIZE,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+)
 from minisgl.server.served_model import ServedModel
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.uploads import Uploads
@@ -41,15 +47,10 @@ class TokenApi:
             return json_answer(await self._threads.run(len(body), lambda: self._detokenize(body)))
 
     def _tokenize(self, data: bytes) -> bytes:
-        body: TokenizeBody = read_body(data, TokenizeBody)
+        body: TokenizeBody = TOKENIZE.read(data)[0]
         self._model.check_name(body.model)
         tokenizer = self._model.tokenizer
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError(400, "invalid_value", "give either prompt or messages", "prompt")
         if body.prompt is not None:
-            for name in ("add_generation_prompt", "chat_template_kwargs"):
-                if getattr(body, name) is not None:
-                    raise RequestError(400, "invalid_value", f"{name} is only allowed with messages", name)
             ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
             check_template_variables(body.chat_template_kwargs)
@@ -63,7 +64,7 @@ class TokenApi:
         return msgspec.json.encode(TokenizeAnswer(len(ids), self._frontend.max_context_tokens, ids, texts))
 
     def _detokenize(self, data: bytes) -> bytes:
-        body: DetokenizeBody = read_body(data, DetokenizeBody)
+        body: DetokenizeBody = DETOKENIZE.read(data)[0]
         self._model.check_name(body.model)
         check_token_ids(body.tokens, self._model.tokenizer.vocab_size, "tokens")
         text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))

@@ -4,21 +4,43 @@ Promise: what passes has a known role and text content; anything else is a 400 t
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from minisgl.errors import RequestError
-from minisgl.text.field_rules import Rules, kind_of, one_of, refuse_unsupported, short
+from minisgl.fields import Neutral, convert, kind_of, refuse_unknown
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """As a client writes it -> as templates know it."""
-MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id", "reasoning_content"})
-UNSUPPORTED_IN_MESSAGES: Rules = {
-    "tool_calls": one_of([]),
-    "function_call": one_of(),
-    "refusal": one_of(),
-    "audio": one_of(),
-    "annotations": one_of([]),
+UNSUPPORTED_IN_MESSAGES: dict[str, Neutral] = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
 }
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the parts of a message's text, which are put together as they are."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1)]
 
 
 def normalize_messages(messages: object) -> list[dict[str, Any]]:
@@ -33,60 +55,23 @@ def normalize_messages(messages: object) -> list[dict[str, Any]]:
         )
     if not messages:
         raise RequestError(400, "invalid_value", "messages must hold at least one message", "messages")
-    return [_message(message, f"messages[{rank}]") for rank, message in enumerate(messages)]
+    return [_normalize(message, f"messages[{rank}]") for rank, message in enumerate(messages)]
 
 
-def _message(message: object, where: str) -> dict[str, Any]:
+def _normalize(given: object, where: str) -> dict[str, Any]:
     """One message. `where` names it in errors."""
-    if not isinstance(message, Mapping):
+    if not isinstance(given, Mapping):
         raise RequestError(
-            400, "invalid_type", f'{where} must be {{"role", "content"}}, got {kind_of(message)}', where
+            400, "invalid_type", f'{where} must be {{"role", "content"}}, got {kind_of(given)}', where
         )
-    refuse_unsupported(message, MESSAGE_FIELDS, UNSUPPORTED_IN_MESSAGES, f"{where}.")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(
-            400,
-            "invalid_value",
-            f"{where}.role must be one of {', '.join(ROLES)}, got {short(role)}",
-            f"{where}.role",
-        )
-    ready = {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = message.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            field = f"{where}.{name}"
-            raise RequestError(400, "invalid_type", f"{field} must be a string, got {kind_of(value)}", field)
-        ready[name] = value
-    return ready
-
-
-def _content(content: object, where: str) -> str:
-    """A message's text: a string, or text parts put together as they are."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(
-            400,
-            "invalid_type",
-            f"{where} must be a string or a list of text parts, got {kind_of(content)}",
-            where,
-        )
-    return "".join(_part_text(part, f"{where}[{rank}]", where) for rank, part in enumerate(content))
-
-
-def _part_text(part: object, place: str, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or kind != "text":
-        raise RequestError(
-            400, "invalid_value", f'{place} must be a part of type "text", got {short(kind)}', where
-        )
-    text = part.get("text")
+    refuse_unknown(given, Message.__struct_fields__, UNSUPPORTED_IN_MESSAGES, f"{where}.")
+    message: Message = convert(dict(given), Message, f"{where}.")
+    text = message.content
     if not isinstance(text, str):
-        raise RequestError(400, "invalid_type", f"{place}.text must be a string, got {kind_of(text)}", where)
-    extra = next((name for name in part if name not in ("type", "text")), None)
-    if extra is not None:
-        raise RequestError(400, "unknown_parameter", f"unknown parameter: {place}.{short(extra)}", where)
-    return text
+        text = "".join(part.text for part in text)
+    ready = {"role": ROLES[message.role], "content": text}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            ready[name] = value
+    return ready

@@ -52,7 +52,7 @@ def test_details_of_a_long_prompt_do_not_hold_the_event_loop(num_tokens: int, is
 
 
 def test_every_route_is_in_the_document_of_the_api() -> None:
-    model: Any = SimpleNamespace(name="tiny")
+    model: Any = SimpleNamespace(name="tiny", tokenizer=SimpleNamespace(vocab_size=300))
     app = make_app(
         Api(model, NOTHING, NOTHING, NOTHING, 1.0),
         TokenApi(model, NOTHING, NOTHING, NOTHING),
@@ -66,7 +66,7 @@ def test_every_route_is_in_the_document_of_the_api() -> None:
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    paths = openapi_document("tiny")["paths"]
+    paths = openapi_document("tiny", 300)["paths"]
     described = {(method, path) for path, item in paths.items() for method in item if method != "parameters"}
     assert routes == described
 

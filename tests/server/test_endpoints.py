@@ -111,7 +111,8 @@ def test_tokenize_renders_messages_as_the_chat_does(server: RunningServer, token
         ("/generate", {"prompt": "a"}, "max_tokens"),
         ("/generate", {"prompt": "a", "max_tokens": 3, "temperature": 1}, "temperature"),
         ("/abort", {}, "request_id"),
-        ("/abort", {"abort_all": True, "rid": "a"}, "request_id"),
+        ("/abort", {"abort_all": True, "rid": "a"}, "rid"),
+        ("/abort", {"request_id": "b", "rid": "a"}, "rid"),
         ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": 3}, "chat_template_kwargs"),
         (
             "/v1/chat/completions",
@@ -259,7 +260,7 @@ def test_the_document_of_the_api_names_every_route_and_field(server: RunningServ
                 else 200
             )
             assert status not in (404, 405), path
-    fields = document["components"]["schemas"]["SharedFields"]["properties"]
+    fields = document["components"]["schemas"]["ChatBody"]["properties"]
     assert {"temperature", "stop", "priority", "seed"} <= fields.keys()
     refs = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert refs <= document["components"]["schemas"].keys()

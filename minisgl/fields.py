@@ -1,0 +1,156 @@
+"""What a field of a request may hold, said once: in its annotated type.
+
+Promise: a value passes as msgspec checks its type, or is refused with the field, what was needed and what
+came; OpenAPI's document shows the same types. Other fields pass by rule or are named in a 400, never ignored.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from minisgl.errors import RequestError
+
+LONGEST_SHOWN = 60
+"""Characters of a value in an error message."""
+
+Neutral = tuple[object, ...] | None
+"""The values of a field that ask for nothing; None = all of them do."""
+
+
+def checked(value: Any, kind: Any, param: str) -> Any:
+    """`value` as the type `kind`, whose `msgspec.Meta` says its bounds; lists become tuples where it says so.
+
+    Raises:
+        RequestError: 400 `invalid_type` or `invalid_value` that names `param`.
+    """
+    if isinstance(value, float):
+        value = float(value)  # a subclass, as numpy's
+    if isinstance(value, set | frozenset):  # msgspec would take it for a list
+        raise RequestError(400, "invalid_type", f"{param} must be {needed(kind)}, got {short(value)}", param)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        code = "invalid_type" if ", got `" in text else "invalid_value"
+        place = re.search(r" - at `\$((?:\[\d+\])*)", text)
+        path = place[1] if place else ""
+        for rank in re.findall(r"\d+", path):
+            value = value[int(rank)]
+        got = f"a length of {len(value)}" if " of length " in text else short(value)
+        at = f" at {param}{path}" if path else ""
+        raise RequestError(400, code, f"{param} must be {needed(kind)}, got {got}{at}", param) from None
+
+
+def convert(fields: Mapping[str, Any], kind: type[Any], where: str = "") -> Any:
+    """The struct `kind` of `fields`; others among them are left alone. `where` stands before names in errors.
+
+    Raises:
+        RequestError: 400 with the field that is missing, of another type or out of its bounds.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError:
+        for field in inspect.type_info(kind).fields:  # pyright: ignore[reportAttributeAccessIssue]  a struct's
+            name = where + field.name
+            if field.name in fields:
+                checked(fields[field.name], type_of(kind, field.name), name)
+            elif field.required:
+                raise RequestError(400, "missing_required_parameter", f"{name} is missing", name) from None
+        raise
+
+
+def type_of(kind: type[Any], name: str) -> Any:
+    """The annotated type of a struct's field."""
+    return next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+
+
+def refuse_unknown(
+    fields: Mapping[str, Any], known: Collection[str], others: Mapping[str, Neutral], where: str = ""
+) -> None:
+    """Pass fields that are known, null, or among `others` with a neutral value.
+
+    Raises:
+        RequestError: 400 `unsupported_parameter` or `unknown_parameter`, with the field.
+    """
+    for name, value in fields.items():
+        if name in known or value is None:
+            continue
+        field = where + str(name)[:LONGEST_SHOWN]
+        if name not in others:
+            raise RequestError(400, "unknown_parameter", f"unknown parameter: {field}", field)
+        neutral = others[name]
+        if neutral is not None and not any(_is_same(value, one) for one in neutral):
+            raise RequestError(
+                400,
+                "unsupported_parameter",
+                f"{field} = {short(value)} is not supported here; leave it out",
+                field,
+            )
+
+
+def needed(kind: Any) -> str:
+    """An annotated type in words."""
+    return _words(inspect.type_info(kind))
+
+
+def kind_of(value: object) -> str:
+    """The JSON name of a value's type, of a value that JSON has not its Python name."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def short(value: object) -> str:
+    """A value for an error message; never long, whatever it is."""
+    try:
+        text = repr(value[: LONGEST_SHOWN + 1] if isinstance(value, str | list | tuple) else value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "a very large number"
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def _is_same(value: object, other: object) -> bool:
+    """As JSON sees it: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _words(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.Metadata():
+            return _words(kind.type)
+        case inspect.UnionType():
+            return " or ".join(_words(one) for one in kind.types if not isinstance(one, inspect.NoneType))
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType() | inspect.FloatType():
+            name = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+            if kind.gt is not None:
+                return f"{name} above {kind.gt:g} and at most {kind.le:g}"
+            return f"{name}{_span(kind.ge, kind.le)}"
+        case inspect.StrType():
+            return f"a string{_span(kind.min_length, kind.max_length, ' of', ' characters')}"
+        case inspect.LiteralType():
+            values = [f'"{one}"' for one in kind.values]
+            return ("one of " if len(values) > 1 else "") + ", ".join(values)
+        case inspect.ListType() | inspect.VarTupleType():
+            count = _span(kind.min_length, kind.max_length, " of", " items") or " of items"
+            return f"a list{count}, each {_words(kind.item_type)}"
+        case inspect.DictType():
+            if isinstance(kind.value_type, inspect.AnyType):
+                return "an object"
+            count = _span(kind.min_length, kind.max_length, " of", " entries")
+            return f"an object{count}, each key {_words(kind.key_type)}, each value {_words(kind.value_type)}"
+        case inspect.StructType():
+            return "{" + ", ".join(f'"{field.name}": {_words(field.type)}' for field in kind.fields) + "}"
+        case _:
+            return "a JSON value"
+
+
+def _span(least: float | None, most: float | None, before: str = "", after: str = "") -> str:
+    if least is not None and most is not None:
+        return f"{before or ' from'} {least} to {most}{after}"
+    if least is not None:
+        return f"{before} at least {least}{after}"
+    return "" if most is None else f"{before} up to {most}{after}"
