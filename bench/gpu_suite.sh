@@ -11,6 +11,7 @@
 #   tune     launch configurations of every kernel that changed, into the shipped table          2 minutes
 #   kernels  every kernel over the shapes its speed is judged by, flashinfer beside it           4 minutes
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
+#   soak     2,000 requests of random lengths: nothing compiled, no graph missing, no memory taken 1.5 minutes
 #   modes    compile modes, graphs and overlap against each other, in one process                2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
 #
@@ -73,6 +74,11 @@ engine() {
     done
 }
 
+soak() {
+    run "$PYTHON" bench/gpu_soak.py --model "${SOAK_MODEL:-llama-3.1-8b}" --dummy-weights \
+        --max-context-tokens 8192 --commit "$COMMIT" --out "$OUT/soak-${SOAK_MODEL:-llama-3.1-8b}.json"
+}
+
 modes() {
     run "$PYTHON" bench/modes.py --model "${MODES_MODEL:-llama-3.1-8b}" --dummy-weights \
         --commit "$COMMIT" --out "$OUT/modes-${MODES_MODEL:-llama-3.1-8b}.json"
@@ -101,7 +107,7 @@ serve() {
 
 for part in "$@"; do
     case $part in
-        check | tests | tune | kernels | engine | modes | serve) "$part" ;;
+        check | tests | tune | kernels | engine | soak | modes | serve) "$part" ;;
         *) echo "no part is called $part; see the head of this file" >&2; exit 2 ;;
     esac
 done

@@ -1,0 +1,117 @@
+"""bench/gpu_soak.py on a tiny model, and that it notices what it is there to notice."""
+
+import importlib.util
+import json
+import sys
+from collections import deque
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minisgl.benchmark.report import Report, read_report
+from minisgl.messages import AddRequest, Status
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu_soak.py"
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_soak() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_soak", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclass looks for its own names
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def report(gpu_soak: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Of 150 requests in a pool that is too small for all that are open at once."""
+    folder = tmp_path_factory.mktemp("soak")
+    (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    out = folder / "soak.json"
+    words = ["--model", str(folder), "--dummy-weights", "--device", "cpu", "--num-pages", "100"]
+    words += ["--num-requests", "150", "--num-warm-up-requests", "20", "--max-output-tokens", "40"]
+    words += ["--shared", "0.8"]
+    assert gpu_soak.main([*words, "--out", str(out)]) == 0
+    return read_report(out)
+
+
+def test_a_healthy_engine_is_as_it_was(report: Report) -> None:
+    assert report.kind == "soak"
+    assert report.metrics["num_problems"] == 0
+    assert report.metrics["num_held_pages"] == report.metrics["num_held_rows"] == 0
+    assert report.tables["problems"] == []
+
+
+def test_prompts_find_the_beginnings_that_they_share(report: Report) -> None:
+    assert report.metrics["num_requests"] == 150
+    assert (report.metrics["num_cached_tokens"] or 0) > 0
+
+
+class LossyEngine:
+    """Gives each request one token per step, and of every third one too few."""
+
+    config = SimpleNamespace(max_running_requests=2)
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[int, int]] = deque()
+
+    def add(self, request: AddRequest) -> None:
+        lost = request.request_id % 3 == 2
+        self._open.append((request.request_id, (request.params.max_tokens or 0) - lost))
+
+    def step(self) -> list[RequestOutput]:
+        request_id, num_left = self._open.popleft()
+        if num_left > 1:
+            self._open.append((request_id, num_left - 1))
+        return [RequestOutput(request_id, [7], FinishReason.LENGTH if num_left <= 1 else None)]
+
+
+def test_a_token_that_is_lost_is_noticed(gpu_soak: ModuleType) -> None:
+    prompt = np.array([1, 2], dtype=np.int32)
+    asked = [gpu_soak.Asked(prompt, SamplingParams(max_tokens=3), True, None)] * 6
+    problems = gpu_soak.soak(LossyEngine(), asked, np.random.default_rng(0))
+    assert [problem.split(" and ")[0] for problem in problems] == [
+        "request 2 of 3 tokens got 2",
+        "request 5 of 3 tokens got 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "memory", "noticed"),
+    [
+        ({}, (), []),
+        ({"num_recompiles": 4}, (), ["num_recompiles rose by 1"]),
+        ({"num_graph_misses": 2}, (), ["num_graph_misses rose by 2"]),
+        ({"num_held_rows": 1}, (), ["num_held_rows is 1 though nothing runs"]),
+        ({"num_free_pages": 7}, (), ["2 pages are missing"]),
+        ({}, (0, 0, 2 << 20), []),  # a piece of the allocator
+        ({}, (1 << 30, 1 << 30, 0), ["1024 MiB more are allocated", "1024 MiB more are reserved"]),
+    ],
+)
+def test_what_an_engine_keeps_or_loses_is_noticed(
+    gpu_soak: ModuleType, status: dict[str, int], memory: tuple[int, ...], noticed: list[str]
+) -> None:
+    before = gpu_soak.Snapshot(Status(0, num_recompiles=3, num_free_pages=9), gpu_soak.Memory(0, 0, 0))
+    counted = {"num_recompiles": 3, "num_free_pages": 9} | status
+    after = gpu_soak.Snapshot(Status(0, **counted), gpu_soak.Memory(*(memory or (0, 0, 0))))
+    assert gpu_soak.changes(before, after, 9) == noticed
