@@ -112,7 +112,9 @@ def all_reduce_config(x: Tensor, num_ranks: int) -> AllReduceConfig:
 
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:
     """What all_reduce means, in plain torch; parts: each rank's x."""
-    return torch.stack(parts).float().sum(0).to(parts[0].dtype)
+    stacked = torch.stack(parts)
+    wide = stacked if stacked.dtype == torch.float64 else stacked.float()
+    return wide.sum(0).to(stacked.dtype)
 
 
 def all_reduce_norm_reference(

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels import (
     advance_rows,
+    all_reduce,
     fused_moe,
     linear,
     linear_many,
@@ -151,6 +152,13 @@ def cases():
     bf16 = torch.bfloat16
     yield "rms_norm 4096", lambda: rms_norm.rms_norm_triton(empty(64, 4096), empty(4096), 1e-5)
     yield "rms_norm 128", lambda: rms_norm.rms_norm_triton(empty(640, 128), empty(128), 1e-5)
+    for num_ranks, shots in ((2, 1), (4, 2)):
+        regions = all_reduce.Regions(empty(num_ranks, dtype=torch.int64), 1, 8 << 20)
+        call = functools.partial(
+            all_reduce.all_reduce_norm, empty(64, 5120), empty(64, 5120), empty(5120), 1e-5, regions
+        )
+        config = all_reduce.AllReduceConfig(shots, 8)
+        yield f"all_reduce {num_ranks} ranks", functools.partial(call, config=config)
     x = empty(64, 576)
     yield "add_rms_norm 576", lambda: rms_norm.add_rms_norm_triton(x, x, empty(576), 1e-5)
     yield "silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336))

@@ -37,6 +37,7 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
     assert {line["kernel"] for line in compiled} == {
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
+        "_all_reduce_kernel",
         "_silu_mul_kernel",
         "_linear_kernel",
         "_tiled_linear_kernel",

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from triton_kernels import (
+    all_reduce,
     fused_moe,
     linear,
     linear_many,
@@ -197,6 +198,7 @@ def test_a_lookup_is_a_constant_in_a_trace_and_a_symbolic_size_adds_no_guard(som
 
 
 CONFIGS = {
+    "all_reduce": all_reduce.AllReduceConfig,
     "paged_decode": paged_decode.DecodeConfig,
     "paged_prefill": paged_prefill.PrefillConfig,
     "paged_prefill_hopper": paged_prefill_hopper.HopperPrefillConfig,
