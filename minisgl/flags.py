@@ -157,7 +157,7 @@ def _kind(hint: Any) -> tuple[type | None, bool]:
 
     No flag can hold mappings, nor lists of lists: None.
     """
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         inner = [part for part in typing.get_args(hint) if part is not type(None)]
         if len(inner) == 1:
             return _kind(inner[0])
