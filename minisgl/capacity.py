@@ -41,6 +41,20 @@ GPU_GIB = {
     "T4": 14.6,
 }
 """Memory as CUDA reports it, in GiB, rounded down."""
+OTHER_COMPUTE = {
+    "B200": (10, 0),
+    "A100-80GB": (8, 0),
+    "A100-40GB": (8, 0),
+    "RTX-6000-Ada": (8, 9),
+    "L40S": (8, 9),
+    "RTX-5090": (12, 0),
+    "RTX-4090": (8, 9),
+    "RTX-3090": (8, 6),
+    "A10": (8, 6),
+    "L4": (8, 9),
+    "T4": (7, 5),
+}
+"""Compute capabilities; the others are Hoppers, and so are GPUs of which only the memory is said."""
 CONTEXT_GIB = 0.6
 """What a CUDA context takes before the engine asks what is free."""
 
@@ -60,10 +74,9 @@ def gpu_gib(name: str) -> float:
     Raises:
         ConfigError: it is neither.
     """
-    known = {gpu.lower(): memory for gpu, memory in GPU_GIB.items()}
-    wanted = name.lower().removeprefix("nvidia ").replace(" ", "-")
-    if wanted in known:
-        return known[wanted]
+    known = _known_gpu(name)
+    if known is not None:
+        return GPU_GIB[known]
     try:
         memory = float(name)
     except ValueError:
@@ -71,6 +84,11 @@ def gpu_gib(name: str) -> float:
     if not 1 <= memory <= 1e6:
         raise ConfigError(f"--gpu must be one of {', '.join(GPU_GIB)}, or its memory in GiB, got {name!r}")
     return memory
+
+
+def _known_gpu(name: str) -> str | None:
+    wanted = name.lower().removeprefix("nvidia ").replace(" ", "-")
+    return next((gpu for gpu in GPU_GIB if gpu.lower() == wanted), None)
 
 
 def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
@@ -81,7 +99,9 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         ModelError: config.json can't be read.
     """
     model = read_model_config(folder)
-    facts = DeviceFacts(has_cuda=True, cuda_name=gpu)
+    capability = OTHER_COMPUTE.get(_known_gpu(gpu) or "", (9, 0))
+    # Which packages that machine has is not known here.
+    facts = DeviceFacts(has_cuda=True, cuda_name=gpu, compute_capability=capability, flashinfer="assumed")
     resolved = resolve_engine_config(config, model, facts)
     if resolved.device != "cuda":
         raise ConfigError("minisgl plan plans for GPUs; leave --device away")
@@ -91,7 +111,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     meta = torch.device("meta")
     decoder = build_model(
         model,
-        attention_backend=resolved.attention_backend,
+        attention_backend="torch",  # none of them has weights
         dtype=getattr(torch, resolved.dtype),
         device=meta,
         tp=resolved.tp,

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from minisgl.attention_choice import TORCH, TRITON, Place, choose, parse
 from minisgl.errors import ConfigError
 from minisgl.log import LEVELS
 
@@ -189,7 +190,9 @@ class EngineConfig:
     GPU needs longer for than the host for their launch. 0 = no such graphs. Auto: 2048 (at most
     max_step_tokens) where decode has graphs, else 0."""
     attention_backend: str | None = None
-    """Either "triton" (needs cuda) or "torch" (the plain reference). Auto: triton on cuda, torch on cpu."""
+    """One of "triton", "flashinfer" (fa3 for prompts on Hopper GPUs, else fa2), "flashinfer-fa2",
+    "flashinfer-fa3", "trtllm" (Blackwell GPUs) and "torch" (the plain reference, and what a CPU runs), or two
+    as prefill,decode: "triton,flashinfer". Auto: triton on cuda, torch on cpu."""
     seed: int = 0
     """Seeds the requests that bring none of their own, and the dummy weights."""
     strict_compile: bool = False
@@ -303,6 +306,10 @@ class DeviceFacts:
     has_cuda: bool
     cuda_name: str = ""
     num_gpus: int = 0
+    compute_capability: tuple[int, int] = (0, 0)
+    """Of the GPU, as (9, 0); (0, 0) = there is none, or it is not known."""
+    flashinfer: str = ""
+    """Version of the installed flashinfer-python; empty = there is none."""
     cpu_has_bf16: bool = False
     """The processor multiplies bfloat16 (AVX512-BF16 or AMX)."""
 
@@ -340,10 +347,13 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     )
     max_running = given(config.max_running_requests, 256 if on_cuda else 32)
     max_step_tokens = given(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
-    backend = config.attention_backend or ("triton" if on_cuda else "torch")
-    can_record = on_cuda and backend == "triton"
+    dtype = config.dtype or _auto_dtype(model, facts, on_cuda)
+    place = attention_place(model, facts, device=device, dtype=dtype, page_size=config.page_size)
+    attention = choose(config.attention_backend, place)
+    can_record = on_cuda and attention.decode != TORCH
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
-    auto_graph_tokens = min(max_step_tokens, GRAPH_TOKENS) if can_record and max_graph_batch else 0
+    can_record_prefill = max_graph_batch > 0 and attention.prefill == TRITON
+    auto_graph_tokens = min(max_step_tokens, GRAPH_TOKENS) if can_record_prefill else 0
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
         model=config.model,
@@ -351,7 +361,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         tokenizer=config.tokenizer,
         dummy_weights=config.dummy_weights,
         device=device,
-        dtype=config.dtype or _auto_dtype(model, facts, on_cuda),
+        dtype=dtype,
         max_context_tokens=max_context_tokens,
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
@@ -366,7 +376,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
         max_graph_tokens=given(config.max_graph_tokens, auto_graph_tokens),
-        attention_backend=backend,
+        attention_backend=str(attention),
         seed=config.seed,
         strict_compile=config.strict_compile,
         compile_cache=config.compile_cache,
@@ -378,6 +388,14 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     )
     check_engine_config(resolved)  # once more: now every relation between two values is there to be checked
     return resolved
+
+
+def attention_place(
+    model: ModelConfig, facts: DeviceFacts, *, device: str, dtype: str, page_size: int
+) -> Place:
+    """What attention backends are chosen by."""
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    return Place(device, facts.compute_capability, facts.flashinfer, dtype, *heads, page_size)
 
 
 def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
@@ -399,7 +417,6 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
 
     check_choice("device", "cuda", "cpu")
     check_choice("dtype", *DTYPE_BYTES)
-    check_choice("attention_backend", "triton", "torch")
     check_choice("compile_mode", "layers", "full", "off")
     check_range("max_context_tokens", 2)
     check_range("max_running_requests", 1, 4096)
@@ -434,18 +451,7 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
         "between 0.1 and 0.98",
         config.memory_fraction,
     )
-    if config.attention_backend == "triton" and config.device == "cpu":
-        raise ConfigError("--attention-backend triton needs --device cuda; use --attention-backend torch")
-    if config.device == "cpu" or config.attention_backend == "torch":
-        why = (
-            "needs --device cuda and --attention-backend triton (the plain references look at tensor values)"
-        )
-        if config.compile_mode in ("layers", "full"):
-            raise ConfigError(f"--compile-mode {config.compile_mode} {why}; use --compile-mode off")
-        for flag in ("max_graph_batch", "max_graph_tokens"):
-            name, value = f"--{flag.replace('_', '-')}", getattr(config, flag)
-            if value:
-                raise ConfigError(f"{name} {value} {why}; use {name} 0")
+    _check_attention(config)
     if config.max_graph_batch == 0 and config.compile_mode in ("layers", "full"):
         raise ConfigError(
             f"--compile-mode {config.compile_mode} compiles what goes into graphs, and --max-graph-batch 0 "
@@ -456,6 +462,37 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
     check_range("tp", 1, 64)
     check_range("cpu_threads", 1, 1024)
     _check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
+
+
+def _check_attention(config: EngineConfig | ResolvedConfig) -> None:
+    """Whether backends, graphs and compilation go together, as far as they are decided."""
+    attention = parse(config.attention_backend) if config.attention_backend is not None else None
+    if config.device == "cpu" and attention is not None and set(attention) != {TORCH}:
+        raise ConfigError(
+            f"--attention-backend {config.attention_backend} needs --device cuda; "
+            "use --attention-backend torch"
+        )
+    compiles = config.compile_mode in ("layers", "full")
+    if config.device == "cpu" or (attention is not None and attention.decode == TORCH):
+        why = "needs --device cuda and a kernel for decode (the torch backend looks at tensor values)"
+        if compiles:
+            raise ConfigError(f"--compile-mode {config.compile_mode} {why}; use --compile-mode off")
+        for flag in ("max_graph_batch", "max_graph_tokens"):
+            name, value = f"--{flag.replace('_', '-')}", getattr(config, flag)
+            if value:
+                raise ConfigError(f"{name} {value} {why}; use {name} 0")
+    if attention is None:
+        return
+    if config.compile_mode == "full" and attention.decode != TRITON:
+        raise ConfigError(
+            f"--compile-mode full takes --attention-backend triton for decode, got {attention.decode}; "
+            "use --compile-mode layers"
+        )
+    if config.max_graph_tokens and attention.prefill != TRITON:
+        raise ConfigError(
+            f"--max-graph-tokens {config.max_graph_tokens} takes --attention-backend triton for prefill, got "
+            f"{attention.prefill}: only its prompts can be recorded; use --max-graph-tokens 0"
+        )
 
 
 def check_server_config(config: ServerConfig) -> None:

@@ -1,19 +1,95 @@
 """The attention backends by the name `--attention-backend` knows them by."""
 
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from minisgl.attention import torch as torch_backend
 from minisgl.attention import triton as triton_backend
-from minisgl.attention.interface import Attend
+from minisgl.attention.flashinfer import AttentionShape, Copy, FlashinferDecode, FlashinferPrefill
+from minisgl.attention.interface import Attend, Backend, pair
+from minisgl.attention.trtllm import TrtllmAttention
+from minisgl.attention_choice import FA2, FA3, TORCH, TRITON, TRTLLM, Backends
 from minisgl.errors import ConfigError
+from triton_kernels.launch import num_multiprocessors
 
-BACKENDS: dict[str, Attend] = {"triton": triton_backend.attend, "torch": torch_backend.attend}
+logger = logging.getLogger(__name__)
+
+STATELESS: dict[str, Attend] = {TRITON: triton_backend.attend, TORCH: torch_backend.attend}
+"""Those that need to know nothing but their arguments."""
 
 
 def select(name: str) -> Attend:
-    """The backend's function.
+    """A stateless backend's function.
 
     Raises:
         ConfigError: there is no such backend.
     """
-    if name not in BACKENDS:
-        raise ConfigError(f"--attention-backend must be one of {', '.join(BACKENDS)}, got {name!r}")
-    return BACKENDS[name]
+    if name not in STATELESS:
+        raise ConfigError(f"--attention-backend must be one of {', '.join(STATELESS)}, got {name!r}")
+    return STATELESS[name]
+
+
+def build_backend(
+    names: Backends,
+    shape: AttentionShape,
+    copy: Copy,
+    *,
+    buckets: tuple[int, ...],
+    max_rows: int,
+    max_context_tokens: int,
+    load: Callable[[str], Any] = importlib.import_module,
+) -> Backend:
+    """What `attention_choice.choose` chose, ready for a model of this shape.
+
+    Args:
+        buckets: batch sizes of recorded decode steps.
+        max_rows: of a decode step.
+        max_context_tokens: that a row can have.
+        load: imports a package.
+
+    Raises:
+        ConfigError: the package that a backend needs can't be imported, or does not run here.
+    """
+    if set(names) <= STATELESS.keys():
+        prefill, decode = (Backend(select(name)) for name in names)
+        return prefill if names.prefill == names.decode else pair(prefill, decode)
+    before = _allocated_bytes(shape.device)
+    num_processors = num_multiprocessors(shape.device)
+    try:
+        flashinfer = load("flashinfer")
+        logger.info(
+            "attention by flashinfer %s; kernels that it has not compiled before take it some minutes",
+            flashinfer.__version__,
+        )
+        backends = {name: Backend(attend) for name, attend in STATELESS.items()}
+        if TRTLLM in names:
+            backends[TRTLLM] = Backend(TrtllmAttention(max_context_tokens, shape.device).attend)
+        prefill, decode = backends.get(names.prefill), backends.get(names.decode)
+        if prefill is None:
+            prompts = FlashinferPrefill(flashinfer, _KERNELS[names.prefill], shape, copy, num_processors)
+            prefill = Backend(prompts.attend, plan_prefill=prompts.plan)
+        if decode is None:
+            max_pages = max_rows * -(-max_context_tokens // shape.page_size)
+            tokens = FlashinferDecode(
+                flashinfer, shape, copy, num_processors, buckets=buckets, max_pages=max_pages
+            )
+            decode = Backend(tokens.attend, plan_decode=tokens.plan)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a package that is not ours, with compilers behind it, raises anything
+        raise ConfigError(
+            f"--attention-backend {names}: flashinfer does not run here; use --attention-backend {TRITON}. "
+            f"It said: {type(error).__name__}: {error}"
+        ) from error
+    return pair(prefill, decode)._replace(num_bytes=_allocated_bytes(shape.device) - before)
+
+
+_KERNELS = {FA2: "fa2", FA3: "fa3"}
+
+
+def _allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

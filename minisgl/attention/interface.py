@@ -1,11 +1,12 @@
 """What a step tells the attention layers: where each row's keys and values lie in the pool.
 
-R rows, T new tokens, B rows of the device tables, C max pages per row.
+R rows, T new tokens, B rows of the device tables, C max pages per row, N pages that the rows of a batch have.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 
@@ -20,11 +21,47 @@ class AttentionInputs(NamedTuple):
     context_len: Tensor  # int32 [R]  keys each row sees, this step's included
     slot_mapping: Tensor  # int32 [T]  slot each new token's K/V goes to; -1 = padding, not written
     row_start: Tensor  # int32 [R + 1]
-    max_query_len: int  # most new tokens of a row; 1 = every row is a decode (T == R)
+    max_query_len: int  # most new tokens of a row; 1 = each row has one (T == R)
+    is_decode: bool = False  # a decode step; prompts may come token by token, too
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int], Tensor]
-"""A backend: (q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window) -> [T, H, D]; causal.
+"""(q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window) -> [T, H, D]; causal.
 
 A token sees the last `window` tokens, itself included; 0 = all.
 """
+
+
+class BatchPages(NamedTuple):
+    """A batch as the host knows it, for a backend that plans: each row has at least one page. On the host."""
+
+    row_start: np.ndarray  # int32 [R + 1]  as in AttentionInputs
+    page_start: np.ndarray  # int32 [R + 1]  row r has page_ids[page_start[r] : page_start[r + 1]]
+    last_page_len: np.ndarray  # int32 [R]  keys in a row's last page
+    page_ids: np.ndarray  # int32 [N]
+
+
+PlanBatch = Callable[[BatchPages], None]
+"""Called before each run of a batch, replays of a recorded one included, and before it is recorded. It waits
+for no step that was launched."""
+
+
+class Backend(NamedTuple):
+    """Attention of an engine: how it is computed, and what the host has to say of a batch before."""
+
+    attend: Attend
+    plan_prefill: PlanBatch | None = None
+    plan_decode: PlanBatch | None = None
+    num_bytes: int = 0  # of the device's memory that it holds
+
+
+def pair(prefill: Backend, decode: Backend) -> Backend:
+    """One backend for prompts and one for decode steps."""
+
+    def attend(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, window: int = 0
+    ) -> Tensor:
+        run = decode.attend if inputs.is_decode else prefill.attend
+        return run(q, k_cache, v_cache, inputs, scale, window)
+
+    return Backend(attend, prefill.plan_prefill, decode.plan_decode)

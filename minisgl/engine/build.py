@@ -19,7 +19,19 @@ import torch
 from compile_cache.key import machine_facts
 from compile_cache.seal import CacheError
 from compile_cache.store import OpenCache, open_cache
-from minisgl.config import EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
+from minisgl.attention.backends import build_backend
+from minisgl.attention.flashinfer import AttentionShape
+from minisgl.attention.interface import Attend, Backend
+from minisgl.attention_choice import TRITON, obstacle, parse
+from minisgl.config import (
+    DeviceFacts,
+    EngineConfig,
+    ModelConfig,
+    ResolvedConfig,
+    attention_place,
+    resolve_engine_config,
+)
+from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.compiled import import_compiler
 from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_bytes
 from minisgl.engine.dry_runs import measure_peaks
@@ -74,7 +86,9 @@ def build_engine(
     """
     stages = Stages(on_stage)
     model_config = read_model_config(folder)
-    resolved = resolve_engine_config(config, model_config, find_device_facts())
+    facts = find_device_facts()
+    resolved = resolve_engine_config(config, model_config, facts)
+    _warn_of_slower_attention(config, resolved, model_config, facts)
     if resolved.tp == 1:
         return _build_rank(resolved, folder, model_config, stages, None, None)
     _check_ranks_fit(resolved, model_config)
@@ -89,6 +103,20 @@ def build_engine(
         cause = followers.explain(error) if isinstance(error, Exception) else error
         followers.close(at_once=True)
         raise cause from (error if cause is not error else None)
+
+
+def _warn_of_slower_attention(
+    config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, facts: DeviceFacts
+) -> None:
+    """Say so where an auto choice on a GPU could not be the usual one."""
+    if config.attention_backend is not None or resolved.device != "cuda":
+        return
+    place = attention_place(
+        model_config, facts, device="cuda", dtype=resolved.dtype, page_size=resolved.page_size
+    )
+    reason = obstacle(TRITON, place)
+    if reason is not None:
+        logger.warning("attention runs on %s, because %s %s", resolved.attention_backend, TRITON, reason)
 
 
 class Meeting(NamedTuple):
@@ -141,7 +169,10 @@ def _build_rank(
     if config.compile_mode != "off":
         importing.start()  # loading weights is work for disk and copies, and leaves Python free
     try:
-        model = _allocate_model(config, model_config, hardware)
+        rank_config = rank_sizes(model_config, config.tp)
+        stager = Stager(hardware.device)
+        attention = _build_attention(config, rank_config, hardware, stager)
+        model = _allocate_model(config, model_config, attention.attend, hardware)
         stages.done("allocate the model")
         loadable = model
         if meeting is not None:
@@ -160,8 +191,8 @@ def _build_rank(
             importing.join()
             stages.done("import the compiler")
         with torch.inference_mode():
-            rank_config = rank_sizes(model_config, config.tp)
-            engine = _assemble(config, rank_config, model, hardware, stages, cache, ranks, followers)
+            parts = (model, attention, stager)
+            engine = _assemble(config, rank_config, *parts, hardware, stages, cache, ranks, followers)
         if cache is not None:
             _seal(cache)
             stages.done("compile cache")
@@ -184,6 +215,8 @@ def _assemble(
     config: ResolvedConfig,
     model_config: ModelConfig,
     model: Decoder,
+    attention: Backend,
+    stager: Stager,
     hardware: _Hardware,
     stages: Stages,
     cache: OpenCache | None,
@@ -196,16 +229,17 @@ def _assemble(
     pages_per_row = -(-config.max_context_tokens // page_size)
     rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
     replace_kernels(model, rows, config.kernel)
-    budget = _plan_memory(config, model_config, model, rows, hardware)
+    pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
+    plans = AttentionPlans(attention, pages)
+    tables_bytes = bytes_of(rows) + attention.num_bytes
+    budget = _plan_memory(config, model_config, model, rows, plans, tables_bytes, hardware)
     if ranks is not None:
         budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, hardware.dtype, device)
     stages.done("memory profile and KV pool")
-    pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
-    stager = Stager(device)
-    recorded = record_steps(config, model, rows, pages, stager, device, stages, ranks)
-    runner = ModelRunner(model, rows, pages, stager, device, recorded)
+    recorded = record_steps(config, model, rows, pages, plans, stager, device, stages, ranks)
+    runner = ModelRunner(model, rows, pages, plans, stager, device, recorded)
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
     )
@@ -235,11 +269,39 @@ def _take_hardware(config: ResolvedConfig, meeting: Meeting | None) -> _Hardware
     return _Hardware(device, getattr(torch, config.dtype), available_bytes)
 
 
-def _allocate_model(config: ResolvedConfig, model_config: ModelConfig, hardware: _Hardware) -> Decoder:
+def _build_attention(
+    config: ResolvedConfig, model_config: ModelConfig, hardware: _Hardware, stager: Stager
+) -> Backend:
+    """The attention backends, ready for the model as this rank has it."""
+    shape = AttentionShape(
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=config.page_size,
+        scale=model_config.head_dim**-0.5
+        if model_config.attention_scale is None
+        else model_config.attention_scale,
+        windows=frozenset(model_config.windows or (0,)),
+        dtype=hardware.dtype,
+        device=hardware.device,
+    )
+    return build_backend(
+        parse(config.attention_backend),
+        shape,
+        lambda target, source: stager.overwrite(target, [source]),
+        buckets=buckets_of(config).decode,
+        max_rows=config.max_running_requests,
+        max_context_tokens=config.max_context_tokens,
+    )
+
+
+def _allocate_model(
+    config: ResolvedConfig, model_config: ModelConfig, attend: Attend, hardware: _Hardware
+) -> Decoder:
     build = partial(
         build_model,
         model_config,
-        attention_backend=config.attention_backend,
+        attention_backend=attend,
         dtype=hardware.dtype,
         tp=config.tp,
     )
@@ -295,9 +357,15 @@ def _load_weights(
 
 
 def _plan_memory(
-    config: ResolvedConfig, model_config: ModelConfig, model: Decoder, rows: Rows, hardware: _Hardware
+    config: ResolvedConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    rows: Rows,
+    plans: AttentionPlans,
+    tables_bytes: int,
+    hardware: _Hardware,
 ) -> MemoryBudget:
-    peaks = measure_peaks(config, model_config, model, rows, hardware.device, hardware.dtype)
+    peaks = measure_peaks(config, model_config, model, rows, plans, hardware.device, hardware.dtype)
     reserve_bytes = 0
     if hardware.device.type == "cuda":
         recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
@@ -308,7 +376,7 @@ def _plan_memory(
         available_bytes=hardware.available_bytes,
         weights_bytes=bytes_of(model),
         activation_bytes=peaks.prefill_bytes,
-        tables_bytes=bytes_of(rows),
+        tables_bytes=tables_bytes,
         reserve_bytes=reserve_bytes,
     )
 

@@ -59,6 +59,14 @@ class StepGraphs(Protocol):
         ...
 
 
+PlanDecode = Callable[[tuple[int, ...], int], None]
+"""Called with a batch's rows, and with how many there are with padding, before it runs or is recorded."""
+
+
+def no_plan(rows: tuple[int, ...], num_rows: int) -> None:
+    """A `PlanDecode` that does nothing."""
+
+
 class CompiledDecode:
     """A decode step that replays a graph.
 
@@ -76,8 +84,10 @@ class CompiledDecode:
         device: torch.device,
         *,
         strict: bool,
+        plan: PlanDecode = no_plan,
     ) -> None:
         self._step = step
+        self._plan = plan
         self._graphs = graphs
         self._buckets = buckets
         self._device = device
@@ -105,6 +115,7 @@ class CompiledDecode:
         for bucket in reversed(self._buckets):
             started = time.perf_counter()
             row_ids = torch.full((bucket,), self._max_rows, dtype=torch.int32, device=self._device)
+            self._plan((), bucket)
             self._graphs.record(row_ids)
             self._graphs.replay(row_ids)
             self._row_ids[bucket] = row_ids
@@ -121,6 +132,7 @@ class CompiledDecode:
         bucket = self.bucket_of(len(rows))
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
+            self._plan(rows, len(rows))
             return self._step(torch.tensor(rows, dtype=torch.int32).to(self._device))
         row_ids = self._row_ids[bucket]
         if self._batches.get(bucket) != rows:
@@ -128,6 +140,7 @@ class CompiledDecode:
             on_cuda = self._device.type == "cuda"
             row_ids.copy_(torch.tensor(padded, dtype=torch.int32, pin_memory=on_cuda), non_blocking=True)
             self._batches[bucket] = rows
+        self._plan(rows, bucket)
         before = self._graphs.counts()
         token_ids = self._graphs.replay(row_ids)
         after = self._graphs.counts()

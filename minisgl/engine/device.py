@@ -1,5 +1,6 @@
 """What this machine offers, found out once before settings are resolved."""
 
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -14,8 +15,18 @@ def find_device_facts() -> DeviceFacts:
         has_cuda=has_cuda,
         cuda_name=torch.cuda.get_device_name() if has_cuda else "",
         num_gpus=torch.cuda.device_count() if has_cuda else 0,
+        compute_capability=torch.cuda.get_device_capability() if has_cuda else (0, 0),
+        flashinfer=flashinfer_version(),
         cpu_has_bf16=cpu_has_bf16(),
     )
+
+
+def flashinfer_version() -> str:
+    """The installed package's version; empty = there is none."""
+    try:
+        return metadata.version("flashinfer-python")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_has_bf16() -> bool:

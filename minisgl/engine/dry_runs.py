@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.config import ModelConfig, ResolvedConfig
+from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import prefill_buckets
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.memory import estimate_activation_bytes
@@ -31,6 +32,7 @@ def measure_peaks(
     model_config: ModelConfig,
     model: Decoder,
     rows: Rows,
+    plans: AttentionPlans,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Peaks:
@@ -41,6 +43,8 @@ def measure_peaks(
     model.allocate_kv(1, config.page_size, dtype, device)
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     batch = padding_batch(num_rows, row_tokens, rows, device)
+    plans.padding_prefill(num_rows, row_tokens)
+    plans.decode((), num_rows)
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
     decode = DecodeStep(model, rows)
     recorded_bytes = 0
@@ -67,18 +71,25 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
-def warm_up_prefill(model: Decoder, rows: Rows, max_tokens: int, device: torch.device) -> None:
+def warm_up_prefill(
+    model: Decoder, rows: Rows, plans: AttentionPlans, max_tokens: int, device: torch.device
+) -> None:
     """Compile the kernels of a prefill step, for chunks of one token and of up to `max_tokens`.
 
     Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other),
     the powers of two for the launch configurations that depend on the number of tokens.
     """
+
+    def run(num_rows: int, row_tokens: int) -> None:
+        plans.padding_prefill(num_rows, row_tokens)
+        prefill_step(model, rows, padding_batch(num_rows, row_tokens, rows, device))
+
     for num_rows in (1, 3, 16):
         for row_tokens in (1, 3, 16):
-            prefill_step(model, rows, padding_batch(num_rows, row_tokens, rows, device))
+            run(num_rows, row_tokens)
     row_tokens = 32
     while row_tokens <= max_tokens:
-        prefill_step(model, rows, padding_batch(1, row_tokens, rows, device))
+        run(1, row_tokens)
         row_tokens *= 2
     torch.cuda.synchronize(device)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minisgl.scheduler.plan import SCRATCH_PAGE, Chunk, RowInit, StepPlan
 
-STAGING_BUFFERS = 15
-"""A step makes up to five copies; one step is being filled, two may be in flight."""
+STAGING_BUFFERS = 21
+"""A step makes up to seven copies; one step is being filled, two may be in flight."""
 
 ALIGNMENT = 4
 """Staged arrays start at multiples of 16 bytes: Triton compiles another kernel for pointers that don't."""
@@ -71,6 +71,18 @@ class HostPageTable:
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         """int32 [T]: the pool's slot of each position of a row."""
         return self._table[row, positions // self._page_size] * self._page_size + positions % self._page_size
+
+    def pages_of(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The pages of R rows, at least one, with so many tokens, at least one; int32 all.
+
+        Returns:
+            Where each row's pages begin, and the last one's end [R + 1]; the tokens in each row's last page
+            [R]; and the pages, one row after the other.
+        """
+        counts = -(-lengths // self._page_size)
+        page_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        pages = [self._table[row, :count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
+        return page_start, (lengths - (counts - 1) * self._page_size).astype(np.int32), np.concatenate(pages)
 
 
 class Stager:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import PrefillBucket
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
 from minisgl.engine.logits import LogitTables, pack_rules
@@ -63,6 +64,7 @@ class ModelRunner:
         model: Decoder,
         rows: Rows,
         pages: HostPageTable,
+        plans: AttentionPlans,
         stager: Stager,
         device: torch.device,
         recorded: RecordedSteps,
@@ -71,6 +73,7 @@ class ModelRunner:
         self.rows = rows
         self._device = device
         self.pages = pages
+        self._plans = plans
         self.stager = stager
         self._decode = DecodeStep(model, rows)
         self._compiled = recorded.decode
@@ -109,6 +112,7 @@ class ModelRunner:
                 token_ids = self._compiled(plan.decode_rows)[: len(plan.decode_rows)]
             else:
                 row_ids = torch.tensor(plan.decode_rows, dtype=torch.int32).to(self._device)
+                self._plans.decode(plan.decode_rows, len(plan.decode_rows))
                 token_ids = self._decode(row_ids)
             tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))
         if plan.chunks:
@@ -142,6 +146,7 @@ class ModelRunner:
     def _prefill(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """The results of the chunks' rows, at least len(chunks), and log probabilities of their targets."""
         chunks = plan.chunks
+        self._plans.prefill(chunks)
         if _has_special_chunks(plan):
             batch = build_prefill(chunks, self.pages, self.stager)
             places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from minisgl.config import ResolvedConfig
+from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
 from minisgl.engine.compiled import (
     CapturedSteps,
@@ -76,6 +77,7 @@ def record_steps(
     model: Decoder,
     rows: Rows,
     pages: HostPageTable,
+    plans: AttentionPlans,
     stager: Stager,
     device: torch.device,
     stages: Stages,
@@ -93,10 +95,10 @@ def record_steps(
     decode = prefill = kernels = None
     if buckets.decode:
         assert recorder is not None
-        decode = _record_decode(config, step, recorder, buckets.decode, device)
+        decode = _record_decode(config, step, plans, recorder, buckets.decode, device)
         stages.done(f"compile decode, record {len(buckets.decode)} graphs")
     if device.type == "cuda":
-        warm_up_prefill(model, rows, min(config.chunk_tokens, config.max_context_tokens), device)
+        warm_up_prefill(model, rows, plans, min(config.chunk_tokens, config.max_context_tokens), device)
         stages.done("compile prefill kernels")
     if buckets.prefill:
         assert recorder is not None
@@ -107,22 +109,25 @@ def record_steps(
         stages.done(f"record {0 if prefill is None else len(prefill.buckets)} prefill graphs")
     if device.type == "cuda":
         kernels = KernelCompilations()
-    special_decode = SpecialDecode(step, None, (), device)
+    special_decode = SpecialDecode(step, None, (), device, plan=plans.decode)
     if decode is not None and decode.own_step is not None and recorder is not None:
-        special_decode = SpecialDecode(step, recorder.record, buckets.decode, device, decode.own_step)
+        special_decode = SpecialDecode(
+            step, recorder.record, buckets.decode, device, decode.own_step, plans.decode
+        )
     return RecordedSteps(decode, prefill, special_decode, kernels, recorder)
 
 
 def _record_decode(
     config: ResolvedConfig,
     step: DecodeStep,
+    plans: AttentionPlans,
     recorder: GraphRecorder,
     buckets: tuple[int, ...],
     device: torch.device,
 ) -> CompiledDecode:
     """The decode step with its graphs, compiled if that can be done."""
     try:
-        return _record_graphs(config, step, recorder, config.compile_mode, buckets, device)
+        return _record_graphs(config, step, plans, recorder, config.compile_mode, buckets, device)
     except Exception as error:
         if config.must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -133,12 +138,13 @@ def _record_decode(
             exc_info=True,
         )
     # Not in the handler: there the error keeps what was recorded alive.
-    return _record_graphs(config, step, recorder, "off", buckets, device)
+    return _record_graphs(config, step, plans, recorder, "off", buckets, device)
 
 
 def _record_graphs(
     config: ResolvedConfig,
     step: DecodeStep,
+    plans: AttentionPlans,
     recorder: GraphRecorder,
     mode: str,
     buckets: tuple[int, ...],
@@ -152,7 +158,7 @@ def _record_graphs(
         graphs = CapturedSteps(
             step, recorder, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep
         )
-    compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile)
+    compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile, plan=plans.decode)
     durations_ms: dict[int, float] = {}
     compiled.warm_up(durations_ms.__setitem__)
     slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.buckets import bucket_for
+from minisgl.engine.compiled import PlanDecode, no_plan
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
 from minisgl.engine.rows import Rows
@@ -105,12 +106,14 @@ class SpecialDecode:
         buckets: tuple[int, ...],
         device: torch.device,
         own_step: DecodeStep | None = None,
+        plan: PlanDecode = no_plan,
     ) -> None:
         self._step = step
         self._own_step = own_step or step
         self._record = record
         self._buckets = buckets
         self._device = device
+        self._plan = plan
         self._recorded: dict[tuple[int, Extras], tuple[Tensor, Callable[[], Tensor]]] = {}
         self._batches: dict[tuple[int, Extras], tuple[int, ...]] = {}  # the rows that a graph's row_ids hold
 
@@ -121,6 +124,7 @@ class SpecialDecode:
             self._try_to_record(bucket, extras, tables)
         if bucket is None or (bucket, extras) not in self._recorded:
             row_ids = torch.tensor(rows, dtype=torch.int32).to(self._device)
+            self._plan(rows, len(rows))
             return special_decode(self._step, row_ids, extras, tables)
         row_ids, replay = self._recorded[bucket, extras]
         if self._batches.get((bucket, extras)) != rows:
@@ -128,6 +132,7 @@ class SpecialDecode:
             staged = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             row_ids.copy_(staged, non_blocking=True)
             self._batches[bucket, extras] = rows
+        self._plan(rows, bucket)
         return replay()
 
     def _try_to_record(self, bucket: int, extras: Extras, tables: LogitTables | None) -> None:
@@ -136,6 +141,7 @@ class SpecialDecode:
         started = time.perf_counter()
         padding = self._step.rows.max_rows
         row_ids = torch.full((bucket,), padding, dtype=torch.int32, device=self._device)
+        self._plan((), bucket)
         try:
             replay = self._record(lambda: special_decode(self._own_step, row_ids, extras, tables))
         except Exception:

@@ -44,6 +44,7 @@ class DecodeStep(nn.Module):
             slot_mapping=state.slot_mapping,
             row_start=self.rows.counting[: row_ids.shape[0] + 1],
             max_query_len=1,
+            is_decode=True,
         )
         return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
 

@@ -32,7 +32,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
 def build_model(
     config: ModelConfig,
     *,
-    attention_backend: str,
+    attention_backend: str | Attend,
     dtype: torch.dtype,
     device: torch.device | str,
     tp: int = 1,
@@ -40,6 +40,7 @@ def build_model(
     """The model with parameters allocated as `dtype` on `device`, their values undefined until loaded.
 
     Args:
+        attention_backend: what the layers attend by, or the name of a backend that needs no more than a name.
         tp: ranks that share the model; with several, one rank's part (minisgl/models/sharded.py joins them).
 
     Raises:
@@ -53,4 +54,5 @@ def build_model(
         )
     builder = BUILDERS[config.architecture]
     config = replace(rank_sizes(config, tp), vocab_size=vocabulary_rows(config.vocab_size, tp))
-    return builder(config, select(attention_backend), dtype, torch.device(device))
+    attend = select(attention_backend) if isinstance(attention_backend, str) else attention_backend
+    return builder(config, attend, dtype, torch.device(device))
