@@ -42,7 +42,7 @@ def test_version_is_printed() -> None:
     ("arguments", "said"),
     [
         (["generate", "hi", "--model", "/no/such/folder"], "/no/such/folder"),
-        (["generate", "hi", "--temperature", "-1"], "temperature must be between 0 and 100"),
+        (["generate", "hi", "--temperature", "-1"], "temperature must be a number from 0 to 100"),
         (["generate", "hi", "--log-level", "loud"], "--log-level must be one of"),
         (["serve", "--model", "no-such-model"], "no-such-model"),
         (["serve", "--log-level", "loud"], "--log-level must be one of"),
