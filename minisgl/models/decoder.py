@@ -125,6 +125,10 @@ class Decoder(nn.Module):
         """The attention of each block, first to last; each owns its layer's k_cache and v_cache."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
+    def expert_layers(self) -> list[MoeMLP]:
+        """The mixtures of experts, first to last."""
+        return [module for module in self.modules() if isinstance(module, MoeMLP)]
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint must bring, by the checkpoint's name: views to copy it into."""
         views: dict[str, Tensor] = {}
