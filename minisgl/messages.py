@@ -4,12 +4,17 @@ Promise: plain data only (no pickle, no tensors). Structs are positional: fields
 appended, with defaults, so old and new can talk.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from minisgl.request import RequestOutput, SamplingParams
 
 IDS_PER_SERVER = 1 << 40
 """Server process r hands out the request ids from r * IDS_PER_SERVER on, so that no two are equal."""
+MAX_PROFILED_STEPS = 1000
+"""A trace of more is too large to be opened, and writing it would stop the engine for long."""
+ProfiledSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILED_STEPS)]
 
 
 class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -62,7 +67,7 @@ class AskProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
     sequence: int
     server: int = 0
-    num_steps: int = 1
+    num_steps: ProfiledSteps = 1
 
 
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):

@@ -11,11 +11,9 @@ from pathlib import Path
 import torch
 
 from minisgl.errors import ConfigError
+from minisgl.messages import MAX_PROFILED_STEPS
 
 logger = logging.getLogger(__name__)
-
-MAX_STEPS = 1000
-"""A trace of more is too large to be opened, and writing it would stop the engine for long."""
 
 
 class StepProfiler:
@@ -41,8 +39,8 @@ class StepProfiler:
             raise ConfigError("profiling is off; start with --profile-dir FOLDER, where traces then go")
         if self._profile is not None:
             raise ConfigError(f"a profile of {self._left} more steps runs already; wait for its end")
-        if not 1 <= num_steps <= MAX_STEPS:
-            raise ConfigError(f"steps must be between 1 and {MAX_STEPS}, got {num_steps}")
+        if not 1 <= num_steps <= MAX_PROFILED_STEPS:
+            raise ConfigError(f"steps must be between 1 and {MAX_PROFILED_STEPS}, got {num_steps}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -61,7 +61,10 @@ class Api:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        return await self._complete(request, lambda body: parse_chat(body, self._model.defaults))
+        model = self._model
+        return await self._complete(
+            request, lambda body: parse_chat(body, model.defaults, model.tokenizer.vocab_size)
+        )
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""

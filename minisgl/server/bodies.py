@@ -4,6 +4,7 @@ Promise: no field of a body is ignored that could change the answer: it is honou
 refused with a 400 that names it. Only a field's neutral value (null, `n: 1`, `tools: []`) passes.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -82,6 +83,21 @@ class Body(NamedTuple):
         return made
 
 
+def number(text: str) -> int | float:
+    """A number of JSON that is not written as a whole one, but may be one: 16.0.
+
+    Raises:
+        ValueError: too large for a float.
+    """
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("number out of range")
+    return int(value) if value.is_integer() else value
+
+
+DECODER = msgspec.json.Decoder(float_hook=number)
+
+
 def decode_object(data: bytes) -> dict[str, Any]:
     """A body's fields.
 
@@ -89,8 +105,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
         RequestError: 400, it is no JSON object.
     """
     try:
-        fields = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        fields = DECODER.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RequestError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(400, "invalid_json", f"the body must be a JSON object, got {kind_of(fields)}")

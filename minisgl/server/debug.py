@@ -7,7 +7,8 @@ into the folder that its operator named.
 from aiohttp import web
 
 from minisgl.errors import EngineDeadError, RequestError
-from minisgl.messages import DebugAnswer
+from minisgl.fields import checked
+from minisgl.messages import DebugAnswer, ProfiledSteps
 from minisgl.server.engine_link import EngineLink
 
 LIMIT_S = 10.0
@@ -34,16 +35,12 @@ class Debug:
     async def profile(self, request: web.Request) -> web.Response:
         """POST /debug/profile?steps=N: have the next N steps profiled; says in which file."""
         text = request.query.get("steps", "20")
-        try:
-            num_steps = int(text)
-        except ValueError:
-            raise RequestError(400, "invalid_value", f"steps must be a whole number, got {text!r}") from None
-        if not 1 <= num_steps < 1 << 31:
-            raise RequestError(400, "invalid_value", f"steps must be at least 1, got {num_steps}")
+        is_number = text.isascii() and text.isdigit() and len(text) < 10
+        num_steps: int = checked(int(text) if is_number else text, ProfiledSteps, "steps")
         self._check_engine()
         answer = _answered(await self._link.ask_profile(num_steps, LIMIT_S))
         if answer.error:
-            raise RequestError(400, "not_possible", answer.error)
+            raise RequestError(409, "not_possible", answer.error)
         return web.json_response({"steps": num_steps, "file": answer.body.decode()})
 
     def _check_engine(self) -> None:

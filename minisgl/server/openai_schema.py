@@ -3,6 +3,7 @@
 Promise: what a parsed call holds is within its bounds; whatever is not was refused with a 400 that names it.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -197,8 +198,8 @@ class CompletionCall(NamedTuple):
     is_plain: bool = False  # the answer is text without JSON around it
 
 
-def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
-    """A body of POST /v1/chat/completions.
+def parse_chat(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> ChatCall:
+    """A body of POST /v1/chat/completions; token ids must be below `vocab_size`.
 
     Raises:
         RequestError: 400 with the field at fault.
@@ -210,7 +211,7 @@ def parse_chat(body: bytes, defaults: SamplingDefaults) -> ChatCall:
     limit = _first(chat.max_completion_tokens, chat.max_tokens)
     return ChatCall(
         messages,
-        _options(shared, defaults, limit, wanted),
+        _options(shared, defaults, vocab_size, limit, wanted),
         chat.chat_template_kwargs or {},
         chat.add_generation_prompt is not False,
     )
@@ -229,7 +230,7 @@ def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -
             check_token_ids(prompt, vocab_size, "prompt")
     wanted = Wanted(logprobs=completion.logprobs, echo=bool(completion.echo))
     limit = _first(completion.max_tokens, COMPLETION_MAX_TOKENS)
-    return CompletionCall(prompts, _options(shared, defaults, limit, wanted))
+    return CompletionCall(prompts, _options(shared, defaults, vocab_size, limit, wanted))
 
 
 def check_template_variables(variables: dict[str, Any] | None) -> None:
@@ -244,20 +245,19 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
         )
 
 
-def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Refuse ids that no token can have.
 
     Raises:
         RequestError: 400 that names `param`.
     """
     if token_ids and max(token_ids) >= vocab_size:
-        raise RequestError(
-            400, "invalid_value", f"{param}: token ids must be from 0 to {vocab_size - 1}", param
-        )
+        message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {max(token_ids)}"
+        raise RequestError(400, "invalid_token_id", message, param)
 
 
 def _options(
-    shared: SharedFields, defaults: SamplingDefaults, max_tokens: int | None, wanted: Wanted
+    shared: SharedFields, defaults: SamplingDefaults, vocab_size: int, max_tokens: int | None, wanted: Wanted
 ) -> CallOptions:
     wanted = wanted._replace(
         prompt_logprobs=shared.prompt_logprobs,
@@ -265,7 +265,10 @@ def _options(
         skip_special_tokens=shared.skip_special_tokens is not False,
     )
     of_prompt = [wanted.prompt_logprobs, wanted.logprobs if wanted.echo else None]
-    bias = shared.logit_bias
+    bias = {int(key): value for key, value in (shared.logit_bias or {}).items()}
+    check_token_ids(bias, vocab_size, "logit_bias")
+    check_token_ids(shared.stop_token_ids or (), vocab_size, "stop_token_ids")
+    check_token_ids(shared.allowed_token_ids or (), vocab_size, "allowed_token_ids")
     params = {
         "max_tokens": max_tokens,
         "temperature": _first(shared.temperature, defaults.temperature),
@@ -278,7 +281,7 @@ def _options(
         "presence_penalty": shared.presence_penalty,
         "frequency_penalty": shared.frequency_penalty,
         "repetition_penalty": _first(shared.repetition_penalty, defaults.repetition_penalty),
-        "logit_bias": {int(key): value for key, value in bias.items()} if bias else None,
+        "logit_bias": bias or None,
         "ignore_eos": shared.ignore_eos,
         "min_tokens": shared.min_tokens,
         "include_stop_str_in_output": shared.include_stop_str_in_output,

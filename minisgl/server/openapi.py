@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from minisgl import __version__
+from minisgl.messages import ProfiledSteps
 from minisgl.request import MAX_TOKEN_ID
 from minisgl.server.bodies import Body
 from minisgl.server.openai_schema import CHAT, COMPLETION, PROMPT_FORMS
@@ -97,7 +98,11 @@ def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
             "post": {
                 "summary": "Have torch's profiler watch the next steps.",
                 "parameters": [
-                    {"name": "steps", "in": "query", "schema": {"type": "integer", "default": 20}}
+                    {
+                        "name": "steps",
+                        "in": "query",
+                        "schema": msgspec.json.schema(ProfiledSteps) | {"default": 20},
+                    }
                 ],
                 "responses": {"200": done, "default": error},
             }

@@ -30,14 +30,23 @@ def test_a_profile_is_asked_for_by_its_number_of_steps(server: RunningServer) ->
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ("9", "too many"),
         ("x", "whole number"),
-        ("0", "at least 1"),
+        ("0", "from 1 to 1000"),
+        ("1001", "from 1 to 1000"),
+        ("1_0", "whole number"),
+        ("9" * 5000, "whole number"),
         ("1e9", "whole number"),
         ("", "whole number"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused_in_words(server: RunningServer, steps: str, message: str) -> None:
+def test_a_number_of_steps_out_of_range_is_refused_is_refused_in_words(
+    server: RunningServer, steps: str, message: str
+) -> None:
     status, body, _ = server.call(f"/debug/profile?steps={steps}", method="POST")
     assert status == 400
     assert message in body["error"]["message"]
+
+
+def test_what_the_engine_cannot_do_now_is_a_conflict(server: RunningServer) -> None:
+    status, body, _ = server.call("/debug/profile?steps=9", method="POST")
+    assert (status, body["error"]["message"]) == (409, "too many")

@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def chat(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> ChatCall:
-    return parse_chat(msgspec.json.encode({"model": "tiny", "messages": [USER], **fields}), defaults)
+    return parse_chat(msgspec.json.encode({"model": "tiny", "messages": [USER], **fields}), defaults, VOCAB)
 
 
 def completion(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> CompletionCall:
@@ -161,6 +161,10 @@ def test_the_models_repetition_penalty_is_a_default_like_the_others() -> None:
                 {"prompt_logprobs": 1, "stream": True},
                 {"allowed_token_ids": []},
                 {"allowed_token_ids": [-1]},
+                {"allowed_token_ids": [VOCAB]},
+                {"stop_token_ids": [VOCAB]},
+                {"logit_bias": {str(VOCAB): 1}},
+                {"logit_bias": {"05": 1}},
                 {"bad_words": [""]},
             )
         ],
@@ -360,7 +364,10 @@ def test_huge_max_tokens_are_fine_because_they_are_clamped() -> None:
     ],
 )
 def test_what_is_not_a_json_object_is_a_400(body: bytes) -> None:
-    for parse in (lambda: parse_chat(body, NO_DEFAULTS), lambda: parse_completion(body, NO_DEFAULTS, VOCAB)):
+    for parse in (
+        lambda: parse_chat(body, NO_DEFAULTS, VOCAB),
+        lambda: parse_completion(body, NO_DEFAULTS, VOCAB),
+    ):
         with pytest.raises(RequestError) as caught:
             parse()
         assert caught.value.status == 400
@@ -368,7 +375,7 @@ def test_what_is_not_a_json_object_is_a_400(body: bytes) -> None:
 
 def test_what_is_missing_is_named() -> None:
     for parse, param in (
-        (lambda: parse_chat(b"{}", NO_DEFAULTS), "messages"),
+        (lambda: parse_chat(b"{}", NO_DEFAULTS, VOCAB), "messages"),
         (lambda: parse_completion(b"{}", NO_DEFAULTS, VOCAB), "prompt"),
     ):
         with pytest.raises(RequestError) as caught:
@@ -407,7 +414,7 @@ JSON = st.recursive(
 def test_any_json_is_understood_or_refused_with_a_400(fields: dict[str, Any], has_prompt: bool) -> None:
     whole = {"messages": [USER], **fields} if has_prompt else fields
     body = msgspec.json.encode(whole)
-    assert refused_or_fine(lambda: parse_chat(body, NO_DEFAULTS))
+    assert refused_or_fine(lambda: parse_chat(body, NO_DEFAULTS, VOCAB))
     assert refused_or_fine(lambda: parse_completion(body, NO_DEFAULTS, VOCAB))
 
 
