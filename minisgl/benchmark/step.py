@@ -3,13 +3,14 @@
 Promise: a step is timed as a server runs it, with the next one always queued behind it, so host work that
 hides behind the device does not count and host work that does not hide does. The floor is the larger of two
 times: bytes of weights and K/V that the step has to read over the copy bandwidth, and its products over the
-matrix rate, both measured in the same run.
+matrix rate (`step_floor`), both measured in the same run.
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -32,17 +33,22 @@ from minisgl.benchmark.report import (
     make_report,
 )
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
+from minisgl.benchmark.step_floor import Work, costs_of, experts_hit
 from minisgl.config import EngineConfig, ModelConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
+from minisgl.engine.inputs import build_prefill
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.errors import ConfigError
 from minisgl.model_config import read_model_config
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
 from minisgl.weights.progress import Progress
 
 WARM_UP_STEPS = 3
+ROUTED_STEPS = 3
+"""Decode steps in which the experts that are hit are counted."""
 CPU_COPY_BYTES = 128 << 20
 """Beyond the caches."""
 CPU_MATRIX_WIDTH = 1024
@@ -62,65 +68,6 @@ AUTO = {
     "cuda": Points((1, 8, 64, 256), (128, 1024, 4096), (16, 256, 1024, 4096), (0, 4096), 60),
     "cpu": Points((1, 4), (32, 256), (16, 128), (0, 256), 9),
 }
-
-
-class Work(NamedTuple):
-    """What a step has to do at least."""
-
-    num_bytes: float
-    flop: float
-
-    def floor_ms(self, ceilings: Ceilings) -> float:
-        return 1e-9 * max(self.num_bytes / ceilings.copy_tb_s, self.flop / ceilings.matmul_tflop_s)
-
-    def limit(self, ceilings: Ceilings) -> str:
-        """Which of the two bounds it."""
-        by_bytes = self.num_bytes / ceilings.copy_tb_s >= self.flop / ceilings.matmul_tflop_s
-        return "memory" if by_bytes else "compute"
-
-
-class Costs(NamedTuple):
-    """A model's weights and K/V as far as steps read them."""
-
-    block_parameters: int  # experts excepted
-    head_parameters: int  # an embedding that is not the head is not read through
-    item_bytes: int
-    kv_bytes_per_token: int
-    attention_flop_per_pair: int  # one query token and one key token, all layers
-    expert_parameters: int = 0  # one expert in every layer that has experts
-    num_experts: int = 0
-    experts_per_token: int = 0
-
-    def decode(self, batch: int, context: float) -> Work:
-        """One token for each of `batch` rows that attend to `context` tokens each."""
-        return Work(
-            self._weight_bytes(batch) + batch * context * self.kv_bytes_per_token,
-            2 * batch * (self._parameters_per_token + self.head_parameters)
-            + batch * context * self.attention_flop_per_pair,
-        )
-
-    def prefill(self, num_tokens: int, prefix: int) -> Work:
-        """`num_tokens` of one prompt behind `prefix` tokens; the head sees the last one only."""
-        pairs = num_tokens * prefix + num_tokens * (num_tokens + 1) / 2
-        return Work(
-            self._weight_bytes(num_tokens) + (prefix + num_tokens) * self.kv_bytes_per_token,
-            2 * num_tokens * self._parameters_per_token
-            + 2 * self.head_parameters
-            + pairs * self.attention_flop_per_pair,
-        )
-
-    @property
-    def _parameters_per_token(self) -> int:
-        return self.block_parameters + self.experts_per_token * self.expert_parameters
-
-    def _weight_bytes(self, num_tokens: int) -> float:
-        """Everything once; of the experts those that are hit, on average, when routing is even."""
-        experts_hit = 0.0
-        if self.num_experts:
-            missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
-            experts_hit = self.num_experts * (1 - missed)
-        parameters = self.block_parameters + self.head_parameters + experts_hit * self.expert_parameters
-        return parameters * self.item_bytes
 
 
 class Times(NamedTuple):
@@ -200,8 +147,9 @@ def measure_steps(
     Raises:
         ConfigError: none does.
     """
-    costs = _costs(engine, model_config)
+    costs = costs_of(engine.runner, model_config)
     _fill_pool(engine)
+    num_aside = 0  # compilations that no measured step needed
     samples: dict[str, list[float]] = {}
     tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": [], "left_out": []}
     decode_points = [(b, c) for b in points.batches for c in points.contexts]
@@ -210,19 +158,22 @@ def measure_steps(
     for index, (batch, context) in enumerate(decode_points):
         progress("steps", index, num_points)
         start = max(2, context - points.steps // 2)
-        num_tokens = start + points.steps + WARM_UP_STEPS + 1
+        num_tokens = start + points.steps + WARM_UP_STEPS + ROUTED_STEPS + 1
         if not _fits(engine, batch, num_tokens):
             tables["left_out"].append({"point": f"decode {batch} x {context}"})
             continue
         _place_rows(engine, batch, start, num_tokens)
         rows = tuple(range(batch))
         times = _time(engine.runner, StepPlan(0, (), (), rows, (), rows), points.steps)
+        hit, num_compiled = _experts_hit(engine, partial(_decode_uncompiled, engine.runner, rows))
+        num_aside += num_compiled
         # Rows grow by a token per step: around `context`, or above it where that is too short.
-        work = costs.decode(batch, start + WARM_UP_STEPS + points.steps / 2)
-        row = {"batch": batch, "context": context, **_row(times, work, ceilings)}
+        work = costs.decode(batch, start + WARM_UP_STEPS + points.steps / 2, hit)
+        row = {"batch": batch, "context": context, **_row(times, work, ceilings, hit)}
         row["output_tokens_per_s"] = 1e3 * batch / statistics.median(times.wall_ms)
         tables["decode"].append(row)
         samples[f"decode_{batch}x{context}_ms"] = times.wall_ms
+    rng = np.random.default_rng(0)
     longest = engine.config.chunk_tokens
     for index, (num_tokens, prefix) in enumerate(prefill_points, len(decode_points)):
         progress("steps", index, num_points)
@@ -230,11 +181,13 @@ def measure_steps(
             tables["left_out"].append({"point": f"prefill {num_tokens} on {prefix}"})
             continue
         _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
-        token_ids = np.arange(num_tokens, dtype="<i4") % model_config.vocab_size
+        token_ids = rng.integers(0, model_config.vocab_size, num_tokens).astype("<i4")
         plan = StepPlan(0, (), (), (), (Chunk(0, prefix, token_ids.tobytes(), True),), (0,))
         times = _time(engine.runner, plan, max(3, points.steps // 3))
+        hit, num_compiled = _experts_hit(engine, partial(_prefill_uncompiled, engine.runner, plan.chunks))
+        num_aside += num_compiled
         row = {"new_tokens": num_tokens, "prefix": prefix}
-        row |= _row(times, costs.prefill(num_tokens, prefix), ceilings)
+        row |= _row(times, costs.prefill(num_tokens, prefix, hit), ceilings, hit)
         row["prompt_tokens_per_s"] = 1e3 * num_tokens / statistics.median(times.wall_ms)
         tables["prefill"].append(row)
         samples[f"prefill_{num_tokens}on{prefix}_ms"] = times.wall_ms
@@ -244,7 +197,7 @@ def measure_steps(
             f"no point fits this engine (context {engine.max_context_tokens} tokens, pool of "
             f"{engine.num_pages} pages, chunks of {longest} tokens); choose smaller ones"
         )
-    return _report(engine, points, ceilings, tables, samples)
+    return _report(engine, points, ceilings, tables, samples, num_aside)
 
 
 def _report(
@@ -253,6 +206,7 @@ def _report(
     ceilings: Ceilings,
     tables: dict[str, list[dict[str, Cell]]],
     samples: dict[str, list[float]],
+    num_aside: int,
 ) -> Report:
     status = engine.status(0)
     metrics: dict[str, Any] = {
@@ -262,7 +216,7 @@ def _report(
         "copy_tb_per_s": ceilings.copy_tb_s,
         "matmul_tflop_per_s": ceilings.matmul_tflop_s,
         "num_graph_misses": status.num_graph_misses,
-        "num_recompiles": status.num_recompiles,
+        "num_recompiles": status.num_recompiles - num_aside,
     }
     charts: list[Chart] = []
     for name, row, column, x in (
@@ -304,9 +258,10 @@ def _report(
     )
 
 
-def _row(times: Times, work: Work, ceilings: Ceilings) -> dict[str, Cell]:
+def _row(times: Times, work: Work, ceilings: Ceilings, hit: float) -> dict[str, Cell]:
     wall_ms, floor_ms = statistics.median(times.wall_ms), work.floor_ms(ceilings)
     return {
+        **({"experts_hit": hit} if hit else {}),
         "wall_ms": wall_ms,
         "device_ms": statistics.median(times.device_ms) if times.device_ms else None,
         "floor_ms": floor_ms,
@@ -347,7 +302,7 @@ def _gpu_ceilings() -> Ceilings:
 
 def _cpu_ceilings(dtype: torch.dtype) -> Ceilings:
     """The best of several runs: a busy machine makes them slower, nothing makes them faster."""
-    source = torch.zeros(CPU_COPY_BYTES // 4, dtype=torch.float32)
+    source = torch.randn(CPU_COPY_BYTES // 4)  # a page of zeros would be read from one place
     target = torch.empty_like(source)
     factors = torch.randn((2, CPU_MATRIX_WIDTH, CPU_MATRIX_WIDTH)).to(dtype)
 
@@ -365,36 +320,32 @@ def _cpu_ceilings(dtype: torch.dtype) -> Ceilings:
     return Ceilings(2e-12 * source.nbytes / copy_s, 2e-12 * CPU_MATRIX_WIDTH**3 / matmul_s)
 
 
-def _costs(engine: Engine, config: ModelConfig) -> Costs:
-    model = engine.runner.model
-    item_bytes = model.lm_head.weight.element_size()
-    head = model.lm_head.weight.numel()
-    embedding = model.embed_tokens.weight
-    outside = 0 if embedding is model.lm_head.weight else embedding.numel()
-    blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
-    expert, num_experts, experts_per_token = 0, 0, 0
-    if config.experts is not None:
-        num_experts, experts_per_token = config.experts.num_experts, config.experts.experts_per_token
-        num_layers = config.num_layers - len(config.experts.dense_layers)
-        expert = 3 * config.hidden_size * config.experts.intermediate_size * num_layers
-    return Costs(
-        block_parameters=blocks - num_experts * expert,
-        head_parameters=head,
-        item_bytes=item_bytes,
-        kv_bytes_per_token=config.kv_elements_per_token * item_bytes,
-        attention_flop_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
-        expert_parameters=expert,
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
-    )
-
-
 def _fill_pool(engine: Engine) -> None:
     """Random keys and values: zeros would make attention's data unreal."""
     with torch.inference_mode():
         for attention in engine.runner.model.attention_layers():
             attention.k_cache.normal_()
             attention.v_cache.normal_()
+
+
+def _experts_hit(engine: Engine, run: Callable[[], None]) -> tuple[float, int]:
+    """Experts of a layer that get a token in an uncompiled step, and how many kernels it compiled."""
+    before = engine.status(0).num_recompiles
+    hit = experts_hit(engine.runner, run)
+    return hit, engine.status(0).num_recompiles - before
+
+
+@torch.inference_mode()
+def _decode_uncompiled(runner: ModelRunner, rows: tuple[int, ...]) -> None:
+    row_ids = torch.tensor(rows, dtype=torch.int32, device=runner.rows.page_table.device)
+    step = DecodeStep(runner.model, runner.rows)
+    for _ in range(ROUTED_STEPS):
+        step(row_ids)
+
+
+@torch.inference_mode()
+def _prefill_uncompiled(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
+    prefill_step(runner.model, runner.rows, build_prefill(chunks, runner.pages, runner.stager))
 
 
 def _pages_per_row(engine: Engine, num_tokens: int) -> int:

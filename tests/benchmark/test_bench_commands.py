@@ -230,6 +230,21 @@ def test_steps_are_timed_and_set_against_their_floor(tmp_path: Path, tiny: Path)
     assert len(read_report(simulated).tables["settings"]) == 4
 
 
+def test_a_step_of_experts_says_how_many_its_tokens_were_sent_to(tmp_path: Path) -> None:
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(TINY | experts), encoding="utf-8")
+    out = tmp_path / "step.json"
+    words = ["bench", "step", "--model", str(tmp_path), "--dummy-weights", *ENGINE, "--batches", "1,32"]
+    words += ["--contexts", "8", "--prefills", "1,90", "--prefixes", "0", "--steps", "3"]
+    assert main([*words, "--out", str(out)]) == 0
+    tables = read_report(out).tables
+    alone, many = (float(row["experts_hit"] or 0) for row in tables["decode"])
+    one_token, prompt = (float(row["experts_hit"] or 0) for row in tables["prefill"])
+    assert alone == one_token == 2
+    assert 2 < many <= 8
+    assert 2 < prompt <= 8
+
+
 def test_a_start_is_accounted_for(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "startup.json"
     words = ["bench", "startup", "--model", str(tiny), "--dummy-weights", *ENGINE, "--rounds", "1"]

@@ -1,11 +1,9 @@
-"""The cost of a step: what a floor counts, and a fit that finds the costs a report was made with."""
+"""The fitted cost of a step: it finds the costs a report was made with."""
 
 import numpy as np
 import pytest
 
-from minisgl.benchmark.kernel_timing import Ceilings
 from minisgl.benchmark.report import Report, make_report
-from minisgl.benchmark.step import Costs, Work
 from minisgl.benchmark.step_fit import fit_step_cost, non_negative_least_squares
 from minisgl.errors import ConfigError
 from minisgl.scheduler.simulator import StepCost
@@ -95,39 +93,3 @@ def test_other_reports_and_too_few_points_are_refused() -> None:
     odd = make_report("step", arguments={}, metrics={}, tables={"decode": [{"batch": 1}]}, command="test")
     with pytest.raises(ConfigError, match="not as expected"):
         fit_step_cost(odd)
-
-
-def test_a_floor_counts_each_byte_and_product_once() -> None:
-    costs = Costs(
-        block_parameters=1000,
-        head_parameters=100,
-        item_bytes=2,
-        kv_bytes_per_token=16,
-        attention_flop_per_pair=8,
-    )
-    assert costs.decode(4, 10.0) == Work(2200 + 4 * 10 * 16, 2 * 4 * 1100 + 4 * 10 * 8)
-    pairs = sum(5 + place + 1 for place in range(3))
-    assert costs.prefill(3, 5) == Work(2200 + 8 * 16, 2 * 3 * 1000 + 2 * 100 + pairs * 8)
-
-
-def test_a_floor_counts_the_experts_that_even_routing_hits() -> None:
-    costs = Costs(
-        block_parameters=1000,
-        head_parameters=100,
-        item_bytes=2,
-        kv_bytes_per_token=0,
-        attention_flop_per_pair=0,
-        expert_parameters=10,
-        num_experts=8,
-        experts_per_token=2,
-    )
-    assert costs.decode(1, 10.0) == Work(2 * (1100 + 2 * 10), 2 * 1120)
-    assert costs.decode(2, 10.0) == Work(2 * (1100 + 3.5 * 10), 2 * 2 * 1120)
-    assert costs.prefill(10_000, 0).num_bytes == pytest.approx(2 * 1180)
-
-
-def test_the_floor_is_the_larger_of_two_times() -> None:
-    ceilings = Ceilings(copy_tb_s=4.0, matmul_tflop_s=800.0)
-    reading, multiplying = Work(16e9, 1e12), Work(16e9, 8e12)
-    assert (reading.floor_ms(ceilings), reading.limit(ceilings)) == (pytest.approx(4.0), "memory")
-    assert (multiplying.floor_ms(ceilings), multiplying.limit(ceilings)) == (pytest.approx(10.0), "compute")

@@ -1,0 +1,123 @@
+"""What a step has to do at least, whoever does it: bytes to read and products to compute.
+
+Promise: each weight and each key and value that the step needs is counted once, and nothing else is: of
+layers with a window the tokens inside it, of experts those that the router sent a token to.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.config import ModelConfig
+from minisgl.engine.model_runner import ModelRunner
+
+
+class Work(NamedTuple):
+    """What a step has to do at least."""
+
+    num_bytes: float
+    flop: float
+
+    def floor_ms(self, ceilings: Ceilings) -> float:
+        return 1e-9 * max(self.num_bytes / ceilings.copy_tb_s, self.flop / ceilings.matmul_tflop_s)
+
+    def limit(self, ceilings: Ceilings) -> str:
+        """Which of the two bounds it."""
+        by_bytes = self.num_bytes / ceilings.copy_tb_s >= self.flop / ceilings.matmul_tflop_s
+        return "memory" if by_bytes else "compute"
+
+
+class Costs(NamedTuple):
+    """A model's weights and K/V as far as steps read them."""
+
+    block_parameters: int  # experts excepted
+    head_parameters: int  # an embedding that is not the head is not read through
+    item_bytes: int
+    kv_bytes: int  # of one token in one layer
+    attention_flop: int  # of one query token and one key token in one layer
+    windows: tuple[int, ...]  # of each layer: tokens that it sees; 0 = all
+    expert_parameters: int = 0  # one expert in every layer that has experts
+    experts_per_token: int = 0
+
+    def decode(self, batch: int, context: float, experts_hit: float = 0.0) -> Work:
+        """One token for each of `batch` rows that have `context` tokens each, the new one included.
+
+        Args:
+            experts_hit: experts that some token was sent to, a layer's mean.
+        """
+        attended = batch * sum(min(context, window or context) for window in self.windows)
+        return Work(
+            self._weight_bytes(experts_hit) + attended * self.kv_bytes,
+            2 * batch * (self._parameters_per_token + self.head_parameters) + attended * self.attention_flop,
+        )
+
+    def prefill(self, num_tokens: int, prefix: int, experts_hit: float = 0.0) -> Work:
+        """`num_tokens` of one prompt behind `prefix` tokens; the head sees the last one only."""
+        seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token, without a window
+        pairs = sum(int(np.minimum(seen, window or seen).sum()) for window in self.windows)
+        read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)
+        return Work(
+            self._weight_bytes(experts_hit) + read * self.kv_bytes,
+            2 * num_tokens * self._parameters_per_token
+            + 2 * self.head_parameters
+            + pairs * self.attention_flop,
+        )
+
+    @property
+    def _parameters_per_token(self) -> int:
+        return self.block_parameters + self.experts_per_token * self.expert_parameters
+
+    def _weight_bytes(self, experts_hit: float) -> float:
+        parameters = self.block_parameters + self.head_parameters + experts_hit * self.expert_parameters
+        return parameters * self.item_bytes
+
+
+def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
+    """The costs of the steps of a model that one rank holds whole."""
+    model = runner.model
+    item_bytes = model.lm_head.weight.element_size()
+    head = model.lm_head.weight.numel()
+    embedding = model.embed_tokens.weight
+    outside = 0 if embedding is model.lm_head.weight else embedding.numel()
+    blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
+    expert, experts_per_token = 0, 0
+    if config.experts is not None:
+        experts_per_token = config.experts.experts_per_token
+        expert = 3 * config.hidden_size * config.experts.intermediate_size * len(model.expert_layers())
+        blocks -= config.experts.num_experts * expert
+    return Costs(
+        block_parameters=blocks,
+        head_parameters=head,
+        item_bytes=item_bytes,
+        kv_bytes=config.kv_elements_per_token // config.num_layers * item_bytes,
+        attention_flop=4 * config.num_heads * config.head_dim,
+        windows=config.windows or (0,) * config.num_layers,
+        expert_parameters=expert,
+        experts_per_token=experts_per_token,
+    )
+
+
+def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
+    """How many experts of a layer get a token in `run`, which calls the model uncompiled: the layers' mean.
+
+    Padding goes nowhere. A layer that is called several times counts each time. 0 without experts.
+    """
+    counts: list[int] = []
+
+    def count(layer: Any, arguments: tuple[Tensor, Tensor]) -> None:
+        x, slot_mapping = arguments
+        logits = torch.nn.functional.linear(x[slot_mapping >= 0], layer.router)
+        counts.append(logits.topk(layer.config.experts_per_token, dim=1).indices.unique().numel())
+
+    hooks = [layer.register_forward_pre_hook(count) for layer in runner.model.expert_layers()]
+    try:
+        if hooks:
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(counts) / len(counts) if counts else 0.0

@@ -1,0 +1,78 @@
+"""What a step has to do at least: counted by hand, and routed by hand."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.benchmark.step_floor import Costs, Work, experts_hit
+from minisgl.config import ExpertsConfig
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.layers.moe import MoeMLP
+
+COSTS = Costs(
+    block_parameters=1000,
+    head_parameters=100,
+    item_bytes=2,
+    kv_bytes=8,
+    attention_flop=4,
+    windows=(0, 0),
+)
+
+
+def test_a_floor_counts_each_byte_and_product_once() -> None:
+    assert COSTS.decode(4, 10.0) == Work(2200 + 4 * 10 * 16, 2 * 4 * 1100 + 4 * 10 * 8)
+    pairs = sum(5 + place + 1 for place in range(3))
+    assert COSTS.prefill(3, 5) == Work(2200 + 8 * 16, 2 * 3 * 1000 + 2 * 100 + pairs * 8)
+
+
+@pytest.mark.parametrize("window", [1, 2, 6, 7, 100])
+@pytest.mark.parametrize(("num_tokens", "prefix"), [(1, 0), (3, 5), (9, 0), (9, 20)])
+def test_a_layer_with_a_window_reads_only_what_is_inside(window: int, num_tokens: int, prefix: int) -> None:
+    seen = [
+        range(max(0, position - window + 1), position + 1) for position in range(prefix, prefix + num_tokens)
+    ]
+    full = COSTS._replace(windows=(0,)).prefill(num_tokens, prefix)
+    both = COSTS._replace(windows=(0, window)).prefill(num_tokens, prefix)
+    assert both.num_bytes - full.num_bytes == 8 * len({key for keys in seen for key in keys})
+    assert both.flop - full.flop == 4 * sum(map(len, seen))
+    one = COSTS._replace(windows=(window,)).decode(3, prefix + 1)
+    assert one.num_bytes == 2200 + 3 * 8 * len(seen[0])
+
+
+def test_a_floor_counts_the_experts_that_were_hit() -> None:
+    costs = COSTS._replace(windows=(), expert_parameters=10, experts_per_token=2)
+    assert costs.decode(2, 10.0, experts_hit=3.5) == Work(2 * (1100 + 3.5 * 10), 2 * 2 * 1120)
+    assert costs.prefill(100, 0, experts_hit=8.0).num_bytes == 2 * 1180
+
+
+def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_are_not() -> None:
+    config = ExpertsConfig(num_experts=8, experts_per_token=2, intermediate_size=4, renormalize=True)
+    layers = [MoeMLP(config, 8, torch.float32, torch.device("cpu")) for _ in range(2)]
+    for layer in layers:
+        layer.router.copy_(torch.eye(8))  # a token goes to the experts of its two largest values
+        nn.init.zeros_(layer.gate_up)
+        nn.init.zeros_(layer.down)
+    model = SimpleNamespace(expert_layers=lambda: layers)
+    runner = cast(ModelRunner, SimpleNamespace(model=model))
+
+    def tokens(*pairs: tuple[int, int]) -> torch.Tensor:
+        return torch.stack([torch.eye(8)[first] + torch.eye(8)[second] for first, second in pairs])
+
+    def run() -> None:
+        layers[0](tokens((0, 1), (1, 2), (5, 6)), torch.tensor([3, 4, -1], dtype=torch.int32))
+        layers[1](tokens((0, 1), (2, 3), (4, 7)), torch.tensor([3, 4, 5], dtype=torch.int32))
+
+    assert experts_hit(runner, run) == (3 + 6) / 2
+    layers.clear()
+    assert experts_hit(runner, run) == 0.0
+
+
+def test_the_floor_is_the_larger_of_two_times() -> None:
+    ceilings = Ceilings(copy_tb_s=4.0, matmul_tflop_s=800.0)
+    reading, multiplying = Work(16e9, 1e12), Work(16e9, 8e12)
+    assert (reading.floor_ms(ceilings), reading.limit(ceilings)) == (pytest.approx(4.0), "memory")
+    assert (multiplying.floor_ms(ceilings), multiplying.limit(ceilings)) == (pytest.approx(10.0), "compute")
