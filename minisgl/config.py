@@ -138,7 +138,8 @@ class EngineConfig:
     """How one engine runs. `None` means "auto", which `resolve_engine_config` decides."""
 
     model: str = "smollm2-135m"
-    """What to serve: a built-in name (`minisgl pull --list`), a local folder, a GGUF file, or a hub name."""
+    """What to serve: a built-in name (`minisgl pull --list`), a local folder, a GGUF file, or a hub name:
+    org/name on the Hugging Face hub, modelscope:org/name on ModelScope."""
     revision: str | None = None
     """Branch, tag or commit of a hub name. Auto: the main branch."""
     tokenizer: str | None = None

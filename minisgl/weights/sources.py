@@ -1,4 +1,5 @@
-"""Where a model comes from: a built-in name, a local folder or GGUF file, or a name on the Hugging Face hub.
+"""Where a model comes from: a built-in name, a folder or GGUF file, or a name on the Hugging Face hub or on
+ModelScope.
 
 Promise: what `resolve_model_folder` returns is a local folder with a config.json; importing this module
 is cheap and loads no torch.
@@ -44,7 +45,9 @@ BUILTIN_MODELS = {
     ),
 }
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+MODELSCOPE = "modelscope:"
+"""Stands before the names of models on ModelScope."""
+HUB_NAME = re.compile(rf"({MODELSCOPE})?[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 HUB_FILES_NOT_NEEDED = ["*/*", "consolidated*"]
 TOKENIZER_FILES = (
@@ -86,10 +89,11 @@ def resolve_model_folder(
     cache_dir: Path | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """The local folder of `model`: a built-in name, a folder, a GGUF file, or a hub name "org/name".
+    """The local folder of `model`: a built-in name, a folder, a GGUF file, or a hub name.
 
-    A built-in name wins over a folder of the same name; write "./name" for the folder. With
-    `pull_missing` False nothing is fetched or converted.
+    A hub name is "org/name" on the Hugging Face hub, "modelscope:org/name" on ModelScope. A built-in name
+    wins over a folder of the same name; write "./name" for the folder. With `pull_missing` False nothing is
+    fetched or converted.
 
     Args:
         revision: branch, tag or commit of a hub name.
@@ -102,7 +106,9 @@ def resolve_model_folder(
     path = Path(model).expanduser()
     on_hub = model not in BUILTIN_MODELS and not path.exists() and bool(HUB_NAME.fullmatch(model))
     if revision is not None and not on_hub:
-        raise ConfigError(f"--revision is for names on the hub (org/name), and --model is {model!r}")
+        raise ConfigError(
+            f"--revision is for names on a hub (org/name, {MODELSCOPE}org/name), and --model is {model!r}"
+        )
     if model in BUILTIN_MODELS:
         from minisgl.weights.pull import is_complete, pull  # lazy: gguf and tokenizers load slowly
 
@@ -130,13 +136,13 @@ def resolve_model_folder(
             f"{path} is a file; --model takes a folder with config.json and *.safetensors, or a .gguf file"
         )
     elif on_hub and not model.startswith("."):
-        folder = _hub_folder(model, revision, pull_missing)
+        folder = _hub_folder(model, revision, pull_missing, HUB_FILES)
         if not (folder / "config.json").is_file():
             raise ModelError(f"the hub's {model} has no config.json, so it is no model this engine can load")
     else:
         raise ModelError(
             f"no model {model!r}: it is no folder or GGUF file here, no built-in model "
-            f'({", ".join(BUILTIN_MODELS)}), and no hub name of the form "org/name"'
+            f'({", ".join(BUILTIN_MODELS)}), and no hub name of the form "org/name" or "{MODELSCOPE}org/name"'
         )
     if tokenizer is None:
         return folder
@@ -189,12 +195,19 @@ def _joined_folder(model: Path, tokenizer: Path, cache_dir: Path) -> Path:
     return place
 
 
-def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: list[str] | None = None) -> Path:
-    """Download `model` (its `files` alone) from the Hugging Face hub, or find it in the hub's own cache.
+def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: list[str]) -> Path:
+    """Download the `files` (patterns) of `model` from its hub, or find them in the hub's own cache.
 
     Raises:
-        ModelError: unknown or gated there, or the hub can't be reached and the cache hasn't got it.
+        ModelError: unknown or closed there, or the hub can't be reached and the cache hasn't got it.
     """
+    if model.startswith(MODELSCOPE):
+        return _from_modelscope(model, revision, pull_missing, files)
+    return _from_hugging_face(model, revision, pull_missing, files)
+
+
+def _from_hugging_face(model: str, revision: str | None, pull_missing: bool, files: list[str]) -> Path:
+    """As `_hub_folder`."""
     # Lazy: the hub's client takes a while to import and most runs don't need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -203,7 +216,7 @@ def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: lis
         found = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=files or HUB_FILES,
+            allow_patterns=files,
             ignore_patterns=HUB_FILES_NOT_NEEDED,
             local_files_only=not pull_missing,
         )
@@ -220,12 +233,65 @@ def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: lis
             "a local folder of this name does not exist either"
         ) from error
     except Exception as error:  # the network's: their classes come from whichever HTTP library the hub uses
-        raise ModelError(
-            f"can't fetch {model} from the Hugging Face hub ({_first_line(error)}) and this machine's "
-            f"hub cache lacks it; check the network, give --model a local folder, or use a built-in one "
-            f"({', '.join(BUILTIN_MODELS)})"
-        ) from error
+        raise _unreachable(model, "the Hugging Face hub", error) from error
     return Path(found)
+
+
+def _from_modelscope(model: str, revision: str | None, pull_missing: bool, files: list[str]) -> Path:
+    """As `_hub_folder`."""
+    try:
+        # Lazy: few need it, so it is no requirement of ours.
+        from modelscope_hub import (
+            AuthenticationError,
+            HubApi,
+            HubError,
+            NetworkError,
+            NotExistError,
+            PermissionDeniedError,
+        )
+    except ImportError as error:
+        raise ModelError(
+            f"{model} needs ModelScope's client: pip install 'minisgl[modelscope]' (or modelscope-hub)"
+        ) from error
+
+    def find(*, locally: bool) -> Path:
+        return HubApi().download_repo(
+            model.removeprefix(MODELSCOPE),
+            "model",
+            revision=revision,
+            allow_patterns=files,
+            ignore_patterns=HUB_FILES_NOT_NEEDED,
+            local_files_only=locally,
+        )
+
+    try:
+        try:
+            return find(locally=not pull_missing)
+        except NetworkError as error:
+            try:
+                return find(locally=True)
+            except HubError:
+                raise error from None
+    except (AuthenticationError, PermissionDeniedError) as error:
+        raise ModelError(
+            f"{model} is closed to you ({_first_line(error)}): accept its terms on ModelScope and log in, "
+            "or put your access token into MODELSCOPE_API_TOKEN"
+        ) from error
+    except NotExistError as error:
+        which = "" if revision is None else f" or no revision {revision!r} of it"
+        raise ModelError(
+            f"ModelScope has no model {model.removeprefix(MODELSCOPE)!r}{which}, or it is private"
+        ) from error
+    except (HubError, OSError) as error:
+        raise _unreachable(model, "ModelScope", error) from error
+
+
+def _unreachable(model: str, hub: str, error: BaseException) -> ModelError:
+    return ModelError(
+        f"can't fetch {model} from {hub} ({_first_line(error)}) and this machine's cache of it lacks the "
+        f"model; check the network, give --model a local folder, or use a built-in one "
+        f"({', '.join(BUILTIN_MODELS)})"
+    )
 
 
 def _first_line(error: BaseException) -> str:
