@@ -262,7 +262,7 @@ def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
             read = buffer[: piece.num_bytes]
             try:
                 with _readable(piece.path):
-                    _read(files[piece.path].fileno(), memoryview(read.numpy()), piece.begin)
+                    _read(files[piece.path].fileno(), read.numpy().data, piece.begin)
                 rows = read.view(piece.dtype).view(piece.shape)
                 piece.target.copy_(rows[(slice(None), *piece.columns)], non_blocking=True)
                 if device.type == "cuda":
