@@ -1,7 +1,7 @@
 """Who runs next: turns waiting and running requests into step plans, and results into outputs.
 
 Promise: every request that is added gets exactly one final output and nothing after it, and its row
-and pages are given back exactly once, in `_retire`, when no launched step uses them. `plan()` may
+and pages are given back exactly once, in `_settle`, when no launched step uses them. `plan()` may
 run ahead of `apply()` (overlap); steps are applied in the order they were planned.
 """
 
@@ -16,24 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.errors import RequestError
-from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.request import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    RequestState,
-    SamplingParams,
-    TokenLogprobs,
-    fit_to_context,
-)
-from minisgl.scheduler.logprobs import read_logprobs
-from minisgl.scheduler.plan import PLAIN, Chunk, Extras, LogitRules, PageUpdate, RowInit, StepPlan
-from minisgl.scheduler.policy import (
-    PREFIX_WINDOW,
-    choose_waiting,
-    pages_for,
-    prefill_budget_tokens,
-)
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
+from minisgl.scheduler.arrivals import Arrivals
+from minisgl.scheduler.holdings import Holdings
+from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
+from minisgl.scheduler.plan import PLAIN, Chunk, Extras, StepPlan
+from minisgl.scheduler.policy import PREFIX_WINDOW, choose_waiting, prefill_budget_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +68,7 @@ class _LaunchedStep(NamedTuple):
 
 
 class Scheduler:
-    """The only writer of requests. Plain Python: no torch, no clock, no I/O."""
+    """Decides and books; with its `Holdings` the only writer of requests. No torch, no clock, no I/O."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         pool_tokens = cache.num_usable_pages * cache.page_size
@@ -89,25 +78,22 @@ class Scheduler:
             )
         self.config = config
         self.stats = SchedulerStats()
-        self._cache = cache
-        self._page_size = cache.page_size
-        self._eos_ids = frozenset(config.eos_token_ids)
+        self._arrivals = Arrivals(
+            max_context_tokens=config.max_context_tokens,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            seed=config.seed,
+        )
+        self._holdings = Holdings(cache, config.max_rows, config.output_reserve_tokens)
         self._requests: dict[int, Request] = {}  # not yet finished
         self._waiting: list[Request] = []  # by seniority
         self._running: list[Request] = []  # holds a row, not finished; by seniority
         self._num_leaving = 0  # finished or preempting requests whose pages come back with a launched step
-        self._free_rows = list(range(config.max_rows - 1, -1, -1))
         self._launched: deque[_LaunchedStep] = deque()
-        self._row_inits: list[RowInit] = []  # carried by the next plan, like the page updates
-        self._page_updates: list[PageUpdate] = []
-        self._blocked_admission: tuple[int, int] | None = (
-            None  # (request id, pages there were) of the last refusal
-        )
+        # Of the last refusal: the request's id, and the pages there were.
+        self._blocked_admission: tuple[int, int] | None = None
         self._outputs: list[RequestOutput] = []
-        self._num_with_extras = 0  # requests with a row that do more than sample
-        # request id -> what is known so far of the prompts that nobody has heard of yet
-        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._num_arrivals = 0
+        self._prompt_logprobs = PromptLogprobs()
         self._num_plans = 0
 
     @property
@@ -121,7 +107,7 @@ class Scheduler:
     @property
     def num_held_rows(self) -> int:
         """Rows that were handed out and have not come back."""
-        return self.config.max_rows - len(self._free_rows)
+        return self._holdings.num_rows
 
     @property
     def has_work(self) -> bool:
@@ -144,29 +130,11 @@ class Scheduler:
         """
         assert request_id not in self._requests, f"request id {request_id} is in use"
         try:
-            fitted = fit_to_context(len(prompt), params, self.config.max_context_tokens)
-            self._check_token_ids(prompt)
-            stop_ids = frozenset(params.stop_token_ids)
-            stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
-            self._check_rules(fitted, stop_ids)
+            request = self._arrivals.make(request_id, prompt, params, priority=priority, streamed=streamed)
         except RequestError as error:
             self.refuse(request_id, error)
             return
-        assert fitted.max_tokens is not None
-        request = Request(
-            request_id,
-            prompt,
-            fitted,
-            priority=priority,
-            arrival=self._num_arrivals,
-            streamed=streamed,
-            seed=params.seed if params.seed is not None else _mix_seed(self.config.seed, self._num_arrivals),
-            max_new_tokens=fitted.max_tokens,
-            stop_ids=stop_ids,
-        )
-        if params.prompt_logprobs is not None:
-            self._prompt_logprobs[request_id] = []
-        self._num_arrivals += 1
+        self._prompt_logprobs.want(request)
         self._requests[request_id] = request
         insort(self._waiting, request, key=_seniority)
 
@@ -188,7 +156,7 @@ class Scheduler:
         """End a request at the next chance with a final ABORT output; unknown and ended ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._prompt_logprobs.pop(request_id, None)
+            self._prompt_logprobs.forget(request_id)
             self._outputs.append(self._finish(request, FinishReason.ABORT, []))
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -228,21 +196,20 @@ class Scheduler:
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
             return None
         decode_extras = chunk_extras = PLAIN
-        if self._num_with_extras:
+        if self._holdings.num_with_extras:
             decode_extras = _extras_of(sampled[: len(decode_rows)])
             chunk_extras = _extras_of(sampled[len(decode_rows) :])
+        row_inits, page_updates = self._holdings.take_news()
         plan = StepPlan(
             step_id=self._num_plans,
-            row_inits=tuple(self._row_inits),
-            page_updates=tuple(self._page_updates),
+            row_inits=row_inits,
+            page_updates=page_updates,
             decode_rows=tuple(decode_rows),
             chunks=tuple(chunks),
             sampled_rows=tuple([request.row for request in sampled]) if chunks else tuple(decode_rows),
             decode_extras=decode_extras,
             chunk_extras=chunk_extras,
         )
-        self._row_inits.clear()
-        self._page_updates.clear()
         self._num_plans += 1
         self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))
         return plan
@@ -262,7 +229,8 @@ class Scheduler:
         for request, num_fed in step.chunks:
             self._commit_chunk(request, num_fed)
         if prompt_logprobs:
-            self._book_prompt_logprobs(plan, step, prompt_logprobs)
+            for chunk, (request, _), lines in zip(plan.chunks, step.chunks, prompt_logprobs, strict=True):
+                self._prompt_logprobs.book(request, chunk, lines)
         outputs = self._outputs
         num_before = len(outputs)
         num_dropped = 0
@@ -287,7 +255,7 @@ class Scheduler:
                     self._settle(request)
         self.stats.num_output_tokens += len(token_ids) - num_dropped
         if logprobs is not None or self._prompt_logprobs:
-            self._attach_logprobs(step, logprobs, outputs[num_before:])
+            attach_logprobs(step.sampled, logprobs, self._prompt_logprobs, outputs[num_before:])
 
     def check_invariants(self) -> None:
         """Recompute what must hold between any two calls; for tests.
@@ -295,7 +263,6 @@ class Scheduler:
         Raises:
             AssertionError: names the broken promise.
         """
-        self._cache.check_invariants()
         holders = list(self._running)
         in_flight: dict[int, int] = {}
         leaving: dict[int, Request] = {}
@@ -306,11 +273,9 @@ class Scheduler:
                 if request.state is RequestState.FINISHED:
                     leaving[id(request)] = request
         holders += leaving.values()
-        rows = sorted([request.row for request in holders] + self._free_rows)
-        assert rows == list(range(self.config.max_rows)), f"rows lost or held twice: {rows}"
+        self._holdings.check_invariants(holders)
         for request in holders:
             assert request.steps_in_flight == in_flight.get(id(request), 0), "steps_in_flight is off"
-            assert request.lease is not None, "a request with a row has no lease"
         for request in self._waiting:
             assert request.state is RequestState.WAITING, "a waiting request has another state"
             assert request.lease is None, "a waiting request holds pages"
@@ -321,62 +286,6 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_seniority), "a queue is out of order"
 
-    def _check_token_ids(self, prompt: np.ndarray) -> None:
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self.config.vocab_size:
-            raise RequestError(
-                400, "invalid_token_id", f"token ids must be from 0 to {self.config.vocab_size - 1}"
-            )
-
-    def _check_rules(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """Refuse rules that name tokens there are not, or that leave none to generate."""
-        if not params.changes_logits:
-            return
-        vocab_size = self.config.vocab_size
-        named = {
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids,
-            "bad_words_ids": [token_id for ids in params.bad_words_ids for token_id in ids],
-        }
-        for param, ids in named.items():
-            if ids and max(ids) >= vocab_size:
-                message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {max(ids)}"
-                raise RequestError(400, "invalid_token_id", message, param)
-        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
-            raise RequestError(
-                400,
-                "invalid_value",
-                "min_tokens bans the tokens that end the output, and allowed_token_ids allows no others",
-                "min_tokens",
-            )
-
-    def _book_prompt_logprobs(
-        self, plan: StepPlan, step: _LaunchedStep, prompt_logprobs: Sequence[np.ndarray]
-    ) -> None:
-        for chunk, (request, _), lines in zip(plan.chunks, step.chunks, prompt_logprobs, strict=True):
-            found = self._prompt_logprobs.get(request.request_id)
-            if found is None or not chunk.targets:
-                continue
-            num_top = request.params.prompt_logprobs or 0
-            for line, token_id in zip(lines, np.frombuffer(chunk.targets, dtype="<i4").tolist(), strict=True):
-                found.append(read_logprobs(line, token_id, num_top))
-
-    def _attach_logprobs(
-        self, step: _LaunchedStep, logprobs: np.ndarray | None, outputs: list[RequestOutput]
-    ) -> None:
-        """Give a step's outputs the log probabilities that their requests asked for."""
-        by_request = {output.request_id: output for output in outputs}
-        for index, request in enumerate(step.sampled):
-            output = by_request.get(request.request_id)
-            if output is None:
-                continue
-            if request.wants_logprobs:
-                assert logprobs is not None, "log probabilities were planned and did not come"
-                num_top = request.params.logprobs or 0
-                line = logprobs[index]
-                output.logprobs = [read_logprobs(line, token, num_top) for token in output.token_ids]
-            if self._prompt_logprobs:
-                output.prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
-
     def _can_decode(self, request: Request) -> bool:
         """The decisions behind a decode that isn't plainly possible: done, not yet decoding, out of pages."""
         if (
@@ -385,27 +294,13 @@ class Scheduler:
             or request.num_planned_tokens >= request.last_fed_tokens
         ):
             return False
-        while not self._grow(request, request.num_planned_tokens + 1):
+        while not self._holdings.grow(request, request.num_planned_tokens + 1):
             if self._num_leaving:  # pages are on their way: they come back with a launched step
                 return False
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        return True
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Get the pages for `num_tokens` tokens; False = there are not enough, nothing changed."""
-        grown = self._cache.grow(request.lease, num_tokens)
-        if grown is None:
-            return False
-        first_index, page_ids = grown
-        if page_ids:
-            self._page_updates.append(PageUpdate(request.row, first_index, page_ids))
-        capacity = len(request.lease.page_ids) * self._page_size
-        request.decode_limit = (
-            min(capacity, request.last_fed_tokens) if request.state is RequestState.DECODE else 0
-        )
         return True
 
     def _feed_chunk(
@@ -418,18 +313,17 @@ class Scheduler:
     ) -> int:
         """Plan the next part of a prompt; returns its tokens, 0 when budget or pages don't allow any."""
         start = request.num_planned_tokens
-        room = (
-            len(request.lease.page_ids) + self._cache.num_free_pages + self._cache.num_evictable_pages
-        ) * self._page_size
-        num_tokens = min(budget, self.config.chunk_tokens, len(request.feed) - start, room - start)
+        room_tokens = self._holdings.room_tokens(request)
+        num_tokens = min(budget, self.config.chunk_tokens, len(request.feed) - start, room_tokens - start)
         if num_tokens <= 0:
             return 0
         end = start + num_tokens
         samples = end == len(request.feed)
         request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
-        grown = self._grow(request, end)
+        grown = self._holdings.grow(request, end)
         assert grown, "the pages that were counted are not there"
-        targets = request.feed[start + 1 : end + 1].tobytes() if self._wants_prompt(request) else b""
+        wants_prompt = self._prompt_logprobs.wants(request)
+        targets = request.feed[start + 1 : end + 1].tobytes() if wants_prompt else b""
         chunks.append(Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets))
         launched_chunks.append((request, end))
         if samples:
@@ -440,22 +334,22 @@ class Scheduler:
 
     def _admit_next(self) -> Request | None:
         """Give the next waiting request a row and its cached prefix; None = nobody can come in now."""
-        if not self._waiting or not self._free_rows:
+        if not self._waiting or not self._holdings.has_free_row:
             return None
-        available = self._cache.num_free_pages + self._cache.num_evictable_pages
+        available = self._holdings.num_available_pages
         head = self._waiting[0]
         if self._blocked_admission == (head.request_id, available):
             return None
         window = [r for r in self._waiting[:PREFIX_WINDOW] if r.priority == head.priority]
         index = 0
         if len(window) > 1:
-            lengths = [self._cache.match_length(self._matchable(request)) for request in window]
-            index = choose_waiting(lengths, head.num_times_skipped)
-        lease = self._lease_if_it_fits(window[index])
-        if lease is None and index:  # who comes first must not wait for room that another needs
+            matchable = map(self._prompt_logprobs.matchable, window)
+            index = choose_waiting(list(map(self._holdings.match_length, matchable)), head.num_times_skipped)
+        taken = self._take(window[index])
+        if not taken and index:  # who comes first must not wait for room that another needs
             index = 0
-            lease = self._lease_if_it_fits(head)
-        if lease is None:
+            taken = self._take(head)
+        if not taken:
             self._blocked_admission = (head.request_id, available)
             return None
         request = window[index]
@@ -464,76 +358,17 @@ class Scheduler:
             head.num_times_skipped += 1
         del self._waiting[index]
         insort(self._running, request, key=_seniority)
-        num_cached = len(lease.page_ids) * self._page_size
         if not request.was_admitted:  # not the return after a preemption
             request.was_admitted = True
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = request.num_planned_tokens
             self.stats.num_prompt_tokens += len(request.prompt)
-            self.stats.num_cached_tokens += num_cached
-        request.lease = lease
-        request.row = self._free_rows.pop()
-        request.num_planned_tokens = num_cached
-        request.decode_limit = 0
+            self.stats.num_cached_tokens += request.num_cached_tokens
         request.move_to(RequestState.PREFILL)
-        params = request.params
-        self._row_inits.append(
-            RowInit(
-                request.row,
-                params.temperature,
-                max(params.top_k, 0),
-                params.top_p,
-                params.min_p,
-                request.seed,
-                self._rules_of(request) if request.changes_logits else None,
-            )
-        )
-        self._num_with_extras += request.changes_logits or request.wants_logprobs
-        if lease.page_ids:
-            self._page_updates.append(PageUpdate(request.row, 0, tuple(lease.page_ids)))
         return request
 
-    def _wants_prompt(self, request: Request) -> bool:
-        """Whether the log probabilities of its prompt are still to be computed."""
-        return request.request_id in self._prompt_logprobs
-
-    def _matchable(self, request: Request) -> np.ndarray:
-        """The part of the feed that may come from the tree: cached tokens have no logits."""
-        return request.feed[:1] if self._wants_prompt(request) else request.feed
-
-    def _rules_of(self, request: Request) -> LogitRules:
-        """The rules and the tokens so far, for a row that the request now gets."""
-        params = request.params
-        return LogitRules(
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            logit_bias=tuple((params.logit_bias or {}).items()),
-            allowed_token_ids=params.allowed_token_ids,
-            bad_words_ids=params.bad_words_ids,
-            stop_ids=tuple(request.stop_ids) if params.min_tokens else (),
-            min_len=len(request.prompt) + params.min_tokens,
-            prompt=request.prompt.tobytes(),
-            output=np.array(request.output, dtype=np.int32).tobytes(),
-        )
-
-    def _lease_if_it_fits(self, request: Request) -> Lease | None:
-        """Lock a waiting request's cached prefix, if the rest fits beside what the running ones need."""
-        lease = self._cache.admit(self._matchable(request))
-        if self._running:
-            needed = self._pages_to_come(request, 0, len(lease.page_ids))
-            for other in self._running:
-                needed += self._pages_to_come(other, other.num_planned_tokens, len(other.lease.page_ids))
-            if needed > self._cache.num_free_pages + self._cache.num_evictable_pages:
-                self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
-                return None
-        return lease
-
-    def _pages_to_come(self, request: Request, num_planned_tokens: int, num_held_pages: int) -> int:
-        """Pages a request will still take: for the rest of its feed and an estimate of its output."""
-        fed = max(num_planned_tokens, len(request.feed))
-        remaining = request.last_fed_tokens - fed
-        tokens = fed + min(remaining, self.config.output_reserve_tokens)
-        return max(pages_for(tokens, self._page_size) - num_held_pages, 0)
+    def _take(self, request: Request) -> bool:
+        """Give a waiting request a row and its cached prefix, if the rest fits."""
+        return self._holdings.take(request, self._prompt_logprobs.matchable(request), self._running)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """A chunk is in the pool: share its full pages, and use the tree's where somebody was faster."""
@@ -541,8 +376,7 @@ class Scheduler:
         if not sampled_too:
             request.steps_in_flight -= 1
         if request.state is not RequestState.FINISHED and not request.is_preempting:
-            for index, page_id in self._cache.commit(request.lease, request.feed, num_fed):
-                self._page_updates.append(PageUpdate(request.row, index, (page_id,)))
+            self._holdings.commit(request, num_fed)
         if not sampled_too:
             self._settle(request)
 
@@ -577,29 +411,18 @@ class Scheduler:
             return
         if request.state is RequestState.FINISHED:
             self._num_leaving -= 1
-            self._vacate(request)
+            self._holdings.give_back(request)
             request.move_to(RequestState.RETIRED)
         elif request.is_preempting:
             self._num_leaving -= 1
-            self._vacate(request)
+            self._holdings.give_back(request)
             request.is_preempting = False
             request.feed = request.tokens()
-            if self._wants_prompt(request):  # all over again
-                self._prompt_logprobs[request.request_id] = []
+            if self._prompt_logprobs.wants(request):
+                self._prompt_logprobs.want(request)  # all over again
             self._running.remove(request)
             request.move_to(RequestState.WAITING)
             insort(self._waiting, request, key=_seniority)
-
-    def _vacate(self, request: Request) -> None:
-        """Give row and pages back; what was computed stays in the tree."""
-        tokens = request.tokens()
-        self._cache.release(request.lease, tokens, min(request.num_planned_tokens, len(tokens)))
-        # The next plan must not carry news of a row that changes hands: one value per table entry.
-        self._page_updates = [update for update in self._page_updates if update.row != request.row]
-        self._free_rows.append(request.row)
-        self._num_with_extras -= request.changes_logits or request.wants_logprobs
-        request.lease = None
-        request.row = -1
 
 
 def _extras_of(sampled: list[Request]) -> Extras:
@@ -608,13 +431,3 @@ def _extras_of(sampled: list[Request]) -> Extras:
         rules=any(request.changes_logits for request in sampled),
         logprobs=any(request.wants_logprobs for request in sampled),
     )
-
-
-def _mix_seed(seed: int, arrival: int) -> int:
-    """A signed 64-bit seed for a request that brought none (splitmix64, Steele et al. 2014)."""
-    mask = 2**64 - 1
-    z = (seed * 0x9E3779B97F4A7C15 + (arrival + 1) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    z ^= z >> 31
-    return z - 2**64 if z >= 2**63 else z
