@@ -52,7 +52,7 @@ from minisgl.parallel.sizes import rank_sizes
 from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl.weights.dummy import fill_dummy
 from minisgl.weights.loader import load_weights
-from minisgl.weights.progress import logged_progress
+from minisgl.weights.progress import Progress, no_progress, shown_progress
 
 if TYPE_CHECKING:
     from minisgl.engine.follower_link import FollowerLink
@@ -185,7 +185,9 @@ def _build_rank(
             fill_dummy(model, config.seed)
             stages.done("dummy weights")
         else:
-            _load_weights(loadable, folder, model_config, hardware)
+            # The other ranks are as far at any time: one of them shows it.
+            shown = shown_progress(logger) if meeting is None or meeting.rank == 0 else no_progress
+            _load_weights(loadable, folder, model_config, hardware, shown)
             stages.done("load weights")
         if importing.ident is not None:
             importing.join()
@@ -333,7 +335,11 @@ def _share_out(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "Sh
 
 
 def _load_weights(
-    loadable: "Decoder | ShardedTensors", folder: Path, model_config: ModelConfig, hardware: _Hardware
+    loadable: "Decoder | ShardedTensors",
+    folder: Path,
+    model_config: ModelConfig,
+    hardware: _Hardware,
+    on_progress: Progress,
 ) -> None:
     began = time.perf_counter()
     num_bytes = load_weights(
@@ -342,7 +348,7 @@ def _load_weights(
         model_config,
         dtype=hardware.dtype,
         device=hardware.device,
-        on_progress=logged_progress(logger),
+        on_progress=on_progress,
     )
     if hardware.device.type == "cuda":
         torch.cuda.synchronize(hardware.device)

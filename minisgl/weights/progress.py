@@ -14,6 +14,8 @@ Progress = Callable[[str, int, int], None]
 
 BAR_WIDTH = 28
 REDRAW_S = 0.1
+BYTES_FROM = 1 << 20
+"""Totals from here on are bytes, of which a bar shows the rate; nobody counts so many files or tensors."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -27,6 +29,11 @@ def progress_on(stream: TextIO | None = None) -> Progress:
     """
     out = stream if stream is not None else sys.stderr
     return _bar(out) if out.isatty() else _lines(out)
+
+
+def shown_progress(logger: logging.Logger) -> Progress:
+    """A `Progress` for work counted in bytes: a bar where stderr is a terminal, else lines in the log."""
+    return _bar(sys.stderr) if sys.stderr.isatty() else logged_progress(logger)
 
 
 def logged_progress(logger: logging.Logger, every_s: float = 5.0) -> Progress:
@@ -58,20 +65,23 @@ def _lines(out: TextIO) -> Progress:
 
 def _bar(out: TextIO) -> Progress:
     current = ""
-    drawn_at = 0.0
+    began = drawn_at = 0.0
 
     def report(stage: str, done: int, total: int) -> None:
-        nonlocal current, drawn_at
+        nonlocal current, began, drawn_at
         now = time.monotonic()
         ended = total > 0 and done >= total
         if stage == current and not ended and now - drawn_at < REDRAW_S:
             return
-        if stage != current and current:
-            _write(out, "\n")
-        current, drawn_at = stage, now
+        if stage != current:
+            if current:
+                _write(out, "\n")
+            current, began = stage, now
+        drawn_at = now
         filled = BAR_WIDTH * min(done, total) // total if total else 0
         share = f"{100 * min(done, total) // total:3d} %" if total else "  ..."
-        _write(out, f"\r{stage:<34} |{'#' * filled:<{BAR_WIDTH}}| {share}")
+        rate = f"{1e-9 * done / (now - began):6.2f} GB/s" if total >= BYTES_FROM and now > began else ""
+        _write(out, f"\r{stage:<34} |{'#' * filled:<{BAR_WIDTH}}| {share} {rate:<11}")
         if ended:
             _write(out, "\n")
             current = ""
