@@ -11,12 +11,23 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minisgl import __version__
-from minisgl.config import GIB, MIB, DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
+from minisgl.attention_choice import FLASHINFER, NAMES, TRITON, choose, obstacle, parse
+from minisgl.config import (
+    GIB,
+    MIB,
+    DeviceFacts,
+    EngineConfig,
+    ModelConfig,
+    ResolvedConfig,
+    attention_place,
+    resolve_engine_config,
+)
 from minisgl.errors import MinisglError
 from minisgl.model_config import read_model_config
 from minisgl.parallel.sizes import possible_sizes, rank_sizes
@@ -56,6 +67,8 @@ class Report(NamedTuple):
     """Package -> version; None = not installed."""
     devices: list[dict[str, str]]
     choices: list[Choice]
+    attention: dict[str, str]
+    """Attention backend -> what it would run here, or why it can't."""
     model: dict[str, str]
     cache: dict[str, str]
     warnings: list[str]
@@ -75,7 +88,7 @@ def examine(config: EngineConfig, cache_dir: Path) -> Report:
     torch = _import_torch(problems)
     devices, facts = _devices(torch, warnings)
     model, model_config = _model(config, cache_dir, warnings, problems)
-    choices = _choices(config, model_config, facts, problems)
+    resolved = _resolved(config, model_config, facts, problems)
     return Report(
         system={
             "minisgl": f"{__version__} in {Path(__file__).parent}",
@@ -89,7 +102,8 @@ def examine(config: EngineConfig, cache_dir: Path) -> Report:
         },
         packages=packages,
         devices=devices,
-        choices=choices,
+        choices=_choices(config, model_config, resolved, facts, problems),
+        attention=_attention(config, model_config, resolved, facts),
         model=model,
         cache=_cache(cache_dir, problems),
         warnings=warnings,
@@ -126,6 +140,8 @@ def as_text(report: Report) -> str:
         "what serve would use",
         [(choice.flag, f"{choice.value:<12} {choice.why}") for choice in report.choices],
     )
+    if report.attention:
+        section("attention backends", list(report.attention.items()))
     section("cache", list(report.cache.items()))
     lines += [f"warning: {text}" for text in report.warnings]
     lines += [f"PROBLEM: {text}" for text in report.problems]
@@ -278,15 +294,56 @@ def _model(
     }, config
 
 
-def _choices(
+def _resolved(
     config: EngineConfig, model: ModelConfig | None, facts: DeviceFacts, problems: list[str]
+) -> ResolvedConfig | None:
+    """The settings as the engine would have them; None = without a model, or it would refuse them."""
+    if model is None:
+        return None
+    try:
+        return resolve_engine_config(config, model, facts)
+    except MinisglError as error:
+        problems.append(str(error))
+        return None
+
+
+def _attention(
+    config: EngineConfig, model: ModelConfig | None, resolved: ResolvedConfig | None, facts: DeviceFacts
+) -> dict[str, str]:
+    """Every backend, also where the one that was asked for can't run."""
+    if model is None:
+        return {}
+    try:
+        settings = resolved or resolve_engine_config(replace(config, attention_backend=None), model, facts)
+    except MinisglError:
+        return {}
+    place = attention_place(
+        model, facts, device=settings.device, dtype=settings.dtype, page_size=settings.page_size
+    )
+    chosen = parse(resolved.attention_backend) if resolved is not None else None
+    found = {}
+    for name in NAMES:
+        reason = obstacle(name, place)
+        if reason is not None:
+            found[name] = f"no: it {reason}"
+        elif chosen is not None and name in chosen:
+            work = [work for work, backend in chosen._asdict().items() if backend == name]
+            found[name] = f"would run {' and '.join(work)}"
+        else:
+            found[name] = f"could run, as {choose(name, place)}" if name == FLASHINFER else "could run"
+    return found
+
+
+def _choices(
+    config: EngineConfig,
+    model: ModelConfig | None,
+    resolved: ResolvedConfig | None,
+    facts: DeviceFacts,
+    problems: list[str],
 ) -> list[Choice]:
     if model is None:
         return [Choice("--model", config.model, "the other choices depend on it; fetch it first")]
-    try:
-        resolved = resolve_engine_config(config, model, facts)
-    except MinisglError as error:
-        problems.append(str(error))
+    if resolved is None:
         return []
     on_cuda = resolved.device == "cuda"
     try:
@@ -303,10 +360,10 @@ def _choices(
     reasons = {
         "device": seen,
         "dtype": dtype_reason,
-        "attention_backend": "paged Triton kernels" if on_cuda else "plain torch; Triton needs a GPU",
+        "attention_backend": _why_this_attention(resolved),
         "compile_mode": "one compiled block, in a CUDA graph per batch size"
         if resolved.compile_mode == "layers"
-        else "graphs need a GPU and Triton attention; on a CPU the first answer comes sooner",
+        else "graphs need a GPU and a kernel for decode; on a CPU the first answer comes sooner",
         "max_context_tokens": "the model's own limit",
         "max_running_requests": f"default on {resolved.device}",
         "max_step_tokens": f"default on {resolved.device}",
@@ -317,6 +374,14 @@ def _choices(
         why = "asked for" if asked else reason
         choices.append(Choice("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
     return choices
+
+
+def _why_this_attention(resolved: ResolvedConfig) -> str:
+    if resolved.device == "cpu":
+        return "plain torch; the kernels need a GPU"
+    if parse(resolved.attention_backend).decode == TRITON:
+        return "our kernels, with nothing to plan; decode and short prompts are recorded"
+    return f"{TRITON} can't run here; see below"
 
 
 def _cache(cache_dir: Path, problems: list[str]) -> dict[str, str]:

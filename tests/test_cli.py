@@ -168,10 +168,12 @@ def test_doctor_says_what_would_be_used_and_why(tmp_path: Path) -> None:
     assert choices["--attention-backend"][0] == "torch"
     assert choices["--compile-mode"] == (
         "off",
-        "graphs need a GPU and Triton attention; on a CPU the first answer comes sooner",
+        "graphs need a GPU and a kernel for decode; on a CPU the first answer comes sooner",
     )
     assert choices["--max-context-tokens"] == ("512", "the model's own limit")
     assert report["packages"]["torch"]
+    assert report["attention"]["torch"] == "would run prefill and decode"
+    assert report["attention"]["triton"] == report["attention"]["trtllm"] == "no: it needs --device cuda"
     assert report["problems"] == []
 
     impossible = run("doctor", "--model", str(tmp_path), "--device", "cpu", "--page-size", "3")

@@ -25,7 +25,8 @@ def attend_by_arguments(row_start: Tensor, **arguments: Any) -> Tensor:
     where = (tables, rows, lengths, row_start, int(row_start.diff().max()))
     caches = arguments["kv_cache"]
     scale, window = arguments["bmm1_scale"], arguments["window_left"] + 1
-    return arguments["out"].copy_(paged_prefill_reference(arguments["query"], *caches, *where, scale, window))
+    query = arguments["query"]
+    return arguments["out"].copy_(paged_prefill_reference(query, k_cache, v_cache, *where, scale, window))
 
 
 def context(

@@ -1,0 +1,64 @@
+"""What doctor says of attention backends on machines other than this one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minisgl import doctor
+from minisgl.config import DeviceFacts, EngineConfig
+
+H200 = DeviceFacts(
+    has_cuda=True, cuda_name="H200", num_gpus=1, compute_capability=(9, 0), flashinfer="0.6.14"
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this machine were another."""
+    monkeypatch.setattr(doctor, "_devices", lambda torch, warnings: ([], H200))
+    monkeypatch.setattr(doctor, "_driver_version", lambda: None)
+
+
+def examine(tmp_path: Path, backend: str | None) -> doctor.Report:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return doctor.examine(EngineConfig(model=str(tmp_path), attention_backend=backend), tmp_path)
+
+
+def test_it_says_what_each_backend_would_run_and_what_keeps_the_others(tmp_path: Path) -> None:
+    report = examine(tmp_path, "triton,flashinfer")
+    assert report.problems == []
+    assert report.attention == {
+        "triton": "would run prefill",
+        "flashinfer": "could run, as flashinfer-fa3,flashinfer-fa2",
+        "flashinfer-fa2": "would run decode",
+        "flashinfer-fa3": "could run",
+        "trtllm": "no: it needs a Blackwell GPU (compute 10.0), and this is compute 9.0",
+        "torch": "could run",
+    }
+    assert "would run decode" in doctor.as_text(report)
+    assert json.loads(doctor.as_json(report))["attention"] == report.attention
+
+
+def test_it_says_why_the_usual_one_is_chosen(tmp_path: Path) -> None:
+    why = {choice.flag: choice.why for choice in examine(tmp_path, None).choices}
+    assert why["--attention-backend"].startswith("our kernels")
+
+
+def test_where_the_one_that_was_asked_for_can_not_run_it_shows_those_that_can(tmp_path: Path) -> None:
+    report = examine(tmp_path, "trtllm")
+    assert len(report.problems) == 1
+    assert "--attention-backend trtllm: trtllm needs a Blackwell GPU" in report.problems[0]
+    assert report.attention["triton"] == "could run"
+    assert report.attention["trtllm"].startswith("no: it needs a Blackwell GPU")
