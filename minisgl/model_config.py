@@ -242,6 +242,7 @@ MEANS_NOTHING: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (),
     "clip_qkv": (),
     "dual_chunk_attention_config": (),
+    "compression_config": (),
     "use_bidirectional_attention": (False,),
     "shared_expert_intermediate_size": (0,),
     "n_shared_experts": (0,),

@@ -1,0 +1,208 @@
+"""What public models say in config.json, cut to what matters: read as they are meant, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.config import ModelConfig
+from minisgl.errors import ModelError
+from minisgl.model_config import read_model_config
+
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+PHI_3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 3072,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": 262144,
+    "attention_bias": False,
+    "resid_pdrop": 0.0,
+}
+LONGROPE = {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.1] * 48}
+
+
+def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(SIZES | config))
+    return read_model_config(folder)
+
+
+READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
+    "Llama-2-7b": (
+        {"architectures": ["LlamaForCausalLM"], "pretraining_tp": 1, "rope_scaling": None},
+        {"num_kv_heads": 32, "rope_theta": 10000.0, "max_position": 4096},
+    ),
+    "Yi-6B, a Llama by another maker": (
+        {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4, "rope_theta": 5000000.0},
+        {"num_kv_heads": 4, "rope_theta": 5e6},
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 4096,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 8,
+        },
+        {"windows": (4096,) * 32},
+    ),
+    "Mistral-7B-v0.3": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": None,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 8,
+        },
+        {"windows": ()},
+    ),
+    "Mistral-Nemo, whose heads are narrower than its width says": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "hidden_size": 5120,
+            "head_dim": 128,
+            "sliding_window": None,
+            "num_key_value_heads": 8,
+        },
+        {"head_dim": 128},
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": 32768,
+            "max_window_layers": 24,
+            "use_mrope": False,
+        },
+        {"qkv_bias": True, "o_bias": False, "tie_word_embeddings": True, "windows": ()},
+    ),
+    "Qwen2.5-7B with the YaRN that its card describes": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "max_position_embeddings": 32768,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        },
+        {"max_position": 131072},
+    ),
+    "Phi-3-mini-4k": (
+        PHI_3 | {"sliding_window": 2047, "rope_scaling": None},
+        {"head_dim": 96, "num_kv_heads": 32, "rope_scaling": None, "windows": (2047,) * 32},
+    ),
+    "Phi-3-mini-128k": (
+        PHI_3 | {"max_position_embeddings": 131072, "rope_scaling": LONGROPE},
+        {"max_position": 131072, "windows": ()},
+    ),
+    "Phi-3-mini-128k as first published": (
+        PHI_3 | {"max_position_embeddings": 131072, "rope_scaling": LONGROPE | {"type": "su"}},
+        {"max_position": 131072},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_public_config_is_read(name: str, tmp_path: Path) -> None:
+    raw, expected = READ[name]
+    config = read(tmp_path, raw)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_phi_3s_longrope_has_its_factors_and_transformers_magnitude(tmp_path: Path) -> None:
+    config = read(tmp_path, READ["Phi-3-mini-128k"][0])
+    first = read(tmp_path, READ["Phi-3-mini-128k as first published"][0])
+    assert config.rope_scaling == first.rope_scaling
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.original_max_position == 4096
+    assert (config.rope_scaling.short_factors, config.rope_scaling.long_factors) == (
+        (1.1,) * 48,
+        (1.5,) * 48,
+    )
+    assert config.rope_scaling.attention_factor == pytest.approx(1.1902380714238083), (
+        "sqrt(1 + ln 32 / ln 4096)"
+    )
+
+
+LLAMA, MISTRAL = {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["MistralForCausalLM"]}
+QWEN2, QWEN3 = {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen3ForCausalLM"]}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DeepSeek-V3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_shared_experts": 1},
+        "DeepseekV3ForCausalLM",
+    ),
+    "Qwen1.5-MoE-A2.7B, with shared experts": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5632},
+        "Qwen2MoeForCausalLM",
+    ),
+    "Gemma-2-9b, with soft caps": (
+        {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},
+        "Gemma2ForCausalLM",
+    ),
+    "Gemma-3-4b, which sees": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
+        "Gemma3ForConditionalGeneration",
+    ),
+    "gpt-oss-20b": (
+        {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
+        "GptOssForCausalLM",
+    ),
+    "Qwen3-Next": ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM"),
+    "granite-3b-code": (LLAMA | {"attention_bias": True, "mlp_bias": True}, "mlp_bias = True"),
+    "Phi-4-mini": (PHI_3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
+    "Phi-4-mini as transformers 5 writes it": (
+        PHI_3 | {"rope_parameters": LONGROPE | {"rope_type": "longrope", "partial_rotary_factor": 0.75}},
+        "partial_rotary_factor = 0.75",
+    ),
+    "Qwen3-8B-FP8": (
+        QWEN3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantized weights .fp8.",
+    ),
+    "Qwen2.5-7B-Instruct-AWQ": (
+        QWEN2 | {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        "quantized weights .awq.",
+    ),
+    "Mistral-7B-GPTQ": (MISTRAL | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    "a Llama in 4 bits of bitsandbytes": (
+        LLAMA | {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
+        "bitsandbytes",
+    ),
+    "a Llama of compressed-tensors": (
+        LLAMA | {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
+        "compressed-tensors",
+    ),
+    "a Llama of compressed-tensors, older": (
+        LLAMA | {"compression_config": {"format": "pack-quantized"}},
+        "compression_config",
+    ),
+    "Qwen2.5-7B-Instruct-1M": (
+        QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 262144}},
+        "dual_chunk_attention_config",
+    ),
+    "a text model with positions of images": (
+        QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        "RoPE of type 'mrope'",
+    ),
+    "Mistral-Small-3.1, which sees": (
+        {"architectures": ["Mistral3ForConditionalGeneration"]},
+        "Mistral3ForConditionalGeneration",
+    ),
+    "a Mixtral in 8 bits": (
+        {"architectures": ["MixtralForCausalLM"], "torch_dtype": "float8_e4m3fn"},
+        "float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_public_config_that_asks_for_what_is_not_here_is_refused_by_its_name(
+    name: str, tmp_path: Path
+) -> None:
+    raw, named = REFUSED[name]
+    with pytest.raises(ModelError, match=named):
+        read(tmp_path, raw)
