@@ -344,7 +344,9 @@ def four_layers(folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="Do all attention backends agree on this GPU, and what does each cost?"
+    )
     parser.add_argument("backends", nargs="*", help="auto: all that run here, and triton,flashinfer")
     parser.add_argument("--engine-only", action="store_true")
     parser.add_argument("--alone-only", action="store_true")

@@ -23,7 +23,7 @@ def attend_by_arguments(row_start: Tensor, **arguments: Any) -> Tensor:
     tables, lengths = arguments["block_tables"], arguments["seq_lens"]
     rows = torch.arange(len(lengths), dtype=torch.int32)
     where = (tables, rows, lengths, row_start, int(row_start.diff().max()))
-    caches = arguments["kv_cache"]
+    k_cache, v_cache = arguments["kv_cache"]
     scale, window = arguments["bmm1_scale"], arguments["window_left"] + 1
     query = arguments["query"]
     return arguments["out"].copy_(paged_prefill_reference(query, k_cache, v_cache, *where, scale, window))
