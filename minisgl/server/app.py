@@ -20,7 +20,7 @@ from minisgl.server.choice_details import ChoiceDetails
 from minisgl.server.frontend import Delta, Frontend, Stream
 from minisgl.server.middleware import CallFacts, Gate, facts_of, json_answer
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
-from minisgl.server.replies import NO_FIELDS, Choice, PlainText, Shape, Usage, error_body, error_of, sse
+from minisgl.server.replies import Choice, PlainText, Shape, Usage, error_body, error_of, sse
 from minisgl.server.schemas import GENERATE, GenerateBody
 from minisgl.server.served_model import ServedModel
 from minisgl.server.text_threads import TextThreads
@@ -122,15 +122,11 @@ class Api:
             stream = open_streams.enter_context(
                 self._frontend.open(num_prompts * options.n, facts.request_id)
             )
-            prompts = await self._threads.run(len(body), lambda: self._encode(call))
-            shared = options.params
-            if shared.bad_words:
-                shared = with_bad_words_ids(shared, bad_words_ids(self._model.tokenizer, shared.bad_words))
+            prompts, shared, details = await self._threads.run(len(body), lambda: self._prepare(call))
             params = [for_choice(shared, rank) for rank in range(options.n)]
             choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
             stream.submit(choices, "messages" if is_chat else "prompt", options.priority)
             is_plain = isinstance(call, CompletionCall) and call.is_plain
-            details = self._details(call, prompts) if options.wanted.anything else []
             return Call(stream, options, is_chat, is_plain, Tally(prompts, options.n, facts), details)
 
     async def _send_stream(
@@ -157,13 +153,7 @@ class Api:
         try:
             async for delta in stream.deltas():
                 tally.take(delta)
-                text, fields = delta.text, NO_FIELDS
-                if details:
-                    before, fields = details[delta.choice].take(
-                        delta.token_ids, delta.logprobs, delta.prompt_logprobs
-                    )
-                    text = before + text
-                events = shape.piece(delta.choice, text, delta.finish_reason, fields)
+                events = await self._events(shape, delta, details[delta.choice] if details else None)
                 if not response.prepared:
                     await response.prepare(request)
                     events = shape.opening(stream.num_choices) + events
@@ -182,6 +172,27 @@ class Api:
         finally:
             cut.cancel()
         return response
+
+    async def _events(self, shape: Shape | PlainText, delta: Delta, details: ChoiceDetails | None) -> bytes:
+        """What a stream says of a delta; with the details of a long prompt it is made off the event loop."""
+        if details is None:
+            return shape.piece(delta.choice, delta.text, delta.finish_reason)
+
+        def make() -> bytes:
+            before, fields = details.take(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
+            return shape.piece(delta.choice, before + delta.text, delta.finish_reason, fields)
+
+        num_tokens = len(delta.token_ids) + len(delta.prompt_logprobs or ())
+        return await self._threads.run(num_tokens * DETAIL_BYTES, make)
+
+    def _prepare(
+        self, call: ChatCall | CompletionCall
+    ) -> tuple[list[list[int]], SamplingParams, list[ChoiceDetails]]:
+        """The prompts' token ids, the parameters with those of bad words, and each choice's details."""
+        prompts, params = self._encode(call), call.options.params
+        if params.bad_words:
+            params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
+        return prompts, params, self._details(call, prompts) if call.options.wanted.anything else []
 
     def _details(
         self, call: ChatCall | CompletionCall, prompts: Sequence[Sequence[int]]

@@ -127,8 +127,9 @@ class EngineLink:
         answer = self._asked[sequence] = self._loop.create_future()
         try:
             self.send(question)
-            return await asyncio.wait_for(answer, limit_s)
-        except (EngineDeadError, asyncio.TimeoutError):
+            await asyncio.wait((answer,), timeout=limit_s)
+            return answer.result() if answer.done() else None
+        except EngineDeadError:
             return None
         finally:
             del self._asked[sequence]

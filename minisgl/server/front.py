@@ -65,6 +65,10 @@ class Front:
         self._threads = threads
         self._runner = runner
 
+    async def num_open(self) -> int:
+        """Open requests of all server processes that answer."""
+        return sum(part.num_open_requests for part in await self._siblings.stats())
+
     async def close(self) -> None:
         """Stop listening, after clients had `LAST_ANSWERS_S` to read."""
         await self._runner.cleanup()

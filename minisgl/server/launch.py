@@ -229,7 +229,7 @@ async def _drain(running: Running) -> bool:
     if not link.ready.done():
         return True  # nothing runs yet, and an engine that loads does not listen
     limit_s = service.server.drain_timeout_s
-    log.info("stopping: %d open requests may go on for %g s", frontend.num_open, limit_s)
+    log.info("stopping: %d open requests may go on for %g s", await front.num_open(), limit_s)
     await _first_of(_all_empty(front, workers), *failures, signals.stop_now.wait(), timeout_s=limit_s)
     if any(failure.done() for failure in failures):
         return False

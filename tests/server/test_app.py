@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from minisgl.request import TokenLogprobs
 from minisgl.server.admin import Admin
 from minisgl.server.app import Api, Call, Tally, make_app
 from minisgl.server.debug import Debug
@@ -23,7 +24,7 @@ NOTHING: Any = None
 
 
 class Seen:
-    """In place of an answer's shape and details: notes what comes, and in which thread."""
+    """In place of an answer's shape and details: notes what comes, and in which thread it is written."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -31,6 +32,10 @@ class Seen:
 
     def take(self, *_: object) -> tuple[str, Any]:
         return "before ", NO_FIELDS
+
+    def piece(self, _: int, text: str, reason: str | None, fields: Any) -> bytes:
+        self.thread = threading.current_thread()
+        return text.encode()
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         self.thread, self.choices = threading.current_thread(), choices
@@ -48,6 +53,19 @@ def test_details_of_a_long_prompt_do_not_hold_the_event_loop(num_tokens: int, is
     assert asyncio.run(api._whole(call, cast(Any, seen), deltas)) == b"%d" % num_tokens
     threads.close()
     assert seen.choices == [Choice("before text", "stop")]
+    assert (seen.thread is not threading.main_thread()) == is_aside
+
+
+@pytest.mark.parametrize(("num_tokens", "is_aside"), [(3, False), (5000, True)])
+def test_the_first_event_about_a_long_prompt_does_not_hold_the_event_loop(
+    num_tokens: int, is_aside: bool
+) -> None:
+    seen, threads = Seen(), TextThreads()
+    api = Api(NOTHING, NOTHING, threads, NOTHING, 1.0)
+    of_prompt = [TokenLogprobs(7, -1.0, 1, [], [])] * num_tokens
+    delta = Delta(0, "text", 1, 0, None, [1], None, of_prompt)
+    assert asyncio.run(api._events(cast(Any, seen), delta, cast(Any, seen))) == b"before text"
+    threads.close()
     assert (seen.thread is not threading.main_thread()) == is_aside
 
 

@@ -258,6 +258,7 @@ def test_all_processes_drain_and_end_on_a_signal(folder: Path) -> None:
 
         assert {status for status, _ in asyncio.run(scenario())} == {200}
         assert server.process.wait(LIMIT_S) == 0
+        assert "stopping: 8 open requests" in server.errors.read_text()
         assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
