@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kvcache",
         "weights",
         "model_config",
+        "parallel",
     }
     | {"server", "__init__"},
     "cli": SEAMS
@@ -85,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
     ("benchmark", "server"): {"minisgl.server.startup_report"},
+    ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
     ("doctor", "parallel"): {"minisgl.parallel.sizes"},
     ("doctor", "weights"): {"minisgl.weights.sources"},
     ("doctor", "engine"): {"minisgl.engine.device"},

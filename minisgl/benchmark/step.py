@@ -3,7 +3,7 @@
 Promise: a step is timed as a server runs it, with the next one always queued behind it, so host work that
 hides behind the device does not count and host work that does not hide does. The floor is the larger of two
 times: bytes of weights and K/V that the step has to read over the copy bandwidth, and its products over the
-matrix rate (`step_floor`), both measured in the same run.
+matrix rate (`step_floor`), both measured in the same run. Of several ranks (--tp), rank 0's share counts.
 """
 
 import statistics
@@ -36,19 +36,23 @@ from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
 from minisgl.benchmark.step_floor import Work, costs_of, experts_hit
 from minisgl.config import EngineConfig, ModelConfig
 from minisgl.engine.build import build_engine
-from minisgl.engine.device import find_device_facts
+from minisgl.engine.device import find_device_facts, peak_host_bytes
 from minisgl.engine.engine import Engine
+from minisgl.engine.follower_link import Started
 from minisgl.engine.inputs import build_prefill
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.stages import load_ms
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.errors import ConfigError
 from minisgl.model_config import read_model_config
+from minisgl.parallel.sizes import rank_sizes
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
 from minisgl.weights.progress import Progress
 
 WARM_UP_STEPS = 3
 ROUTED_STEPS = 3
 """Decode steps in which the experts that are hit are counted."""
+PROFILED_STEPS = 20
 CPU_COPY_BYTES = 128 << 20
 """Beyond the caches."""
 CPU_MATRIX_WIDTH = 1024
@@ -92,8 +96,6 @@ def run_step_bench(
         ModelError: the model can't be loaded.
     """
     check_output(output)
-    if engine_config.tp > 1:
-        raise ConfigError("minisgl bench step measures one GPU's steps; leave --tp away")
     on_gpu = engine_config.device != "cpu" and find_device_facts().has_cuda
     points = read_points(settings, "cuda" if on_gpu else "cpu")
     engine_config = _with_rows_for(engine_config, max(points.batches))
@@ -102,14 +104,24 @@ def run_step_bench(
     ceilings = _gpu_ceilings() if on_gpu else None
     with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
         model_config = read_model_config(folder)
-        engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
+        stages: dict[str, float] = {}
+
+        def on_stage(stage: str, duration_ms: float) -> None:
+            stages[stage] = duration_ms
+            progress(stage, 1, 1)
+
+        engine = build_engine(engine_config, folder, on_stage)
+    peak_bytes = peak_host_bytes()
     try:
         ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)
         report = measure_steps(engine, model_config, points, ceilings, progress)
+        if engine.config.tp > 1:
+            own = Started(0, engine.weights_bytes, load_ms(stages), peak_bytes)
+            report.tables["ranks"] = _ranks([own, *engine.other_ranks()])
     finally:
         engine.close()
-    for name in ("decode", "prefill"):
-        if report.tables[name]:
+    for name in ("decode", "prefill", "ranks"):
+        if report.tables.get(name):
             print(f"{name}\n{format_table(report.tables[name])}\n", file=out)
     if report.tables["left_out"]:
         left_out = ", ".join(str(row["point"]) for row in report.tables["left_out"])
@@ -147,30 +159,36 @@ def measure_steps(
     Raises:
         ConfigError: none does.
     """
-    costs = costs_of(engine.runner, model_config)
-    _fill_pool(engine)
+    costs = costs_of(engine.runner, rank_sizes(model_config, engine.config.tp))
+    engine.fill_pool()
     num_aside = 0  # compilations that no measured step needed
     samples: dict[str, list[float]] = {}
     tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": [], "left_out": []}
     decode_points = [(b, c) for b in points.batches for c in points.contexts]
     prefill_points = [(n, p) for n in points.prefills for p in points.prefixes]
     num_points = len(decode_points) + len(prefill_points)
+    profiled_steps = PROFILED_STEPS if engine.config.tp > 1 and engine.config.device == "cuda" else 0
     for index, (batch, context) in enumerate(decode_points):
         progress("steps", index, num_points)
         start = max(2, context - points.steps // 2)
-        num_tokens = start + points.steps + WARM_UP_STEPS + ROUTED_STEPS + 1
+        num_tokens = start + points.steps + WARM_UP_STEPS + ROUTED_STEPS + profiled_steps + 1
         if not _fits(engine, batch, num_tokens):
             tables["left_out"].append({"point": f"decode {batch} x {context}"})
             continue
         _place_rows(engine, batch, start, num_tokens)
         rows = tuple(range(batch))
-        times = _time(engine.runner, StepPlan(0, (), (), rows, (), rows), points.steps)
-        hit, num_compiled = _experts_hit(engine, partial(_decode_uncompiled, engine.runner, rows))
+        plan = StepPlan(0, (), (), rows, (), rows)
+        times = _time(engine, plan, points.steps)
+        hit, num_compiled = _experts_hit(
+            engine, model_config, batch, partial(_decode_uncompiled, engine.runner, rows)
+        )
         num_aside += num_compiled
         # Rows grow by a token per step: around `context`, or above it where that is too short.
         work = costs.decode(batch, start + WARM_UP_STEPS + points.steps / 2, hit)
         row = {"batch": batch, "context": context, **_row(times, work, ceilings, hit)}
         row["output_tokens_per_s"] = 1e3 * batch / statistics.median(times.wall_ms)
+        if profiled_steps:
+            row["collectives"] = _share_of_collectives(engine, plan, profiled_steps)
         tables["decode"].append(row)
         samples[f"decode_{batch}x{context}_ms"] = times.wall_ms
     rng = np.random.default_rng(0)
@@ -183,8 +201,10 @@ def measure_steps(
         _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
         token_ids = rng.integers(0, model_config.vocab_size, num_tokens).astype("<i4")
         plan = StepPlan(0, (), (), (), (Chunk(0, prefix, token_ids.tobytes(), True),), (0,))
-        times = _time(engine.runner, plan, max(3, points.steps // 3))
-        hit, num_compiled = _experts_hit(engine, partial(_prefill_uncompiled, engine.runner, plan.chunks))
+        times = _time(engine, plan, max(3, points.steps // 3))
+        hit, num_compiled = _experts_hit(
+            engine, model_config, num_tokens, partial(_prefill_uncompiled, engine.runner, plan.chunks)
+        )
         num_aside += num_compiled
         row = {"new_tokens": num_tokens, "prefix": prefix}
         row |= _row(times, costs.prefill(num_tokens, prefix, hit), ceilings, hit)
@@ -320,16 +340,19 @@ def _cpu_ceilings(dtype: torch.dtype) -> Ceilings:
     return Ceilings(2e-12 * source.nbytes / copy_s, 2e-12 * CPU_MATRIX_WIDTH**3 / matmul_s)
 
 
-def _fill_pool(engine: Engine) -> None:
-    """Random keys and values: zeros would make attention's data unreal."""
-    with torch.inference_mode():
-        for attention in engine.runner.model.attention_layers():
-            attention.k_cache.normal_()
-            attention.v_cache.normal_()
+def _experts_hit(
+    engine: Engine, config: ModelConfig, num_tokens: int, run: Callable[[], None]
+) -> tuple[float, int]:
+    """Experts of a layer that get a token in an uncompiled step, and how many kernels it compiled.
 
-
-def _experts_hit(engine: Engine, run: Callable[[], None]) -> tuple[float, int]:
-    """Experts of a layer that get a token in an uncompiled step, and how many kernels it compiled."""
+    With several ranks, which take no part in such a step, what even routing would hit.
+    """
+    if engine.config.tp > 1:
+        experts = config.experts
+        if experts is None:
+            return 0.0, 0
+        missed = (1 - experts.experts_per_token / experts.num_experts) ** num_tokens
+        return experts.num_experts * (1 - missed), 0
     before = engine.status(0).num_recompiles
     hit = experts_hit(engine.runner, run)
     return hit, engine.status(0).num_recompiles - before
@@ -378,33 +401,62 @@ def _place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int
             chunks=tuple(chunks),
             sampled_rows=tuple(rows),
         )
-        engine.runner.collect(engine.runner.launch(plan))
+        engine.collect(engine.launch(plan))
 
 
-def _time(runner: ModelRunner, plan: StepPlan, steps: int) -> Times:
+def _time(engine: Engine, plan: StepPlan, steps: int) -> Times:
     """Launch the plan again and again, one step always queued behind the running one."""
-    on_gpu = runner.rows.page_table.device.type == "cuda"
+    on_gpu = engine.runner.rows.page_table.device.type == "cuda"
     for _ in range(WARM_UP_STEPS):
-        runner.collect(runner.launch(plan))
+        engine.collect(engine.launch(plan))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
     wall_ms = []
     if not on_gpu:  # nothing runs behind the caller's back: a launch is the step
         for _ in range(steps):
             begin = time.perf_counter()
-            runner.collect(runner.launch(plan))
+            engine.collect(engine.launch(plan))
             wall_ms.append(1e3 * (time.perf_counter() - begin))
         return Times(wall_ms, None)
-    pending = runner.launch(plan)
+    pending = engine.launch(plan)
     events[0].record()
     last = time.perf_counter()
     for step in range(steps):
-        launched = runner.launch(plan)
+        launched = engine.launch(plan)
         events[step + 1].record()
-        runner.collect(pending)
+        engine.collect(pending)
         pending = launched
         now = time.perf_counter()
         wall_ms.append(1e3 * (now - last))
         last = now
-    runner.collect(pending)
+    engine.collect(pending)
     torch.cuda.synchronize()
     return Times(wall_ms, [events[i].elapsed_time(events[i + 1]) for i in range(steps)])
+
+
+def _share_of_collectives(engine: Engine, plan: StepPlan, steps: int) -> float:
+    """Of rank 0's time in kernels, by torch's profiler: that of sums over ranks (with the norm where one
+    kernel does both) and of gathers, waiting for the other ranks included."""
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[cuda]) as profile:
+        for _ in range(steps):
+            engine.collect(engine.launch(plan))
+        torch.cuda.synchronize()
+    times = [
+        (event.key.lower(), event.self_device_time_total)
+        for event in profile.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    collectives = sum(us for name, us in times if "nccl" in name or "all_reduce" in name)
+    return collectives / max(1.0, sum(us for _, us in times))
+
+
+def _ranks(starts: list[Started]) -> list[dict[str, Cell]]:
+    return [
+        {
+            "rank": start.rank,
+            "weights_gb": start.weights_bytes / 1e9,
+            "load_s": start.load_ms / 1e3,
+            "peak_host_gb": start.peak_host_bytes / 1e9,
+        }
+        for start in starts
+    ]

@@ -77,7 +77,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
-    """The costs of the steps of a model that one rank holds whole."""
+    """The costs of the steps of a model, or of a rank's share; config: as the rank has it."""
     model = runner.model
     item_bytes = model.lm_head.weight.element_size()
     head = model.lm_head.weight.numel()

@@ -24,11 +24,11 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.messages import AddRequest, Status
 from minisgl.request import RequestOutput
-from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from minisgl.engine.follower_link import FollowerLink
+    from minisgl.engine.follower_link import FollowerLink, Started
     from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,11 @@ class Engine:
     def num_pages(self) -> int:
         """Pages of the pool that requests can use."""
         return self.cache.num_usable_pages
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of this rank's share of the model."""
+        return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
     @property
     def has_work(self) -> bool:
@@ -117,9 +122,7 @@ class Engine:
         plan = self._scheduler.plan()
         planned_s = time.perf_counter()
         if plan is not None:
-            if self._followers is not None:
-                self._followers.send(plan)
-            self._launched.append(self.runner.launch(plan))
+            self._launched.append(self.launch(plan))
             launched_s = time.perf_counter()
             self.timeline.launched(plan, self.runner.buckets_of(plan), begin_s, planned_s, launched_s)
         # With overlap one step stays in flight while the next is planned; without a plan nothing can.
@@ -129,13 +132,39 @@ class Engine:
             waiting_s = time.perf_counter()
             step.wait()
             collected_s = time.perf_counter()
-            result = self.runner.collect(step)
-            if self._followers is not None:
-                self._followers.note(result.token_ids)
+            result = self.collect(step)
             self._scheduler.apply(step.plan, *result)
             self.timeline.applied(waiting_s, collected_s, time.perf_counter())
             self.profiler.step_is_over()
         return self._scheduler.take_outputs()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step on all ranks, whatever the scheduler has in mind: `step` is for serving."""
+        if self._followers is not None:
+            self._followers.send(plan)
+        return self.runner.launch(plan)
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a launched step; in the order of their launch."""
+        result = self.runner.collect(step)
+        if self._followers is not None:
+            self._followers.note(result.token_ids)
+        return result
+
+    def fill_pool(self) -> None:
+        """Put random keys and values everywhere, to measure with: zeros are no real data."""
+        with torch.inference_mode():
+            for attention in self.runner.model.attention_layers():
+                attention.k_cache.normal_()
+                attention.v_cache.normal_()
+
+    def other_ranks(self) -> "list[Started]":
+        """What the other ranks say of their start, once all are ready.
+
+        Raises:
+            EngineDeadError: one has ended.
+        """
+        return [] if self._followers is None else self._followers.wait_for_starts()
 
     def follow(self, plan: StepPlan) -> list[list[int]]:
         """Execute a plan of rank 0, as a further rank; the tokens of each step that is over by now."""

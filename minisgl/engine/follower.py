@@ -15,7 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from minisgl.engine.follower_link import STORE, Checksum, Failed, FollowerConfig, Joining, TokenChecksum
+from minisgl.engine.follower_link import (
+    STORE,
+    Checksum,
+    Failed,
+    FollowerConfig,
+    Joining,
+    Started,
+    TokenChecksum,
+)
 from minisgl.engine.worker import end_with_the_parent
 from minisgl.errors import MinisglError
 from minisgl.log import setup_logging
@@ -54,7 +62,10 @@ def main() -> int:
 def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     # Lazy: torch takes seconds, and whatever it says should be reported.
     from minisgl.engine.build import Meeting, build_follower
+    from minisgl.engine.device import peak_host_bytes
+    from minisgl.engine.stages import load_ms
 
+    stages: dict[str, float] = {}
     engine = build_follower(
         config.engine,
         Path(config.model_folder),
@@ -63,8 +74,13 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
             Path(config.ipc_dir) / STORE,
             lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),
         ),
-        on_stage=lambda name, duration_ms: logger.debug("%s: %.0f ms", name, duration_ms),
+        on_stage=stages.__setitem__,
     )
+    logger.debug("start, in ms: %s", {name: round(duration_ms) for name, duration_ms in stages.items()})
+    if config.engine.dummy_weights:
+        engine.fill_pool()
+    started = Started(config.rank, engine.weights_bytes, load_ms(stages), peak_host_bytes())
+    socket.send(msgspec.msgpack.encode(started))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     checksum = TokenChecksum()
     while data := socket.receive():

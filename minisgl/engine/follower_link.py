@@ -77,7 +77,18 @@ class Checksum(msgspec.Struct, tag=3, array_like=True, frozen=True):
     value: int
 
 
-FromFollower = Joining | Failed | Checksum
+class Started(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """Rank -> rank 0: I am ready for plans."""
+
+    rank: int
+    weights_bytes: int
+    """Of its share of the model."""
+    load_ms: float
+    """How long it took to load or make them."""
+    peak_host_bytes: int
+
+
+FromFollower = Joining | Failed | Checksum | Started
 
 
 class TokenChecksum:
@@ -119,6 +130,7 @@ class FollowerLink:
         self._lost: tuple[int, str] | None = None  # which rank, and how it ended
         self._lost_event = threading.Event()
         self._reports: dict[int, str] = {}
+        self._starts: dict[int, Started] = {}
         self._checksum = TokenChecksum()
         self._checksums: dict[int, dict[int, int]] = {}  # steps -> rank -> value, until all ranks have one
         self._on_cuda = config.device == "cuda"
@@ -163,6 +175,17 @@ class FollowerLink:
                 raise EngineDeadError(
                     f"rank {min(missing)} of --tp was not ready after {START_TIMEOUT_S:g} s"
                 )
+
+    def wait_for_starts(self) -> list[Started]:
+        """Until every rank is ready for plans; what they say, by rank.
+
+        Raises:
+            EngineDeadError: one ended.
+        """
+        while len(self._starts) < len(self._processes):
+            self._receive(100)
+            self.check()
+        return [self._starts[rank] for rank in sorted(self._starts)]
 
     def joined(self, ranks: "Ranks") -> None:
         """From now on this process may wait for the other ranks on its GPU, until one is lost."""
@@ -275,6 +298,8 @@ class FollowerLink:
         for message in messages:
             if isinstance(message, Failed):
                 self._reports[message.rank] = f"rank {message.rank} of --tp: {message.message}"
+            elif isinstance(message, Started):
+                self._starts[message.rank] = message
             elif isinstance(message, Checksum):
                 self._compare(message)
         return messages

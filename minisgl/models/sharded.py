@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.config import ModelConfig
+from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.decoder import Block, Decoder
@@ -57,14 +58,14 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
     shapes = {name: tensor.shape for name, tensor in whole.checkpoint_tensors().items()}
     tensors = place_tensors(model.checkpoint_tensors(), shapes, plan, config.num_kv_heads, ranks)
     rank_sum = RankSum(ranks)
-    embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks)
     if all(isinstance(layer, Block) for layer in model.layers):
         # Whatever is shared out goes straight into a norm that adds it to the residual.
         _wrap(model, RMSNorm, NORMS_THAT_ADD, partial(SummingNorm, rank_sum=rank_sum))
+        embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks, None)
     else:
         rowwise = {name for name, split in plan.items() if split is Split.ROWWISE}
         _wrap(model, Linear, rowwise, partial(SummedLayer, rank_sum=rank_sum))
-        embedding = SummedLayer(embedding, rank_sum)
+        embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks, rank_sum)
     model.add_module("embed_tokens", embedding)
     model.add_module("lm_head", SharedHead(model.lm_head, config.vocab_size, ranks))
     model.vocab_size = config.vocab_size
@@ -115,31 +116,47 @@ class SummedLayer(nn.Module):
 
 
 class SharedEmbedding(nn.Module):
-    """The embedding of which each rank has some rows: others' tokens give zeros. Not added up yet."""
+    """The embedding of which each rank has some rows: the others' tokens give zeros.
 
-    def __init__(self, shard: nn.Module, vocab_size: int, ranks: Ranks) -> None:
+    Args:
+        rank_sum: adds the ranks' up; None = whatever comes next does.
+    """
+
+    def __init__(self, shard: Embedding, vocab_size: int, ranks: Ranks, rank_sum: RankSum | None) -> None:
         super().__init__()
         num_rows = vocabulary_rows(vocab_size, ranks.size)
         self.shard = shard
         self.first = ranks.rank * num_rows
         self.num_rows = num_rows
+        self.rank_sum = rank_sum
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return self.shard.weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int32 or int64 [T] -> [T, M]."""
         places = token_ids - self.first
         elsewhere = (places < 0) | (places >= self.num_rows)
-        return self.shard(places.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
+        x = self.shard(places.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
+        return x if self.rank_sum is None else self.rank_sum(x)
 
 
 class SharedHead(nn.Module):
     """The head of which each rank has some rows: the ranks' logits are gathered, without the padding."""
 
-    def __init__(self, shard: nn.Module, vocab_size: int, ranks: Ranks) -> None:
+    def __init__(self, shard: Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()
         self.shard = shard
         self.vocab_size = vocab_size
         self.size = ranks.size
         self.group = ranks.group
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return self.shard.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, M] -> [R, V], rows strided."""
