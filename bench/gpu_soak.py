@@ -174,12 +174,11 @@ def warm_up(engine: Engine, settings: SoakSettings, rng: np.random.Generator, vo
     max_rows = engine.config.max_running_requests
     if settings.special:
         for params in SPECIAL:
-            # One ends after each step or two, so the batch passes through all sizes.
-            longest = min(max_rows, engine.max_context_tokens // 2)
-            ramp = [
-                Asked(np.full(4, 7, dtype=np.int32), _with_length(params, 1 + row % longest), False, None)
-                for row in range(max_rows)
-            ]
+            # Four end with each step, and of the last eight one: the batch passes through all buckets.
+            lengths = [1 + row // 4 for row in range(max_rows - 8)]
+            lengths += [1 + max_rows // 4 + row for row in range(min(8, max_rows))]
+            prompt = np.full(4, 7, dtype=np.int32)
+            ramp = [Asked(prompt, _with_length(params, length), False, None) for length in lengths]
             problems += soak(engine, ramp, rng)
     requests = random_requests(
         rng, settings.num_warm_up_requests, settings, engine.max_context_tokens, vocab_size
