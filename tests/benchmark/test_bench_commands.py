@@ -123,6 +123,17 @@ def test_a_simulation_of_a_real_run_makes_its_decisions(
     assert against["num_steps"] == 1.0
     assert "costs are made up" in capsys.readouterr().out
     assert (tmp_path / "s.svg").stat().st_size > 0
+    assert [one["streamed"] for one in read_report(out).arguments["simulated"]] == [False]
+
+
+def test_a_run_from_before_there_were_requests_that_nobody_reads_is_simulated_as_it_was(
+    offline_file: Path, tmp_path: Path
+) -> None:
+    older, out = json.loads(offline_file.read_text(encoding="utf-8")), tmp_path / "s.json"
+    del older["arguments"]["workload"]["streamed"]
+    (tmp_path / "older.json").write_text(json.dumps(older), encoding="utf-8")
+    assert main(["bench", "simulate", "--against", str(tmp_path / "older.json"), "--out", str(out)]) == 0
+    assert [one["streamed"] for one in read_report(out).arguments["simulated"]] == [True]
 
 
 def test_the_default_workload_is_that_of_the_engines_it_is_compared_with() -> None:
@@ -313,6 +324,7 @@ def test_a_served_trace_is_simulated_as_it_was_served(tmp_path: Path) -> None:
     assert report.metrics["output_tokens_per_s"] == pytest.approx(15 / metric(report, "elapsed_s"))
     assert metric(report, "elapsed_s") == pytest.approx(2.0, abs=0.1)
     assert report.metrics["prefix_hit_rate"] == pytest.approx(4 * 64 / (5 * 75))
+    assert [one["streamed"] for one in report.arguments["simulated"]] == [True]
     assert main([*words[:4], "--time-scale", "1"]) == 2
 
 
