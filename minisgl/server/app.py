@@ -294,7 +294,7 @@ def make_app(api: Api, tokens: TokenApi, admin: Admin, gate: Gate, max_body_byte
 
 def _parse_generate(body: bytes) -> CompletionCall:
     fields: GenerateBody = GENERATE.read(body)[0]
-    params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=fields.ignore_eos)
+    params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=bool(fields.ignore_eos))
     options = CallOptions(None, stream=True, include_usage=False, n=1, params=params)
     return CompletionCall([fields.prompt], options, is_plain=True)
 

@@ -14,7 +14,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     prompt: Text
     max_tokens: AtLeastOne
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
 
 
 class AbortBody(msgspec.Struct, frozen=True):

@@ -1,0 +1,259 @@
+"""Every field of every body does something: the server, with the real engine, answers otherwise with it.
+
+The fields are those of the document of the API, so that a new one without a case here fails.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from running_server import LIMIT_S
+from small_model import EOS, make_folder
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from minisgl.errors import RequestError
+from minisgl.fields import refuse_unknown
+from minisgl.server.bodies import Body
+from minisgl.server.openapi import BODIES, openapi_document
+
+VOCAB = 300
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "eos_token_id": list(range(0, VOCAB, 2)),  # so that any reply meets one soon
+    "bos_token_id": 1,
+}
+TEMPLATE = (
+    "{{ tune }}{% for message in messages %}{{ message.role }}{{ message.name }}{{ message.tool_call_id }}"
+    "{{ message.reasoning_content }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+FLAGS = [
+    *("--dummy-weights", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--port", "0"),
+    *("--num-pages", "200"),
+]
+
+
+class Case(NamedTuple):
+    """The field with `value` changes the answer to `base`."""
+
+    value: Any
+    base: dict[str, Any] = {}  # noqa: RUF012  never changed
+
+
+def message(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "hello", **fields}]
+
+
+SAMPLED = {"temperature": 1, "seed": 7}
+GREEDY = {"temperature": 0}
+ALWAYS_I = {**GREEDY, "logit_bias": {"43": 100}}
+ONE_OF_SIX = {**GREEDY, "allowed_token_ids": [5, 6, 7, 8, 9, 10], "return_token_ids": True}
+MANY = {str(token_id): -100 for token_id in range(1, VOCAB, 2)}
+SHARED = {
+    "model": Case("other"),
+    "stream": Case(True),
+    "stream_options": Case({"include_usage": True}, {"stream": True}),
+    "n": Case(2),
+    "temperature": Case(0, {"seed": 7}),
+    "top_p": Case(0.001, SAMPLED),
+    "stop": Case("I", ALWAYS_I),
+    "seed": Case(8, SAMPLED),
+    "presence_penalty": Case(2, ONE_OF_SIX),
+    "frequency_penalty": Case(2, ONE_OF_SIX),
+    "repetition_penalty": Case(100, ONE_OF_SIX),
+    "logit_bias": Case({"65": 100}, {**GREEDY, "return_token_ids": True}),
+    "top_k": Case(1, SAMPLED),
+    "min_p": Case(1, SAMPLED),
+    "ignore_eos": Case(False, {"logit_bias": {"2": 100}}),
+    "stop_token_ids": Case(list(range(VOCAB)), GREEDY),
+    "min_tokens": Case(3, {**GREEDY, "ignore_eos": False, "logit_bias": MANY}),
+    "include_stop_str_in_output": Case(True, {**GREEDY, "logit_bias": {"71": 100}, "stop_token_ids": [71]}),
+    "skip_special_tokens": Case(False, {**GREEDY, "logit_bias": {"2": 100}}),
+    "allowed_token_ids": Case([65], {**GREEDY, "return_token_ids": True}),
+    "bad_words": Case(["I"], ALWAYS_I),
+    "prompt_logprobs": Case(1),
+    "return_token_ids": Case(True),
+}
+CASES: dict[str, dict[str, Case]] = {
+    "ChatBody": {
+        **SHARED,
+        "messages": Case(message(content="other")),
+        "max_tokens": Case(2),
+        "max_completion_tokens": Case(2),
+        "logprobs": Case(True),
+        "top_logprobs": Case(2, {"logprobs": True}),
+        "chat_template_kwargs": Case({"tune": "la"}),
+        "add_generation_prompt": Case(False),
+    },
+    "CompletionBody": {
+        **SHARED,
+        "prompt": Case("other"),
+        "max_tokens": Case(2),
+        "echo": Case(True),
+        "logprobs": Case(1),
+    },
+    "TokenizeBody": {
+        "model": Case("other"),
+        "prompt": Case("other"),
+        "messages": Case(message(content="other"), {"prompt": None, "messages": message()}),
+        "add_special_tokens": Case(False),
+        "add_generation_prompt": Case(False, {"prompt": None, "messages": message()}),
+        "chat_template_kwargs": Case({"tune": "la"}, {"prompt": None, "messages": message()}),
+        "return_token_strs": Case(True),
+    },
+    "DetokenizeBody": {
+        "tokens": Case([70]),
+        "model": Case("other"),
+        "skip_special_tokens": Case(True),
+    },
+    "GenerateBody": {
+        "prompt": Case("other"),
+        "max_tokens": Case(1, {"ignore_eos": True}),
+        "ignore_eos": Case(True, {"prompt": "ab"}),
+    },
+    "Message": {
+        "role": Case(message(role="tool")),
+        "content": Case(message(content="other")),
+        "name": Case(message(name="Ann")),
+        "tool_call_id": Case(message(tool_call_id="t1")),
+        "reasoning_content": Case(message(reasoning_content="because")),
+    },
+    "TextPart": {
+        "type": Case(message(content=[{"type": "image_url", "text": "hello"}])),
+        "text": Case(message(content=[{"type": "text", "text": "other"}])),
+    },
+    "StreamOptions": {"include_usage": Case({"include_usage": True}, {"stream": True})},
+}
+ELSEWHERE = {
+    ("ChatBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",
+    ("CompletionBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",
+    ("AbortBody", "request_id"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
+    ("AbortBody", "rid"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
+    ("AbortBody", "abort_all"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
+    (
+        "StreamOptions",
+        "include_obfuscation",
+    ): "test_every_field.py::test_padding_of_a_streams_events_changes_no_text",
+}
+"""What no answer of one call can show: the tests that see it."""
+ROUTES = {
+    "ChatBody": (
+        "/v1/chat/completions",
+        {"messages": message(), "max_tokens": 8, "seed": 1, "ignore_eos": True},
+    ),
+    "CompletionBody": (
+        "/v1/completions",
+        {"prompt": "hello", "max_tokens": 8, "seed": 1, "ignore_eos": True},
+    ),
+    "TokenizeBody": ("/tokenize", {"prompt": "hello"}),
+    "DetokenizeBody": ("/detokenize", {"tokens": [2, 71]}),
+    "GenerateBody": ("/generate", {"prompt": "hello", "max_tokens": 100}),
+}
+INSIDE = {"Message": "messages", "TextPart": "messages", "StreamOptions": "stream_options"}
+"""A structure in a chat's body -> its field."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = make_folder(tmp_path_factory.mktemp("fields") / "tiny", template=TEMPLATE)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))
+    tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[begin])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert tokenizer.token_to_id(EOS) == 2
+    command = [sys.executable, "-m", "minisgl", "serve", "--model", str(folder), *FLAGS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = next(line for line in process.stdout if line.startswith("curl "))
+        yield line.split("/v1/")[0].removeprefix("curl ")
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
+        process.stdout.close()
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    """Status and text of the answer, without what is new in each."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            status, text = answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, text = error.code, error.read().decode()
+    text = re.sub(r'"(id|created)":("[^"]*"|\d+)|"cached_tokens":\d+', "", text)
+    return status, text
+
+
+def fields_of_document() -> list[tuple[str, str]]:
+    """(schema, field) of everything that a body may hold and that is honoured."""
+    schemas = openapi_document("tiny", VOCAB)["components"]["schemas"]
+    unread = {(name, other) for name, body in BODIES.items() for other in body.others}
+    answers = {"TokenizeAnswer", "DetokenizeAnswer", "ErrorAnswer", "ErrorFields"}
+    found = [(name, field) for name in schemas.keys() - answers for field in schemas[name]["properties"]]
+    return sorted(set(found) - unread)
+
+
+def test_every_field_of_the_document_has_a_case() -> None:
+    cases = {(name, field) for name, fields in CASES.items() for field in fields}
+    assert sorted(cases | ELSEWHERE.keys()) == fields_of_document()
+    for place in ELSEWHERE.values():
+        file, _, test = place.partition("::")
+        assert f"def {test}(" in Path(__file__).with_name(file).read_text(), place
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [(name, field) for name, fields in CASES.items() for field in fields]
+)
+def test_the_answer_is_another_with_the_field(url: str, name: str, field: str) -> None:
+    case = CASES[name][field]
+    path, whole = ROUTES["ChatBody" if name in INSIDE else name]
+    sent = INSIDE.get(name, field)
+    base = {**whole, **case.base}
+    without = {**base, **({sent: None} if sent not in base else {})}
+    answers = [ask(url, path, without) for _ in range(2)]
+    assert answers[0] == answers[1], "a poor example: the answer differs by itself"
+    assert answers[0][0] == 200, answers[0]
+    status, text = ask(url, path, {**base, sent: case.value})
+    assert (status, text) != answers[0]
+    assert status == {"model": 404, "type": 400}.get(field, 200), text
+
+
+OTHERS = [(body, field) for body in BODIES.values() for field in body.others]
+
+
+@pytest.mark.parametrize(("body", "field"), OTHERS, ids=[field for _, field in OTHERS])
+def test_a_field_that_is_not_honoured_passes_only_if_it_asks_for_nothing(body: Body, field: str) -> None:
+    neutral = body.others[field]
+    for value in (None, *(["anything"] if neutral is None else neutral)):
+        refuse_unknown({field: value}, (), body.others)
+    if neutral is not None:
+        with pytest.raises(RequestError, match=f"^{field} = 'alien' is not supported here") as refused:
+            refuse_unknown({field: "alien"}, (), body.others)
+        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", field)
+
+
+def test_padding_of_a_streams_events_changes_no_text(url: str) -> None:
+    path, body = ROUTES["ChatBody"]
+    assert ask(url, path, {**body, "stream": True, "stream_options": {"include_obfuscation": True}})[0] == 200
