@@ -18,7 +18,7 @@ from transformers import (
 
 from minisgl.config import RopeScaling
 from minisgl.errors import ModelError
-from minisgl.model_config import read_model_config
+from minisgl.model_config import FAMILIES, read_model_config
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -214,6 +214,12 @@ KINDS: dict[str, type[PreTrainedConfig]] = {
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
 }
+
+
+def test_every_family_has_transformers_class_beside_it() -> None:
+    assert KINDS.keys() == FAMILIES.keys()
+
+
 WINDOWS: list[dict[str, object]] = [
     {},
     {"sliding_window": 100},

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gemma3": HEADS_4_2
     | {"family": "gemma3_text", "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7},
+    "phi3, its checkpoint's matrices taken apart": HEADS_4_2 | {"family": "phi3", "pad_token_id": 0},
     "mixtral": HEADS_4_2 | {"family": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
     "qwen3_moe": HEADS_4_2
     | {
