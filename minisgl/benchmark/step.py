@@ -363,11 +363,13 @@ def _decode_uncompiled(runner: ModelRunner, rows: tuple[int, ...]) -> None:
     row_ids = torch.tensor(rows, dtype=torch.int32, device=runner.rows.page_table.device)
     step = DecodeStep(runner.model, runner.rows)
     for _ in range(ROUTED_STEPS):
+        runner.plans.decode(rows, len(rows))
         step(row_ids)
 
 
 @torch.inference_mode()
 def _prefill_uncompiled(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
+    runner.plans.prefill(chunks)
     prefill_step(runner.model, runner.rows, build_prefill(chunks, runner.pages, runner.stager))
 
 

@@ -73,7 +73,7 @@ class ModelRunner:
         self.rows = rows
         self._device = device
         self.pages = pages
-        self._plans = plans
+        self.plans = plans
         self.stager = stager
         self._decode = DecodeStep(model, rows)
         self._compiled = recorded.decode
@@ -112,7 +112,7 @@ class ModelRunner:
                 token_ids = self._compiled(plan.decode_rows)[: len(plan.decode_rows)]
             else:
                 row_ids = torch.tensor(plan.decode_rows, dtype=torch.int32).to(self._device)
-                self._plans.decode(plan.decode_rows, len(plan.decode_rows))
+                self.plans.decode(plan.decode_rows, len(plan.decode_rows))
                 token_ids = self._decode(row_ids)
             tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))
         if plan.chunks:
@@ -146,7 +146,7 @@ class ModelRunner:
     def _prefill(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """The results of the chunks' rows, at least len(chunks), and log probabilities of their targets."""
         chunks = plan.chunks
-        self._plans.prefill(chunks)
+        self.plans.prefill(chunks)
         if _has_special_chunks(plan):
             batch = build_prefill(chunks, self.pages, self.stager)
             places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))
