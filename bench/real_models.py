@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 from subprocess import run
@@ -102,7 +101,6 @@ def compare(name: str, folder: Path, tokenizer: Any, prompts: list[tuple[str, in
     rows: list[dict[str, Cell]] = []
     for prompt, new_tokens in prompts:
         token_ids = tokenizer(prompt).input_ids
-        began = time.perf_counter()
         batch = torch.tensor([token_ids])
         expected = theirs.generate(
             batch,
@@ -111,16 +109,12 @@ def compare(name: str, folder: Path, tokenizer: Any, prompts: list[tuple[str, in
             do_sample=False,
             eos_token_id=None,
         )[0, len(token_ids) :].tolist()
-        theirs_s = time.perf_counter() - began
-        began = time.perf_counter()
         got, margin = greedy(ours, token_ids, new_tokens)
         row: dict[str, Cell] = {
             "model": name,
             "prompt_tokens": len(token_ids),
             "equal": got == expected,
             "smallest_margin": round(margin, 4),
-            "ours_s": round(time.perf_counter() - began, 2),
-            "theirs_s": round(theirs_s, 2),
             "prompt": prompt if len(prompt) < 200 else f"{prompt[:40]}...",
             "answer": tokenizer.decode(got),
         }
