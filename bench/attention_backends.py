@@ -55,8 +55,11 @@ MAX_WAIT_MS = 20.0
 class Pool:
     """Rows of given lengths on random pages; NaN wherever no token lies, but for the scratch page."""
 
-    def __init__(self, lengths: list[int], longest: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lengths: list[int], longest: int, window: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.lengths = lengths
+        self.window = window
         counts = [-(-length // PAGE_SIZE) for length in lengths]
         pages = (torch.randperm(sum(counts)) + 1).split(counts)
         shape = (sum(counts) + 1, PAGE_SIZE, KV_HEADS, HEAD_DIM)
@@ -103,7 +106,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 
 def exact_attention(pool: Pool, q: Tensor, inputs: AttentionInputs) -> Tensor:
-    return select("torch")(q.float(), pool.k_cache.float(), pool.v_cache.float(), inputs, SCALE, 0)
+    return select("torch")(q.float(), pool.k_cache.float(), pool.v_cache.float(), inputs, SCALE, pool.window)
 
 
 @torch.inference_mode()
@@ -111,7 +114,9 @@ def check_alone(name: str, pool: Pool, place: Place, device: torch.device, dtype
     """The backend over one pool."""
     rows = len(pool.lengths)
     stager = Stager(device)
-    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SCALE, frozenset({0}), dtype, device)
+    shape = AttentionShape(
+        HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, SCALE, frozenset({pool.window}), dtype, device
+    )
     backend = build_backend(
         choose(name, place),
         shape,
@@ -153,7 +158,8 @@ def prefill(
         )
     )
     return relative_error(
-        backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, 0), exact_attention(pool, q, inputs)
+        backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window),
+        exact_attention(pool, q, inputs),
     )
 
 
@@ -171,7 +177,7 @@ def unrecorded_error(
     q = torch.randn(len(rows), HEADS, HEAD_DIM, device=pool.table.device, dtype=dtype)
     set_lengths(plans, pool, rows)
     plans.decode(rows, len(rows))
-    got = backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, 0)
+    got = backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window)
     return relative_error(got, exact_attention(pool, q, inputs))
 
 
@@ -194,7 +200,7 @@ class RecordedDecode:
         )
 
         def run() -> Tensor:
-            return backend.attend(self._q, pool.k_cache, pool.v_cache, inputs, SCALE, 0)
+            return backend.attend(self._q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window)
 
         plans.decode((), bucket)
         self._recorder = GraphRecorder() if device.type == "cuda" else None
@@ -350,6 +356,7 @@ def main() -> int:
     parser.add_argument("backends", nargs="*", help="auto: all that run here, and triton,flashinfer")
     parser.add_argument("--engine-only", action="store_true")
     parser.add_argument("--alone-only", action="store_true")
+    parser.add_argument("--window", type=int, default=0, help="tokens that each sees, of attention alone")
     parser.add_argument("--out")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -365,7 +372,7 @@ def main() -> int:
         names = [*reversed(exact.values()), *(["triton,flashinfer"] if facts.flashinfer else [])]
     longest = 2048 if facts.has_cuda else 64
     lengths = torch.randint(longest - 100 if facts.has_cuda else 40, longest, (64 if facts.has_cuda else 16,))
-    pool = Pool([longest - PAGE_SIZE, 5, *lengths.tolist()[2:]], longest, device, dtype)
+    pool = Pool([longest - PAGE_SIZE, 5, *lengths.tolist()[2:]], longest, arguments.window, device, dtype)
 
     report: dict[str, dict[str, Any]] = {name: {"exact": str(choose(name, place))} for name in names}
     failed = False
