@@ -78,3 +78,24 @@ def test_more_memory_never_holds_fewer_pages(folder: Path) -> None:
     pages = [find_capacity(EngineConfig(), folder, str(gib)).budget.num_pages for gib in (24, 40, 80, 140)]
     assert pages == sorted(pages)
     assert (pages[3] - pages[2] + 1) * 16 * 131072 >= (140 - 80) * GIB * 0.9
+
+
+@pytest.mark.parametrize(
+    ("gpu", "backend"),
+    [
+        ("H200", "flashinfer-fa3,flashinfer-fa2"),
+        ("80", "flashinfer-fa3,flashinfer-fa2"),
+        ("a100-80gb", "flashinfer-fa2"),
+        ("B200", "flashinfer-fa2"),
+    ],
+)
+def test_attention_is_chosen_for_the_gpu_that_is_planned_for(folder: Path, gpu: str, backend: str) -> None:
+    capacity = find_capacity(EngineConfig(attention_backend="flashinfer"), folder, gpu)
+    assert capacity.config.attention_backend == backend
+
+
+def test_trtllm_is_for_blackwells_alone(folder: Path) -> None:
+    config = EngineConfig(attention_backend="trtllm")
+    assert find_capacity(config, folder, "B200").config.attention_backend == "trtllm"
+    with pytest.raises(ConfigError, match=r"needs a Blackwell GPU .* this is compute 9\.0"):
+        find_capacity(config, folder, "H100")
