@@ -207,7 +207,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 
 def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
     assert pair.expected.std() > 0.5, "a flat model would hide mistakes"
-    for length, chunk in ((1, 1), (2, 2), (17, 17), (LONGEST, LONGEST), (LONGEST, 77), (70, 7), (50, 1)):
+    for length, chunk in ((1, 1), (2, 2), (17, 17), (LONGEST, LONGEST), (LONGEST, 77), (70, 7), (LONGEST, 1)):
         runner = runner_for(pair, page_size=8 if chunk == 7 else 16)
         token_ids = pair.token_ids[:length]
         parts = [runner.feed([(0, token_ids[i : i + chunk])]) for i in range(0, length, chunk)]
