@@ -13,6 +13,7 @@ PrefillPlan in flashinfer's scheduler.cuh (0.6.14).
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -96,19 +97,16 @@ class FlashinferPrefill:
         self._copy(indices, _padded(pages.page_ids))
         self._turns.reverse()
         for window, wrapper in self._turns[0].items():
-            with wrapper.tables_are_free():
-                wrapper.own.plan(
-                    torch.from_numpy(pages.row_start),
-                    torch.from_numpy(pages.page_start),
-                    indices[: len(pages.page_ids)],
-                    torch.from_numpy(pages.last_page_len),
-                    shape.num_heads,
-                    shape.num_kv_heads,
-                    shape.head_dim,
-                    shape.page_size,
-                    causal=True,
-                    **_common(shape, window),
-                )
+            wrapper.plan(
+                wrapper.own.plan,
+                torch.from_numpy(pages.row_start),
+                torch.from_numpy(pages.page_start),
+                indices[: len(pages.page_ids)],
+                torch.from_numpy(pages.last_page_len),
+                *_sizes(shape),
+                causal=True,
+                **_options(shape, window),
+            )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int) -> Tensor:
         """`attend`, as the op calls it."""
@@ -205,21 +203,18 @@ class FlashinferDecode:
             return
         packed = np.concatenate([_padded(part) for part in pages[1:]])
         self._copy(self._packed[: len(packed)], packed)
-        shape = self._shape
+        page_start = torch.from_numpy(pages.page_start)
         for window, wrapper in recorded.items():
-            with wrapper.tables_are_free():
-                self._fast_plan(
-                    wrapper.own,
-                    torch.from_numpy(pages.page_start),
-                    self._buffers(rows)[2][: len(pages.page_ids)],
-                    torch.from_numpy(pages.last_page_len),
-                    shape.num_heads,
-                    shape.num_kv_heads,
-                    shape.head_dim,
-                    shape.page_size,
-                    global_override_indptr_cpu=torch.from_numpy(pages.page_start),
-                    **_common(shape, window),
-                )
+            wrapper.plan(
+                self._fast_plan,
+                wrapper.own,
+                page_start,
+                self._buffers(rows)[2][: len(pages.page_ids)],
+                torch.from_numpy(pages.last_page_len),
+                *_sizes(self._shape),
+                global_override_indptr_cpu=page_start,
+                **_options(self._shape, window),
+            )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int) -> Tensor:
         """`attend`, as the op calls it."""
@@ -230,17 +225,14 @@ class FlashinferDecode:
         shape = self._shape
         indices = torch.empty(_aligned(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
         self._copy(indices, _padded(pages.page_ids))
-        with wrapper.tables_are_free():
-            wrapper.own.plan(
-                torch.from_numpy(pages.page_start),
-                indices[: len(pages.page_ids)],
-                torch.from_numpy(pages.last_page_len),
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                shape.page_size,
-                **_common(shape, window),
-            )
+        wrapper.plan(
+            wrapper.own.plan,
+            torch.from_numpy(pages.page_start),
+            indices[: len(pages.page_ids)],
+            torch.from_numpy(pages.last_page_len),
+            *_sizes(shape),
+            **_options(shape, window),
+        )
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """page_start, last_page_len and page_ids of a batch of so many rows: parts of the packed buffer."""
@@ -273,22 +265,23 @@ class _Wrapper:
         self.own = own
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def tables_are_free(self) -> "_Wrapper":
-        """A context to plan in."""
-        return self
-
-    def __enter__(self) -> None:
-        # The copy out of it is the first thing that a step does: it is over when the step before is.
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def __exit__(self, *_: object) -> None:
-        if self._copied is not None:
-            self._copied.record()
+    def plan(self, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Call a function that plans."""
+        if self._copied is None:
+            function(*arguments, **options)
+            return
+        self._copied.synchronize()
+        function(*arguments, **options)
+        self._copied.record()
 
 
-def _common(shape: AttentionShape, window: int) -> dict[str, Any]:
-    """What both kinds of step are planned with."""
+def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
+    """As both kinds of step are planned with them."""
+    return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
+
+
+def _options(shape: AttentionShape, window: int) -> dict[str, Any]:
+    """As both kinds of step are planned with them."""
     return {
         "sm_scale": shape.scale,
         "window_left": window - 1,  # tokens before the own one; -1 = all
