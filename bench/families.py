@@ -257,7 +257,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     missed = False
-    report = {}
+    report: dict[str, Any] = {
+        "machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__},
+    }
     for name in arguments.models or CASES:
         raw = MODEL_CONFIGS[name] | {"num_hidden_layers": arguments.layers} | CASES[name]
         if "layer_types" in raw:
@@ -269,9 +271,8 @@ def main() -> int:
         facts = {"bar": errors.bar(), "good": errors.good(), "s": time.perf_counter() - began}
         report[name] = {key: float(f"{value:.4g}") for key, value in (errors._asdict() | facts).items()}
         print(name, json.dumps(report[name]), flush=True)
-    if arguments.out:
-        report["machine"] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if missed else 0
 
 

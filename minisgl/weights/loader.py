@@ -23,9 +23,9 @@ from minisgl.errors import ModelError
 from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 
-READERS = 4
-"""Threads that read, each into a buffer of its own: one alone copies out of the page cache more slowly than
-a GPU takes it."""
+READERS = 8
+"""Threads that read, each into a buffer of its own. From page cache to an H200: one 5.4 GB/s, four 19, eight
+26."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
