@@ -1,7 +1,7 @@
 """Do all attention backends agree on this GPU, and what does each cost?
 
     python bench/attention_backends.py --out attention-backends.json
-    python bench/attention_backends.py triton flashinfer-fa2 triton,flashinfer --engine-only
+    python bench/attention_backends.py triton flashinfer-fa2 --engine-only --model gemma-3-1b
 
 First attention alone, 32 query and 8 KV heads of 128: prompts whole and in chunks, decode steps with and
 without a CUDA graph, over random pages and lengths in a pool that is NaN where no token lies. Compared with
@@ -9,7 +9,7 @@ the torch backend in float32; bar: a relative error under 1e-2. Beside it the ti
 from a graph (64 rows of about 2000 tokens), the host's time to plan one, and whether planning waits for the
 GPU, which it must not.
 
-Then the engine with graphs, on four layers of Llama-3.1-8B's shape with random weights: log probabilities of
+Then the engine with graphs, on four layers of a model's shape with random weights: log probabilities of
 prompts, and greedy tokens. Bar: log probabilities within 0.1 of the torch backend's; tokens equal, or
 different for the first time where the two likeliest are within 0.1. Exit code 1 where a bar is missed.
 """
@@ -343,8 +343,13 @@ def compare(got: list[Answer], expected: list[Answer], start_s: float) -> Served
     return Served(largest, equal, near, wrong, start_s)
 
 
-def four_layers(folder: Path) -> Path:
-    raw = MODEL_CONFIGS["llama-3.1-8b"] | {"num_hidden_layers": 4}
+def four_layers(name: str, folder: Path) -> Path:
+    """A config alone; its windows are shorter than the prompts, and every second layer has none."""
+    raw = MODEL_CONFIGS[name] | {"num_hidden_layers": 4}
+    if raw.get("sliding_window"):
+        raw["sliding_window"] = 100
+    if "sliding_window_pattern" in raw:
+        raw["sliding_window_pattern"] = 2
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
@@ -354,6 +359,7 @@ def main() -> int:
         description="Do all attention backends agree on this GPU, and what does each cost?"
     )
     parser.add_argument("backends", nargs="*", help="auto: all that run here, and triton,flashinfer")
+    parser.add_argument("--model", default="llama-3.1-8b", help="of minisgl/benchmark/model_configs.py")
     parser.add_argument("--engine-only", action="store_true")
     parser.add_argument("--alone-only", action="store_true")
     parser.add_argument("--window", type=int, default=0, help="tokens that each sees, of attention alone")
@@ -397,7 +403,7 @@ def main() -> int:
             settings |= {"max_context_tokens": 700, "num_pages": 300}
         print(f"{'engine':<30}{'logprob error':>14}{'equal':>8}{'close':>8}{'wrong':>8}{'start s':>9}")
         with tempfile.TemporaryDirectory() as made:
-            folder = four_layers(Path(made))
+            folder = four_layers(arguments.model, Path(made))
             expected, _ = serve(folder, "torch", settings, logprobs_of=1)
             for name in names:
                 answers, start_s = serve(folder, name, settings, logprobs_of=2)

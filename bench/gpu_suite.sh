@@ -12,6 +12,7 @@
 #   kernels  every kernel over the shapes its speed is judged by, flashinfer beside it           4 minutes
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
 #   soak     2,000 requests of random lengths: nothing compiled, no graph missing, no memory taken 1.5 minutes
+#   backends attention backends: whether they agree, and offline with each                       4 minutes
 #   modes    compile modes, graphs and overlap against each other, in one process                2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
 #
@@ -79,6 +80,14 @@ soak() {
         --max-context-tokens 8192 --commit "$COMMIT" --out "$OUT/soak-${SOAK_MODEL:-llama-3.1-8b}.json"
 }
 
+backends() {
+    run "$PYTHON" bench/attention_backends.py --out "$OUT/attention-backends.json"
+    for backend in triton flashinfer triton,flashinfer; do
+        run minisgl bench offline --model llama-3.1-8b --dummy-weights --max-context-tokens 4096 --rounds 1 \
+            --attention-backend "$backend" --commit "$COMMIT" --out "$OUT/offline-llama-3.1-8b-${backend/,/-}.json"
+    done
+}
+
 modes() {
     run "$PYTHON" bench/modes.py --model "${MODES_MODEL:-llama-3.1-8b}" --dummy-weights \
         --commit "$COMMIT" --out "$OUT/modes-${MODES_MODEL:-llama-3.1-8b}.json"
@@ -107,7 +116,7 @@ serve() {
 
 for part in "$@"; do
     case $part in
-        check | tests | tune | kernels | engine | soak | modes | serve) "$part" ;;
+        check | tests | tune | kernels | engine | soak | backends | modes | serve) "$part" ;;
         *) echo "no part is called $part; see the head of this file" >&2; exit 2 ;;
     esac
 done
