@@ -246,7 +246,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     return run_server(
         server,
         engine,
-        _folder(engine.model, environ, engine.revision, engine.tokenizer),
+        _folder(engine, environ),
         started_at=started_at,
     )
 
@@ -307,7 +307,7 @@ def _pull(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
     if arguments.name is None:
         raise ConfigError("say which model: minisgl pull smollm2-135m ('minisgl pull --list' shows them)")
     _start_log("info", "pull")
-    print(_folder(arguments.name, environ))
+    print(_folder(EngineConfig(model=arguments.name), environ))
     return EXIT_OK
 
 
@@ -489,17 +489,16 @@ def _compiled(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Path
     return Path(os.path.expanduser(arguments.compile_cache or cache_dir(environ) / "compiled"))
 
 
-def _folder(
-    model: str, environ: Mapping[str, str], revision: str | None = None, tokenizer: str | None = None
-) -> Path:
+def _folder(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
     """The model's local folder, fetched with a progress bar when it is missing."""
     from minisgl.weights.progress import progress_on
     from minisgl.weights.sources import resolve_model_folder
 
     return resolve_model_folder(
-        model,
-        revision=revision,
-        tokenizer=tokenizer,
+        engine.model,
+        revision=engine.revision,
+        tokenizer=engine.tokenizer,
+        with_weights=not engine.dummy_weights,
         cache_dir=cache_dir(environ),
         progress=progress_on(sys.stderr),
     )

@@ -71,6 +71,7 @@ class LLM:
             model,
             revision=config.revision,
             tokenizer=config.tokenizer,
+            with_weights=not config.dummy_weights,
             cache_dir=cache_dir,
             progress=progress,
         )

@@ -267,6 +267,7 @@ def model_folder(
             config.model,
             revision=config.revision,
             tokenizer=config.tokenizer,
+            with_weights=not config.dummy_weights,
             cache_dir=cache_dir,
             progress=progress,
         )

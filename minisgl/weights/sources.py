@@ -48,7 +48,8 @@ BUILTIN_MODELS = {
 MODELSCOPE = "modelscope:"
 """Stands before the names of models on ModelScope."""
 HUB_NAME = re.compile(rf"({MODELSCOPE})?[\w.-]+/[\w.-]+")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_FILES = ["*.json", "*.jinja"]
+HUB_WEIGHTS = "*.safetensors"
 HUB_FILES_NOT_NEEDED = ["*/*", "consolidated*"]
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -85,6 +86,7 @@ def resolve_model_folder(
     *,
     revision: str | None = None,
     tokenizer: str | None = None,
+    with_weights: bool = True,
     pull_missing: bool = True,
     cache_dir: Path | None = None,
     progress: Progress = no_progress,
@@ -98,6 +100,7 @@ def resolve_model_folder(
     Args:
         revision: branch, tag or commit of a hub name.
         tokenizer: a folder or hub name whose tokenizer and chat template take the place of the model's.
+        with_weights: False fetches all but the weights of a hub name.
 
     Raises:
         ModelError: it is none of the four, is incomplete, or can't be fetched; says what to do.
@@ -136,7 +139,8 @@ def resolve_model_folder(
             f"{path} is a file; --model takes a folder with config.json and *.safetensors, or a .gguf file"
         )
     elif on_hub and not model.startswith("."):
-        folder = _hub_folder(model, revision, pull_missing, HUB_FILES)
+        files = [*HUB_FILES, HUB_WEIGHTS] if with_weights else HUB_FILES
+        folder = _hub_folder(model, revision, pull_missing, files)
         if not (folder / "config.json").is_file():
             raise ModelError(f"the hub's {model} has no config.json, so it is no model this engine can load")
     else:

@@ -95,6 +95,13 @@ def test_a_model_is_fetched_once_without_what_is_not_needed(asked: list[str]) ->
     assert asked == []
 
 
+def test_weights_that_are_not_needed_are_not_fetched(asked: list[str]) -> None:
+    folder = resolve_model_folder("modelscope:org/model", with_weights=False)
+    assert sorted(asked) == ["master config.json", "master tokenizer.json"]
+    assert resolve_model_folder("modelscope:org/model") == folder
+    assert sorted(asked)[1] == "master model.safetensors"
+
+
 def test_a_revision_and_a_tokenizer_may_come_from_there(asked: list[str], tmp_path: Path) -> None:
     resolve_model_folder("modelscope:org/model", revision="v2")
     assert {request.split()[0] for request in asked} == {"v2"}

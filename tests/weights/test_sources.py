@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_gguf import write_gguf
@@ -47,7 +48,7 @@ def test_a_hub_name_without_network_says_what_to_do(
 def test_a_hub_name_takes_a_revision_and_other_names_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, object] = {}
+    asked: dict[str, Any] = {}
 
     def snapshot_download(name: str, **settings: object) -> str:
         asked.update(settings, name=name)
@@ -57,6 +58,9 @@ def test_a_hub_name_takes_a_revision_and_other_names_do_not(
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model_folder("org/model", revision="v1.0") == tmp_path
     assert (asked["name"], asked["revision"]) == ("org/model", "v1.0")
+    assert "*.safetensors" in asked["allow_patterns"]
+    resolve_model_folder("org/model", with_weights=False)
+    assert "*.safetensors" not in asked["allow_patterns"]
     for name in ("smollm2-135m", str(tmp_path)):
         with pytest.raises(ConfigError, match="--revision"):
             resolve_model_folder(name, revision="v1.0")
