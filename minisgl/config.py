@@ -489,6 +489,13 @@ def _check_attention(config: EngineConfig | ResolvedConfig) -> None:
             f"--compile-mode full takes --attention-backend triton for decode, got {attention.decode}; "
             "use --compile-mode layers"
         )
+    for spec in config.kernel:
+        op = spec.partition("=")[0].replace("_", "").replace("-", "").lower()
+        if op in ("pageddecode", "pagedprefill") and not set(attention) <= {TRITON, TORCH}:
+            raise ConfigError(
+                f"--kernel {spec} replaces a kernel of --attention-backend triton, got "
+                f"{config.attention_backend}; leave one of them out"
+            )
     if config.max_graph_tokens and attention.prefill != TRITON:
         raise ConfigError(
             f"--max-graph-tokens {config.max_graph_tokens} takes --attention-backend triton for prefill, got "

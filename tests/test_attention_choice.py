@@ -141,9 +141,10 @@ def test_decode_is_recorded_with_kernels_and_prompts_with_triton_only() -> None:
         ("flashinfer", {"compile_mode": "full"}, "--compile-mode full takes .*triton for decode"),
         ("triton,torch", {"max_graph_batch": 4}, "--max-graph-batch 4 needs"),
         ("triton,torch", {"compile_mode": "layers"}, "--compile-mode layers needs"),
+        ("triton,flashinfer", {"kernel": ("Paged-Decode=a:b",)}, "--kernel Paged-Decode=a:b replaces"),
     ],
 )
-def test_graphs_that_a_backend_can_not_have_are_refused(
+def test_what_does_not_go_with_a_backend_is_refused(
     backend: str, settings: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
