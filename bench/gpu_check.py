@@ -195,6 +195,7 @@ def check_numbers(folder: Path) -> dict[str, Any]:
         worst_gap = max(worst_gap, gap(steps, best, chosen))
         worst_peer_gap = max(worst_peer_gap, gap(steps, best, peer_chosen))
         same_tokens += answer == case["float32"]["ids"]
+    engine.record_graphs()
     graphs = check_prefill_graphs(engine)
     status = engine.status(0)
     engine.close()

@@ -119,6 +119,7 @@ def main() -> None:
         config = with_cache_dir(config, default_cache_dir())
         with model_folder(config, cache_dir=None, progress=no_progress) as model:
             engine = build_engine(config, model, lambda stage, ms: None)
+            engine.record_graphs()
         try:
             reports = [
                 profile_decode(engine, int(batch), arguments.context, arguments.steps, arguments.top)

@@ -192,6 +192,7 @@ def run(engine: Engine, settings: SoakSettings, vocab_size: int) -> tuple[Report
     device = engine.config.device
     rng = np.random.default_rng(settings.seed)
     problems = warm_up(engine, settings, rng, vocab_size)
+    engine.record_graphs()
     engine.flush_prefix_cache()
     before = Snapshot(engine.status(0), Memory.now(device))
     over_time: list[dict[str, Cell]] = [{"num_ended": 0, **_in_gib(before.memory)}]

@@ -101,6 +101,7 @@ def measure_mode(
     begin = time.perf_counter()
     engine = build_engine(config, folder, lambda stage, ms: None)
     start_s = time.perf_counter() - begin
+    engine.record_graphs()
     try:
         ttft_ms = first_token_ms(engine)
         holds = unowned_memory_changes_nothing(engine)

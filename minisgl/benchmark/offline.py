@@ -99,6 +99,7 @@ def run_offline_bench(
         engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
         start_s = time.perf_counter() - begin
     try:
+        engine.record_graphs()
         report = measure_offline(engine, items, settings, progress)
     finally:
         engine.close()

@@ -114,6 +114,7 @@ def run_step_bench(
     peak_bytes = peak_host_bytes()
     try:
         ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)
+        engine.record_graphs()
         report = measure_steps(engine, model_config, points, ceilings, progress)
         if engine.config.tp > 1:
             own = Started(0, engine.weights_bytes, load_ms(stages), peak_bytes)

@@ -1,6 +1,7 @@
 """Sizes of steps that have a recorded graph; everything between is padded up to the next one."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -21,6 +22,12 @@ def bucket_for(batch: int, buckets: tuple[int, ...]) -> int | None:
     """The smallest bucket that holds `batch` rows; None when even the largest doesn't."""
     index = bisect_left(buckets, batch)
     return buckets[index] if index < len(buckets) else None
+
+
+def first_sizes(sizes: Iterable[int]) -> frozenset[int]:
+    """Those to record before serving: powers of two, and the largest, which can stand in for all others."""
+    sizes = sorted(sizes)
+    return frozenset({size for size in sizes if size & (size - 1) == 0} | set(sizes[-1:]))
 
 
 class PrefillBucket(NamedTuple):

@@ -5,7 +5,6 @@ in the settings is a ConfigError that says what to change.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from compile_cache.key import machine_facts
-from compile_cache.seal import CacheError
-from compile_cache.store import OpenCache, open_cache
+from compile_cache.store import OpenCache
 from minisgl.attention.backends import build_backend
 from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
@@ -32,7 +29,8 @@ from minisgl.config import (
     resolve_engine_config,
 )
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.compiled import import_compiler
+from minisgl.engine.compiled import KernelCompilations, import_compiler
+from minisgl.engine.compiled_code import open_compiled_code, seal
 from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_bytes
 from minisgl.engine.dry_runs import measure_peaks
 from minisgl.engine.engine import Engine
@@ -161,7 +159,7 @@ def _build_rank(
     # RoPE's table is as long as the longest context served, and LongRoPE chooses its factors by that.
     model_config = replace(model_config, max_position=config.max_context_tokens)
     hardware = _take_hardware(config, meeting)
-    cache = _open_compile_cache(config, hardware.device, 0 if meeting is None else meeting.rank)
+    cache = open_compiled_code(config, hardware.device, 0 if meeting is None else meeting.rank)
     ranks = None
     stages.done("settings and device")
 
@@ -196,7 +194,7 @@ def _build_rank(
             parts = (model, attention, stager)
             engine = _assemble(config, rank_config, *parts, hardware, stages, cache, ranks, followers)
         if cache is not None:
-            _seal(cache)
+            seal(cache)
             stages.done("compile cache")
         return engine
     except BaseException as error:
@@ -227,6 +225,7 @@ def _assemble(
 ) -> Engine:
     """Tables, pool, graphs and scheduler around a loaded model; model_config: as this rank has it."""
     device = hardware.device
+    kernels = KernelCompilations() if device.type == "cuda" else None
     page_size = config.page_size
     pages_per_row = -(-config.max_context_tokens // page_size)
     rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
@@ -240,7 +239,7 @@ def _assemble(
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, hardware.dtype, device)
     stages.done("memory profile and KV pool")
-    recorded = record_steps(config, model, rows, pages, plans, stager, device, stages, ranks)
+    recorded = record_steps(config, model, rows, pages, plans, stager, device, kernels, stages, ranks)
     runner = ModelRunner(model, rows, pages, plans, stager, device, recorded)
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
@@ -407,30 +406,3 @@ def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache:
         seed=config.seed,
     )
     return Scheduler(limits, kv_cache)
-
-
-def _open_compile_cache(config: ResolvedConfig, device: torch.device, rank: int) -> OpenCache | None:
-    """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used.
-
-    Ranks start together, so each has an entry of its own.
-    """
-    if device.type == "cpu" or not config.compile_cache or config.kernel:
-        return None
-    try:
-        facts = machine_facts(device)
-        if config.tp > 1:
-            facts |= {"rank": f"{rank} of {config.tp}"}
-        cache = open_cache(Path(os.path.expanduser(config.compile_cache)), facts)
-    except CacheError as error:
-        logger.warning("starting without a compile cache: %s", error)
-        return None
-    if cache is not None and cache.note:
-        logger.warning("%s", cache.note)
-    return cache
-
-
-def _seal(cache: OpenCache) -> None:
-    try:
-        cache.seal()
-    except CacheError as error:
-        logger.warning("the next start compiles again: %s", error)

@@ -14,7 +14,7 @@ CUDA graph trees keep their state per thread.
 import importlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -90,6 +90,8 @@ class CompiledDecode:
         self._plan = plan
         self._graphs = graphs
         self._buckets = buckets
+        self._recorded: tuple[int, ...] = ()  # ascending, as `_buckets`
+        self._wanted: int | None = None  # the bucket of the batch before
         self._device = device
         self._strict = strict
         self._max_rows = step.rows.max_rows
@@ -107,29 +109,47 @@ class CompiledDecode:
         """`StepGraphs.release`."""
         self._graphs.release()
 
-    def warm_up(self, on_bucket: Callable[[int, float], None]) -> None:
-        """Compile and record every bucket, largest first, with padding rows only.
+    def warm_up(self, buckets: Iterable[int], on_bucket: Callable[[int, float], None]) -> None:
+        """Compile and record these buckets, largest first, with padding rows only.
 
         Calls `on_bucket(bucket, duration_ms)` after each, with the host's time.
         """
-        for bucket in reversed(self._buckets):
+        for bucket in sorted(buckets, reverse=True):
             started = time.perf_counter()
-            row_ids = torch.full((bucket,), self._max_rows, dtype=torch.int32, device=self._device)
-            self._plan((), bucket)
-            self._graphs.record(row_ids)
-            self._graphs.replay(row_ids)
-            self._row_ids[bucket] = row_ids
+            self._record(bucket)
+            self._graphs.replay(self._row_ids[bucket])
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
         if self._device.type == "cuda":  # not in between: the device runs while the host records the next
             torch.cuda.synchronize(self._device)
 
+    @property
+    def num_missing(self) -> int:
+        """Buckets without a graph, whose batches run in a larger one."""
+        return len(self._buckets) - len(self._recorded)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Never: a larger one is there."""
+        return False
+
+    def record_next(self) -> None:
+        """Record a missing bucket: the last batch's, or else the largest."""
+        missing = [bucket for bucket in self._buckets if bucket not in self._row_ids]
+        self._record(self._wanted if self._wanted in missing else missing[-1])
+
+    def give_up(self) -> None:
+        """Do with the graphs there are."""
+        self._buckets = self._recorded
+
     def bucket_of(self, num_rows: int) -> int | None:
         """Rows of the graph that so many rows run in; None = there is none."""
-        return bucket_for(num_rows, self._buckets)
+        return bucket_for(num_rows, self._recorded)
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
         bucket = self.bucket_of(len(rows))
+        if self.num_missing:
+            self._wanted = bucket_for(len(rows), self._buckets)
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
             self._plan(rows, len(rows))
@@ -148,6 +168,13 @@ class CompiledDecode:
             self.num_recompiles += after[0] - before[0]
             self._note_miss(f"a decode step of {len(rows)} rows was compiled or recorded while serving")
         return token_ids
+
+    def _record(self, bucket: int) -> None:
+        row_ids = torch.full((bucket,), self._max_rows, dtype=torch.int32, device=self._device)
+        self._plan((), bucket)
+        self._graphs.record(row_ids)
+        self._row_ids[bucket] = row_ids
+        self._recorded = tuple(sorted(self._row_ids))
 
     def _note_miss(self, what: str) -> None:
         self.num_graph_misses += 1
@@ -331,11 +358,23 @@ def import_compiler() -> None:
 
 
 class KernelCompilations:
-    """Counts Triton kernels that are compiled outside torch.compile, which after warm-up should be none."""
+    """Counts Triton kernels outside torch.compile, from here on.
+
+    Attributes:
+        count: those that a launch waited for, compiled or read from disk; while serving it should be none.
+        num_compiled: those of them that were compiled, because no former start did.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.num_compiled = 0
+        self._was_on_disk = False  # the one compiled or read last, also by torch.compile
         knobs.runtime.jit_post_compile_hook = self._note
+        knobs.compilation.listener = self._note_compilation
 
     def _note(self, *, is_manual_warmup: bool = False, **_: object) -> None:
         self.count += 1
+        self.num_compiled += not self._was_on_disk
+
+    def _note_compilation(self, *, cache_hit: bool, **_: object) -> None:
+        self._was_on_disk = cache_hit

@@ -15,6 +15,7 @@ import torch
 
 from compile_cache.store import OpenCache
 from minisgl.config import ResolvedConfig
+from minisgl.engine.compiled_code import seal
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.recording import RecordedSteps
@@ -60,6 +61,7 @@ class Engine:
         self.timeline = Timeline()
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
         self.num_broken_counts = 0  # times `check_at_idle` found pages lost
+        self._num_sealed = self._num_compiled
 
     @property
     def max_context_tokens(self) -> int:
@@ -125,6 +127,8 @@ class Engine:
             self._launched.append(self.launch(plan))
             launched_s = time.perf_counter()
             self.timeline.launched(plan, self.runner.buckets_of(plan), begin_s, planned_s, launched_s)
+            if self._recorded.late.is_due:
+                self.record_graph()  # here, where the device has work meanwhile
         # With overlap one step stays in flight while the next is planned; without a plan nothing can.
         keep_in_flight = 1 if self.config.overlap and plan is not None else 0
         while len(self._launched) > keep_in_flight:
@@ -165,6 +169,25 @@ class Engine:
             EngineDeadError: one has ended.
         """
         return [] if self._followers is None else self._followers.wait_for_starts()
+
+    @property
+    def num_missing_graphs(self) -> int:
+        """Graphs that `step` will record between others, or `record_graph` sooner."""
+        return self._recorded.late.num_missing
+
+    def record_graph(self) -> None:
+        """Record one of the missing graphs: tens of milliseconds, so best called while nothing runs.
+
+        With several ranks they all do, in the order of their steps.
+        """
+        if self._followers is not None:
+            self._followers.record_graph()
+        self._recorded.late.record_one()
+
+    def record_graphs(self) -> None:
+        """Record all that is missing, so that nothing disturbs what is measured next."""
+        while self.num_missing_graphs:
+            self.record_graph()
 
     def follow(self, plan: StepPlan) -> list[list[int]]:
         """Execute a plan of rank 0, as a further rank; the tokens of each step that is over by now."""
@@ -224,6 +247,12 @@ class Engine:
         """Forget the K/V of all finished requests; returns the pages freed."""
         return self.cache.flush()
 
+    @property
+    def _num_compiled(self) -> int:
+        """What was compiled so far, and the compile cache has been sealed for or not."""
+        decode, kernels = self._recorded.decode, self._recorded.kernels
+        return (decode.num_recompiles if decode else 0) + (kernels.num_compiled if kernels else 0)
+
     def close(self) -> None:
         """Wait for launched steps, let go of them and of the compile cache. Open requests get no answer."""
         try:
@@ -237,4 +266,6 @@ class Engine:
             if self._ranks is not None:
                 self._ranks.leave()
             if self._compile_cache is not None:
+                if self._num_compiled > self._num_sealed:
+                    seal(self._compile_cache)
                 self._compile_cache.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from minisgl.engine.follower_link import (
+    RECORD_GRAPH,
     STORE,
     Checksum,
     Failed,
@@ -84,6 +85,9 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     decoder = msgspec.msgpack.Decoder(StepPlan)
     checksum = TokenChecksum()
     while data := socket.receive():
+        if data == RECORD_GRAPH:
+            engine.record_graph()
+            continue
         for tokens in engine.follow(decoder.decode(data)):
             if checksum.add(tokens):
                 report = Checksum(config.rank, checksum.num_steps, checksum.value)

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 STORE = "store"
 """The file in the sockets' directory where the ranks meet."""
 FOLLOWER = ("-m", "minisgl.engine.follower")
+RECORD_GRAPH = b"record"
+"""In place of a plan: record a graph. No plan is encoded so."""
 START_TIMEOUT_S = 300.0
 """How long a rank may take until it is ready to meet the others (its imports)."""
 STOP_S = 3.0
@@ -196,6 +198,10 @@ class FollowerLink:
     def send(self, plan: StepPlan) -> None:
         """Have the other ranks execute a plan after those before it."""
         self._socket.send(self._encoder.encode(plan))
+
+    def record_graph(self) -> None:
+        """Have the other ranks record the next of their missing graphs, which is the same for all."""
+        self._socket.send(RECORD_GRAPH)
 
     def note(self, tokens: Sequence[int]) -> None:
         """Take in what a step sampled here; now and then compare with what the other ranks sampled.

@@ -1,7 +1,11 @@
-"""What of an engine's steps is compiled and recorded as CUDA graphs when it starts.
+"""What of an engine's steps is compiled and recorded as CUDA graphs, when it starts and later.
 
-Promise: what can't be compiled or recorded runs as it is, with a warning that says so, unless the user asked
-for it; too little memory is always an error.
+A start records the sizes that can stand in for all others, and leaves the rest to `LateRecording`. It records
+all of them where something had to be compiled, as the rest may have to be, too, which takes seconds; and with
+several ranks, which would have to agree on when.
+
+Promise: everything is compiled at the start. What can't be compiled or recorded runs as it is, with a warning
+that says so, unless the user asked for it; too little memory for the start is always an error.
 """
 
 import logging
@@ -12,7 +16,7 @@ import torch
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
+from minisgl.engine.buckets import PrefillBucket, decode_buckets, first_sizes, prefill_buckets
 from minisgl.engine.compiled import (
     CapturedSteps,
     CompiledDecode,
@@ -22,6 +26,7 @@ from minisgl.engine.compiled import (
 )
 from minisgl.engine.dry_runs import warm_up_prefill
 from minisgl.engine.inputs import HostPageTable, Stager
+from minisgl.engine.late_recording import LateRecording
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.rows import Rows
 from minisgl.engine.special_steps import SpecialDecode
@@ -52,8 +57,9 @@ class RecordedSteps(NamedTuple):
     decode: CompiledDecode | None
     prefill: PrefillGraphs | None
     special_decode: SpecialDecode
+    late: LateRecording
+    """Records what is missing of the three."""
     kernels: KernelCompilations | None
-    """Counts what is compiled from here on; None = there is nothing to compile."""
     recorder: GraphRecorder | None
 
     def release(self) -> None:
@@ -80,10 +86,14 @@ def record_steps(
     plans: AttentionPlans,
     stager: Stager,
     device: torch.device,
+    kernels: KernelCompilations | None,
     stages: Stages,
     ranks: "Ranks | None",
 ) -> RecordedSteps:
     """Compile and record around a model that has its pool.
+
+    Args:
+        kernels: has counted since the first kernel was launched; None = there is nothing to compile.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for it.
@@ -92,11 +102,11 @@ def record_steps(
     buckets = buckets_of(config)
     recorder = GraphRecorder() if buckets.num_graphs else None
     step = DecodeStep(model, rows)
-    decode = prefill = kernels = None
+    decode = prefill = None
     if buckets.decode:
         assert recorder is not None
         decode = _record_decode(config, step, plans, recorder, buckets.decode, device)
-        stages.done(f"compile decode, record {len(buckets.decode)} graphs")
+        stages.done(f"compile decode, record {len(buckets.decode) - decode.num_missing} graphs")
     if device.type == "cuda":
         warm_up_prefill(model, rows, plans, min(config.chunk_tokens, config.max_context_tokens), device)
         stages.done("compile prefill kernels")
@@ -105,16 +115,23 @@ def record_steps(
         prefill = PrefillGraphs(
             partial(prefill_step, model, rows), recorder.record, buckets.prefill, pages, stager, device
         )
-        prefill = _record_prefill(config, prefill, ranks)
+        prefill = _record_prefill(config, prefill, buckets.prefill, ranks)
         stages.done(f"record {0 if prefill is None else len(prefill.buckets)} prefill graphs")
-    if device.type == "cuda":
-        kernels = KernelCompilations()
     special_decode = SpecialDecode(step, None, (), device, plan=plans.decode)
     if decode is not None and decode.own_step is not None and recorder is not None:
         special_decode = SpecialDecode(
             step, recorder.record, buckets.decode, device, decode.own_step, plans.decode
         )
-    return RecordedSteps(decode, prefill, special_decode, kernels, recorder)
+    kinds = [graphs for graphs in (special_decode, decode, prefill) if graphs is not None]
+    late = LateRecording(kinds, kernels, strict=config.strict_compile or ranks is not None)
+    compiles = kernels is not None and kernels.num_compiled > 0
+    if late.num_missing and (compiles or ranks is not None or config.compile_mode == "full"):
+        num_missing = late.num_missing
+        late.record_all()
+        stages.done(f"record {num_missing} rarer graphs")
+    if kernels is not None:
+        kernels.count = 0
+    return RecordedSteps(decode, prefill, special_decode, late, kernels, recorder)
 
 
 def _record_decode(
@@ -160,7 +177,7 @@ def _record_graphs(
         )
     compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile, plan=plans.decode)
     durations_ms: dict[int, float] = {}
-    compiled.warm_up(durations_ms.__setitem__)
+    compiled.warm_up(first_sizes(buckets), durations_ms.__setitem__)
     slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]
     logger.info(
         "recorded %d decode graphs in %.1f s, most of it for %s",
@@ -172,11 +189,16 @@ def _record_graphs(
 
 
 def _record_prefill(
-    config: ResolvedConfig, graphs: PrefillGraphs, ranks: "Ranks | None"
+    config: ResolvedConfig,
+    graphs: PrefillGraphs,
+    buckets: tuple[PrefillBucket, ...],
+    ranks: "Ranks | None",
 ) -> PrefillGraphs | None:
     """The prefill step with its graphs; None where it can't be recorded, which is said."""
+    sizes = first_sizes(bucket.tokens for bucket in buckets)
+    first = [bucket for bucket in buckets if bucket.tokens in sizes]
     try:
-        graphs.warm_up(agree=bool if ranks is None else lambda worth: bool(ranks.minimum(worth)))
+        graphs.warm_up(first, agree=bool if ranks is None else lambda worth: bool(ranks.minimum(worth)))
     except Exception as error:
         if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
             raise

@@ -90,10 +90,10 @@ def _sample(
 
 
 class SpecialDecode:
-    """Decode steps with extras, each recorded when the first batch of its size needs it.
+    """Decode steps with extras, recorded after the first batch of their size has asked for them.
 
     Args:
-        step: uncompiled: what runs where nothing is recorded.
+        step: uncompiled: what runs batches for which there is no bucket.
         record: None = nothing is recorded.
         buckets: ascending batch sizes to record.
         own_step: what is recorded, with compiled blocks where there are; None = `step`.
@@ -116,45 +116,63 @@ class SpecialDecode:
         self._plan = plan
         self._recorded: dict[tuple[int, Extras], tuple[Tensor, Callable[[], Tensor]]] = {}
         self._batches: dict[tuple[int, Extras], tuple[int, ...]] = {}  # the rows that a graph's row_ids hold
+        self._wanted: dict[tuple[int, Extras], LogitTables | None] = {}  # to be recorded, the oldest first
+        self._ran_uncaptured = False  # since the last recording
 
     def __call__(self, rows: tuple[int, ...], extras: Extras, tables: LogitTables | None) -> Tensor:
         """Decode these rows; the result of at least len(rows), overwritten by the next call."""
         bucket = bucket_for(len(rows), self._buckets)
-        if bucket is not None and (bucket, extras) not in self._recorded and self._record is not None:
-            self._try_to_record(bucket, extras, tables)
-        if bucket is None or (bucket, extras) not in self._recorded:
-            row_ids = torch.tensor(rows, dtype=torch.int32).to(self._device)
+        if bucket is None:
             self._plan(rows, len(rows))
-            return special_decode(self._step, row_ids, extras, tables)
-        row_ids, replay = self._recorded[bucket, extras]
-        if self._batches.get((bucket, extras)) != rows:
-            padded = [*rows, *[self._step.rows.max_rows] * (bucket - len(rows))]
+            return special_decode(self._step, self._to_device(rows), extras, tables)
+        if (bucket, extras) not in self._recorded and self._record is not None:
+            self._wanted.setdefault((bucket, extras), tables)
+        recorded = sorted(size for size, others in self._recorded if others == extras)
+        larger = bucket_for(len(rows), tuple(recorded))
+        size = larger or bucket
+        padded = (*rows, *[self._step.rows.max_rows] * (size - len(rows)))
+        self._plan(rows, size)
+        if larger is None:
+            self._ran_uncaptured = True
+            return special_decode(self._own_step, self._to_device(padded), extras, tables)
+        row_ids, replay = self._recorded[larger, extras]
+        if self._batches.get((larger, extras)) != rows:
             staged = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             row_ids.copy_(staged, non_blocking=True)
-            self._batches[bucket, extras] = rows
-        self._plan(rows, bucket)
+            self._batches[larger, extras] = rows
         return replay()
 
-    def _try_to_record(self, bucket: int, extras: Extras, tables: LogitTables | None) -> None:
-        """Record on padding rows; what goes wrong is logged, and nothing is recorded any more."""
+    @property
+    def num_missing(self) -> int:
+        """Graphs that steps have asked for and that are not recorded yet."""
+        return len(self._wanted)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether steps run uncaptured for want of a graph."""
+        return self._ran_uncaptured and bool(self._wanted)
+
+    def record_next(self) -> None:
+        """Record what was asked for first, on padding rows."""
         assert self._record is not None
         started = time.perf_counter()
-        padding = self._step.rows.max_rows
-        row_ids = torch.full((bucket,), padding, dtype=torch.int32, device=self._device)
+        (bucket, extras), tables = next(iter(self._wanted.items()))
+        row_ids = self._to_device((self._step.rows.max_rows,) * bucket)
         self._plan((), bucket)
-        try:
-            replay = self._record(lambda: special_decode(self._own_step, row_ids, extras, tables))
-        except Exception:
-            logger.warning(
-                "decode steps with penalties, biases, bans or log probabilities can't be recorded; they run "
-                "uncaptured from now on, which is slower for all requests beside them. It said:",
-                exc_info=True,
-            )
-            self._record = None
-            return
+        replay = self._record(lambda: special_decode(self._own_step, row_ids, extras, tables))
         self._recorded[bucket, extras] = (row_ids, replay)
+        del self._wanted[bucket, extras]
+        self._ran_uncaptured = False
         duration_ms = (time.perf_counter() - started) * 1e3
         logger.info("decode graph of %d rows with %s: %.0f ms", bucket, _describe(extras), duration_ms)
+
+    def give_up(self) -> None:
+        """Do with the graphs there are: other batches run uncaptured from now on."""
+        self._record = None
+        self._wanted.clear()
+
+    def _to_device(self, rows: tuple[int, ...]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32).to(self._device)
 
 
 def _describe(extras: Extras) -> str:

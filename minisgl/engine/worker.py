@@ -131,7 +131,9 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
     )
     next_check = time.monotonic() + CHECK_INTERVAL_S
     while True:
-        messages = socket.receive(0 if engine.has_work else IDLE_WAIT_MS)
+        messages = socket.receive(0 if engine.has_work or engine.num_missing_graphs else IDLE_WAIT_MS)
+        if not messages and not engine.has_work and engine.num_missing_graphs:
+            engine.record_graph()
         if not messages and not engine.has_work and time.monotonic() > next_check:
             engine.check_at_idle()
             next_check = time.monotonic() + CHECK_INTERVAL_S

@@ -17,8 +17,8 @@ BUCKETS = (2, 4, 8, 16)
 class Step:
     """Stands in for the uncompiled step: each row's token is its id times ten."""
 
-    def __init__(self) -> None:
-        self.rows = Rows(MAX_ROWS, 4, 16, CPU)
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        self.rows = Rows(max_rows, 4, 16, CPU)
 
     def __call__(self, row_ids: Tensor) -> Tensor:
         return row_ids * 10
@@ -56,7 +56,7 @@ class Graphs:
 def warm(strict: bool = False) -> tuple[CompiledDecode, Graphs]:
     graphs = Graphs()
     decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=strict)  # pyright: ignore[reportArgumentType] (a stand-in)
-    decode.warm_up(lambda bucket, duration_ms: None)
+    decode.warm_up(BUCKETS, lambda bucket, duration_ms: None)
     graphs.replayed.clear()
     return decode, graphs
 
@@ -65,7 +65,7 @@ def test_warming_up_records_every_bucket_once_largest_first_with_padding_only() 
     graphs = Graphs()
     seen = []
     decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (a stand-in)
-    decode.warm_up(lambda bucket, duration_ms: seen.append(bucket))
+    decode.warm_up(BUCKETS, lambda bucket, duration_ms: seen.append(bucket))
     assert seen == [16, 8, 4, 2]
     assert graphs.replayed == [(MAX_ROWS,) * bucket for bucket in seen]
     assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)

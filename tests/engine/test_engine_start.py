@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def cache(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """What the start is given, as on a GPU."""
     opened = Mock(spec=OpenCache)
-    monkeypatch.setattr(build, "_open_compile_cache", lambda config, device, rank: opened)
+    monkeypatch.setattr(build, "open_compiled_code", lambda config, device, rank: opened)
     return opened
 
 

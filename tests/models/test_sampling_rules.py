@@ -27,10 +27,12 @@ from transformers.generation.logits_process import (
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.late_recording import LateRecording
 from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.steps import DecodeStep
 from minisgl.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from minisgl.scheduler.plan import Extras
 
 EOS = 2
 NUM_TOKENS = 14
@@ -233,10 +235,50 @@ def test_recorded_steps_are_padded_and_recorded_once_per_size(
             answers = run(engine, *[(prompt, params) for prompt, params, _ in some])
             wanted = [expected(reference, prompt, rules) for prompt, _, rules in some]
             assert [answer.token_ids for answer in answers] == wanted
+            record_all(special)
     assert len(recorded) == 2  # of two and of four rows
-    (answer,) = run(engine, (prompt_of(60), greedy(logprobs=5, frequency_penalty=0.5)))
-    check_logprobs(reference, prompt_of(60), answer, 5, None)
-    assert len(recorded) == 3
+    for _ in range(2):
+        (answer,) = run(engine, (prompt_of(60), greedy(logprobs=5, frequency_penalty=0.5)))
+        check_logprobs(reference, prompt_of(60), answer, 5, None)
+        record_all(special)
+        assert len(recorded) == 3
+
+
+@torch.inference_mode()
+def record_all(special: SpecialDecode) -> None:
+    while special.num_missing:
+        special.record_next()
+
+
+def test_a_larger_graph_serves_while_the_own_one_is_missing(engine: Engine) -> None:
+    replayed: list[int] = []
+
+    def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        size = run().shape[0]
+
+        def replay() -> Tensor:
+            replayed.append(size)
+            return run()
+
+        return replay
+
+    runner = engine.runner
+    special = SpecialDecode(DecodeStep(runner.model, runner.rows), record, (2, 4, 8), torch.device("cpu"))
+    logprobs, rules = Extras(logprobs=True), Extras(rules=True, logprobs=True)
+    runner.allocate_logit_tables()
+    with torch.inference_mode():
+        assert special((1, 2, 3), logprobs, None).shape[0] == 4
+        assert special.is_urgent
+        record_all(special)
+        assert special((4,), logprobs, None).shape[0] == 4
+        assert not special.is_urgent
+        special((5, 6), rules, runner._logit_tables)
+        assert replayed == [4]
+        assert special.num_missing == 2
+        record_all(special)
+        special((4,), logprobs, None)
+        special((5, 6), rules, runner._logit_tables)
+    assert replayed == [4, 2, 2]
 
 
 def test_what_cannot_be_recorded_runs_uncaptured_and_says_so(
@@ -249,7 +291,10 @@ def test_what_cannot_be_recorded_runs_uncaptured_and_says_so(
     special = SpecialDecode(DecodeStep(runner.model, runner.rows), record, (2, 4), torch.device("cpu"))
     monkeypatch.setattr(runner, "_special_decode", special)
     prompt, params, rules = cases(reference)[0]
-    assert run(engine, (prompt, params))[0].token_ids == expected(reference, prompt, rules)
+    late = LateRecording([special], None, strict=False)
+    for _ in range(2):
+        assert run(engine, (prompt, params))[0].token_ids == expected(reference, prompt, rules)
+        late.record_all()
     assert caplog.text.count("can't be recorded") == 1
 
 

@@ -1,0 +1,213 @@
+"""Graphs that are recorded after the start: when, which one next, and what runs until they are there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from test_compiled import BUCKETS, CPU, Graphs, Step
+from test_timeline import started
+
+from minisgl.engine.buckets import decode_buckets, first_sizes
+from minisgl.engine.compiled import CompiledDecode, KernelCompilations
+from minisgl.engine.engine import Engine
+from minisgl.engine.late_recording import LateRecording
+from minisgl.messages import AddRequest
+from minisgl.request import SamplingParams
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SlowGraphs:
+    """Some graphs that take a second each to be recorded."""
+
+    def __init__(self, clock: Clock, num_missing: int, error: Exception | None = None) -> None:
+        self.num_missing = num_missing
+        self.is_urgent = False
+        self._clock = clock
+        self._error = error
+
+    def record_next(self) -> None:
+        assert torch.is_inference_mode_enabled()
+        self._clock.now_s += 1
+        if self._error is not None:
+            raise self._error
+        self.num_missing -= 1
+
+    def give_up(self) -> None:
+        self.num_missing = 0
+
+
+def test_recording_takes_no_more_than_a_twentieth_of_the_time_while_requests_run() -> None:
+    clock = Clock()
+    graphs = SlowGraphs(clock, 10)
+    late = LateRecording([graphs], None, strict=True, clock=clock)
+    began_s, times_s = clock.now_s, []
+    while late.num_missing:
+        if late.is_due:
+            times_s.append(clock.now_s - began_s)
+            late.record_one()
+        clock.now_s += 0.25  # a step
+    assert times_s == [20.0 * n for n in range(10)]
+    assert not late.is_due
+
+
+def test_where_steps_run_uncaptured_meanwhile_it_takes_a_quarter() -> None:
+    clock = Clock()
+    graphs = SlowGraphs(clock, 3)
+    graphs.is_urgent = True
+    late = LateRecording([SlowGraphs(clock, 0), graphs], None, strict=True, clock=clock)
+    late.record_one()
+    clock.now_s += 2.9
+    assert not late.is_due
+    clock.now_s += 0.2
+    assert late.is_due
+    graphs.is_urgent = False
+    assert not late.is_due
+
+
+def test_the_most_urgent_kind_comes_first_and_at_idle_nothing_is_waited_for() -> None:
+    clock = Clock()
+    urgent, other = SlowGraphs(clock, 0), SlowGraphs(clock, 2)
+    late = LateRecording([urgent, other], None, strict=True, clock=clock)
+    late.record_one()
+    urgent.num_missing = 1  # a step asked for it
+    late.record_one()
+    assert (urgent.num_missing, other.num_missing) == (0, 1)
+    late.record_all()
+    assert late.num_missing == 0
+    assert clock.now_s == 103
+
+
+def test_what_cannot_be_recorded_later_is_given_up_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    broken, sound = SlowGraphs(clock, 3, RuntimeError("stream is capturing")), SlowGraphs(clock, 2)
+    late = LateRecording([broken, sound], None, strict=False, clock=clock)
+    late.record_all()
+    assert (broken.num_missing, sound.num_missing) == (0, 0)
+    assert caplog.text.count("can't be recorded") == 1
+    assert "stream is capturing" in caplog.text
+    strict = LateRecording([SlowGraphs(clock, 1, RuntimeError("no"))], None, strict=True, clock=clock)
+    with pytest.raises(RuntimeError, match="no"):
+        strict.record_one()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> KernelCompilations:
+    for part in ("runtime.jit_post_compile_hook", "compilation.listener"):
+        monkeypatch.setattr(f"triton.knobs.{part}", None, raising=False)
+    return KernelCompilations()
+
+
+def test_what_recording_compiles_is_no_recompilation(kernels: KernelCompilations) -> None:
+    class Compiling(SlowGraphs):
+        def record_next(self) -> None:
+            super().record_next()
+            kernels.count += 7
+
+    kernels.count = 2
+    LateRecording([Compiling(Clock(), 1)], kernels, strict=True).record_one()
+    assert kernels.count == 2
+
+
+def test_kernels_read_from_disk_were_not_compiled(kernels: KernelCompilations) -> None:
+    from triton import knobs
+
+    listener: Any = knobs.compilation.listener
+    launched: Any = knobs.runtime.jit_post_compile_hook
+    for cache_hit, is_launch in ((True, True), (False, True), (False, False), (True, True)):
+        listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=cache_hit)
+        if is_launch:  # and not torch.compile, which has no other sizes to compile for
+            launched(is_manual_warmup=False)
+    assert (kernels.count, kernels.num_compiled) == (3, 1)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 3, 20, 100, 256, 300])
+def test_until_a_bucket_is_recorded_a_larger_one_serves_and_nothing_is_missed(max_batch: int) -> None:
+    buckets = decode_buckets(max_batch)
+    graphs, step = Graphs(), Step(max_batch)
+    decode = CompiledDecode(step, graphs, buckets, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode.warm_up(first_sizes(buckets), lambda bucket, duration_ms: None)
+    assert decode.num_missing == len(buckets) - len(first_sizes(buckets))
+    while True:
+        for batch in range(1, max_batch + 1):
+            bucket = decode.bucket_of(batch)
+            assert bucket == min(size for size in graphs.recorded if size >= batch)
+            assert bucket in (2, buckets[-1], *range(batch, 2 * batch))
+            rows = tuple(range(batch))
+            assert decode(rows)[:batch].tolist() == [10 * row for row in rows]
+        if not decode.num_missing:
+            break
+        decode.record_next()
+    assert tuple(sorted(graphs.recorded)) == buckets
+    assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
+
+
+def test_the_size_that_runs_is_recorded_next() -> None:
+    graphs = Graphs()
+    decode = CompiledDecode(Step(), graphs, (2, 4, 8, 12, 16, 20), CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode.warm_up([2, 20], lambda bucket, duration_ms: None)
+    decode(tuple(range(7)))
+    for _ in range(4):
+        decode.record_next()
+    assert list(graphs.recorded) == [20, 2, 8, 16, 12, 4]
+
+
+def test_after_giving_up_the_graphs_that_are_there_serve() -> None:
+    graphs = Graphs()
+    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode.warm_up([4, 16], lambda bucket, duration_ms: None)
+    decode.give_up()
+    assert decode.num_missing == 0
+    assert [decode.bucket_of(batch) for batch in (1, 4, 5, 16, 17)] == [4, 4, 16, 16, None]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[tuple[Engine, Graphs]]:
+    """On a CPU, with stand-ins for decode graphs that nothing replays."""
+    engine = started(tmp_path)
+    graphs = Graphs()
+    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode.warm_up([16], lambda bucket, duration_ms: None)
+    late = LateRecording([decode], None, strict=True)
+    engine._recorded = engine._recorded._replace(late=late)
+    yield engine, graphs
+    engine.close()
+
+
+def test_an_engine_records_between_its_steps_until_nothing_is_missing(engine: tuple[Engine, Graphs]) -> None:
+    it, graphs = engine
+    prompt_ids = torch.arange(4, dtype=torch.int32).numpy().tobytes()
+    it.add(AddRequest(request_id=1, prompt_ids=prompt_ids, params=SamplingParams(max_tokens=3)))
+    assert it.num_missing_graphs == 3
+    it.step()
+    assert it.num_missing_graphs == 2
+    while it.has_work:
+        it.step()
+    it.record_graphs()
+    assert it.num_missing_graphs == 0
+    assert list(graphs.recorded) == [16, 8, 4, 2]
+
+
+def test_all_ranks_record_when_the_first_one_does(engine: tuple[Engine, Graphs]) -> None:
+    it, graphs = engine
+    link = Mock()
+    it._followers = link
+    it.record_graphs()
+    assert link.record_graph.call_count == 3
+    assert len(graphs.recorded) == 4
+    it._followers = None
+
+
+def test_a_cpu_has_nothing_to_record(tmp_path: Path) -> None:
+    engine = started(tmp_path)
+    assert engine.num_missing_graphs == 0
+    engine.close()
