@@ -18,6 +18,7 @@ from minisgl.engine.memory import (
     estimate_activation_bytes,
     graph_reserve_bytes,
     plan_memory,
+    special_steps_bytes,
 )
 from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
@@ -127,7 +128,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         weights_bytes=weights_bytes,
         activation_bytes=estimate_activation_bytes(model, resolved),
         tables_bytes=bytes_of(Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)),
-        reserve_bytes=graph_reserve_bytes(num_graphs),
+        reserve_bytes=graph_reserve_bytes(num_graphs) + special_steps_bytes(model, resolved),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]
     usable = budget.num_pages - 1  # one is the scratch page
@@ -145,7 +146,7 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
         ("weights", budget.weights_bytes, f"in {config.dtype}"),
         ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),
         ("tables", budget.tables_bytes, f"{config.max_running_requests} rows"),
-        ("reserve", budget.reserve_bytes, "CUDA graphs and libraries"),
+        ("reserve", budget.reserve_bytes, "CUDA graphs, penalties, log probabilities, libraries"),
         (
             "KV pool",
             budget.pool_bytes,

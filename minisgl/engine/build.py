@@ -35,7 +35,14 @@ from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_
 from minisgl.engine.dry_runs import measure_peaks
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import HostPageTable, Stager
-from minisgl.engine.memory import MemoryBudget, bytes_of, check_weights_fit, graph_reserve_bytes, plan_memory
+from minisgl.engine.memory import (
+    MemoryBudget,
+    bytes_of,
+    check_weights_fit,
+    graph_reserve_bytes,
+    plan_memory,
+    special_steps_bytes,
+)
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.recording import buckets_of, record_steps
 from minisgl.engine.replace_kernels import replace_kernels
@@ -375,6 +382,7 @@ def _plan_memory(
     if hardware.device.type == "cuda":
         recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
         reserve_bytes = recorded_bytes + graph_reserve_bytes(buckets_of(config).num_graphs)
+        reserve_bytes += special_steps_bytes(model_config, config)
     return plan_memory(
         model_config,
         config,

@@ -6,9 +6,11 @@ largest step's activations, the device tables and a reserve for graphs were take
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from minisgl.config import DTYPE_BYTES, GIB, MIB, ModelConfig, ResolvedConfig
+from minisgl.engine.logits import SLICE_ROWS, LogitTables
 from minisgl.errors import ConfigError
 
 CPU_POOL_BYTES = 1 * GIB
@@ -16,6 +18,9 @@ LIBRARY_RESERVE_BYTES = GIB // 2
 """Kept free on CUDA for what the libraries take on first use."""
 GRAPH_BYTES = 24 * MIB
 """Kept free for each recorded graph (measured by others: 6 to 26 MiB)."""
+
+SLICE_BYTES_PER_LOGIT = 40
+"""Intermediates of `LogitTables.ruled` and `pack_logprobs` per logit of a slice, about ten in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class MemoryBudget:
     """Peak of the largest prefill step beyond weights."""
     tables_bytes: int
     reserve_bytes: int
-    """For recorded graphs and their memory, and the libraries."""
+    """For recorded graphs and their memory, steps with penalties or log probabilities, and the libraries."""
     page_bytes: int
     num_pages: int
 
@@ -77,6 +82,18 @@ def estimate_activation_bytes(model: ModelConfig, config: ResolvedConfig) -> int
 def graph_reserve_bytes(num_graphs: int) -> int:
     """Kept free on CUDA for recorded graphs and the libraries."""
     return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * num_graphs
+
+
+def special_steps_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """What steps with penalties, biases, bans or log probabilities take, at most.
+
+    That is their tables, which are allocated when the first such request comes, and copies of the logits.
+    """
+    num_rows = config.max_running_requests
+    tables = LogitTables(num_rows, model.vocab_size, torch.device("meta"))
+    logits_bytes = num_rows * model.vocab_size * DTYPE_BYTES[config.dtype]
+    slice_bytes = min(SLICE_ROWS, num_rows) * model.vocab_size * SLICE_BYTES_PER_LOGIT
+    return bytes_of(tables) + 2 * logits_bytes + slice_bytes
 
 
 def page_bytes(model: ModelConfig, config: ResolvedConfig) -> int:

@@ -1,11 +1,17 @@
 """The memory budget adds up, and says what to change when it can't."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.memory import check_weights_fit, page_bytes, plan_memory
+from minisgl.engine.logits import LogitTables, pack_logprobs
+from minisgl.engine.memory import check_weights_fit, page_bytes, plan_memory, special_steps_bytes
 from minisgl.errors import ConfigError
 
 MODEL = ModelConfig(
@@ -106,3 +112,31 @@ def test_a_page_table_too_large_for_its_index_is_refused() -> None:
     config = EngineConfig(page_size=1, max_running_requests=4096)
     with pytest.raises(ConfigError, match="--page-size"):
         resolve_engine_config(config, model, GPU)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that torch's allocator handed out during `run`, on a CPU."""
+    profile: Any = torch.autograd.profiler.profile(profile_memory=True)
+    with profile:
+        run()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    events = sorted((event.start_ns(), event.nbytes()) for event in events)
+    return max(itertools.accumulate(num_bytes for _, num_bytes in events))
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 150])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_special_steps_take_no_more_than_is_kept_for_them(num_rows: int, dtype: str) -> None:
+    model = replace(MODEL, vocab_size=3001)
+    config = resolve_engine_config(EngineConfig(max_running_requests=num_rows, dtype=dtype), model, GPU)
+    logits = torch.randn(num_rows, model.vocab_size).to(getattr(torch, dtype))
+    row_ids = torch.arange(num_rows, dtype=torch.int32)
+
+    def run() -> Tensor:
+        tables = LogitTables(num_rows, model.vocab_size, torch.device("cpu"))
+        ruled = tables.ruled(logits, row_ids, row_ids)
+        return pack_logprobs(ruled, row_ids)
+
+    kept = special_steps_bytes(model, config)
+    with torch.inference_mode():
+        assert kept / 4 < peak_bytes(run) <= kept
