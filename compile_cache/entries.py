@@ -18,9 +18,12 @@ from compile_cache.seal import FILES, SEAL, CacheError, check_entry, files_in, p
 from compile_cache.store import (
     QUARANTINE,
     TemporaryFolder,
+    entries_in,
     make_own_folder,
+    mark_used,
     open_lock,
     release,
+    remove_entry,
     sweep,
     try_lock,
 )
@@ -42,7 +45,7 @@ class EntryInfo(NamedTuple):
 def list_entries(root: Path) -> list[EntryInfo]:
     """All entries, with what is wrong with those that are not whole."""
     found = []
-    for entry in _entries_in(root):
+    for entry in entries_in(root):
         facts: dict[str, str] = {}
         problem = ""
         try:
@@ -67,14 +70,9 @@ def clear(root: Path) -> int:
     freed = 0
     with _our_errors(f"the compile cache in {root} can't be cleared"):
         sweep(root)
-        for entry in _entries_in(root):
-            lock = open_lock(entry)
-            try:
-                if try_lock(lock, fcntl.LOCK_EX):
-                    freed += sum(_sizes(entry))
-                    shutil.rmtree(entry)
-            finally:
-                release(lock)
+        for entry in entries_in(root):
+            num_bytes = sum(_sizes(entry))
+            freed += num_bytes if remove_entry(entry) else 0
     return freed
 
 
@@ -131,6 +129,7 @@ def import_entries(root: Path, source: Path) -> list[str]:
             locks.append(open_lock(root / entry.name))
             if not try_lock(locks[-1], fcntl.LOCK_EX):
                 raise CacheError(f"{root / entry.name} is in use; import when the engine is stopped")
+            mark_used(locks[-1])
         with _our_errors(f"the compile cache in {root} can't be replaced"):
             for entry in entries:
                 shutil.rmtree(root / entry.name, ignore_errors=True)
@@ -149,10 +148,6 @@ def _our_errors(what: str) -> Iterator[None]:
         yield
     except (CacheError, OSError, tarfile.TarError, EOFError, zlib.error) as error:
         raise CacheError(f"{what}: {error}") from error
-
-
-def _entries_in(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("[!.]*") if (path / SEAL).exists() or (path / FILES).exists())
 
 
 def _sizes(folder: Path) -> list[int]:

@@ -7,7 +7,8 @@
 Promise: no state of the folder breaks a start. Only what the seal lists is ever offered to torch: an entry
 whose listed files are missing or changed, or whose facts are another machine's, goes into quarantine and is
 built anew; what is not listed (a start that was killed, or never finished) is deleted, unless an engine that
-runs may have made it. Temporary folders of starts that were killed go with the next start.
+runs may have made it. Temporary folders of starts that were killed go with the next start, and so do entries
+that no start has opened for two months.
 
 Loading compiled code is running it, so only folders count that belong to this user and that nobody else may
 write. Locks are those of flock: all starts that share the folder must see each other's.
@@ -17,6 +18,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +39,8 @@ from compile_cache.seal import (
 LOCK = "lock"
 QUARANTINE = ".quarantined"
 TEMPORARY = ".start-"
+UNUSED_S = 60 * 24 * 3600.0
+"""An entry that no start has opened for so long is deleted."""
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
@@ -132,6 +136,7 @@ def open_cache(
         except BaseException:
             release(lock)
             raise
+        expire(root)
         if isinstance(cache, OpenCache):
             return cache
         release(lock)
@@ -158,6 +163,7 @@ def _open_entry(
     alone = try_lock(lock, fcntl.LOCK_EX)
     if not alone and not try_lock(lock, fcntl.LOCK_SH):
         return "another start is using the compile cache; this start compiles for itself"
+    mark_used(lock)
     make_own_folder(entry)
     files, note, listed = entry / FILES, "", {}
     try:
@@ -199,6 +205,11 @@ def open_lock(entry: Path) -> IO[str]:
     return open(entry.with_name(f"{entry.name}.{LOCK}"), "a", encoding="ascii")
 
 
+def mark_used(lock: IO[str]) -> None:
+    """Keep the entry of this lock from being deleted for another two months."""
+    os.utime(lock.fileno())
+
+
 def try_lock(lock: IO[str], kind: int) -> bool:
     """Take a lock, fcntl.LOCK_EX or LOCK_SH, if nobody is in the way; whether it was taken."""
     try:
@@ -221,6 +232,36 @@ def sweep(root: Path) -> None:
         with suppress(OSError), open(path, "r+", encoding="ascii") as lock:
             if try_lock(lock, fcntl.LOCK_EX):
                 shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def expire(root: Path) -> None:
+    """Delete the entries that nobody has used for long, of former drivers and versions for example."""
+    for entry in entries_in(root):
+        with suppress(OSError):
+            used = entry.with_name(f"{entry.name}.{LOCK}")
+            if time.time() - (used if used.exists() else entry).stat().st_mtime > UNUSED_S:
+                remove_entry(entry)
+
+
+def entries_in(root: Path) -> list[Path]:
+    """The folders of all entries, those in quarantine included."""
+    return sorted(path for path in root.glob("[!.]*") if (path / SEAL).exists() or (path / FILES).exists())
+
+
+def remove_entry(entry: Path) -> bool:
+    """Delete an entry that nobody is using; whether it was deleted.
+
+    Raises:
+        OSError: it can't be deleted.
+    """
+    lock = open_lock(entry)
+    try:
+        if not try_lock(lock, fcntl.LOCK_EX):
+            return False
+        shutil.rmtree(entry)
+        return True
+    finally:
+        release(lock)
 
 
 def _quarantine(entry: Path) -> Path:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from compile_cache.key import entry_name
 from compile_cache.seal import CacheError
-from compile_cache.store import QUARANTINE, VARIABLES, open_cache
+from compile_cache.store import QUARANTINE, UNUSED_S, VARIABLES, open_cache
 
 
 def test_the_second_start_finds_what_the_first_compiled(sealed: Path) -> None:
@@ -330,3 +331,30 @@ def test_what_importing_the_engine_sets_is_no_choice_of_the_users(tmp_path: Path
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     said = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
     assert said.stdout.startswith(f"True {tmp_path}")
+
+
+def test_entries_that_no_start_opens_any_more_go_after_two_months(sealed: Path) -> None:
+    cache, environ = start(sealed, OTHER)
+    compile_something(environ)
+    cache.seal()
+    long_ago = time.time() - UNUSED_S - 60
+    other = sealed / entry_name(OTHER)
+    for entry in (entry_of(sealed), other):
+        os.utime(entry.with_name(entry.name + ".lock"), (long_ago, long_ago))
+    aside = sealed / ("gone" + QUARANTINE)
+    shutil.copytree(other, aside)
+    os.utime(aside, (long_ago, long_ago))
+    third, _ = start(sealed, FACTS | {"driver": "another"})
+    assert not entry_of(sealed).exists()
+    assert not aside.exists()
+    assert other.exists()  # an engine is using it
+    third.close()
+    cache.close()
+
+
+def test_opening_an_entry_keeps_it(sealed: Path) -> None:
+    entry = entry_of(sealed)
+    long_ago = time.time() - UNUSED_S - 60
+    os.utime(entry.with_name(entry.name + ".lock"), (long_ago, long_ago))
+    for _ in range(2):
+        assert files_offered(sealed) == (CONTENT, "")
