@@ -16,6 +16,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compile_cache.entries import list_entries
 from minisgl import __version__
 from minisgl.attention_choice import FLASHINFER, NAMES, TRITON, choose, obstacle, parse
 from minisgl.config import (
@@ -27,6 +28,7 @@ from minisgl.config import (
     ResolvedConfig,
     attention_place,
     resolve_engine_config,
+    with_cache_dir,
 )
 from minisgl.errors import MinisglError
 from minisgl.model_config import read_model_config
@@ -105,7 +107,7 @@ def examine(config: EngineConfig, cache_dir: Path) -> Report:
         choices=_choices(config, model_config, resolved, facts, problems),
         attention=_attention(config, model_config, resolved, facts),
         model=model,
-        cache=_cache(cache_dir, problems),
+        cache=_cache(cache_dir, problems) | {"compiled code": _compiled_code(config, cache_dir, warnings)},
         warnings=warnings,
         problems=problems,
     )
@@ -395,6 +397,30 @@ def _cache(cache_dir: Path, problems: list[str]) -> dict[str, str]:
         "size": f"{_size_bytes(cache_dir) / MIB:.0f} MiB" if cache_dir.is_dir() else "not there yet",
         "free on disk": f"{shutil.disk_usage(existing).free / GIB:.1f} GiB",
     }
+
+
+def _compiled_code(config: EngineConfig, cache_dir: Path, warnings: list[str]) -> str:
+    """What former starts left for the next one."""
+    place = with_cache_dir(config, cache_dir).compile_cache
+    if not place:
+        return "left to torch and Triton (--compile-cache is empty)"
+    root = Path(place).expanduser()
+    entries = list_entries(root)
+    warnings += [
+        f"compiled code {entry.name}: {entry.problem}; the next start compiles again"
+        for entry in entries
+        if entry.problem
+    ]
+    whole = [entry for entry in entries if not entry.problem]
+    if not whole:
+        return f"none in {root}: the first start on a GPU compiles for some half a minute"
+    size = sum(entry.num_bytes for entry in whole) / MIB
+    return f"{size:.0f} MiB in {root}, of " + "; ".join(_made_by(entry.facts) for entry in whole)
+
+
+def _made_by(facts: dict[str, str]) -> str:
+    names = ("gpu", "driver", "torch", "triton", "rank")
+    return ", ".join(f"{name} {facts[name]}" for name in names if name in facts)
 
 
 def _size_bytes(folder: Path) -> int:

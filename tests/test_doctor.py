@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from compile_cache.store import open_cache
 from minisgl import doctor
 from minisgl.config import DeviceFacts, EngineConfig
 
@@ -62,3 +63,23 @@ def test_where_the_one_that_was_asked_for_can_not_run_it_shows_those_that_can(tm
     assert "--attention-backend trtllm: trtllm needs a Blackwell GPU" in report.problems[0]
     assert report.attention["triton"] == "could run"
     assert report.attention["trtllm"].startswith("no: it needs a Blackwell GPU")
+
+
+def test_it_says_what_lies_in_the_compile_cache_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    assert examine(tmp_path, None).cache["compiled code"].startswith("none in")
+    for facts in ({"gpu": "NVIDIA H200", "driver": "580.1"}, {"gpu": "NVIDIA L4", "driver": "570"}):
+        cache = open_cache(tmp_path / "compiled", facts, environ := {})
+        assert cache is not None
+        kernel = Path(environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+        kernel.parent.mkdir(parents=True)
+        kernel.write_bytes(bytes(1 << 20))
+        cache.seal()
+        cache.close()
+    report = examine(tmp_path, None)
+    assert report.warnings == []
+    assert "2 MiB" in report.cache["compiled code"]
+    assert "gpu NVIDIA L4, driver 570" in report.cache["compiled code"]
+    kernel.write_bytes(b"something else")
+    report = examine(tmp_path, None)
+    assert "driver 570" not in report.cache["compiled code"]
+    assert [text for text in report.warnings if "kernel.cubin was changed" in text]

@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
     "doctor": {
+        "compile_cache",
         "errors",
         "attention_choice",
         "config",
@@ -87,6 +88,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
     ("benchmark", "server"): {"minisgl.server.startup_report"},
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
+    ("doctor", "compile_cache"): {"compile_cache.entries"},
     ("doctor", "parallel"): {"minisgl.parallel.sizes"},
     ("doctor", "weights"): {"minisgl.weights.sources"},
     ("doctor", "engine"): {"minisgl.engine.device"},
