@@ -229,7 +229,7 @@ def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -
         if not isinstance(prompt, str):
             check_token_ids(prompt, vocab_size, "prompt")
     wanted = Wanted(logprobs=completion.logprobs, echo=bool(completion.echo))
-    limit = _first(completion.max_tokens, COMPLETION_MAX_TOKENS)
+    limit = _first(completion.max_tokens, max(COMPLETION_MAX_TOKENS, shared.min_tokens or 0))
     return CompletionCall(prompts, _options(shared, defaults, vocab_size, limit, wanted))
 
 

@@ -43,6 +43,7 @@ def refusal(parse: Any, **fields: Any) -> RequestError:
 def test_trap_27_a_chat_may_use_the_room_that_is_left_and_a_completion_gets_16_tokens() -> None:
     assert chat().options.params.max_tokens is None
     assert completion().options.params.max_tokens == 16
+    assert completion(min_tokens=20).options.params.max_tokens == 20
     assert chat(max_tokens=5).options.params.max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=7).options.params.max_tokens == 7
 

@@ -1,0 +1,36 @@
+# pyright: reportMissingImports=false
+"""What JSON Schema can't say of a body and the server refuses: such bodies are not sent as allowed ones.
+
+Loaded by schemathesis, in its own environment.
+"""
+
+import json
+from typing import Any
+
+import schemathesis
+
+CONTEXT_BYTES = 900
+"""Fits in the context of the model in schema.py, whose tokens may be single bytes."""
+BAD_WORD_BYTES = 15
+"""A word of so many bytes has, with a space before it, at most 16 tokens."""
+
+
+@schemathesis.hook
+def filter_body(context: Any, body: Any) -> bool:
+    """Whether to send it."""
+    if not isinstance(body, dict):
+        return True
+    least, most = body.get("min_tokens"), body.get("max_completion_tokens") or body.get("max_tokens")
+    if is_number(least) and is_number(most) and least > most:
+        return False
+    words = body.get("bad_words")
+    if isinstance(words, list):
+        for word in words:
+            if isinstance(word, str) and len(word.encode("utf-8", "replace")) > BAD_WORD_BYTES:
+                return False
+    texts = [body.get("prompt"), body.get("messages")]
+    return all(len(json.dumps(text, ensure_ascii=False, default=str)) < CONTEXT_BYTES for text in texts)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
