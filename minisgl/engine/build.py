@@ -121,7 +121,12 @@ def _warn_of_slower_attention(
     )
     reason = obstacle(TRITON, place)
     if reason is not None:
-        logger.warning("attention runs on %s, because %s %s", resolved.attention_backend, TRITON, reason)
+        logger.warning(
+            "attention runs on %s, because %s %s; 'minisgl doctor' lists what else there is",
+            resolved.attention_backend,
+            TRITON,
+            reason,
+        )
 
 
 class Meeting(NamedTuple):

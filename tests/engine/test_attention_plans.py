@@ -19,12 +19,13 @@ from torch import Tensor
 
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend, BatchPages
-from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
+from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine import build, recording
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import HostPageTable
 from minisgl.messages import AddRequest
+from minisgl.model_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
 
@@ -68,6 +69,20 @@ def test_padding_before_serving_is_planned_and_counts_as_nothing() -> None:
     plans.decode((), 2)
     assert [part.tolist() for part in told[0]] == [[0, 5, 10], [0, 2, 4], [1, 1], [0, 0, 0, 0]]
     assert told[1].last_page_len.tolist() == told[2].last_page_len.tolist() == [1, 1]
+
+
+def test_an_automatic_choice_other_than_the_usual_one_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = read_model_config(folder)
+    wide = replace(usual, num_heads=64, num_kv_heads=2, head_dim=64)
+    facts = DeviceFacts(has_cuda=True, compute_capability=(9, 0))
+    for model in (usual, wide):
+        resolved = resolve_engine_config(EngineConfig(), model, facts)
+        build._warn_of_slower_attention(EngineConfig(), resolved, model, facts)
+    (said,) = (record.message for record in caplog.records)
+    assert said.startswith("attention runs on torch, because triton takes at most 16 query heads")
+    assert "doctor" in said
 
 
 class Recorder:
