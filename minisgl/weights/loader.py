@@ -23,9 +23,9 @@ from minisgl.errors import ModelError
 from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 
-READERS = 8
+READERS = {"cuda": 8, "cpu": 2}
 """Threads that read, each into a buffer of its own. From page cache to an H200: one 5.4 GB/s, four 19, eight
-26."""
+26. Copies to host memory use all cores anyway: one reads meanwhile."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -75,7 +75,7 @@ def load_weights(
     total = sum(shard_of(target).memory.nbytes for target in targets.values())
     done = 0
     on_progress("loading the weights", done, total)
-    pieces: list[Piece] = []
+    pieces: list[Piece] = []  # in the order of the files
     for name in sorted(parts, key=lambda name: (stored[name].path, stored[name].begin)):
         begin = stored[name].begin
         for target in parts[name]:
@@ -249,8 +249,9 @@ def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
         ModelError: a file can't be read to its end.
     """
     largest = max((piece.num_bytes for piece in pieces), default=0)
+    num_readers = READERS[device.type]
     buffers: SimpleQueue[Tensor] = SimpleQueue()
-    for _ in range(READERS):
+    for _ in range(num_readers):
         # Page-locked, a buffer is copied to the device by the device.
         buffers.put(torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda"))
 
@@ -271,7 +272,7 @@ def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
                 buffers.put(buffer)
             return piece.target.nbytes
 
-        pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="read-weights"))
+        pool = stack.enter_context(ThreadPoolExecutor(num_readers, thread_name_prefix="read-weights"))
         stack.callback(pool.shutdown, cancel_futures=True)  # after an error, don't read the rest
         yield from pool.map(copy, pieces)
 
