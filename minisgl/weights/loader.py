@@ -25,7 +25,7 @@ from minisgl.weights.progress import Progress, no_progress
 
 READERS = {"cuda": 8, "cpu": 2}
 """Threads that read, each into a buffer of its own. From page cache to an H200: one 5.4 GB/s, four 19, eight
-26. Copies to host memory use all cores anyway: one reads meanwhile."""
+26. To host memory a copy uses all cores by itself, and meanwhile the other thread reads."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
