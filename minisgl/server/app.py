@@ -83,10 +83,12 @@ class Api:
         with contextlib.ExitStack() as open_streams:
             call = await self._receive(request, parse, open_streams)
             stream, tally, request_id = call.stream, call.tally, facts_of(request).request_id
-            shape = Shape(call.is_chat, self._model.name, request_id, call.options.include_usage)
+            options = call.options
+            so_far = tally.usage if options.continuous_usage else None
+            shape = Shape(call.is_chat, self._model.name, request_id, options.include_usage, so_far)
             if call.is_plain:
                 return await self._send_stream(request, stream, PlainText(), tally, ())
-            if call.options.stream:
+            if options.stream:
                 return await self._send_stream(request, stream, shape, tally, call.details)
             deltas: list[list[Delta]] = [[] for _ in range(stream.num_choices)]
             async for delta in stream.deltas():
@@ -295,7 +297,7 @@ def make_app(api: Api, tokens: TokenApi, admin: Admin, gate: Gate, max_body_byte
 def _parse_generate(body: bytes) -> CompletionCall:
     fields: GenerateBody = GENERATE.read(body)[0]
     params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=bool(fields.ignore_eos))
-    options = CallOptions(None, stream=True, include_usage=False, n=1, params=params)
+    options = CallOptions(None, True, include_usage=False, continuous_usage=False, n=1, params=params)
     return CompletionCall([fields.prompt], options, is_plain=True)
 
 

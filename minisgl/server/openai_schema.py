@@ -57,6 +57,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every chunk says what the call has used so far."""
     include_obfuscation: bool | None = None
 
 
@@ -179,6 +181,7 @@ class CallOptions(NamedTuple):
     model: str | None  # None: whatever is served
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     n: int
     params: SamplingParams
     priority: int = 0
@@ -265,6 +268,7 @@ def _options(
         skip_special_tokens=shared.skip_special_tokens is not False,
     )
     of_prompt = [wanted.prompt_logprobs, wanted.logprobs if wanted.echo else None]
+    streaming = _first(shared.stream_options, StreamOptions())
     bias = {int(key): value for key, value in (shared.logit_bias or {}).items()}
     check_token_ids(bias, vocab_size, "logit_bias")
     check_token_ids(shared.stop_token_ids or (), vocab_size, "stop_token_ids")
@@ -294,7 +298,8 @@ def _options(
     return CallOptions(
         model=shared.model,
         stream=bool(shared.stream),
-        include_usage=bool(shared.stream_options and shared.stream_options.include_usage),
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.continuous_usage_stats),
         n=_first(shared.n, 1),
         priority=shared.priority or 0,
         wanted=wanted,

@@ -4,7 +4,7 @@ Promise: a field that OpenAI's clients read is there with OpenAI's name and type
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,11 +55,20 @@ class Shape:
         model: the name the client knows.
         request_id: of the HTTP call, part of the answer's id.
         include_usage: a stream ends with a chunk of usage, and all others say `usage: null`.
+        usage_so_far: asked for every chunk, which says it then; None = they do not.
     """
 
-    def __init__(self, chat: bool, model: str, request_id: str, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        chat: bool,
+        model: str,
+        request_id: str,
+        include_usage: bool = False,
+        usage_so_far: Callable[[], Usage] | None = None,
+    ) -> None:
         self._chat = chat
         self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
         self._head = {
             "id": (CHAT_ID if chat else COMPLETION_ID) + request_id,
             "object": "chat.completion" if chat else "text_completion",
@@ -127,7 +136,9 @@ class Shape:
             **fields.choice,
         }
         chunk = {**self._chunk_head, "choices": [choice], **fields.call}
-        if self._include_usage:
+        if self._usage_so_far is not None:
+            chunk["usage"] = self._usage_so_far().as_json()
+        elif self._include_usage:
             chunk["usage"] = None
         return sse(self._encode(chunk))
 

@@ -141,7 +141,10 @@ CASES: dict[str, dict[str, Case]] = {
         "type": Case(message(content=[{"type": "image_url", "text": "hello"}])),
         "text": Case(message(content=[{"type": "text", "text": "other"}])),
     },
-    "StreamOptions": {"include_usage": Case({"include_usage": True}, {"stream": True})},
+    "StreamOptions": {
+        "include_usage": Case({"include_usage": True}, {"stream": True}),
+        "continuous_usage_stats": Case({"continuous_usage_stats": True}, {"stream": True}),
+    },
 }
 ELSEWHERE = {
     ("ChatBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -102,3 +103,19 @@ def test_an_answer_cut_by_max_tokens_inside_a_character_is_the_same_both_ways(se
         text, reason = both(server, "🎉好e\u0301", "say", chat=False, max_tokens=max_tokens)
         assert reason == "length"
         assert "🎉好e\u0301".startswith(text.rstrip("\ufffd"))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_every_chunk_says_what_the_call_has_used_so_far_if_asked(server: RunningServer, chat: bool) -> None:
+    body: dict[str, Any] = {"n": 2, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    prompt = "@say hello world"
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    with urllib.request.urlopen(server.url(path), json.dumps(body).encode(), timeout=LIMIT_S) as answer:
+        events = re.findall(r"data: ({.*})", answer.read().decode())
+    used = [json.loads(event)["usage"] for event in events]
+    counts = [usage["completion_tokens"] for usage in used]
+    whole = server.call(path, {name: value for name, value in body.items() if "stream" not in name})[1]
+    assert counts == sorted(counts)
+    assert 1 <= counts[0] < counts[-1]
+    assert used[-1] == whole["usage"]
