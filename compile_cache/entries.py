@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from compile_cache.bytecode import BYTECODE
 from compile_cache.key import entry_name
 from compile_cache.seal import FILES, SEAL, CacheError, check_entry, files_in, parse_seal, read_seal
 from compile_cache.store import (
@@ -62,7 +63,7 @@ def list_entries(root: Path) -> list[EntryInfo]:
 
 
 def clear(root: Path) -> int:
-    """Delete all entries that nobody is using; returns the bytes freed.
+    """Delete all entries that nobody is using, and Python's bytecode; returns the bytes freed.
 
     Raises:
         CacheError: they can't be deleted.
@@ -70,6 +71,8 @@ def clear(root: Path) -> int:
     freed = 0
     with _our_errors(f"the compile cache in {root} can't be cleared"):
         sweep(root)
+        freed += sum(_sizes(root / BYTECODE))
+        shutil.rmtree(root / BYTECODE, ignore_errors=True)
         for entry in entries_in(root):
             num_bytes = sum(_sizes(entry))
             freed += num_bytes if remove_entry(entry) else 0

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "llm",
         "text",
         "triton_kernels",
+        "compile_cache",
         "engine",
         "scheduler",
         "kvcache",
@@ -86,6 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
+    ("benchmark", "compile_cache"): {"compile_cache.bytecode"},
     ("benchmark", "server"): {"minisgl.server.startup_report"},
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
     ("doctor", "compile_cache"): {"compile_cache.entries"},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
 
@@ -59,6 +60,8 @@ def tell(line: StageOver | StartFailed) -> None:
 
 
 def _start(order: StartOrder, arrived_at: float) -> None:
+    if order.engine.compile_cache:
+        keep_bytecode(Path(order.engine.compile_cache).expanduser())
     import numpy as np
 
     from minisgl.engine.build import build_engine

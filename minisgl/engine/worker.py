@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.log import setup_logging
@@ -97,6 +98,8 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         stages[name] = duration_ms
         socket.send(StartupStage(name, duration_ms))
 
+    if config.engine.compile_cache:
+        keep_bytecode(Path(config.engine.compile_cache).expanduser())
     # Lazy: torch takes seconds, and this is where they are counted.
     from minisgl.engine.build import build_engine
 
