@@ -30,7 +30,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from minisgl.benchmark.kernel_timing import poison, relative_error
-from minisgl.parallel.mesh import Ranks, file_store, join
+from minisgl.parallel.mesh import Ranks, join, open_store
 from minisgl.parallel.regions import CAPACITY
 from triton_kernels import tuning
 from triton_kernels.all_reduce import (
@@ -97,7 +97,7 @@ def main() -> int:
 def run_rank(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda", arguments.rank)
     torch.cuda.set_device(device)
-    ranks = join(arguments.rank, arguments.tp, file_store(arguments.store, arguments.tp), device)
+    ranks = join(arguments.rank, arguments.tp, open_store(str(arguments.store), arguments.tp), device)
     lines, wrong = [], 0
     buffer = None
     if ranks.regions is not None:

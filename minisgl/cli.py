@@ -33,7 +33,7 @@ from minisgl.config import (
     check_server_config,
     with_cache_dir,
 )
-from minisgl.errors import ConfigError, MinisglError
+from minisgl.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl.flags import add_flags, values_of
 from minisgl.log import LEVELS, setup_logging
 from minisgl.request import SamplingParams
@@ -242,13 +242,18 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     check_server_config(server)
     check_engine_config(engine)  # both before a model is fetched
     engine = with_cache_dir(engine, cache_dir(environ))
-    _start_log(server.log_level, "server")
-    return run_server(
-        server,
-        engine,
-        _folder(engine, environ),
-        started_at=started_at,
-    )
+    _start_log(server.log_level, "server" if engine.node_rank == 0 else f"node {engine.node_rank}")
+    folder = _folder(engine, environ)
+    if engine.node_rank:
+        from minisgl.engine.node import run_node
+
+        try:
+            run_node(engine, folder, lambda line: print(line, file=sys.stderr, flush=True))
+        except EngineDeadError as error:
+            print(f"minisgl: error: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        return EXIT_OK
+    return run_server(server, engine, folder, started_at=started_at)
 
 
 def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

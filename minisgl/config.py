@@ -207,6 +207,14 @@ class EngineConfig:
     tp: int = 1
     """Ranks that share each layer of the model (tensor parallelism), each a process: a GPU each on cuda, a
     share of the threads on cpu. It has to divide the model's attention heads and MLP width."""
+    nnodes: int = 1
+    """Hosts that share the ranks of --tp evenly. On each run 'minisgl serve' with the same flags but
+    --node-rank; the server is on node 0."""
+    node_rank: int = 0
+    """This host's number, 0 to nnodes - 1."""
+    rdzv: str | None = None
+    """Where the hosts meet, as host:port: an address of node 0, and a port that is free there. Needed with
+    more than one host; whoever reaches it can join, so the network has to be trusted."""
     cpu_threads: int | None = None
     """Threads of torch on cpu, of each rank. Auto: torch's own choice (the physical cores), shared out."""
     kernel: tuple[str, ...] = ()
@@ -245,10 +253,18 @@ class ResolvedConfig:
     compile_cache: str | None
     profile_dir: str | None
     tp: int
+    nnodes: int
+    node_rank: int
+    rdzv: str | None
     cpu_threads: int | None
     kernel: tuple[str, ...]
     must_compile: bool
     """What can't be compiled ends the start: compiling was asked for, not chosen here."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each host."""
+        return self.tp // self.nnodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,6 +399,9 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         compile_cache=config.compile_cache,
         profile_dir=config.profile_dir,
         tp=config.tp,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        rdzv=config.rdzv,
         cpu_threads=config.cpu_threads,
         kernel=config.kernel,
         must_compile=config.strict_compile or config.compile_mode is not None,
@@ -461,6 +480,7 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
     check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
     check_range("max_graph_tokens", 0, step or 1 << 20, f"max_step_tokens ({step or 1 << 20})")
     check_range("tp", 1, 64)
+    _check_nodes(config)
     check_range("cpu_threads", 1, 1024)
     _check(-(1 << 63) <= config.seed < 1 << 63, "seed", "a signed 64-bit integer", config.seed)
 
@@ -501,6 +521,33 @@ def _check_attention(config: EngineConfig | ResolvedConfig) -> None:
             f"--max-graph-tokens {config.max_graph_tokens} takes --attention-backend triton for prefill, got "
             f"{attention.prefill}: only its prompts can be recorded; use --max-graph-tokens 0"
         )
+
+
+def _check_nodes(config: EngineConfig | ResolvedConfig) -> None:
+    tp, nnodes = config.tp, config.nnodes
+    _check(1 <= nnodes <= tp and tp % nnodes == 0, "nnodes", f"a divisor of tp ({tp})", nnodes)
+    _check(
+        0 <= config.node_rank < nnodes,
+        "node_rank",
+        f"between 0 and nnodes - 1 ({nnodes - 1})",
+        config.node_rank,
+    )
+    if config.rdzv is not None:
+        split_rdzv(config.rdzv)
+    elif nnodes > 1:
+        raise ConfigError("--nnodes needs --rdzv host:port, an address of node 0 that all hosts reach")
+
+
+def split_rdzv(rdzv: str) -> tuple[str, int]:
+    """Host and port of a meeting place; an IPv6 address is in brackets.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, _, port = rdzv.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"--rdzv must be host:port, for example 10.0.0.1:29500, got {rdzv!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def check_server_config(config: ServerConfig) -> None:

@@ -4,12 +4,13 @@ user of zmq.
 Promise: messages arrive in the order they were sent and none is dropped while both processes live
 (PUSH/PULL pairs without a high-water mark; the server's cap on open requests bounds the queues).
 The endpoints are ipc files in a private directory, two for each server process and for each further rank,
-so two instances never meet.
+so two instances never meet; ranks on other hosts come over TCP.
 """
 
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from socket import AF_INET6, SOCK_STREAM, getaddrinfo
 
 import msgspec
 import zmq
@@ -145,16 +146,43 @@ class ServerSocket:
         self._context.term()
 
 
-class LeaderSocket:
-    """Rank 0's end of the sockets to the other ranks, `size - 1` of them. Made before they are."""
+class RankAddresses(msgspec.Struct, frozen=True):
+    """Where the sockets of rank 1 or higher connect."""
 
-    def __init__(self, ipc_dir: str | Path, size: int) -> None:
+    plans: str
+    reports: str
+
+
+class LeaderSocket:
+    """Rank 0's end of the sockets to the other ranks, `size - 1` of them. Made before they are.
+
+    Args:
+        num_local: ranks on this host, 0 to num_local - 1.
+        host: this host's name or address, at which the others' ranks reach it over TCP.
+
+    Raises:
+        ConfigError: `host` is not this host's.
+    """
+
+    def __init__(self, ipc_dir: str | Path, size: int, num_local: int, host: str | None) -> None:
         self._context = zmq.Context()
         self._inbox = _socket(self._context, zmq.PULL)
-        self._inbox.bind(_endpoint(ipc_dir, FROM_RANK, 0))
+        local_reports = _endpoint(ipc_dir, FROM_RANK, 0)
+        self._inbox.bind(local_reports)
+        remote_reports = local_reports if host is None else _bind_tcp(self._inbox, host)
         self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(1, size)]
+        self._addresses: dict[int, RankAddresses] = {}
         for rank, outbox in enumerate(self._outboxes, start=1):
-            outbox.bind(_endpoint(ipc_dir, TO_RANK, rank))
+            if rank < num_local or host is None:
+                plans = _endpoint(ipc_dir, TO_RANK, rank)
+                outbox.bind(plans)
+                self._addresses[rank] = RankAddresses(plans, local_reports)
+            else:
+                self._addresses[rank] = RankAddresses(_bind_tcp(outbox, host), remote_reports)
+
+    def addresses(self, rank: int) -> RankAddresses:
+        """Where a rank, not 0, connects."""
+        return self._addresses[rank]
 
     def send(self, data: bytes) -> None:
         """Queue `data` for every other rank; never waits, also where a rank is gone."""
@@ -180,12 +208,12 @@ class LeaderSocket:
 class FollowerSocket:
     """The end of rank 1 or higher."""
 
-    def __init__(self, ipc_dir: str | Path, rank: int) -> None:
+    def __init__(self, addresses: RankAddresses) -> None:
         self._context = zmq.Context()
         self._inbox = _socket(self._context, zmq.PULL)
         self._outbox = _socket(self._context, zmq.PUSH)
-        self._inbox.connect(_endpoint(ipc_dir, TO_RANK, rank))
-        self._outbox.connect(_endpoint(ipc_dir, FROM_RANK, 0))
+        self._inbox.connect(addresses.plans)
+        self._outbox.connect(addresses.reports)
 
     def receive(self) -> bytes:
         """The next message of rank 0; waits for one."""
@@ -200,6 +228,20 @@ class FollowerSocket:
         self._inbox.close(linger=0)
         self._outbox.close(linger=LAST_WORDS_MS)
         self._context.term()
+
+
+def _bind_tcp(socket: zmq.Socket, host: str) -> str:
+    """Bind to a free port; the endpoint to connect to."""
+    try:
+        family, _, _, _, address = getaddrinfo(host, None, type=SOCK_STREAM)[0]
+        if family == AF_INET6:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.bind(f"tcp://[{address[0]}]:*" if family == AF_INET6 else f"tcp://{address[0]}:*")
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"--rdzv must name node 0, which is this host; {host!r} is not its ({error})"
+        ) from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _socket(context: zmq.Context, kind: int) -> zmq.Socket:

@@ -28,9 +28,10 @@ ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
     --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
     --max-running-requests
-    --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights --no-overlap
+    --max-step-tokens --memory-fraction --mixed-step-tokens --model --nnodes --no-dummy-weights --no-overlap
+    --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
-    --prefix-cache --profile-dir --revision --seed --strict-compile --tokenizer --tp
+    --prefix-cache --profile-dir --rdzv --revision --seed --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output

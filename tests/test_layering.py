@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"errors", "log", "config", "parallel", "triton_kernels", "attention"},
     "models": {"errors", "log", "config", "parallel", "layers", "attention", "triton_kernels"},
     "weights": {"errors", "log", "config", "parallel"},
-    "engine": SEAMS | ENGINE_SIDE | {"attention_choice", "triton_kernels", "compile_cache"},
+    "engine": SEAMS | ENGINE_SIDE | {"attention_choice", "triton_kernels", "compile_cache", "__init__"},
     # what talks to people: no torch
     "text": {"errors", "log", "fields"},
     "server": SEAMS | {"fields", "text", "__init__"},
@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"server", "__init__"},
     "cli": SEAMS
     | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "compile_cache", "capacity"}
-    | {"__init__"},
+    | {"engine", "__init__"},
     "__init__": {"errors", "request", "offline", "llm"},
     "__main__": {"cli"},
 }
@@ -95,6 +95,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("doctor", "weights"): {"minisgl.weights.sources"},
     ("doctor", "engine"): {"minisgl.engine.device"},
     ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
+    ("cli", "engine"): {"minisgl.engine.node"},
     ("cli", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
 }
 """Where only these modules of a folder may be imported."""

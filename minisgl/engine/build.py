@@ -89,6 +89,11 @@ def build_engine(
         ModelError: the folder's model can't be loaded.
         EngineDeadError: another rank could not start.
     """
+    if config.node_rank:
+        raise ConfigError(
+            f"--node-rank {config.node_rank}: node 0 uses the engine; 'minisgl serve' with the same --model, "
+            "--tp, --nnodes and --rdzv starts this host's ranks"
+        )
     stages = Stages(on_stage)
     model_config = read_model_config(folder)
     facts = find_device_facts()
@@ -133,7 +138,8 @@ class Meeting(NamedTuple):
     """Where and how a rank meets the others."""
 
     rank: int
-    store: Path
+    store: str
+    """See `parallel.mesh.open_store`."""
     on_arrival: Callable[[], None]
     """Called just before joining, which waits for all ranks."""
 
@@ -186,7 +192,7 @@ def _build_rank(
         stages.done("allocate the model")
         loadable = model
         if meeting is not None:
-            ranks, hardware = _join(meeting, config.tp, hardware)
+            ranks, hardware = _join(meeting, config.tp, config.nnodes == 1, hardware)
             if followers is not None:
                 followers.joined(ranks)
             loadable = _share_out(model, model_config, ranks)
@@ -262,23 +268,23 @@ def _assemble(
 
 def _check_ranks_fit(config: ResolvedConfig, model_config: ModelConfig) -> None:
     rank_sizes(model_config, config.tp)
-    if config.device == "cuda" and torch.cuda.device_count() < config.tp:
-        raise ConfigError(
-            f"--tp {config.tp} needs {config.tp} GPUs and torch sees {torch.cuda.device_count()}; lower it"
-        )
+    needed, there = config.ranks_per_node, torch.cuda.device_count()
+    if config.device == "cuda" and there < needed:
+        raise ConfigError(f"--tp {config.tp} needs {needed} GPUs here and torch sees {there}; lower it")
 
 
 def _take_hardware(config: ResolvedConfig, meeting: Meeting | None) -> _Hardware:
     if config.cpu_threads is not None or config.tp > 1:
-        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.tp))
+        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.ranks_per_node))
     if config.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device() if meeting is None else meeting.rank)
+        index = torch.cuda.current_device() if meeting is None else meeting.rank % config.ranks_per_node
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.cuda.init()
         available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
     else:
         device = torch.device("cpu")
-        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.tp
+        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.ranks_per_node
     return _Hardware(device, getattr(torch, config.dtype), available_bytes)
 
 
@@ -324,14 +330,15 @@ def _allocate_model(
     return model
 
 
-def _join(meeting: Meeting, size: int, hardware: _Hardware) -> "tuple[Ranks, _Hardware]":
+def _join(meeting: Meeting, size: int, one_host: bool, hardware: _Hardware) -> "tuple[Ranks, _Hardware]":
     """Meet the other ranks; what is left of the hardware then."""
-    from minisgl.parallel.mesh import file_store, join  # lazy: as in `build_engine`
+    from minisgl.parallel.mesh import join, open_store  # lazy: as in `build_engine`
 
     device = hardware.device
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     meeting.on_arrival()
-    ranks = join(meeting.rank, size, file_store(meeting.store, size), device)
+    store = open_store(meeting.store, size)
+    ranks = join(meeting.rank, size, store, device, one_host=one_host)
     ranks.minimum(0)  # the first collective takes what memory they need
     if device.type == "cuda":
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]

@@ -1,10 +1,10 @@
-"""A further rank of an engine: `python -m minisgl.engine.follower`, started by rank 0.
+"""A further rank of an engine: `python -m minisgl.engine.follower`, started by rank 0 or by its own node.
 
-Reads one JSON line from stdin, a `FollowerConfig`. The pipe stays open as a sign of life: at its end rank 0
-is gone, and so is this process.
+Reads one JSON line from stdin, a `FollowerConfig`. The pipe stays open as a sign of life: at its end who
+started it is gone, and so is this process.
 
-Promise: it executes rank 0's step plans in their order and decides nothing; it never outlives rank 0, and
-says why when it has to end.
+Promise: it executes rank 0's step plans in their order and decides nothing; it never outlives who started it,
+and says why when it has to end.
 """
 
 import logging
@@ -17,7 +17,6 @@ import msgspec
 
 from minisgl.engine.follower_link import (
     RECORD_GRAPH,
-    STORE,
     Checksum,
     Failed,
     FollowerConfig,
@@ -44,7 +43,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(config.log_level, f"rank {config.rank}")
-    socket = FollowerSocket(config.ipc_dir, config.rank)
+    socket = FollowerSocket(config.addresses)
     try:
         _run(config, socket)
         return 0
@@ -72,7 +71,7 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
         Path(config.model_folder),
         Meeting(
             config.rank,
-            Path(config.ipc_dir) / STORE,
+            config.store,
             lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),
         ),
         on_stage=stages.__setitem__,

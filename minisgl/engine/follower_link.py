@@ -4,11 +4,8 @@ Promise: a rank that ends, however it does, ends all others within a moment and 
 its reason at rank 0, which is never left waiting for a rank that is gone; after `close` no process is left.
 """
 
-import contextlib
 import logging
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -19,10 +16,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from minisgl.config import ResolvedConfig
+from minisgl.config import ResolvedConfig, split_rdzv
+from minisgl.engine.node_link import NodeDoor, NodeRank, RankEnded, Welcome
+from minisgl.engine.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.scheduler.plan import StepPlan
-from minisgl.transport import LeaderSocket, make_ipc_dir
+from minisgl.transport import LeaderSocket, RankAddresses, make_ipc_dir
 
 if TYPE_CHECKING:  # it imports torch
     from minisgl.parallel.mesh import Ranks
@@ -31,11 +30,10 @@ logger = logging.getLogger(__name__)
 
 STORE = "store"
 """The file in the sockets' directory where the ranks meet."""
-FOLLOWER = ("-m", "minisgl.engine.follower")
 RECORD_GRAPH = b"record"
 """In place of a plan: record a graph. No plan is encoded so."""
 START_TIMEOUT_S = 300.0
-"""How long a rank may take until it is ready to meet the others (its imports)."""
+"""How long a rank may take until it is ready to meet the others (its imports, and other nodes to come)."""
 STOP_S = 3.0
 """How long a rank may take to end when asked to."""
 ABORT_S = 5.0
@@ -53,8 +51,12 @@ class FollowerConfig(msgspec.Struct, frozen=True):
 
     engine: ResolvedConfig
     model_folder: str
-    ipc_dir: str
+    ipc_dir: str | None
+    """What to remove when rank 0 is gone; None on other nodes."""
     rank: int
+    addresses: RankAddresses
+    store: str
+    """Where the ranks meet, see `parallel.mesh.open_store`."""
     log_level: str
 
 
@@ -124,9 +126,10 @@ class FollowerLink:
         ipc_dir: Path | None,
         on_lost: Callable[[str], None],
     ) -> None:
+        self._config = config
+        self._folder = model_folder
         self._owns_ipc_dir = ipc_dir is None
         self._ipc_dir = ipc_dir or make_ipc_dir()
-        self._socket = LeaderSocket(self._ipc_dir, config.tp)
         self._lock = threading.Lock()
         self._closing = False
         self._lost: tuple[int, str] | None = None  # which rank, and how it ended
@@ -140,25 +143,47 @@ class FollowerLink:
         self._ranks: Ranks | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromFollower)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+        self._processes = RankProcesses(self._ended)
+        self._nodes: NodeDoor | None = None
+        host = split_rdzv(config.rdzv)[0] if config.rdzv is not None else None
         try:
-            for rank in range(1, config.tp):
-                line = FollowerConfig(config, str(model_folder), str(self._ipc_dir), rank, level)
-                self._start(rank, msgspec.json.encode(line))
+            self._socket = LeaderSocket(self._ipc_dir, config.tp, config.ranks_per_node, host)
+        except BaseException:
+            self._remove_ipc_dir()
+            raise
+        try:
+            self._store = str(self._ipc_dir / STORE)
+            if host is not None:
+                # Lazy: it imports torch.
+                from minisgl.parallel.mesh import serve_store
+
+                self._store_server, self._store = serve_store(host)
+                self._nodes = NodeDoor(config, model_folder, self._welcome, self._node_ended)
+            level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+            for rank in range(1, config.ranks_per_node):
+                line = FollowerConfig(
+                    config,
+                    str(model_folder),
+                    str(self._ipc_dir),
+                    rank,
+                    self._socket.addresses(rank),
+                    self._store,
+                    level,
+                )
+                self._processes.start(rank, msgspec.json.encode(line))
         except BaseException:
             self.close(at_once=True)
             raise
 
     @property
-    def store(self) -> Path:
-        """The file where the ranks meet."""
-        return self._ipc_dir / STORE
+    def store(self) -> str:
+        """Where the ranks meet."""
+        return self._store
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, of rank 1 and on."""
-        return [process.pid for process in self._processes]
+        """Process ids on this node, of rank 1 and on."""
+        return self._processes.pids
 
     def wait_for_all(self) -> None:
         """Until every rank is about to join.
@@ -166,7 +191,7 @@ class FollowerLink:
         Raises:
             EngineDeadError: one ended, or took too long.
         """
-        missing = set(range(1, len(self._processes) + 1))
+        missing = set(range(1, self._config.tp))
         deadline = time.monotonic() + START_TIMEOUT_S
         while missing:
             for message in self._receive(100):
@@ -174,9 +199,10 @@ class FollowerLink:
                     missing.discard(message.rank)
             self.check()
             if time.monotonic() > deadline:
-                raise EngineDeadError(
-                    f"rank {min(missing)} of --tp was not ready after {START_TIMEOUT_S:g} s"
-                )
+                away = self._nodes.missing() if self._nodes is not None else []
+                what = f"node {away[0]} of --nnodes has not come" if away else ""
+                what = what or f"rank {min(missing)} of --tp was not ready"
+                raise EngineDeadError(f"{what} after {START_TIMEOUT_S:g} s")
 
     def wait_for_starts(self) -> list[Started]:
         """Until every rank is ready for plans; what they say, by rank.
@@ -184,7 +210,7 @@ class FollowerLink:
         Raises:
             EngineDeadError: one ended.
         """
-        while len(self._starts) < len(self._processes):
+        while len(self._starts) < self._config.tp - 1:
             self._receive(100)
             self.check()
         return [self._starts[rank] for rank in sorted(self._starts)]
@@ -246,43 +272,48 @@ class FollowerLink:
             self._lost_event.wait(ABORT_S)
         elif not at_once:
             self._socket.send(b"")
-        deadline = time.monotonic() + (0 if at_once else STOP_S)
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0))
-        self._kill()
-        for process in self._processes:
-            process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+        timeout_s = 0 if at_once or self._lost is not None else STOP_S
+        self._processes.close(timeout_s)
+        if self._nodes is not None:
+            self._nodes.close(timeout_s)
         self._socket.close()
+        self._remove_ipc_dir()
+
+    def _remove_ipc_dir(self) -> None:
         if self._owns_ipc_dir:
             shutil.rmtree(self._ipc_dir, ignore_errors=True)
 
-    def _start(self, rank: int, line: bytes) -> None:
-        process = subprocess.Popen([sys.executable, *FOLLOWER], stdin=subprocess.PIPE)
-        self._processes.append(process)
-        threading.Thread(
-            target=self._watch, args=(rank, process), name=f"rank-{rank}-exit", daemon=True
-        ).start()
-        assert process.stdin is not None  # opened as a pipe; it stays open, its end is the sign of ours
-        with contextlib.suppress(BrokenPipeError):  # `check` tells
-            process.stdin.write(line + b"\n")
-            process.stdin.flush()
+    def _welcome(self, node: int) -> Welcome:
+        """What a node has to know; from a thread."""
+        per_node = self._config.ranks_per_node
+        ranks = range(node * per_node, (node + 1) * per_node)
+        return Welcome(
+            engine=self._config,
+            ranks=tuple(NodeRank(rank, self._socket.addresses(rank)) for rank in ranks),
+            store=self._store,
+        )
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """In a thread for each rank, because rank 0 may be waiting for it on the device."""
-        code = process.wait()
+    def _node_ended(self, node: int, ended: RankEnded | None) -> None:
+        """From a thread."""
+        if ended is None:
+            self._lose(node * self._config.ranks_per_node, f"node {node} of --nnodes is gone")
+        else:
+            self._lose(ended.rank, f"rank {ended.rank} of --tp ended ({ended.how})")
+
+    def _ended(self, rank: int, code: int, how: str) -> None:
+        """From a thread for each rank, because rank 0 may be waiting for it on the device."""
+        self._lose(rank, f"rank {rank} of --tp ended ({how})")
+
+    def _lose(self, rank: int, reason: str) -> None:
         with self._lock:
             if self._closing or self._lost is not None:
                 return
-            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            reason = f"rank {rank} of --tp ended ({how})"
             self._lost = (rank, reason)
         logger.error("%s; all ranks end", reason)
         self._on_lost(reason)
-        self._kill()
+        self._processes.kill()
+        if self._nodes is not None:
+            self._nodes.close(0)
         if self._on_cuda:
             self._abort()  # a collective without all its ranks never ends on a GPU; gloo notices
         self._lost_event.set()
@@ -292,11 +323,6 @@ class FollowerLink:
         from minisgl.parallel.mesh import abort
 
         abort(self._ranks)
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
 
     def _receive(self, timeout_ms: int) -> list[FromFollower]:
         """The ranks' messages; reports are kept and checksums compared."""
@@ -318,5 +344,5 @@ class FollowerLink:
                 f"the ranks of --tp disagree about the tokens of the first {checksum.num_steps} steps; this "
                 "is a bug in minisgl or a fault of a device"
             )
-        if len(values) == 1 + len(self._processes):
+        if len(values) == self._config.tp:
             del self._checksums[checksum.num_steps]

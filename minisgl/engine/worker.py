@@ -175,16 +175,17 @@ def _end_soon(reason: str) -> None:
     timer.start()
 
 
-def end_with_the_parent(ipc_dir: str) -> None:
+def end_with_the_parent(ipc_dir: str | None) -> None:
     """From now on end this process when stdin does, that is when the parent does, however it dies.
 
-    A parent that was killed could not remove the sockets' directory; then this does.
+    A parent that was killed could not remove the sockets' directory, if it had one; then this does.
     """
 
     def wait_for_the_end_of_stdin() -> None:
         while os.read(0, 4096):
             pass
-        shutil.rmtree(ipc_dir, ignore_errors=True)
+        if ipc_dir is not None:
+            shutil.rmtree(ipc_dir, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait_for_the_end_of_stdin, name="parent-watch", daemon=True).start()

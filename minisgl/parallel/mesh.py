@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -68,9 +67,18 @@ class Ranks:
             _in_bounded_time(dist.destroy_process_group)
 
 
-def file_store(path: Path, size: int) -> dist.Store:
-    """Where ranks on one host meet: a file, which need not be there."""
-    return dist.FileStore(str(path), size)  # pyright: ignore[reportPrivateImportUsage]
+def open_store(place: str, size: int) -> dist.Store:
+    """Where ranks meet: the absolute path of a file that need not be there, or what `serve_store` gave."""
+    if place.startswith("/"):
+        return dist.FileStore(place, size)  # pyright: ignore[reportPrivateImportUsage]
+    host, _, port = place.rpartition(":")
+    return dist.TCPStore(host, int(port), timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+
+
+def serve_store(host: str) -> tuple[dist.Store, str]:
+    """A place for ranks on several hosts, at a free port of this one: it is there as long as the store is."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{host}:{store.port}"
 
 
 def join(rank: int, size: int, store: dist.Store, device: torch.device, *, one_host: bool = True) -> Ranks:

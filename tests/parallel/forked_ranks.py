@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minisgl.parallel.mesh import file_store, join
+from minisgl.parallel.mesh import join, open_store
 
 LIMIT_S = 120.0
 """For machines that are busy with other things."""
@@ -19,7 +19,7 @@ def run_on_ranks(size: int, tmp: Path, function: Callable[..., Any], *args: Any)
     """`function(ranks, *args)` on `size` ranks that met over gloo; the results, by rank, come pickled."""
 
     def join_and_run(rank: int) -> Any:
-        ranks = join(rank, size, file_store(store, size), torch.device("cpu"))
+        ranks = join(rank, size, open_store(str(store), size), torch.device("cpu"))
         try:
             return function(ranks, *args)
         finally:

@@ -18,7 +18,7 @@ from forked_ranks import run_forked
 from tiny_models import VOCAB_SIZE, random_model
 
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine import follower_link
+from minisgl.engine import follower_link, rank_processes
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDeadError
@@ -115,7 +115,7 @@ def live_in_two(folder: Path, answer: Connection) -> None:
     engine = build(folder, 2, overlap=True)
     tokens, _ = generate(engine)
     assert engine._followers is not None
-    answer.send((tokens, pids_of(engine), engine._followers.store.parent))
+    answer.send((tokens, pids_of(engine), Path(engine._followers.store).parent))
     signal.pause()
 
 
@@ -153,7 +153,7 @@ from minisgl.engine.follower_link import CHECKED_STEPS, Checksum, FollowerConfig
 from minisgl.scheduler.plan import StepPlan
 from minisgl.transport import FollowerSocket
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FollowerConfig)
-socket = FollowerSocket(config.ipc_dir, config.rank)
+socket = FollowerSocket(config.addresses)
 socket.send(msgspec.msgpack.encode(Joining(config.rank)))
 value = msgspec.msgpack.decode(socket.receive(), type=StepPlan).step_id
 socket.send(msgspec.msgpack.encode(Checksum(config.rank, CHECKED_STEPS, value)))
@@ -168,7 +168,7 @@ socket.close()
 def test_tokens_that_differ_between_ranks_are_noticed(
     off: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_link, "FOLLOWER", ("-c", REPORTER))
+    monkeypatch.setattr(rank_processes, "FOLLOWER", ("-c", REPORTER))
     checksum = follower_link.TokenChecksum()
     assert [step for step in range(follower_link.CHECKED_STEPS) if checksum.add([step, 7])] == [63]
     config = resolve_engine_config(
@@ -188,7 +188,7 @@ def test_tokens_that_differ_between_ranks_are_noticed(
 
 
 def test_a_rank_that_can_not_start_is_the_starts_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_link, "FOLLOWER", ("-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(rank_processes, "FOLLOWER", ("-c", "raise SystemExit(3)"))
     with pytest.raises(EngineDeadError, match=r"rank 1 of --tp ended \(exit code 3\)"):
         build(folder, 2)
 
@@ -202,13 +202,13 @@ def test_a_start_that_fails_leaves_no_rank_behind(folder: Path, monkeypatch: pyt
         init(self, *args, **kwargs)
 
     monkeypatch.setattr(follower_link.FollowerLink, "__init__", note)
-    monkeypatch.setattr(follower_link, "FOLLOWER", ("-c", "import sys; sys.stdin.read()"))
+    monkeypatch.setattr(rank_processes, "FOLLOWER", ("-c", "import sys; sys.stdin.read()"))
     monkeypatch.setattr(follower_link, "START_TIMEOUT_S", 0.2)
     with pytest.raises(EngineDeadError, match="rank 1 of --tp was not ready"):
         build(folder, 2)
     (link,) = links
     assert alive(link.pids) == []
-    assert not link.store.parent.exists()
+    assert not Path(link.store).parent.exists()
 
 
 @pytest.mark.parametrize(
