@@ -51,6 +51,15 @@ def test_a_start_seals_and_the_engines_end_lets_go(folder: Path, cache: Mock) ->
     cache.close.assert_called_once_with()
 
 
+def test_what_was_compiled_while_serving_is_sealed_at_the_end(folder: Path, cache: Mock) -> None:
+    engine = build_engine(ENGINE, folder, lambda name, duration_ms: None)
+    cache.seal.side_effect = lambda: cache.close.assert_not_called()
+    engine._recorded = engine._recorded._replace(kernels=Mock(num_compiled=1, count=1))
+    engine.close()
+    assert cache.seal.call_count == 2
+    cache.close.assert_called_once_with()
+
+
 def test_a_start_that_fails_lets_go_and_seals_nothing(folder: Path, cache: Mock) -> None:
     impossible = EngineConfig(device="cpu", dtype="float32", dummy_weights=True, num_pages=1 << 30)
     with pytest.raises(ConfigError, match="--num-pages"):

@@ -14,7 +14,8 @@ from minisgl.engine.buckets import decode_buckets, first_sizes
 from minisgl.engine.compiled import CompiledDecode, KernelCompilations
 from minisgl.engine.engine import Engine
 from minisgl.engine.late_recording import LateRecording
-from minisgl.messages import AddRequest
+from minisgl.engine.worker import IDLE_WAIT_MS, _serve
+from minisgl.messages import AddRequest, Ping, Shutdown
 from minisgl.request import SamplingParams
 
 
@@ -211,3 +212,26 @@ def test_a_cpu_has_nothing_to_record(tmp_path: Path) -> None:
     engine = started(tmp_path)
     assert engine.num_missing_graphs == 0
     engine.close()
+
+
+def test_a_server_records_while_it_has_nothing_to_do_and_answers_in_between() -> None:
+    timeouts_ms: list[int] = []
+    received: list[list[Any]] = [[], [Ping(7, 0)], [], [], [Shutdown()]]
+    socket = Mock()
+
+    def receive(timeout_ms: int) -> list[Any]:
+        timeouts_ms.append(timeout_ms)
+        return received.pop(0)
+
+    socket.receive = receive
+    it = Mock(has_work=False, num_missing_graphs=2)
+
+    def record_graph() -> None:
+        it.num_missing_graphs -= 1
+
+    it.record_graph.side_effect = record_graph
+    it.step.return_value = []
+    _serve(it, socket, {})
+    assert timeouts_ms == [0, 0, 0, IDLE_WAIT_MS, IDLE_WAIT_MS]
+    assert it.record_graph.call_count == 2
+    it.status.assert_called_once_with(7)
