@@ -113,6 +113,9 @@ class ModelConfig:
     """Logits become softcap * tanh(logits / softcap)."""
     norms_less_one: bool = False
     """The checkpoint holds the weights of all norms less 1 (Gemma)."""
+    checkpoint_prefix: str = ""
+    """What stands before the tensors' names in the checkpoint, where it has other parts, too, that are not
+    loaded (Gemma 3 and Mistral Small 3 with eyes)."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": what the weights are stored in."""
     eos_token_ids: tuple[int, ...]

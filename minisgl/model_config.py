@@ -6,8 +6,8 @@ name, never ignored. Reads what transformers 4 and transformers 5 write.
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ class Family:
     tied: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
     """The key, and the one value that is known."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """By key; Gemma 3's larger models leave most of them out."""
     is_gemma: bool = False
     """Scaled embeddings, norms less 1, the scores' scale, two RoPE settings, soft cap of the logits."""
     read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
@@ -73,8 +75,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     raw = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json", required=False)
+    raw, prefix = _text_part(raw)
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
+    raw = {**family.sizes, **raw}
     _refuse_what_is_missing(raw, family)
 
     hidden_size = _integer(raw, "hidden_size")
@@ -115,6 +119,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         qk_norm=family.qk_norm,
         windows=_windows(raw, family, max_position),
         experts=family.read_experts(raw) if family.read_experts else None,
+        checkpoint_prefix=prefix,
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_joined_ids("eos_token_id", generation, raw),
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
@@ -205,6 +210,14 @@ FAMILIES = {
         qk_norm=True,
         tied=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
+        sizes={
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 26,
+            "vocab_size": 262208,
+        },
         is_gemma=True,
     ),
     "LlamaForCausalLM": Family(attention_bias=True),
@@ -236,6 +249,15 @@ FAMILIES = {
 }
 """By Hugging Face class name; models/registry.py builds them."""
 
+WITH_TEXT_PART = {
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),
+}
+"""Classes that see, too: the class of their `text_config`, and its model_type. Requests with images are
+refused, so what sees is not loaded."""
+TEXT_PREFIX = "language_model."
+"""Stands before the names of the text part's tensors."""
+
 MEANS_NOTHING: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
@@ -265,17 +287,41 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     return value
 
 
+def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The config of the text model in one that has other parts, too, and the prefix of its tensors' names.
+
+    Raises:
+        ModelError: the text model is not the one that such models have.
+    """
+    whole = next((name for name in _class_names(raw) if name in WITH_TEXT_PART), None)
+    if whole is None:
+        return raw, ""
+    architecture, model_type = WITH_TEXT_PART[whole]
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", model_type) != model_type:
+        got = text.get("model_type") if isinstance(text, dict) else text
+        raise _missing(f"text_config of model_type {got!r} in a {whole}; only {model_type!r} is known")
+    # These transformers asks the whole's config for.
+    asked = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+    of_whole = {key: raw[key] for key in asked if raw.get(key) is not None}
+    return {**raw, **text, **of_whole, "architectures": [architecture]}, TEXT_PREFIX
+
+
+def _class_names(raw: dict[str, Any]) -> list[str]:
+    named = raw.get("architectures") or []
+    return [named] if isinstance(named, str) else named
+
+
 def _architecture(raw: dict[str, Any]) -> str:
     """The first known of config.json's class names."""
-    named = raw.get("architectures") or []
-    if isinstance(named, str):
-        named = [named]
+    named = _class_names(raw)
     for name in named:
         if name in FAMILIES:
             return name
     got = ", ".join(map(str, named)) or f"none (model_type {raw.get('model_type')!r})"
     raise ModelError(
-        f"the model's architecture is not supported: got {got}; supported: {', '.join(FAMILIES)}"
+        f"the model's architecture is not supported: got {got}; supported: "
+        f"{', '.join((*FAMILIES, *WITH_TEXT_PART))}"
     )
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3TextConfig
 
-from minisgl.config import ModelConfig
+from minisgl.config import ModelConfig, RopeScaling
 from minisgl.errors import ModelError
 from minisgl.model_config import read_model_config
 
@@ -27,11 +28,28 @@ PHI_3 = {
     "attention_bias": False,
     "resid_pdrop": 0.0,
 }
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}
 LONGROPE = {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.1] * 48}
 
 
 def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(SIZES | config))
+    sizes = {} if "text_config" in config else SIZES
+    (folder / "config.json").write_text(json.dumps(sizes | config))
     return read_model_config(folder)
 
 
@@ -92,6 +110,32 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
         },
         {"max_position": 131072},
     ),
+    "Gemma-3-4b, which sees, its text": (
+        GEMMA_3_4B,
+        {
+            "architecture": "Gemma3ForCausalLM",
+            "num_layers": 34,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "max_position": 131072,
+            "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+            "windows": (1024, 1024, 1024, 1024, 1024, 0) * 5 + (1024,) * 4,
+            "tie_word_embeddings": True,
+            "eos_token_ids": (1, 106),
+            "checkpoint_prefix": "language_model.",
+            "checkpoint_dtype": "bfloat16",
+        },
+    ),
+    "Mistral-Small-3.1, which sees, its text": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": SIZES
+            | {"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "sliding_window": None},
+        },
+        {"architecture": "MistralForCausalLM", "head_dim": 128, "windows": (), "tie_word_embeddings": False},
+    ),
     "Phi-3-mini-4k": (
         PHI_3 | {"sliding_window": 2047, "rope_scaling": None},
         {"head_dim": 96, "num_kv_heads": 32, "rope_scaling": None, "windows": (2047,) * 32},
@@ -112,6 +156,14 @@ def test_a_public_config_is_read(name: str, tmp_path: Path) -> None:
     raw, expected = READ[name]
     config = read(tmp_path, raw)
     assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_sizes_that_gemma_3_leaves_out_are_transformers_own(tmp_path: Path) -> None:
+    ours = read(tmp_path, GEMMA_3_4B | {"text_config": {"model_type": "gemma3_text"}})
+    theirs = Gemma3TextConfig()
+    assert (ours.num_layers, ours.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
+    assert (ours.intermediate_size, ours.vocab_size) == (theirs.intermediate_size, theirs.vocab_size)
+    assert (ours.num_heads, ours.max_position) == (theirs.num_attention_heads, theirs.max_position_embeddings)
 
 
 def test_phi_3s_longrope_has_its_factors_and_transformers_magnitude(tmp_path: Path) -> None:
@@ -143,10 +195,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma-2-9b, with soft caps": (
         {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},
         "Gemma2ForCausalLM",
-    ),
-    "Gemma-3-4b, which sees": (
-        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {}},
-        "Gemma3ForConditionalGeneration",
     ),
     "gpt-oss-20b": (
         {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
@@ -188,9 +236,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
         "RoPE of type 'mrope'",
     ),
-    "Mistral-Small-3.1, which sees": (
-        {"architectures": ["Mistral3ForConditionalGeneration"]},
-        "Mistral3ForConditionalGeneration",
+    "Ministral-3, which sees and whose text model is another": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+        },
+        "text_config of model_type 'ministral3'",
+    ),
+    "Llama-4-Scout": (
+        {"architectures": ["Llama4ForConditionalGeneration"]},
+        "Llama4ForConditionalGeneration",
+    ),
+    "Gemma-3-4b in 4 bits": (
+        GEMMA_3_4B | {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "bitsandbytes",
     ),
     "a Mixtral in 8 bits": (
         {"architectures": ["MixtralForCausalLM"], "torch_dtype": "float8_e4m3fn"},

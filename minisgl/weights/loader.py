@@ -31,6 +31,7 @@ INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that some checkpoints (Phi-3's) have as one: the rows of the parts lie one after the other."""
+PARTS_THAT_SEE = ("vision_tower.", "multi_modal_projector.")
 NAMES_SHOWN = 6
 
 
@@ -68,7 +69,7 @@ def load_weights(
     for name, view in targets.items():
         assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
-    stored = _headers(checkpoint_files(folder))
+    stored = _without_prefix(_headers(checkpoint_files(folder)), config.checkpoint_prefix)
     parts = _parts_of_each(stored, targets)
     _check_names_and_shapes(parts, stored, config, folder)
 
@@ -137,6 +138,17 @@ def _headers(files: list[Path]) -> dict[str, Stored]:
             begin = 8 + header_bytes + entry["data_offsets"][0]
             found[name] = Stored(path, entry["shape"], entry["dtype"], begin)
     return found
+
+
+def _without_prefix(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+    """The same by the text model's own names, and without what sees."""
+    if not prefix:
+        return stored
+    return {
+        name.removeprefix(prefix): entry
+        for name, entry in stored.items()
+        if name.startswith(prefix) or not name.startswith(PARTS_THAT_SEE)
+    }
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB_SIZE, PagedRunner, load_ours, logits_of, random_model
+from tiny_models import (
+    VOCAB_SIZE,
+    PagedRunner,
+    load_ours,
+    logits_of,
+    random_model,
+    random_model_that_sees,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -285,6 +292,43 @@ def test_contexts_within_the_original_length_have_longropes_short_factors(tmp_pa
     expected = [greedy(theirs, prompt) for prompt in prompts]
     assert served(tmp_path, prompts, 32) == expected
     assert served(tmp_path, prompts, 33) != expected
+
+
+GEMMA_WITH_EYES = {
+    "text_config": VARIANTS["gemma3_windows"][1],
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+MISTRAL_WITH_EYES = {
+    "text_config": {"model_type": "mistral", **VARIANTS["mistral_no_window_head_dim_given"][1]},
+    "vision_config": GEMMA_WITH_EYES["vision_config"] | {"model_type": "pixtral", "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "tied"),
+    [
+        ("gemma3", GEMMA_WITH_EYES, True),
+        ("mistral3", MISTRAL_WITH_EYES, True),
+        ("mistral3", MISTRAL_WITH_EYES, False),
+    ],
+)
+def test_the_text_part_of_a_model_that_sees_gives_its_logits(
+    family: str, settings: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    theirs = random_model_that_sees(family, settings, tied=tied)
+    theirs.save_pretrained(tmp_path)
+    token_ids = random.Random(3).choices(range(90), k=60)
+    runner = PagedRunner(load_ours(tmp_path), num_rows=1, page_size=16, max_tokens=60, seed=0)
+    expected = logits_of(theirs, token_ids)
+    assert expected.std() > 0.5, "a flat model would hide mistakes"
+    assert_same(runner.feed([(0, token_ids)]), expected)
 
 
 def test_every_family_that_is_read_is_compared() -> None:

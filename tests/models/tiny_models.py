@@ -5,10 +5,11 @@ R rows, T new tokens, P pages, S page size.
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.model_config import read_model_config
@@ -17,6 +18,17 @@ from minisgl.models.registry import build_model
 from minisgl.weights.loader import load_weights
 
 VOCAB_SIZE = 97
+TEXT_SETTINGS: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "eos_token_id": 2,
+}
 
 
 def random_model(seed: int = 0, family: str = "llama", **settings: object) -> PreTrainedModel:
@@ -25,20 +37,30 @@ def random_model(seed: int = 0, family: str = "llama", **settings: object) -> Pr
     Args:
         family: transformers' model_type.
     """
-    values: dict[str, object] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.25,
-        "eos_token_id": 2,
-    }
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(values | settings))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = AutoConfig.for_model(family, **(TEXT_SETTINGS | settings))
+    return _spread(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+
+
+def random_model_that_sees(family: str, settings: dict[str, Any], *, tied: bool) -> PreTrainedModel:
+    """The same for a model of text and images; its last token stands for images.
+
+    Args:
+        settings: "text_config", which the usual text settings lie under, and "vision_config".
+    """
+    torch.manual_seed(0)
+    text = TEXT_SETTINGS | settings["text_config"] | {"tie_word_embeddings": tied}
+    config = AutoConfig.for_model(
+        family,
+        **(settings | {"text_config": text}),
+        tie_word_embeddings=tied,
+        image_token_index=VOCAB_SIZE - 1,
+    )
+    return _spread(AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval())
+
+
+def _spread(model: PreTrainedModel) -> PreTrainedModel:
+    """The same, with norms and biases that are not all alike."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,21 @@ def test_tensors_that_do_not_fit_are_listed_before_anything_is_copied(tmp_path: 
     assert all((parameter == 7.0).all() for parameter in model.parameters())
 
 
+def test_of_a_model_that_sees_only_what_sees_is_left_out(tmp_path: Path) -> None:
+    theirs = save_llama(tmp_path)
+    path = tmp_path / "model.safetensors"
+    text = {f"language_model.{name}": tensor for name, tensor in load_file(path).items()}
+    others = {name: torch.zeros(3) for name in ("vision_tower.conv.weight", "multi_modal_projector.norm")}
+    save_file(text | others, path)
+    config = replace(read_model_config(tmp_path), checkpoint_prefix="language_model.")
+    model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
+    load_weights(model, tmp_path, config, dtype=torch.float32, device="cpu")
+    assert_holds(model, theirs)
+    save_file(text | others | {"audio_tower.conv.weight": torch.zeros(3)}, path)
+    with pytest.raises(ModelError, match=r"not part of LlamaForCausalLM: audio_tower\.conv\.weight"):
+        load_weights(model, tmp_path, config, dtype=torch.float32, device="cpu")
+
+
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     save_llama(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -210,6 +226,7 @@ def test_an_experts_matrices_go_to_their_place_and_a_missing_one_is_named(tmp_pa
 
 LOAD_AND_TELL_THE_GROWTH = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import torch
 from minisgl.engine.device import peak_host_bytes
