@@ -447,7 +447,7 @@ def _share_of_collectives(engine: Engine, plan: StepPlan, steps: int) -> float:
     times = [
         (event.key.lower(), event.self_device_time_total)
         for event in profile.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     collectives = sum(us for name, us in times if "nccl" in name or "all_reduce" in name)
     return collectives / max(1.0, sum(us for _, us in times))
