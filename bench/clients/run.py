@@ -6,7 +6,8 @@
 The environments (a venv with pip, or npm) are made once, in --folder; the first run installs some hundred
 packages. Each client's script beside this file checks what it gets and prints a line per check. The table has
 the client's version, its checks, and how long it took; exit code 1 when one failed. Without --model-folder,
-lm-eval is left out: its log-likelihoods are compared with transformers' on the same model.
+lm-eval and guidellm are left out: they need its tokenizer, and lm-eval's log-likelihoods are compared with
+transformers' on the same model.
 """
 
 import argparse
@@ -38,7 +39,9 @@ PYTHON = (
     Client("langchain-openai", "langchain_client.py"),
     Client("llm", "llm_client.py"),
     Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]", "transformers")),
+    Client("guidellm", "guidellm_client.py"),
 )
+NEED_FOLDER = ("lm_eval", "guidellm")
 NODE = Client("openai (npm)", "openai_node.mjs")
 
 
@@ -129,9 +132,9 @@ def main() -> int:
     for client in (*PYTHON, NODE):
         if arguments.only and client.package not in arguments.only:
             continue
+        if client.package in NEED_FOLDER and arguments.model_folder is None:
+            continue
         if client.package == "lm_eval":
-            if arguments.model_folder is None:
-                continue
             expected_loglikelihoods(arguments.model_folder, expected)
         command, version = node_command(folder) if client is NODE else python_command(client, folder)
         outcomes.append(try_client(client.package, command, version, environ))

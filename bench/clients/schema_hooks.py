@@ -23,6 +23,9 @@ def filter_body(context: Any, body: Any) -> bool:
     least, most = body.get("min_tokens"), body.get("max_completion_tokens") or body.get("max_tokens")
     if is_number(least) and is_number(most) and least > most:
         return False
+    allowed, stops = body.get("allowed_token_ids"), body.get("stop_token_ids")
+    if least and isinstance(allowed, list) and all(ends_a_reply(one, stops) for one in allowed):
+        return False  # min_tokens bans what ends a reply, and nothing else is allowed
     words = body.get("bad_words")
     if isinstance(words, list):
         for word in words:
@@ -30,6 +33,12 @@ def filter_body(context: Any, body: Any) -> bool:
                 return False
     texts = [body.get("prompt"), body.get("messages")]
     return all(len(json.dumps(text, ensure_ascii=False, default=str)) < CONTEXT_BYTES for text in texts)
+
+
+def ends_a_reply(token_id: Any, stops: Any) -> bool:
+    """Even ids do in the model of schema.py."""
+    is_stop = isinstance(stops, list) and token_id in stops
+    return is_stop or (is_number(token_id) and token_id % 2 == 0)
 
 
 def is_number(value: Any) -> bool:
