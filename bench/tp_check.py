@@ -4,8 +4,11 @@
     python bench/tp_check.py --device cpu   # a small model
 
 Each size generates greedily from the same prompts. Against one rank: the log probabilities of the prompts'
-tokens (bar: 0.1 at most, bfloat16), and milliseconds for a decode step at each batch. Then a rank is killed
-in the middle of a step (bar: an error within 5 s, no process left). Exit code 1 where a bar is missed.
+tokens (bar: 0.1 at most, bfloat16), and milliseconds for a decode step at each batch. Every rank but 0, which
+has made the checkpoint, says how long it loaded and how much host memory it has had at most (bar: 1.3 times
+its share of the weights where that is 4 GB or more; beside less, the libraries' own counts too much). Then a
+rank is killed in the middle of a step (bar: an error within 5 s, no process left). Exit code 1 where a bar is
+missed.
 """
 
 import argparse
@@ -21,15 +24,18 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import EngineDeadError
 from minisgl.messages import AddRequest
 from minisgl.request import SamplingParams
+from minisgl.weights.sources import default_cache_dir
 
 LARGEST_DIFFERENCE = 0.1
 LIMIT_S = 5.0
+MOST_HOST_MEMORY = 1.3
+JUDGED_BYTES = 4e9
 NUM_STEPS = 64
 SHAPES = {"cuda": (4096, 14336, 32, 8, 128256), "cpu": (256, 512, 8, 2, 1001)}
 
@@ -41,7 +47,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, nargs="+", default=[2])
     parser.add_argument("--device", choices=sorted(SHAPES), default="cuda")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="16 and more for the bar of host memory")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.device, args.layers)
@@ -52,6 +58,7 @@ def main() -> int:
             max_running_requests=max(args.batches),
             memory_fraction=0.5,
         )
+        config = with_cache_dir(config, default_cache_dir())
         expected = None
         fine = True
         for tp in (1, *args.tp):
@@ -59,6 +66,8 @@ def main() -> int:
             engine = build_engine(replace(config, tp=tp), Path(folder), lambda name, duration_ms: None)
             print(f"tp {tp}: started in {time.perf_counter() - began:.1f} s", flush=True)
             try:
+                engine.record_graphs()
+                fine &= print_starts(tp, engine)
                 logprobs = prompt_logprobs(engine)
                 expected = logprobs if expected is None else expected
                 difference = float(np.abs(logprobs - expected).max())
@@ -73,6 +82,20 @@ def main() -> int:
             finally:
                 engine.close()
     return 0 if fine else 1
+
+
+def print_starts(tp: int, engine: Engine) -> bool:
+    """Whether no other rank has had much more than its share in host memory."""
+    fine = True
+    for start in engine.other_ranks():
+        ratio = start.peak_host_bytes / start.weights_bytes
+        fine &= ratio <= MOST_HOST_MEMORY or start.weights_bytes < JUDGED_BYTES
+        print(
+            f"tp {tp}: rank {start.rank}: {start.weights_bytes / 1e9:.2f} GB of weights in "
+            f"{start.load_ms / 1e3:.1f} s, host memory at most {start.peak_host_bytes / 1e9:.2f} GB, "
+            f"{ratio:.2f} times that"
+        )
+    return fine
 
 
 def save_model(folder: Path, device: str, num_layers: int) -> None:
