@@ -1,25 +1,16 @@
-"""From settings and a model folder to an engine that is ready to serve.
+"""From settings and a model folder to an engine that is ready to serve, of one rank or of several.
 
-Promise: what was taken on the way (ranks, the compile cache) is given back when a start fails, and a mistake
-in the settings is a ConfigError that says what to change.
+Promise: a mistake in the settings is a ConfigError that says what to change; a start that fails leaves no
+process behind.
 """
 
 import logging
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from compile_cache.store import OpenCache
-from minisgl.attention.backends import build_backend
-from minisgl.attention.flashinfer import AttentionShape
-from minisgl.attention.interface import Attend, Backend
-from minisgl.attention_choice import TRITON, obstacle, parse
+from minisgl.attention_choice import TRITON, obstacle
 from minisgl.config import (
     DeviceFacts,
     EngineConfig,
@@ -28,41 +19,13 @@ from minisgl.config import (
     attention_place,
     resolve_engine_config,
 )
-from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.compiled import KernelCompilations, import_compiler
-from minisgl.engine.compiled_code import open_compiled_code, seal
-from minisgl.engine.device import find_device_facts, free_host_bytes, peak_host_bytes
-from minisgl.engine.dry_runs import measure_peaks
+from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
-from minisgl.engine.inputs import HostPageTable, Stager
-from minisgl.engine.memory import (
-    MemoryBudget,
-    bytes_of,
-    check_weights_fit,
-    graph_reserve_bytes,
-    plan_memory,
-    special_steps_bytes,
-)
-from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.recording import buckets_of, record_steps
-from minisgl.engine.replace_kernels import replace_kernels
-from minisgl.engine.rows import Rows
+from minisgl.engine.rank import Meeting, build_rank
 from minisgl.engine.stages import OnStage, Stages
 from minisgl.errors import ConfigError
-from minisgl.kvcache.manager import KVCacheManager
 from minisgl.model_config import read_model_config
-from minisgl.models.decoder import Decoder
-from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
-from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
-from minisgl.weights.dummy import fill_dummy
-from minisgl.weights.loader import load_weights
-from minisgl.weights.progress import Progress, no_progress, shown_progress
-
-if TYPE_CHECKING:
-    from minisgl.engine.follower_link import FollowerLink
-    from minisgl.models.sharded import ShardedTensors
-    from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +63,7 @@ def build_engine(
     resolved = resolve_engine_config(config, model_config, facts)
     _warn_of_slower_attention(config, resolved, model_config, facts)
     if resolved.tp == 1:
-        return _build_rank(resolved, folder, model_config, stages, None, None)
+        return build_rank(resolved, folder, model_config, stages, None, None)
     _check_ranks_fit(resolved, model_config)
     # Lazy: torch.distributed takes a while, and one rank needs none of it.
     from minisgl.engine.follower_link import FollowerLink
@@ -108,11 +71,23 @@ def build_engine(
     followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank)
     meeting = Meeting(0, followers.store, followers.wait_for_all)
     try:
-        return _build_rank(resolved, folder, model_config, stages, meeting, followers)
+        return build_rank(resolved, folder, model_config, stages, meeting, followers)
     except BaseException as error:
         cause = followers.explain(error) if isinstance(error, Exception) else error
         followers.close(at_once=True)
         raise cause from (error if cause is not error else None)
+
+
+def build_follower(config: ResolvedConfig, folder: Path, meeting: Meeting, on_stage: OnStage) -> Engine:
+    """A further rank's engine, whose `follow` executes rank 0's plans: its own scheduler is never asked.
+
+    Args:
+        config: as rank 0's.
+
+    Raises:
+        MinisglError: as `build_engine`.
+    """
+    return build_rank(config, folder, read_model_config(folder), Stages(on_stage), meeting, None)
 
 
 def _warn_of_slower_attention(
@@ -134,295 +109,8 @@ def _warn_of_slower_attention(
         )
 
 
-class Meeting(NamedTuple):
-    """Where and how a rank meets the others."""
-
-    rank: int
-    store: str
-    """See `parallel.mesh.open_store`."""
-    on_arrival: Callable[[], None]
-    """Called just before joining, which waits for all ranks."""
-
-
-def build_follower(config: ResolvedConfig, folder: Path, meeting: Meeting, on_stage: OnStage) -> Engine:
-    """A further rank's engine, whose `follow` executes rank 0's plans: its own scheduler is never asked.
-
-    Args:
-        config: as rank 0's.
-
-    Raises:
-        MinisglError: as `build_engine`.
-    """
-    return _build_rank(config, folder, read_model_config(folder), Stages(on_stage), meeting, None)
-
-
-class _Hardware(NamedTuple):
-    """What one rank computes on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    available_bytes: int
-    """What the engine may take."""
-
-
-def _build_rank(
-    config: ResolvedConfig,
-    folder: Path,
-    model_config: ModelConfig,
-    stages: Stages,
-    meeting: Meeting | None,
-    followers: "FollowerLink | None",
-) -> Engine:
-    """One rank's engine, or the only one's."""
-    # RoPE's table is as long as the longest context served, and LongRoPE chooses its factors by that.
-    model_config = replace(model_config, max_position=config.max_context_tokens)
-    hardware = _take_hardware(config, meeting)
-    cache = open_compiled_code(config, hardware.device, 0 if meeting is None else meeting.rank)
-    ranks = None
-    stages.done("settings and device")
-
-    importing = threading.Thread(target=import_compiler, name="import-compiler", daemon=True)
-    if config.compile_mode != "off":
-        importing.start()  # loading weights is work for disk and copies, and leaves Python free
-    try:
-        rank_config = rank_sizes(model_config, config.tp)
-        stager = Stager(hardware.device)
-        attention = _build_attention(config, rank_config, hardware, stager)
-        model = _allocate_model(config, model_config, attention.attend, hardware)
-        stages.done("allocate the model")
-        loadable = model
-        if meeting is not None:
-            ranks, hardware = _join(meeting, config.tp, config.nnodes == 1, hardware)
-            if followers is not None:
-                followers.joined(ranks)
-            loadable = _share_out(model, model_config, ranks)
-            stages.done(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
-        if config.dummy_weights:
-            fill_dummy(model, config.seed)
-            stages.done("dummy weights")
-        else:
-            # The other ranks are as far at any time: one of them shows it.
-            shown = shown_progress(logger) if meeting is None or meeting.rank == 0 else no_progress
-            _load_weights(loadable, folder, model_config, hardware, shown)
-            stages.done("load weights")
-        if importing.ident is not None:
-            importing.join()
-            stages.done("import the compiler")
-        with torch.inference_mode():
-            parts = (model, attention, stager)
-            engine = _assemble(config, rank_config, *parts, hardware, stages, cache, ranks, followers)
-        if cache is not None:
-            seal(cache)
-            stages.done("compile cache")
-        return engine
-    except BaseException as error:
-        if ranks is not None:
-            ranks.leave()
-        if cache is not None:
-            cache.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise ConfigError(
-                "the GPU's memory did not suffice for the start; lower --max-step-tokens "
-                f"({config.max_step_tokens}), --max-running-requests ({config.max_running_requests}) or "
-                f"--memory-fraction ({config.memory_fraction}). CUDA said: {error}"
-            ) from error
-        raise
-
-
-def _assemble(
-    config: ResolvedConfig,
-    model_config: ModelConfig,
-    model: Decoder,
-    attention: Backend,
-    stager: Stager,
-    hardware: _Hardware,
-    stages: Stages,
-    cache: OpenCache | None,
-    ranks: "Ranks | None",
-    followers: "FollowerLink | None",
-) -> Engine:
-    """Tables, pool, graphs and scheduler around a loaded model; model_config: as this rank has it."""
-    device = hardware.device
-    kernels = KernelCompilations() if device.type == "cuda" else None
-    page_size = config.page_size
-    pages_per_row = -(-config.max_context_tokens // page_size)
-    rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
-    replace_kernels(model, rows, config.kernel)
-    pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
-    plans = AttentionPlans(attention, pages)
-    tables_bytes = bytes_of(rows) + attention.num_bytes
-    budget = _plan_memory(config, model_config, model, rows, plans, tables_bytes, hardware)
-    if ranks is not None:
-        budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
-    logger.info("memory: %s", budget.describe())
-    model.allocate_kv(budget.num_pages, page_size, hardware.dtype, device)
-    stages.done("memory profile and KV pool")
-    recorded = record_steps(config, model, rows, pages, plans, stager, device, kernels, stages, ranks)
-    runner = ModelRunner(model, rows, pages, plans, stager, device, recorded)
-    kv_cache = KVCacheManager(
-        num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
-    )
-    scheduler = _make_scheduler(config, model_config, kv_cache)
-    return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers)
-
-
 def _check_ranks_fit(config: ResolvedConfig, model_config: ModelConfig) -> None:
     rank_sizes(model_config, config.tp)
     needed, there = config.ranks_per_node, torch.cuda.device_count()
     if config.device == "cuda" and there < needed:
         raise ConfigError(f"--tp {config.tp} needs {needed} GPUs here and torch sees {there}; lower it")
-
-
-def _take_hardware(config: ResolvedConfig, meeting: Meeting | None) -> _Hardware:
-    if config.cpu_threads is not None or config.tp > 1:
-        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.ranks_per_node))
-    if config.device == "cuda":
-        index = torch.cuda.current_device() if meeting is None else meeting.rank % config.ranks_per_node
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-        torch.cuda.init()
-        available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
-    else:
-        device = torch.device("cpu")
-        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.ranks_per_node
-    return _Hardware(device, getattr(torch, config.dtype), available_bytes)
-
-
-def _build_attention(
-    config: ResolvedConfig, model_config: ModelConfig, hardware: _Hardware, stager: Stager
-) -> Backend:
-    """The attention backends, ready for the model as this rank has it."""
-    shape = AttentionShape(
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        page_size=config.page_size,
-        scale=model_config.head_dim**-0.5
-        if model_config.attention_scale is None
-        else model_config.attention_scale,
-        windows=frozenset(model_config.windows or (0,)),
-        dtype=hardware.dtype,
-        device=hardware.device,
-    )
-    return build_backend(
-        parse(config.attention_backend),
-        shape,
-        lambda target, source: stager.overwrite(target, [source]),
-        buckets=buckets_of(config).decode,
-        max_rows=config.max_running_requests,
-        max_context_tokens=config.max_context_tokens,
-    )
-
-
-def _allocate_model(
-    config: ResolvedConfig, model_config: ModelConfig, attend: Attend, hardware: _Hardware
-) -> Decoder:
-    build = partial(
-        build_model,
-        model_config,
-        attention_backend=attend,
-        dtype=hardware.dtype,
-        tp=config.tp,
-    )
-    check_weights_fit(bytes_of(build(device=torch.device("meta"))), hardware.available_bytes, config)
-    model = build(device=hardware.device)
-    model.requires_grad_(False)
-    return model
-
-
-def _join(meeting: Meeting, size: int, one_host: bool, hardware: _Hardware) -> "tuple[Ranks, _Hardware]":
-    """Meet the other ranks; what is left of the hardware then."""
-    from minisgl.parallel.mesh import join, open_store  # lazy: as in `build_engine`
-
-    device = hardware.device
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    meeting.on_arrival()
-    store = open_store(meeting.store, size)
-    ranks = join(meeting.rank, size, store, device, one_host=one_host)
-    ranks.minimum(0)  # the first collective takes what memory they need
-    if device.type == "cuda":
-        taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
-        hardware = hardware._replace(available_bytes=hardware.available_bytes - taken_bytes)
-    return ranks, hardware
-
-
-def _share_out(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "ShardedTensors":
-    from minisgl.models.sharded import share_out  # lazy: as in `build_engine`
-
-    return share_out(model, model_config, ranks)
-
-
-def _load_weights(
-    loadable: "Decoder | ShardedTensors",
-    folder: Path,
-    model_config: ModelConfig,
-    hardware: _Hardware,
-    on_progress: Progress,
-) -> None:
-    began = time.perf_counter()
-    num_bytes = load_weights(
-        loadable,
-        folder,
-        model_config,
-        dtype=hardware.dtype,
-        device=hardware.device,
-        on_progress=on_progress,
-    )
-    if hardware.device.type == "cuda":
-        torch.cuda.synchronize(hardware.device)
-    loaded_s = time.perf_counter() - began
-    logger.info(
-        "weights: %.2f GB in %.1f s, %.2f GB/s; peak host memory so far %.2f GB",
-        num_bytes / 1e9,
-        loaded_s,
-        num_bytes / 1e9 / loaded_s,
-        peak_host_bytes() / 1e9,
-    )
-
-
-def _plan_memory(
-    config: ResolvedConfig,
-    model_config: ModelConfig,
-    model: Decoder,
-    rows: Rows,
-    plans: AttentionPlans,
-    tables_bytes: int,
-    hardware: _Hardware,
-) -> MemoryBudget:
-    peaks = measure_peaks(config, model_config, model, rows, plans, hardware.device, hardware.dtype)
-    reserve_bytes = 0
-    if hardware.device.type == "cuda":
-        recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
-        reserve_bytes = recorded_bytes + graph_reserve_bytes(buckets_of(config).num_graphs)
-        reserve_bytes += special_steps_bytes(model_config, config)
-    return plan_memory(
-        model_config,
-        config,
-        available_bytes=hardware.available_bytes,
-        weights_bytes=bytes_of(model),
-        activation_bytes=peaks.prefill_bytes,
-        tables_bytes=tables_bytes,
-        reserve_bytes=reserve_bytes,
-    )
-
-
-def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache: KVCacheManager) -> Scheduler:
-    pool_tokens = kv_cache.num_usable_pages * config.page_size
-    if pool_tokens < config.max_context_tokens:
-        logger.warning(
-            "the KV pool holds %d tokens: requests may have that many, not %d; see --num-pages",
-            pool_tokens,
-            config.max_context_tokens,
-        )
-    limits = SchedulerConfig(
-        max_rows=config.max_running_requests,
-        max_step_tokens=config.max_step_tokens,
-        chunk_tokens=config.chunk_tokens,
-        mixed_step_tokens=config.mixed_step_tokens,
-        max_context_tokens=min(config.max_context_tokens, pool_tokens),
-        vocab_size=model_config.vocab_size,
-        output_reserve_tokens=config.output_reserve_tokens,
-        eos_token_ids=model_config.eos_token_ids,
-        seed=config.seed,
-    )
-    return Scheduler(limits, kv_cache)

@@ -61,8 +61,9 @@ def main() -> int:
 
 def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     # Lazy: torch takes seconds, and whatever it says should be reported.
-    from minisgl.engine.build import Meeting, build_follower
+    from minisgl.engine.build import build_follower
     from minisgl.engine.device import peak_host_bytes
+    from minisgl.engine.rank import Meeting
     from minisgl.engine.stages import load_ms
 
     stages: dict[str, float] = {}

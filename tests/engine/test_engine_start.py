@@ -10,7 +10,7 @@ import pytest
 from compile_cache.seal import CacheError
 from compile_cache.store import OpenCache
 from minisgl.config import EngineConfig
-from minisgl.engine import build
+from minisgl.engine import rank
 from minisgl.engine.build import build_engine
 from minisgl.errors import ConfigError
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def cache(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """What the start is given, as on a GPU."""
     opened = Mock(spec=OpenCache)
-    monkeypatch.setattr(build, "open_compiled_code", lambda config, device, rank: opened)
+    monkeypatch.setattr(rank, "open_compiled_code", lambda config, device, rank: opened)
     return opened
 
 
