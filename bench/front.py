@@ -3,9 +3,13 @@
     python bench/front.py --out bench/results/cpu/front.json
 
 A fake engine gives each request its tokens, one a step for all requests at once, without waiting: the server
-is what limits. The client reads 256 streams and counts events. Server processes, and client with engine, are
-each pinned to cores of their own where the machine has enough; tokens per second of the server's processor
+is what limits. The client reads 256 streams and counts events. Tokens per second of the server's processor
 time say what a core can do even on a machine that others use, too.
+
+Server processes have the first cores of the machine, client and engine the rest of them; where none are left
+they run in between, and take from what is measured. What a second server process brings can be seen on two
+cores nevertheless: `half` gives each half of the first core, and a lone one the other half to a process that
+does nothing but spin.
 
 The crowd: 10,000 connections at once, each with one small request; every one must be answered, with the text
 or with 429, and afterwards the server must hold nothing.
@@ -13,6 +17,7 @@ or with 429, and afterwards the server must hold nothing.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -23,6 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +102,21 @@ def run_front(settings: dict[str, Any]) -> None:
 class Served:
     """A running server; `pids` are its server processes, not the engine."""
 
-    def __init__(self, folder: Path, *, workers: int, most: int, batch: int, split: bool) -> None:
+    def __init__(self, folder: Path, *, workers: int, most: int, batch: int, num_cores: int) -> None:
+        """`num_cores` are for the server processes alone, where the machine has more."""
         cores = sorted(os.sched_getaffinity(0))
-        split = split and len(cores) > workers
+        num_cores = num_cores if len(cores) > num_cores else 0
         settings = {
             "folder": str(folder),
             "workers": workers,
             "most": most,
             "batch": batch,
-            "cores": cores[:workers] if split else [],
-            "engine_cores": cores[workers:] if split else [],
+            "cores": cores[:num_cores],
+            "engine_cores": cores[num_cores:] if num_cores else [],
         }
-        if split:
-            os.sched_setaffinity(0, cores[workers:])
+        os.sched_setaffinity(0, cores[num_cores:])
         self._cores = cores
+        self.first_core = cores[0]
         self._process = subprocess.Popen(
             [sys.executable, __file__, "front", json.dumps(settings)],
             stdout=subprocess.PIPE,
@@ -123,17 +130,11 @@ class Served:
         engine = self.get("/health")["engine_pid"]
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         self.pids = [self._process.pid, *(pid for pid in map(int, children) if pid != engine)]
+        self.engine_pid: int = engine
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=LIMIT_S) as answer:
             return json.load(answer)
-
-    def cpu_s(self) -> float:
-        """Processor time of the server processes so far."""
-        ticks = 0
-        for pid in self.pids:
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
-        return ticks / os.sysconf("SC_CLK_TCK")
 
     def rss_mib(self) -> float:
         """Resident memory of the server processes."""
@@ -144,6 +145,26 @@ class Served:
         self._process.terminate()
         self._process.wait(LIMIT_S)
         os.sched_setaffinity(0, self._cores)
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time of these processes so far."""
+    ticks = 0
+    for pid in pids:
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def spinning(core: int) -> Iterator[None]:
+    """A process that takes all it gets of a core."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(process.pid, [core])
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def request_bytes(**fields: Any) -> bytes:
@@ -180,27 +201,32 @@ def stream_all(port: int, num_clients: int, num_tokens: int) -> tuple[int, float
 
 
 def measure_streams(
-    folder: Path, workers: int, num_clients: int, num_tokens: int, rounds: int
+    folder: Path, workers: int, num_clients: int, num_tokens: int, rounds: int, half: bool
 ) -> dict[str, Any]:
     """The best of several rounds: others use the machine, too."""
-    served = Served(folder, workers=workers, most=num_clients * 4, batch=num_clients, split=True)
-    try:
+    with contextlib.ExitStack() as rest:
+        num_cores = 1 if half else workers
+        served = Served(folder, workers=workers, most=num_clients * 4, batch=num_clients, num_cores=num_cores)
+        rest.callback(served.close)
+        if half and workers == 1:
+            rest.enter_context(spinning(served.first_core))
+        others = [os.getpid(), served.engine_pid]
         rows = []
         for _ in range(rounds):
-            cpu_before = served.cpu_s()
+            before = cpu_s(served.pids), cpu_s(others)
             num_events, wall_s = stream_all(served.port, num_clients, num_tokens)
-            cpu_s = served.cpu_s() - cpu_before
+            server_s, others_s = cpu_s(served.pids) - before[0], cpu_s(others) - before[1]
             assert num_events == num_clients * num_tokens, (num_events, num_clients * num_tokens)
-            rows.append((num_events / wall_s, num_events / cpu_s))
+            rows.append((num_events / wall_s, num_events / server_s, 1e6 * others_s / num_events))
         per_process = [one["output_tokens"] for one in served.get("/server_info")["processes"]]
-    finally:
-        served.close()
     return {
+        "cores_each": 0.5 if half else 1.0,
         "api_workers": workers,
         "clients": num_clients,
         "tokens_per_client": num_tokens,
-        "tokens_per_s": round(max(wall for wall, _ in rows)),
-        "tokens_per_cpu_s": round(max(cpu for _, cpu in rows)),
+        "tokens_per_s": round(max(row[0] for row in rows)),
+        "tokens_per_cpu_s": round(max(row[1] for row in rows)),
+        "client_and_engine_us": round(min(row[2] for row in rows), 1),  # processor time for each token
         "busiest_share": round(max(per_process) / sum(per_process), 3),
     }
 
@@ -237,7 +263,7 @@ async def crowd(port: int, num_clients: int) -> dict[str, int]:
 
 def measure_crowd(folder: Path, num_clients: int, rounds: int) -> list[dict[str, Any]]:
     """One row a round, with the server's memory after it."""
-    served = Served(folder, workers=1, most=1024, batch=1, split=False)
+    served = Served(folder, workers=1, most=1024, batch=1, num_cores=0)
     try:
         rows = []
         for number in range(rounds):
@@ -288,7 +314,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = make_folder(Path(name))
         streams = [
-            measure_streams(folder, workers, arguments.clients, arguments.tokens, arguments.rounds)
+            measure_streams(folder, workers, arguments.clients, arguments.tokens, arguments.rounds, half)
+            for half in (False, True)
             for workers in arguments.workers
         ]
         print(format_table(streams))
@@ -302,7 +329,10 @@ def main() -> None:
                 **{name: getattr(arguments, name) for name in ("clients", "tokens", "crowd", "rounds")},
                 "load_average": round(os.getloadavg()[0], 1),  # of everybody on this machine
             },
-            metrics={f"tokens_per_cpu_s_{row['api_workers']}": row["tokens_per_cpu_s"] for row in streams},
+            metrics={
+                f"tokens_per_s_{row['api_workers']}_{row['cores_each']:g}": row["tokens_per_s"]
+                for row in streams
+            },
             tables={"streams": streams, "crowd": crowds},
         )
         write_report(arguments.out, report)
