@@ -106,7 +106,7 @@ def record_steps(
     if buckets.decode:
         assert recorder is not None
         decode = _record_decode(config, step, plans, recorder, buckets.decode, device)
-        stages.done(f"compile decode, record {len(buckets.decode) - decode.num_missing} graphs")
+        stages.done("compile and record decode")
     if device.type == "cuda":
         warm_up_prefill(model, rows, plans, min(config.chunk_tokens, config.max_context_tokens), device)
         stages.done("compile prefill kernels")
@@ -116,7 +116,7 @@ def record_steps(
             partial(prefill_step, model, rows), recorder.record, buckets.prefill, pages, stager, device
         )
         prefill = _record_prefill(config, prefill, buckets.prefill, ranks)
-        stages.done(f"record {0 if prefill is None else len(prefill.buckets)} prefill graphs")
+        stages.done("record prefill")
     special_decode = SpecialDecode(step, None, (), device, plan=plans.decode)
     if decode is not None and decode.own_step is not None and recorder is not None:
         special_decode = SpecialDecode(
@@ -126,11 +126,16 @@ def record_steps(
     late = LateRecording(kinds, kernels, strict=config.strict_compile or ranks is not None)
     compiles = kernels is not None and kernels.num_compiled > 0
     if late.num_missing and (compiles or ranks is not None or config.compile_mode == "full"):
-        num_missing = late.num_missing
         late.record_all()
-        stages.done(f"record {num_missing} rarer graphs")
+        stages.done("record rarer graphs")
     if kernels is not None:
         kernels.count = 0
+    logger.info(
+        "graphs: %d of decode, %d of prefill, %d to follow between steps",
+        len(buckets.decode) - decode.num_missing if decode is not None else 0,
+        len(prefill.buckets) if prefill is not None else 0,
+        late.num_missing,
+    )
     return RecordedSteps(decode, prefill, special_decode, late, kernels, recorder)
 
 
