@@ -18,7 +18,7 @@ from transformers import (
 
 from minisgl.config import RopeScaling
 from minisgl.errors import ModelError
-from minisgl.model_config import FAMILIES, read_model_config
+from minisgl.model_config import FAMILIES, Windows, read_model_config
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -236,7 +236,9 @@ WINDOWS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("changes", WINDOWS)
-@pytest.mark.parametrize("architecture", [name for name in KINDS if name != "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", [name for name, family in FAMILIES.items() if family.windows is not Windows.NONE]
+)
 def test_layers_have_the_windows_that_transformers_gives_them(
     architecture: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
