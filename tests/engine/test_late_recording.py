@@ -1,22 +1,31 @@
 """Graphs that are recorded after the start: when, which one next, and what runs until they are there."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from test_compiled import BUCKETS, CPU, Graphs, Step
 from test_timeline import started
+from torch import Tensor
 
-from minisgl.engine.buckets import decode_buckets, first_sizes
+from minisgl.config import ResolvedConfig, resolve_engine_config
+from minisgl.engine import build, late_recording, recording
+from minisgl.engine.buckets import decode_buckets, first_sizes, prefill_buckets
 from minisgl.engine.compiled import CompiledDecode, KernelCompilations
 from minisgl.engine.engine import Engine
 from minisgl.engine.late_recording import LateRecording
+from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.worker import IDLE_WAIT_MS, _serve
 from minisgl.messages import AddRequest, Ping, Shutdown
 from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import Extras
 
 
 class Clock:
@@ -235,3 +244,58 @@ def test_a_server_records_while_it_has_nothing_to_do_and_answers_in_between() ->
     assert timeouts_ms == [0, 0, 0, IDLE_WAIT_MS, IDLE_WAIT_MS]
     assert it.record_graph.call_count == 2
     it.status.assert_called_once_with(7)
+
+
+class Recorder:
+    """Records by keeping the function, which runs again on what its tensors hold by then."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()
+        return run
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    """Of requests of many lengths that come in over time, some with penalties or log probabilities."""
+    source = random.Random(1)
+    tokens: list[list[int]] = [[] for _ in range(24)]
+    waiting = list(range(len(tokens)))
+    while waiting or engine.has_work:
+        for number in waiting[: source.randrange(3)]:
+            prompt = np.array([source.randrange(64) for _ in range(source.randrange(1, 50))], dtype="<i4")
+            asked = {0: {"frequency_penalty": 0.7}, 1: {"logprobs": 2}}.get(number % 5, {})
+            params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, **asked)  # pyright: ignore[reportArgumentType] (a mixed dict)
+            engine.add(AddRequest(number, prompt.tobytes(), params))
+            waiting.remove(number)
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
+    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"overlap": overlap, "max_running_requests": 16, "max_step_tokens": 128}
+    plain = started(tmp_path, **settings)
+    expected = tokens_of(plain)
+    plain.close()
+
+    def resolve(*arguments: Any) -> ResolvedConfig:
+        return replace(resolve_engine_config(*arguments), max_graph_batch=16, max_graph_tokens=128)
+
+    warm_up = PrefillGraphs.warm_up
+    monkeypatch.setattr(build, "resolve_engine_config", resolve)
+    monkeypatch.setattr(recording, "GraphRecorder", Recorder)
+    monkeypatch.setattr(recording, "first_sizes", lambda sizes: {max(sizes)})
+    monkeypatch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
+    monkeypatch.setattr(late_recording, "PAUSE", 0)
+    engine = started(tmp_path, **settings)
+    num_missing = engine.num_missing_graphs
+    assert num_missing == len(decode_buckets(16)) - 1 + len(prefill_buckets(128, 16)) - 1
+    assert tokens_of(engine) == expected
+    assert engine.num_missing_graphs == 0
+    special = {extras for _, extras in engine.runner._special_decode._recorded}
+    assert special == {Extras(logprobs=True), Extras(rules=True, logprobs=True)}
+    assert tokens_of(engine) == expected
+    assert engine.status(0).num_graph_misses == 0
+    engine.close()
