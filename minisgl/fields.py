@@ -4,6 +4,7 @@ Promise: a value passes as msgspec checks its type, or is refused with the field
 came; OpenAPI's document shows the same types. Other fields pass by rule or are named in a 400, never ignored.
 """
 
+import difflib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -80,7 +81,9 @@ def refuse_unknown(
             continue
         field = where + str(name)[:LONGEST_SHOWN]
         if name not in others:
-            raise RequestError(400, "unknown_parameter", f"unknown parameter: {field}", field)
+            like = difflib.get_close_matches(str(name)[:LONGEST_SHOWN], [*known, *others], 1)
+            hint = f"; did you mean {like[0]}?" if like else ""
+            raise RequestError(400, "unknown_parameter", f"unknown parameter: {field}{hint}", field)
         neutral = others[name]
         if neutral is not None and not any(_is_same(value, one) for one in neutral):
             raise RequestError(
@@ -119,7 +122,8 @@ def _is_same(value: object, other: object) -> bool:
 def _words(kind: inspect.Type) -> str:
     match kind:
         case inspect.Metadata():
-            return _words(kind.type)
+            title = (kind.extra_json_schema or {}).get("title")
+            return f"a {title.lower()}" if title else _words(kind.type)
         case inspect.UnionType():
             return " or ".join(_words(one) for one in kind.types if not isinstance(one, inspect.NoneType))
         case inspect.BoolType():
@@ -135,8 +139,11 @@ def _words(kind: inspect.Type) -> str:
             values = [f'"{one}"' for one in kind.values]
             return ("one of " if len(values) > 1 else "") + ", ".join(values)
         case inspect.ListType() | inspect.VarTupleType():
-            count = _span(kind.min_length, kind.max_length, " of", " items") or " of items"
-            return f"a list{count}, each {_words(kind.item_type)}"
+            count = _span(kind.min_length, kind.max_length, " of", " items")
+            is_any = isinstance(kind.item_type, inspect.AnyType)
+            return (
+                f"a list{count}" if is_any else f"a list{count or ' of items'}, each {_words(kind.item_type)}"
+            )
         case inspect.DictType():
             if isinstance(kind.value_type, inspect.AnyType):
                 return "an object"
@@ -148,9 +155,9 @@ def _words(kind: inspect.Type) -> str:
             return "a JSON value"
 
 
-def _span(least: float | None, most: float | None, before: str = "", after: str = "") -> str:
+def _span(least: float | None, most: float | None, before: str = " from", after: str = "") -> str:
     if least is not None and most is not None:
-        return f"{before or ' from'} {least} to {most}{after}"
+        return f"{before} {least} to {most}{after}"
     if least is not None:
-        return f"{before} at least {least}{after}"
-    return "" if most is None else f"{before} up to {most}{after}"
+        return f" of at least {least}{after}"
+    return "" if most is None else f" of up to {most}{after}"

@@ -104,6 +104,8 @@ def decode_object(data: bytes) -> dict[str, Any]:
     Raises:
         RequestError: 400, it is no JSON object.
     """
+    if not data:
+        raise RequestError(400, "invalid_json", "the body is empty; send a JSON object")
     try:
         fields = DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

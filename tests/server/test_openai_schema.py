@@ -249,6 +249,8 @@ def test_neutral_and_harmless_fields_pass(parse: Any, fields: dict[str, Any]) ->
 def test_a_field_nobody_knows_is_refused_unless_null() -> None:
     error = refusal(chat, temprature=0.5)
     assert (error.code, error.param) == ("unknown_parameter", "temprature")
+    assert error.message.endswith("did you mean temperature?")
+    assert len(refusal(chat, **{"x" * 10_000: 1}).message) < 200
     chat(temprature=None)
     refusal(chat, prompt="for the other endpoint")
 
