@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from compile_cache.bytecode import keep_bytecode
 from minisgl.engine.follower_link import (
     RECORD_GRAPH,
     Checksum,
@@ -60,6 +61,8 @@ def main() -> int:
 
 
 def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
+    if config.engine.compile_cache:
+        keep_bytecode(Path(config.engine.compile_cache).expanduser())
     # Lazy: torch takes seconds, and whatever it says should be reported.
     from minisgl.engine.build import build_follower
     from minisgl.engine.device import peak_host_bytes
