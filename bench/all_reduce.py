@@ -14,6 +14,7 @@ the memory that results are put into. Exit code 1 if one does not.
 import argparse
 import functools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -45,6 +46,10 @@ EPS = 1e-5
 CALLS = 20
 """In a graph, each with data of its own."""
 REPLAYS = 15
+DECODE_ROWS = 64
+"""Steps of up to so many rows choose the number of warps: one for all sizes, as it changes the last bits."""
+LEAST_GAIN = 1.01
+"""More warps have to win this much."""
 LINK_BYTES_PER_US = 450e3
 """NVLink 4, each way."""
 MAX_ERROR = 2e-2
@@ -114,11 +119,13 @@ def run_rank(arguments: argparse.Namespace) -> int:
                         print_line(found)
     finally:
         ranks.leave()
+    gpu = torch.cuda.get_device_name(device)
     if arguments.rank == 0:
         if arguments.out is not None:
-            arguments.out.write_text(json.dumps({"tp": arguments.tp, "lines": lines}, indent=1))
+            head = {"date": time.strftime("%Y-%m-%d"), "gpu": gpu, "tp": arguments.tp}
+            arguments.out.write_text(json.dumps({**head, "lines": lines}, indent=1))
         if arguments.write and not wrong:
-            write_entries(torch.cuda.get_device_name(device), arguments.tp, lines)
+            write_entries(gpu, arguments.tp, lines)
     return 1 if wrong else 0
 
 
@@ -251,10 +258,23 @@ def print_line(found: dict[str, Any]) -> None:
         print(f"     WRONG {name}: {problem}", flush=True)
 
 
-def fastest(us: dict[str, float]) -> str:
-    """The way to take, of those that are no mere comparison."""
-    ways = {name: each for name, each in us.items() if "no norm" not in name}
-    return min(ways, key=ways.__getitem__)
+def best_warps(lines: list[dict[str, Any]]) -> int:
+    """The number of warps with which one shot is fastest on (geometric) average."""
+    decodes = [line["us"] for line in lines if line["rows"] <= DECODE_ROWS] or [line["us"] for line in lines]
+    one_shot = {config_named(name).num_warps for name in decodes[0] if name.startswith("1 shot")}
+    best, best_us = 4, math.inf
+    for num_warps in sorted(one_shot):
+        name = name_of(AllReduceConfig(1, num_warps))
+        mean_us = statistics.geometric_mean(us[name] for us in decodes)
+        if mean_us * LEAST_GAIN < best_us:
+            best, best_us = num_warps, mean_us
+    return best
+
+
+def fastest(us: dict[str, float], num_warps: int) -> str:
+    """The way to take, of those with so many warps and NCCL."""
+    ways = [name_of(AllReduceConfig(shots, num_warps)) for shots in (0, 1, 2)]
+    return min((name for name in ways if name in us), key=us.__getitem__)
 
 
 def name_of(config: AllReduceConfig) -> str:
@@ -275,8 +295,9 @@ def config_named(name: str) -> AllReduceConfig:
 def entry_of(num_ranks: int, width: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The tuning table's entry for a width; "default" is what NCCL takes."""
     sizes = []
+    num_warps = best_warps(lines)
     for line in lines:
-        best = fastest(line["us"])
+        best = fastest(line["us"], num_warps)
         floor_us = 2 * (num_ranks - 1) / num_ranks * line["bytes"] / LINK_BYTES_PER_US
         sizes.append(
             {

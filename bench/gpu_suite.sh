@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Everything that is measured on one GPU, in parts of a few minutes; the reports go where OUT says.
+# Everything that is measured on GPUs, in parts of a few minutes; the reports go where OUT says.
 #
 #   OUT=bench/results/h200 MODEL=~/.cache/minisgl/models/smollm2-135m bench/gpu_suite.sh check tests
 #   OUT=bench/results/h200 bench/gpu_suite.sh tune kernels
 #   OUT=bench/results/h200 bench/gpu_suite.sh engine
 #   OUT=bench/results/h200 TRACE=mooncake.jsonl bench/gpu_suite.sh serve
+#   OUT=bench/results/h200-x4 TP=4 bench/gpu_suite.sh tp
+#   OUT=bench/results/h200-x4 TP=4 TRACE=mooncake.jsonl SERVE_MODEL=qwen3-32b REQUESTS=1000 bench/gpu_suite.sh serve
 #
 #   check    the engine and a server against transformers, on the built-in model in $MODEL      1.5 minutes
 #   tests    the kernels' tests, on the GPU                                                      1 minute
@@ -15,7 +17,10 @@
 #   backends attention backends: whether they agree, and offline with each                       4 minutes
 #   modes    compile modes, graphs and overlap against each other, in one process                2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
+#   tp       on $TP GPUs: sums over ranks into the shipped table, several ranks against one, the
+#            loss of one, steps of large models, and of one model on 1, 2, ... $TP GPUs             8 minutes
 #
+# All but tp run on one GPU; serve takes TP of them. DEVICE=cpu TP=2 TP_MODELS=... tries tp out without a GPU.
 # COMMIT names the code where there is no .git. A part that fails does not keep the others from running.
 set -u
 : "${OUT:?where the reports go}"
@@ -24,6 +29,10 @@ COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 MODELS=${MODELS:-qwen3-0.6b llama-3.1-8b qwen3-14b}
 SERVE_MODEL=${SERVE_MODEL:-qwen3-14b}
 PORT=${PORT:-8077}
+TP=${TP:-1}
+TP_MODELS=${TP_MODELS:-llama-3.1-70b qwen3-32b}
+SCALING_MODEL=${SCALING_MODEL:-llama-3.1-8b}
+DEVICE=${DEVICE:-cuda}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=()
@@ -98,7 +107,7 @@ serve() {
     folder=$(mktemp -d)
     "$PYTHON" bench/dummy_model.py "$SERVE_MODEL" "$folder"
     for cache in prefix-cache no-prefix-cache; do
-        "$PYTHON" -m minisgl serve --model "$folder" --dummy-weights --port "$PORT" "--$cache" \
+        "$PYTHON" -m minisgl serve --model "$folder" --dummy-weights --port "$PORT" --tp "$TP" "--$cache" \
             > "$OUT/server-$cache.log" 2>&1 &
         server=$!
         until curl -sf "http://127.0.0.1:$PORT/health" > /dev/null; do
@@ -114,9 +123,32 @@ serve() {
     rm -r "$folder"
 }
 
+tp() {
+    local model ranks points=(--contexts 1024 --prefills 128,2048 --prefixes 0)
+    [ "$DEVICE" = cpu ] && points=(--contexts 32 --prefills 16 --prefixes 0 --steps 3)
+    if [ "$DEVICE" = cuda ]; then
+        run "$PYTHON" bench/all_reduce.py --tp "$TP" --write --out "$OUT/all-reduce-tp$TP.json"
+    fi
+    run "$PYTHON" bench/tp_check.py --tp "$TP" --device "$DEVICE" --layers 16
+    for model in $TP_MODELS; do
+        tp_step "$model" "$TP" 1,64,256 "${points[@]}"
+    done
+    for ((ranks = 1; ranks <= TP; ranks *= 2)); do
+        tp_step "$SCALING_MODEL" "$ranks" 1,64 "${points[@]}"
+    done
+}
+
+tp_step() {
+    local model=$1 ranks=$2 batches=$3
+    shift 3
+    run minisgl bench step --model "$model" --dummy-weights --tp "$ranks" --device "$DEVICE" \
+        --max-context-tokens 4096 --batches "$batches" "$@" \
+        --commit "$COMMIT" --out "$OUT/step-$model-tp$ranks.json"
+}
+
 for part in "$@"; do
     case $part in
-        check | tests | tune | kernels | engine | soak | backends | modes | serve) "$part" ;;
+        check | tests | tune | kernels | engine | soak | backends | modes | serve | tp) "$part" ;;
         *) echo "no part is called $part; see the head of this file" >&2; exit 2 ;;
     esac
 done
