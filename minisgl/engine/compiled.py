@@ -33,6 +33,9 @@ from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.linear import MAX_ROWS
 
+Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
+
 
 class StepGraphs(Protocol):
     """One graph of the decode step for each tensor of row ids that was recorded."""

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for
+from minisgl.engine.compiled import Record
 from minisgl.engine.inputs import HostPageTable, PrefillBatch, Stager, pack_prefill
 from minisgl.scheduler.plan import Chunk
-
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
 
 
 class Recorded(NamedTuple):

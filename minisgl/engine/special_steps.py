@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.buckets import bucket_for
-from minisgl.engine.compiled import PlanDecode, no_plan
+from minisgl.engine.compiled import PlanDecode, Record, no_plan
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
 from minisgl.engine.rows import Rows
@@ -25,9 +25,6 @@ from minisgl.scheduler.plan import Extras
 from triton_kernels.read_rows import RowState
 
 logger = logging.getLogger(__name__)
-
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
 
 
 def special_decode(step: DecodeStep, row_ids: Tensor, extras: Extras, tables: LogitTables | None) -> Tensor:
