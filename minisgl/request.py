@@ -15,6 +15,7 @@ from minisgl.errors import RequestError
 from minisgl.fields import checked
 
 MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORDS_IDS = 2 * MAX_BAD_WORDS  # a word with and without a space before it
@@ -63,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[Watched, ...] = ()
     """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
     string is taken for one of them. Watched by the text side."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     """End after any of these tokens (up to 1024), in addition to the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on through the model's end-of-sequence ids (for benchmarks)."""

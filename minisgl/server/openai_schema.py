@@ -12,6 +12,9 @@ from msgspec import Meta
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral, checked, kind_of
 from minisgl.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
     Bias,
     MinP,
     MinTokens,
@@ -75,19 +78,19 @@ class SharedFields(msgspec.Struct, frozen=True):
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     """Token id -> what is added to its logit."""
     top_k: TopK | None = None
     min_p: MinP | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     min_tokens: MinTokens | None = None
     """At most max_tokens."""
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Watched], Meta(max_length=64)] | None = None
+    bad_words: Annotated[list[Watched], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     """For each token of the prompt its log probability and those of so many likeliest tokens."""
     return_token_ids: bool | None = None

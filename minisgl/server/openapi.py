@@ -12,6 +12,7 @@ import msgspec
 from minisgl import __version__
 from minisgl.messages import ProfiledSteps
 from minisgl.request import MAX_TOKEN_ID
+from minisgl.server.answers import ChatAnswer, CompletionAnswer, ModelCard, ModelList
 from minisgl.server.bodies import Body
 from minisgl.server.openai_schema import CHAT, COMPLETION, PROMPT_FORMS
 from minisgl.server.schemas import (
@@ -25,7 +26,9 @@ from minisgl.server.schemas import (
 )
 from minisgl.text.messages import UNSUPPORTED_IN_MESSAGES, Message, Messages
 
-ANSWERS = (TokenizeAnswer, DetokenizeAnswer, ErrorAnswer)
+ANSWERS = (
+    ChatAnswer, CompletionAnswer, ModelList, ModelCard, TokenizeAnswer, DetokenizeAnswer, ErrorAnswer,
+)  # fmt: skip
 BODIES = {
     "ChatBody": CHAT, "CompletionBody": COMPLETION, "TokenizeBody": TOKENIZE, "DetokenizeBody": DETOKENIZE,
     "AbortBody": ABORT, "GenerateBody": GENERATE, "Message": Body((Message,), (), UNSUPPORTED_IN_MESSAGES),
@@ -35,7 +38,6 @@ EVENTS = "text/event-stream"
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
 TEMPLATE = "#/components/schemas/{name}"
 GETS = {
-    "/v1/models": "The model that is served.",
     "/health": "200 while the engine is ready and alive, else 503.",
     "/health/ready": "200 when a request would be taken now and the engine answers, else 503.",
     "/version": "minisgl's version.",
@@ -65,17 +67,20 @@ def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
     def get(summary: str, answer: dict[str, Any]) -> dict[str, Any]:
         return {"get": {"summary": summary, "responses": {"200": answer, "default": error}}}
 
+    def reply(whole: dict[str, Any]) -> dict[str, Any]:
+        answer = _answer("The answer, or its events when stream is true.", JSON, whole)
+        answer["content"][EVENTS] = {"schema": EVENT}
+        return answer
+
     any_object = {"type": "object"}
-    reply = _answer("The answer, or its events when stream is true.", JSON, any_object)
-    reply["content"][EVENTS] = {"schema": EVENT}
     done = _answer("What was done.", JSON, any_object)
-    card = get("One model.", _answer("The model.", JSON, any_object))
+    card = get("One model.", _answer("The model.", JSON, ref["ModelCard"]))
     card["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": model}
     ]
     paths = {
-        "/v1/chat/completions": post("Continue a conversation.", ref["ChatBody"], reply),
-        "/v1/completions": post("Continue a text.", ref["CompletionBody"], reply),
+        "/v1/chat/completions": post("Continue a conversation.", ref["ChatBody"], reply(ref["ChatAnswer"])),
+        "/v1/completions": post("Continue a text.", ref["CompletionBody"], reply(ref["CompletionAnswer"])),
         "/tokenize": post(
             "Token ids of a text or a conversation.",
             ref["TokenizeBody"],
@@ -109,6 +114,7 @@ def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
             }
         },
         **{path: get(summary, _answer("It.", JSON, any_object)) for path, summary in GETS.items()},
+        "/v1/models": get("The model that is served.", _answer("It.", JSON, ref["ModelList"])),
         "/v1/models/{model}": card,
         "/metrics": get("Figures for Prometheus.", _answer("It.", "text/plain", {"type": "string"})),
     }
@@ -138,9 +144,9 @@ def _schemas(model: str, vocab_size: int) -> dict[str, Any]:
         is_optional = "messages" not in made[name]["required"]
         properties["messages"] = {"anyOf": [messages, {"type": "null"}]} if is_optional else messages
     made["CompletionBody"]["properties"]["prompt"] = {"anyOf": list(prompts)}
-    for body in made.values():
-        if "model" in body["properties"]:
-            body["properties"]["model"] = {"enum": [model, None], "default": None}
+    for name in BODIES:
+        if "model" in made[name]["properties"]:
+            made[name]["properties"]["model"] = {"enum": [model, None], "default": None}
     for schema in made.values():
         _limit_token_ids(schema, vocab_size)
     return made

@@ -7,11 +7,13 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
 
+from minisgl.server.answers import ModelList
 from minisgl.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -225,6 +227,7 @@ def test_ready_asks_the_engine_and_models_say_how_long_a_request_may_be(server: 
     assert server.call("/health/ready")[:2] == (200, {"ready": True, "reason": None})
     assert server.call("/v1/models")[1]["data"][0]["max_model_len"] == CONTEXT
     assert server.call("/v1/models/tiny")[1]["max_model_len"] == CONTEXT
+    msgspec.convert(server.call("/v1/models")[1], ModelList)
     assert re.fullmatch(r"\d+\.\d+.*", server.call("/version")[1]["version"])
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from running_server import LIMIT_S
 from small_model import EOS, make_folder
@@ -21,8 +22,10 @@ from tokenizers.processors import TemplateProcessing
 
 from minisgl.errors import RequestError
 from minisgl.fields import refuse_unknown
+from minisgl.server.answers import ChatAnswer, CompletionAnswer
 from minisgl.server.bodies import Body
 from minisgl.server.openapi import BODIES, openapi_document
+from minisgl.server.schemas import DetokenizeAnswer, ErrorAnswer, TokenizeAnswer
 
 VOCAB = 300
 CONFIG = {
@@ -171,6 +174,12 @@ ROUTES = {
     "DetokenizeBody": ("/detokenize", {"tokens": [2, 71]}),
     "GenerateBody": ("/generate", {"prompt": "hello", "max_tokens": 100}),
 }
+ANSWERS = {
+    "/v1/chat/completions": ChatAnswer,
+    "/v1/completions": CompletionAnswer,
+    "/tokenize": TokenizeAnswer,
+    "/detokenize": DetokenizeAnswer,
+}
 INSIDE = {"Message": "messages", "TextPart": "messages", "StreamOptions": "stream_options"}
 """A structure in a chat's body -> its field."""
 
@@ -197,25 +206,34 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Status and text of the answer, without what is new in each."""
+    """Status and text of the answer, without what is new in each; it must be as the document says."""
     request = urllib.request.Request(url + path, json.dumps(body).encode())
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             status, text = answer.status, answer.read().decode()
+            if answer.headers.get_content_type() == "application/json":
+                msgspec.json.decode(text, type=ANSWERS[path])
     except urllib.error.HTTPError as error:
         with error:
             status, text = error.code, error.read().decode()
+            msgspec.json.decode(text, type=ErrorAnswer)
     text = re.sub(r'"(id|created)":("[^"]*"|\d+)|"cached_tokens":\d+', "", text)
     return status, text
 
 
 def fields_of_document() -> list[tuple[str, str]]:
     """(schema, field) of everything that a body may hold and that is honoured."""
-    schemas = openapi_document("tiny", VOCAB)["components"]["schemas"]
+    document = openapi_document("tiny", VOCAB)
+    schemas = document["components"]["schemas"]
     unread = {(name, other) for name, body in BODIES.items() for other in body.others}
-    answers = {"TokenizeAnswer", "DetokenizeAnswer", "ErrorAnswer", "ErrorFields"}
-    found = [(name, field) for name in schemas.keys() - answers for field in schemas[name]["properties"]]
-    return sorted(set(found) - unread)
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    names: set[str] = set()
+    more = [operation["requestBody"] for operation in operations if "requestBody" in operation]
+    while more:
+        found = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(more))) - names
+        names |= found
+        more = [schemas[name] for name in found]
+    return sorted({(name, field) for name in names for field in schemas[name]["properties"]} - unread)
 
 
 def test_every_field_of_the_document_has_a_case() -> None:
