@@ -122,20 +122,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="these clients, by package name")
     arguments = parser.parse_args()
     folder: Path = arguments.folder.expanduser().resolve()
+    model_folder: Path | None = arguments.model_folder
     folder.mkdir(parents=True, exist_ok=True)
     expected = folder / "expected.json"
     environ = {**os.environ, "BASE_URL": f"{arguments.url}/v1", "MODEL": arguments.name}
-    environ["EXPECTED"], environ["TOKENIZER"] = str(expected), str(arguments.model_folder)
+    environ["EXPECTED"], environ["TOKENIZER"] = str(expected), str(model_folder)
     environ["OPENAI_API_KEY"] = environ.get("OPENAI_API_KEY", "none")
 
     outcomes = []
     for client in (*PYTHON, NODE):
         if arguments.only and client.package not in arguments.only:
             continue
-        if client.package in NEED_FOLDER and arguments.model_folder is None:
-            continue
-        if client.package == "lm_eval":
-            expected_loglikelihoods(arguments.model_folder, expected)
+        if client.package in NEED_FOLDER:
+            if model_folder is None:
+                continue
+            if client.package == "lm_eval":
+                expected_loglikelihoods(model_folder, expected)
         command, version = node_command(folder) if client is NODE else python_command(client, folder)
         outcomes.append(try_client(client.package, command, version, environ))
     print("| client | version | checks | seconds |\n|---|---|---|---|")

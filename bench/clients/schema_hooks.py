@@ -5,7 +5,7 @@ Loaded by schemathesis, in its own environment.
 """
 
 import json
-from typing import Any
+from typing import Any, TypeGuard
 
 import schemathesis
 
@@ -41,5 +41,5 @@ def ends_a_reply(token_id: Any, stops: Any) -> bool:
     return is_stop or (is_number(token_id) and token_id % 2 == 0)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
