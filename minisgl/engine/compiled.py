@@ -28,6 +28,7 @@ import triton_kernels
 from compile_cache.key import sources_digest
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
+from minisgl.engine.inputs import row_ids_on
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
@@ -156,7 +157,7 @@ class CompiledDecode:
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
             self._plan(rows, len(rows))
-            return self._step(torch.tensor(rows, dtype=torch.int32).to(self._device))
+            return self._step(row_ids_on(self._device, rows))
         row_ids = self._row_ids[bucket]
         if self._batches.get(bucket) != rows:
             padded = [*rows, *[self._max_rows] * (bucket - len(rows))]

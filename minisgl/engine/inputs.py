@@ -6,6 +6,7 @@ asynchronous on CUDA; an engine that forgets this reads garbage only under load)
 T new tokens, R rows of the batch, U page-table entries that change.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,15 +97,14 @@ class Stager:
 
     def to_device(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """int32 arrays -> int32 tensors on the device, views of one copy."""
-        packed = _packed(arrays)
-        tensor = torch.empty(len(packed), dtype=torch.int32, device=self._device)
-        self._copy(packed, tensor)
-        return _views(tensor, arrays)
+        return self.buffer(arrays)[1]
 
     def buffer(self, arrays: list[np.ndarray]) -> tuple[Tensor, list[Tensor]]:
         """The arrays in memory of their own, which `overwrite` fills again, and the views of it."""
-        packed = torch.from_numpy(_packed(arrays)).to(self._device)
-        return packed, _views(packed, arrays)
+        packed = _packed(arrays)
+        tensor = torch.empty(len(packed), dtype=torch.int32, device=self._device)
+        self._copy(packed, tensor)
+        return tensor, _views(tensor, arrays)
 
     def overwrite(self, packed: Tensor, arrays: list[np.ndarray]) -> None:
         """Other arrays of the same lengths into a `buffer`, behind what is queued on the device."""
@@ -128,6 +128,12 @@ class Stager:
         event.record()
         self._copied[self._next] = event
         self._next = (self._next + 1) % STAGING_BUFFERS
+
+
+def row_ids_on(device: torch.device, rows: Sequence[int]) -> Tensor:
+    """int32 [R] on the device, without waiting for what is queued there."""
+    staged = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return staged.to(device, non_blocking=True)
 
 
 def _packed(arrays: list[np.ndarray]) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import PrefillBucket
-from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
+from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits, row_ids_on
 from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.recording import RecordedSteps
 from minisgl.engine.rows import Rows
@@ -111,7 +111,7 @@ class ModelRunner:
             elif self._compiled is not None:
                 token_ids = self._compiled(plan.decode_rows)[: len(plan.decode_rows)]
             else:
-                row_ids = torch.tensor(plan.decode_rows, dtype=torch.int32).to(self._device)
+                row_ids = row_ids_on(self._device, plan.decode_rows)
                 self.plans.decode(plan.decode_rows, len(plan.decode_rows))
                 token_ids = self._decode(row_ids)
             tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))

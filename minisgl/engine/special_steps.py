@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.compiled import PlanDecode, Record, no_plan
-from minisgl.engine.inputs import PrefillBatch
+from minisgl.engine.inputs import PrefillBatch, row_ids_on
 from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_inputs, sample_and_advance
@@ -121,7 +121,7 @@ class SpecialDecode:
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None:
             self._plan(rows, len(rows))
-            return special_decode(self._step, self._to_device(rows), extras, tables)
+            return special_decode(self._step, row_ids_on(self._device, rows), extras, tables)
         if (bucket, extras) not in self._recorded and self._record is not None:
             self._wanted.setdefault((bucket, extras), tables)
         recorded = sorted(size for size, others in self._recorded if others == extras)
@@ -131,7 +131,7 @@ class SpecialDecode:
         self._plan(rows, size)
         if larger is None:
             self._ran_uncaptured = True
-            return special_decode(self._own_step, self._to_device(padded), extras, tables)
+            return special_decode(self._own_step, row_ids_on(self._device, padded), extras, tables)
         row_ids, replay = self._recorded[larger, extras]
         if self._batches.get((larger, extras)) != rows:
             staged = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
@@ -154,7 +154,7 @@ class SpecialDecode:
         assert self._record is not None
         started = time.perf_counter()
         (bucket, extras), tables = next(iter(self._wanted.items()))
-        row_ids = self._to_device((self._step.rows.max_rows,) * bucket)
+        row_ids = row_ids_on(self._device, (self._step.rows.max_rows,) * bucket)
         self._plan((), bucket)
         replay = self._record(lambda: special_decode(self._own_step, row_ids, extras, tables))
         self._recorded[bucket, extras] = (row_ids, replay)
@@ -167,9 +167,6 @@ class SpecialDecode:
         """Do with the graphs there are: other batches run uncaptured from now on."""
         self._record = None
         self._wanted.clear()
-
-    def _to_device(self, rows: tuple[int, ...]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32).to(self._device)
 
 
 def _describe(extras: Extras) -> str:
