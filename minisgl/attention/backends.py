@@ -73,7 +73,9 @@ def build_backend(
             prompts = FlashinferPrefill(flashinfer, _KERNELS[names.prefill], shape, copy, num_processors)
             prefill = Backend(prompts.attend, plan_prefill=prompts.plan)
         if decode is None:
-            max_pages = max_rows * -(-max_context_tokens // shape.page_size)
+            # The smallest bucket may have more rows than a step ever has.
+            most_rows = max((max_rows, *buckets))
+            max_pages = most_rows * -(-max_context_tokens // shape.page_size)
             tokens = FlashinferDecode(
                 flashinfer, shape, copy, num_processors, buckets=buckets, max_pages=max_pages
             )

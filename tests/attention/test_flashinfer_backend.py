@@ -83,13 +83,18 @@ def copy(target: torch.Tensor, source: np.ndarray) -> None:
     target.copy_(torch.from_numpy(source))
 
 
-def make(prefill: str = "flashinfer-fa3", decode: str = "flashinfer-fa2") -> Backend:
+def make(
+    prefill: str = "flashinfer-fa3",
+    decode: str = "flashinfer-fa2",
+    buckets: tuple[int, ...] = BUCKETS,
+    max_rows: int = MAX_ROWS,
+) -> Backend:
     return build_backend(
         Backends(prefill, decode),
         SHAPE,
         copy,
-        buckets=BUCKETS,
-        max_rows=MAX_ROWS,
+        buckets=buckets,
+        max_rows=max_rows,
         max_context_tokens=PAGES_PER_ROW * PAGE_SIZE,
         load=lambda name: fake_flashinfer,
     )
@@ -116,6 +121,14 @@ def test_decode_steps_equal_the_torch_backend_with_and_without_a_bucket(rows: li
         batch = pool.batch(rows, [1] * len(rows), is_decode=True)
         backend.plan_decode(batch.pages)
         batch.check(backend)
+
+
+def test_a_single_row_may_fill_the_context_beside_the_padding_of_its_bucket() -> None:
+    pool, backend = Pool([PAGES_PER_ROW * PAGE_SIZE]), make(buckets=(2,), max_rows=1)
+    assert backend.plan_decode is not None
+    batch = pool.batch([0, MAX_ROWS], [1, 1], is_decode=True)
+    backend.plan_decode(batch.pages)
+    batch.check(backend)
 
 
 def test_a_batch_is_planned_behind_the_tables_of_another_size() -> None:
