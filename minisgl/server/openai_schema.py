@@ -214,10 +214,10 @@ def parse_chat(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> Chat
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
     wanted = Wanted(chat=True, logprobs=(chat.top_logprobs or 0) if chat.logprobs else None)
-    limit = _first(chat.max_completion_tokens, chat.max_tokens)
+    limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     return ChatCall(
         messages,
-        _options(shared, defaults, vocab_size, limit, wanted),
+        _options(shared, defaults, vocab_size, min(limits, default=None), wanted),
         chat.chat_template_kwargs or {},
         chat.add_generation_prompt is not False,
     )

@@ -45,7 +45,10 @@ def test_trap_27_a_chat_may_use_the_room_that_is_left_and_a_completion_gets_16_t
     assert completion().options.params.max_tokens == 16
     assert completion(min_tokens=20).options.params.max_tokens == 20
     assert chat(max_tokens=5).options.params.max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=7).options.params.max_tokens == 7
+    assert chat(max_completion_tokens=7).options.params.max_tokens == 7
+    for limits in ((5, 7), (7, 5)):
+        both = chat(max_tokens=limits[0], max_completion_tokens=limits[1])
+        assert both.options.params.max_tokens == 5, "both hold"
 
 
 def test_sampling_defaults_come_from_the_model_and_the_client_wins() -> None:
