@@ -107,7 +107,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
     buffer = None
     if ranks.regions is not None:
         buffer = symmetric_memory.empty(CAPACITY // 2, dtype=torch.bfloat16, device=device)
-        symmetric_memory.rendezvous(buffer, ranks.group)
+        symmetric_memory.rendezvous(buffer, ranks.mesh.get_group())
     try:
         with torch.inference_mode():
             for width in arguments.widths:

@@ -23,8 +23,8 @@ from minisgl.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-GONE = None
-"""Node 0's end of the connection is closed."""
+Events = queue.SimpleQueue[tuple[int, int, str] | None]
+"""The end of a rank: which, its exit code, and in words; None: that of node 0."""
 
 
 def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> 
     hello = Hello(__version__, config.nnodes, config.tp, model_digest(folder), config.node_rank)
     say(f"node {config.node_rank}: waiting for node 0 at {config.rdzv}")
     connection, welcome = knock(config.rdzv, hello, START_TIMEOUT_S)
-    events: queue.SimpleQueue[tuple[int, int, str] | None] = queue.SimpleQueue()
+    events: Events = queue.SimpleQueue()
     processes = RankProcesses(lambda rank, code, how: events.put((rank, code, how)))
 
     def stop(signum: int, frame: object) -> None:
@@ -76,9 +76,7 @@ def _start(config: EngineConfig, folder: Path, welcome: Welcome, processes: Rank
         processes.start(each.rank, msgspec.json.encode(line))
 
 
-def _follow(
-    num_ranks: int, connection: Connection, events: "queue.SimpleQueue[tuple[int, int, str] | None]"
-) -> None:
+def _follow(num_ranks: int, connection: Connection, events: Events) -> None:
     """Until all ranks have ended in order.
 
     Raises:
@@ -86,7 +84,7 @@ def _follow(
     """
     while num_ranks:
         event = events.get()
-        if event is GONE:
+        if event is None:
             raise EngineDeadError("node 0 has ended, and so do this node's ranks")
         rank, code, how = event
         if code != 0:
@@ -95,9 +93,9 @@ def _follow(
         num_ranks -= 1
 
 
-def _watch_node_0(connection: Connection, events: "queue.SimpleQueue[tuple[int, int, str] | None]") -> None:
+def _watch_node_0(connection: Connection, events: Events) -> None:
     def wait() -> None:
         connection.receive(Welcome)  # nothing comes any more but the end
-        events.put(GONE)
+        events.put(None)
 
     threading.Thread(target=wait, name="node-0-exit", daemon=True).start()

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
@@ -67,21 +68,21 @@ class Ranks:
             _in_bounded_time(dist.destroy_process_group)
 
 
-def open_store(place: str, size: int) -> dist.Store:
+def open_store(place: str, size: int) -> Store:
     """Where ranks meet: the absolute path of a file that need not be there, or what `serve_store` gave."""
     if place.startswith("/"):
-        return dist.FileStore(place, size)  # pyright: ignore[reportPrivateImportUsage]
+        return FileStore(place, size)
     host, _, port = place.rpartition(":")
-    return dist.TCPStore(host, int(port), timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+    return TCPStore(host, int(port), timeout=timedelta(seconds=JOIN_TIMEOUT_S))
 
 
-def serve_store(host: str) -> tuple[dist.Store, str]:
+def serve_store(host: str) -> tuple[Store, str]:
     """A place for ranks on several hosts, at a free port of this one: it is there as long as the store is."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
 
 
-def join(rank: int, size: int, store: dist.Store, device: torch.device, *, one_host: bool = True) -> Ranks:
+def join(rank: int, size: int, store: Store, device: torch.device, *, one_host: bool = True) -> Ranks:
     """Meet the other ranks at `store`; gloo on CPU, NCCL on CUDA.
 
     Args:

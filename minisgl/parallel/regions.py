@@ -26,7 +26,8 @@ class SharedMemory:
         self._region = symmetric_memory.empty(region_bytes(CAPACITY), dtype=torch.uint8, device=device)
         self._region.zero_()
         torch.cuda.synchronize(device)
-        handle = symmetric_memory.rendezvous(self._region, group)
+        # A group's name is a str; torch has a type of its own for it, and not in every version.
+        handle = symmetric_memory.rendezvous(self._region, group)  # pyright: ignore[reportArgumentType]
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         self.regions = Regions(addresses, rank, CAPACITY)
         # Made now: allocating while a kernel waits for a rank that is gone might wait, too.

@@ -32,8 +32,7 @@ from minisgl.model_config import read_model_config
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    random_model(num_hidden_layers=1, **heads).save_pretrained(folder)
+    random_model(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
     return folder
 
 
