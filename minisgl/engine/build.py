@@ -74,7 +74,7 @@ def build_engine(
         return build_rank(resolved, folder, model_config, stages, meeting, followers)
     except BaseException as error:
         cause = followers.explain(error) if isinstance(error, Exception) else error
-        followers.close(at_once=True)
+        followers.close()
         raise cause from (error if cause is not error else None)
 
 

@@ -262,9 +262,11 @@ class Engine:
             if self._ranks is not None:
                 self._recorded.release()  # NCCL ends no sooner than the graphs in which it is
             if self._followers is not None:
-                self._followers.close()
+                self._followers.stop()
             if self._ranks is not None:
-                self._ranks.leave()
+                self._ranks.leave()  # when the others do
+            if self._followers is not None:
+                self._followers.close()
             if self._compile_cache is not None:
                 if self._num_compiled > self._num_sealed:
                     seal(self._compile_cache)

@@ -127,11 +127,11 @@ class FollowerLink:
         on_lost: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._folder = model_folder
         self._owns_ipc_dir = ipc_dir is None
         self._ipc_dir = ipc_dir or make_ipc_dir()
         self._lock = threading.Lock()
-        self._closing = False
+        self._closing = False  # ends are no losses any more
+        self._closed = False
         self._lost: tuple[int, str] | None = None  # which rank, and how it ended
         self._lost_event = threading.Event()
         self._reports: dict[int, str] = {}
@@ -157,7 +157,7 @@ class FollowerLink:
                 # Lazy: it imports torch.
                 from minisgl.parallel.mesh import serve_store
 
-                self._store_server, self._store = serve_store(host)
+                self._served_store, self._store = serve_store(host)  # it lives as long as it is held
                 self._nodes = NodeDoor(config, model_folder, self._welcome, self._node_ended)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
             for rank in range(1, config.ranks_per_node):
@@ -172,7 +172,7 @@ class FollowerLink:
                 )
                 self._processes.start(rank, msgspec.json.encode(line))
         except BaseException:
-            self.close(at_once=True)
+            self.close()
             raise
 
     @property
@@ -262,17 +262,22 @@ class FollowerLink:
             return cause
         return error
 
-    def close(self, *, at_once: bool = False) -> None:
-        """End the other ranks, by asking unless `at_once`, and wait for it; may be called twice."""
+    def stop(self) -> None:
+        """Ask the other ranks to end; after the loss of one, wait until nothing on this GPU waits for it."""
         with self._lock:
-            if self._closing:
-                return
             self._closing = True
-        if self._lost is not None:
-            self._lost_event.wait(ABORT_S)
-        elif not at_once:
+        if self._lost is None:
             self._socket.send(b"")
-        timeout_s = 0 if at_once or self._lost is not None else STOP_S
+        else:
+            self._lost_event.wait(ABORT_S)
+
+    def close(self) -> None:
+        """Wait for the other ranks to end if they were asked to, else end them; may be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            timeout_s = STOP_S if self._closing and self._lost is None else 0
+            self._closing = self._closed = True
         self._processes.close(timeout_s)
         if self._nodes is not None:
             self._nodes.close(timeout_s)

@@ -58,7 +58,9 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
     shapes = {name: tensor.shape for name, tensor in whole.checkpoint_tensors().items()}
     tensors = place_tensors(model.checkpoint_tensors(), shapes, plan, config.num_kv_heads, ranks)
     rank_sum = RankSum(ranks)
-    if all(isinstance(layer, Block) for layer in model.layers):
+    norms_add = all(isinstance(layer, Block) for layer in model.layers)
+    rank_sum.prepare(ranks, config.hidden_size, model.embed_tokens.weight.dtype, norm=norms_add)
+    if norms_add:
         # Whatever is shared out goes straight into a norm that adds it to the residual.
         _wrap(model, RMSNorm, NORMS_THAT_ADD, partial(SummingNorm, rank_sum=rank_sum))
         embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks, None)

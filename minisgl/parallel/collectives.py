@@ -12,6 +12,7 @@ Promise: every rank that calls one in the same order gets the same bits. Groups 
 registry turns into the process group, so nothing is kept here.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from triton_kernels.all_reduce import (
     all_reduce_norm,
 )
 from triton_kernels.rms_norm import add_rms_norm
+
+logger = logging.getLogger(__name__)
 
 REGIONS = "Tensor? addresses, int rank, int capacity"
 torch.library.define("minisgl::all_reduce_", f"(Tensor(a!) x, {REGIONS}, str group) -> ()")
@@ -50,6 +53,34 @@ class RankSum(nn.Module):
         self.rank = ranks.rank
         self.capacity = 0 if regions is None else regions.capacity
         self.group = ranks.group
+
+    def prepare(self, ranks: Ranks, width: int, dtype: torch.dtype, *, norm: bool) -> None:
+        """Compile and try out what sums of any number of rows go through; where that does not work, all go
+        through the process group, and a warning says so. Every rank must call it, once.
+
+        Args:
+            norm: `norm` will be called, else `forward`.
+        """
+        if ranks.memory is None:
+            return
+        inputs: dict[AllReduceConfig, Tensor] = {}
+        num_rows = 1
+        while num_rows * width * dtype.itemsize <= self.capacity:
+            x = torch.full((num_rows, width), self.rank + 1, dtype=dtype, device=ranks.device)
+            inputs.setdefault(all_reduce_config(x, ranks.size), x)
+            num_rows *= 2
+        sums = []
+        for config, x in inputs.items():
+            if config.shots and norm:
+                weight = torch.ones(width, dtype=dtype, device=ranks.device)
+                sums.append(self.norm(x, torch.zeros_like(x), weight, 1e-5)[1])
+            elif config.shots:
+                sums.append(self(x))
+        expected = ranks.size * (ranks.size + 1) // 2
+        works = ranks.memory.has_settled() and all(bool((each == expected).all()) for each in sums)
+        if not ranks.minimum(works):
+            logger.warning("sums through memory that the GPUs share don't work here, so NCCL does them all")
+            self.addresses = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x, contiguous [T, M], becomes the sum of all ranks' x."""

@@ -6,6 +6,7 @@ stays off.
 
 import logging
 import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 CAPACITY = 8 << 20
 """Bytes of a sum at most; NCCL adds up larger ones."""
+SETTLE_S = 30
+"""How long the first sums may take; the other ranks may have to compile the kernels still."""
 
 
 class SharedMemory:
@@ -34,6 +37,18 @@ class SharedMemory:
         self._stream = torch.cuda.Stream(device)
         self._flags = flags_of(self._region)
         self._released = torch.full(self._flags.shape, RELEASED, dtype=torch.int64, pin_memory=True)
+
+    def has_settled(self) -> bool:
+        """Whether the GPU gets done with what it has within `SETTLE_S`; if not, this rank is released."""
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + SETTLE_S
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.release()
+                return False
+            time.sleep(0.001)
+        return True
 
     def release(self) -> None:
         """Let this rank's GPU wait for no other any more; from any thread."""

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import run_forked
+from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, random_model
 
+from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.benchmark.step import Points, measure_steps
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine import follower_link, rank_processes
 from minisgl.engine.build import build_engine
@@ -26,6 +29,7 @@ from minisgl.messages import AddRequest
 from minisgl.model_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
+from minisgl.weights.progress import no_progress
 
 LIMIT_S = 5.0
 """Within this all must be over after a rank has died."""
@@ -110,12 +114,15 @@ def live_in_four(folder: Path) -> dict[str, Any]:
 
 
 def live_in_two(folder: Path, answer: Connection) -> None:
-    """Generate, with a step in flight while the next is planned; then wait to be killed."""
+    """Generate, with a step in flight while the next is planned; measure steps; then wait to be killed."""
     torch.set_num_threads(1)
     engine = build(folder, 2, overlap=True)
     tokens, _ = generate(engine)
     assert engine._followers is not None
-    answer.send((tokens, pids_of(engine), Path(engine._followers.store).parent))
+    points = Points(batches=(2,), contexts=(9,), prefills=(5,), prefixes=(4,), steps=3)
+    report = measure_steps(engine, read_model_config(folder), points, Ceilings(1.0, 1.0), no_progress)
+    others = [(start.rank, start.weights_bytes) for start in engine.other_ranks()]
+    answer.send((tokens, pids_of(engine), Path(engine._followers.store).parent, report.tables, others))
     signal.pause()
 
 
@@ -138,13 +145,21 @@ def test_two_ranks_give_the_tokens_of_one_and_when_rank_0_is_killed_the_other_en
     rank_0 = context.Process(target=live_in_two, args=(folder, theirs))
     rank_0.start()
     theirs.close()
-    tokens, pids, ipc_dir = ours.recv()
+    tokens, pids, ipc_dir, tables, others = ours.recv()
     assert alive(pids) == pids
     rank_0.kill()
     rank_0.join()
     assert _gone(pids, LIMIT_S)
     assert not ipc_dir.exists()
     assert tokens == expected
+    assert [(row["batch"], row["context"]) for row in tables["decode"]] == [(2, 9)]
+    assert [(row["new_tokens"], row["prefix"]) for row in tables["prefill"]] == [(5, 4)]
+    # All but the norms is shared out, and a floor is that of a share.
+    whole = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    ((rank, weights_bytes),) = others
+    assert rank == 1
+    assert whole / 2 < weights_bytes < 0.6 * whole
+    assert 0 < tables["decode"][0]["floor_ms"] < 0.6e-9 * whole
 
 
 REPORTER = """
