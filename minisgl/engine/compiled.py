@@ -230,6 +230,7 @@ class GraphRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # the old one ended with its last graph
 
 
 class CapturedSteps:

@@ -160,6 +160,7 @@ def _record_decode(
             exc_info=True,
         )
     # Not in the handler: there the error keeps what was recorded alive.
+    recorder.release()
     return _record_graphs(config, step, plans, recorder, "off", buckets, device)
 
 

@@ -16,7 +16,7 @@ from test_timeline import started
 from torch import Tensor
 
 from minisgl.config import ResolvedConfig, resolve_engine_config
-from minisgl.engine import build, late_recording, recording
+from minisgl.engine import build, compiled, late_recording, recording
 from minisgl.engine.buckets import decode_buckets, first_sizes, prefill_buckets
 from minisgl.engine.compiled import CompiledDecode, KernelCompilations
 from minisgl.engine.engine import Engine
@@ -24,6 +24,7 @@ from minisgl.engine.late_recording import LateRecording
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.worker import IDLE_WAIT_MS, _serve
 from minisgl.messages import AddRequest, Ping, Shutdown
+from minisgl.models.decoder import call_block
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Extras
 
@@ -298,4 +299,36 @@ def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
     assert special == {Extras(logprobs=True), Extras(rules=True, logprobs=True)}
     assert tokens_of(engine) == expected
     assert engine.status(0).num_graph_misses == 0
+    engine.close()
+
+
+class FailingRecorder(Recorder):
+    """Can't record the second graph, and nothing beside what that leaves behind."""
+
+    def __init__(self) -> None:
+        self.num_kept = self.num_released = 0
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if self.num_kept and not self.num_released:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.num_kept += 1
+        return super().record(run)
+
+    def release(self) -> None:
+        self.num_kept, self.num_released = 0, self.num_released + 1
+
+
+def test_a_step_that_cant_be_recorded_compiled_is_recorded_uncompiled_and_nothing_else_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resolve(*arguments: Any) -> ResolvedConfig:
+        return replace(resolve_engine_config(*arguments), max_graph_batch=4, compile_mode="layers")
+
+    monkeypatch.setattr(build, "resolve_engine_config", resolve)
+    monkeypatch.setattr(compiled, "compiled_block", lambda max_batch, keep: call_block)
+    monkeypatch.setattr(recording, "GraphRecorder", FailingRecorder)
+    engine = started(tmp_path, max_running_requests=4)
+    assert "this torch can't compile the decode step" in caplog.text
+    recorder: Any = engine._recorded.recorder
+    assert (recorder.num_kept, recorder.num_released) == (len(decode_buckets(4)), 1)
     engine.close()
