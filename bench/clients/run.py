@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from minisgl.benchmark.report import make_report, write_report
+
 HERE = Path(__file__).resolve().parent
 NUM_ITEMS = 50
 LIMIT_S = 900
@@ -119,6 +121,7 @@ def main() -> int:
     parser.add_argument("--name", default="smollm2-135m", help="the served model's name")
     parser.add_argument("--model-folder", type=Path, help="the same model, for transformers and lm-eval")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/minisgl/clients"))
+    parser.add_argument("--out", type=Path, help="the table as JSON")
     parser.add_argument("--only", nargs="*", help="these clients, by package name")
     arguments = parser.parse_args()
     folder: Path = arguments.folder.expanduser().resolve()
@@ -140,6 +143,19 @@ def main() -> int:
                 expected_loglikelihoods(model_folder, expected)
         command, version = node_command(folder) if client is NODE else python_command(client, folder)
         outcomes.append(try_client(client.package, command, version, environ))
+    if arguments.out:
+        rows = [
+            {
+                "client": one.client,
+                "version": one.version,
+                "checks": "; ".join(one.checks),
+                "problem": one.problem,
+            }
+            for one in outcomes
+        ]
+        write_report(
+            arguments.out, make_report("clients", arguments={}, metrics={}, tables={"clients": rows})
+        )
     print("| client | version | checks | seconds |\n|---|---|---|---|")
     for one in outcomes:
         words = "; ".join([*one.checks, *([f"FAILED: {one.problem}"] if one.problem else [])])
