@@ -59,7 +59,8 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
     tensors = place_tensors(model.checkpoint_tensors(), shapes, plan, config.num_kv_heads, ranks)
     rank_sum = RankSum(ranks)
     norms_add = all(isinstance(layer, Block) for layer in model.layers)
-    rank_sum.prepare(ranks, config.hidden_size, model.embed_tokens.weight.dtype, norm=norms_add)
+    eps = config.rms_norm_eps if norms_add else None  # a number of the compiled kernel
+    rank_sum.prepare(ranks, config.hidden_size, model.embed_tokens.weight.dtype, eps=eps)
     if norms_add:
         # Whatever is shared out goes straight into a norm that adds it to the residual.
         _wrap(model, RMSNorm, NORMS_THAT_ADD, partial(SummingNorm, rank_sum=rank_sum))

@@ -54,12 +54,12 @@ class RankSum(nn.Module):
         self.capacity = 0 if regions is None else regions.capacity
         self.group = ranks.group
 
-    def prepare(self, ranks: Ranks, width: int, dtype: torch.dtype, *, norm: bool) -> None:
+    def prepare(self, ranks: Ranks, width: int, dtype: torch.dtype, *, eps: float | None) -> None:
         """Compile and try out what sums of any number of rows go through; where that does not work, all go
         through the process group, and a warning says so. Every rank must call it, once.
 
         Args:
-            norm: `norm` will be called, else `forward`.
+            eps: `norm` will be called with it; None = `forward` will be.
         """
         if ranks.memory is None:
             return
@@ -69,15 +69,17 @@ class RankSum(nn.Module):
             x = torch.full((num_rows, width), self.rank + 1, dtype=dtype, device=ranks.device)
             inputs.setdefault(all_reduce_config(x, ranks.size), x)
             num_rows *= 2
-        sums = []
+        works, expected = True, ranks.size * (ranks.size + 1) // 2
         for config, x in inputs.items():
-            if config.shots and norm:
+            if not config.shots or not works:
+                continue
+            if eps is None:
+                total = self(x)
+            else:
                 weight = torch.ones(width, dtype=dtype, device=ranks.device)
-                sums.append(self.norm(x, torch.zeros_like(x), weight, 1e-5)[1])
-            elif config.shots:
-                sums.append(self(x))
-        expected = ranks.size * (ranks.size + 1) // 2
-        works = ranks.memory.has_settled() and all(bool((each == expected).all()) for each in sums)
+                total = self.norm(x, torch.zeros_like(x), weight, eps)[1]
+            # One at a time: behind a kernel that waits for ever, loading the next one might wait, too.
+            works = ranks.memory.has_settled() and bool((total == expected).all())
         if not ranks.minimum(works):
             logger.warning("sums through memory that the GPUs share don't work here, so NCCL does them all")
             self.addresses = None

@@ -55,7 +55,7 @@ def add_up(ranks: Ranks, memory: torch.Tensor, norm: bool, broken: bool) -> dict
     said: list[logging.LogRecord] = []
     collectives.logger.addFilter(lambda record: said.append(record) or True)
     rank_sum = RankSum(ranks)
-    rank_sum.prepare(ranks, 48, torch.float32, norm=norm)
+    rank_sum.prepare(ranks, 48, torch.float32, eps=EPS if norm else None)
     prepared, results = list(calls), []
     calls.clear()
     for num_rows in (1, 4, 5):
