@@ -20,6 +20,7 @@ from minisgl.engine.follower_link import START_TIMEOUT_S, FollowerConfig
 from minisgl.engine.node_link import Connection, Hello, RankEnded, Welcome, knock, model_digest
 from minisgl.engine.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError
+from minisgl.model_config import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,11 @@ def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> 
 
     Raises:
         ConfigError: node 0 does not let this node in.
+        ModelError: `folder` has no model.
         EngineDeadError: there is no node 0, or the engine did not end in order.
     """
     assert config.rdzv is not None  # checked
+    read_model_config(folder)
     hello = Hello(__version__, config.nnodes, config.tp, model_digest(folder), config.node_rank)
     say(f"node {config.node_rank}: waiting for node 0 at {config.rdzv}")
     connection, welcome = knock(config.rdzv, hello, START_TIMEOUT_S)

@@ -26,6 +26,8 @@ LOST_S = 4
 """How long a machine may be silent."""
 RETRY_S = 0.5
 """A node that comes before node 0 does tries again after so long."""
+ANSWER_S = 10
+"""How long node 0 may take to say whether a node can join."""
 
 Message = TypeVar("Message")
 
@@ -71,7 +73,6 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._lines = connected.makefile("rb")
-        connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The system asks a silent machine whether it is there, whatever this process is busy with.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -89,8 +90,12 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
+    def wait_at_most(self, timeout_s: float | None) -> None:
+        """From now on `receive` gives up after so long; None = never."""
+        self._socket.settimeout(timeout_s)
+
     def receive(self, kind: type[Message]) -> Message | None:
-        """The next message, waiting for it; None = the other end is gone, or speaks no sense."""
+        """The next message, waiting for it; None = the other end is gone, too slow, or speaks no sense."""
         try:
             line = self._lines.readline()
             return msgspec.json.decode(line, type=kind) if line.endswith(b"\n") else None
@@ -190,6 +195,8 @@ class NodeDoor:
         ):
             if is_ours != is_theirs:
                 return f"{name} must be the same on all nodes: node 0 has {is_ours}, this one {is_theirs}"
+        if not 0 < hello.node_rank < ours.nnodes:
+            return f"--node-rank {hello.node_rank} is none of 1 to {ours.nnodes - 1}"
         with self._lock:
             if hello.node_rank in self._nodes or self._closed:
                 return f"--node-rank {hello.node_rank} has joined already"
@@ -215,8 +222,10 @@ def knock(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welcom
                     f"node 0 did not answer at --rdzv {rdzv} for {timeout_s:g} s ({error})"
                 ) from error
             time.sleep(RETRY_S)
+    connection.wait_at_most(ANSWER_S)
     connection.send(hello)
     welcome = connection.receive(Welcome)
+    connection.wait_at_most(None)
     if welcome is None or welcome.refusal:
         connection.close()
         if welcome is None:

@@ -205,6 +205,7 @@ def test_a_node_that_vanishes_is_noticed(door: Door, folder: Path) -> None:
     [
         ({"tp": 8}, "--tp must be the same on all nodes: node 0 has 4, this one 8"),
         ({"nnodes": 4}, "--nnodes must be the same"),
+        ({"node_rank": 2}, "--node-rank 2 is none of 1 to 1"),
         ({"version": "0.0.1"}, "minisgl's version must be the same"),
         ({"model_digest": "another"}, "config.json must be the same"),
     ],
@@ -233,6 +234,14 @@ def test_strangers_are_sent_away(door: Door) -> None:
         stranger.sendall(b"GET / HTTP/1.1\n")
         assert stranger.recv(100) == b""
     assert door.ended == []
+
+
+def test_what_does_not_answer_is_no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        rdzv = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(EngineDeadError, match="ended, or is no minisgl"):
+            knock(rdzv, Hello("", 2, 2, "", 1), 1)
 
 
 def test_without_a_node_0_a_node_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
