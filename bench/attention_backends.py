@@ -140,8 +140,7 @@ def check_alone(name: str, pool: Pool, place: Place, device: torch.device, dtype
     if backend.plan_decode is not None:
         errors += [unrecorded_error(backend, plans, pool, everyone[:13], dtype)]
     plan_us = {n: plan_time_us(plans, pool, everyone[:n], n) for n in (4, rows)}
-    recorded.set_lengths(everyone)
-    plans.decode(everyone, rows)
+    recorded.load(everyone)
     return Alone(prefill_error, max(errors), recorded.time_us(), plan_us, plan_waits(plans, recorded, rows))
 
 
@@ -209,7 +208,8 @@ class RecordedDecode:
     def set_lengths(self, rows: list[int]) -> None:
         set_lengths(self._plans, self._pool, rows)
 
-    def error(self, rows: list[int]) -> float:
+    def load(self, rows: list[int]) -> None:
+        """What the next replay computes: all tokens of these rows."""
         self.set_lengths(rows)
         padded = rows + [self._padding] * (self._bucket - len(rows))
         lengths = [*self._pool.lengths, 1]
@@ -217,6 +217,9 @@ class RecordedDecode:
         self._context_len.copy_(torch.tensor([lengths[row] for row in padded], dtype=torch.int32))
         self._q.normal_()
         self._plans.decode(rows, self._bucket)
+
+    def error(self, rows: list[int]) -> float:
+        self.load(rows)
         got = self._replay()[: len(rows)]
         inputs = self._pool.inputs(rows, [1] * len(rows), is_decode=True)
         return relative_error(got, exact_attention(self._pool, self._q[: len(rows)], inputs))

@@ -94,7 +94,7 @@ class FlashinferPrefill:
         """Prepare `attend` for this batch."""
         shape = self._shape
         indices = torch.empty(_aligned(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
-        self._copy(indices, _padded(pages.page_ids))
+        self._copy(indices, _packed(pages.page_ids))
         self._turns.reverse()
         for window, wrapper in self._turns[0].items():
             wrapper.plan(
@@ -201,7 +201,7 @@ class FlashinferDecode:
             for window, wrapper in self._others.items():
                 self._plan_anew(wrapper, window, pages)
             return
-        packed = np.concatenate([_padded(part) for part in pages[1:]])
+        packed = _packed(pages.page_start, pages.last_page_len, pages.page_ids)
         self._copy(self._packed[: len(packed)], packed)
         page_start = torch.from_numpy(pages.page_start)
         for window, wrapper in recorded.items():
@@ -224,7 +224,7 @@ class FlashinferDecode:
     def _plan_anew(self, wrapper: "_Wrapper", window: int, pages: BatchPages) -> None:
         shape = self._shape
         indices = torch.empty(_aligned(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
-        self._copy(indices, _padded(pages.page_ids))
+        self._copy(indices, _packed(pages.page_ids))
         wrapper.plan(
             wrapper.own.plan,
             torch.from_numpy(pages.page_start),
@@ -304,8 +304,14 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _padded(numbers: np.ndarray) -> np.ndarray:
-    return np.pad(numbers, (0, _aligned(len(numbers)) - len(numbers)))
+def _packed(*parts: np.ndarray) -> np.ndarray:
+    """The parts one after the other, each aligned."""
+    packed = np.zeros(sum(_aligned(len(part)) for part in parts), dtype=np.int32)
+    begin = 0
+    for part in parts:
+        packed[begin : begin + len(part)] = part
+        begin += _aligned(len(part))
+    return packed
 
 
 # torch.compile takes numbers and tensors into its graph, not objects, so the op finds its backend by number.
