@@ -39,7 +39,7 @@ def checked(value: Any, kind: Any, param: str) -> Any:
         place = re.search(r" - at `\$((?:\[\d+\])*)", text)
         path = place[1] if place else ""
         for rank in re.findall(r"\d+", path):
-            value = value[int(rank)]
+            value = list(value)[int(rank)]  # it may be a set
         got = f"a length of {len(value)}" if " of length " in text else short(value)
         at = f" at {param}{path}" if path else ""
         raise RequestError(400, code, f"{param} must be {needed(kind)}, got {got}{at}", param) from None

@@ -59,6 +59,11 @@ def test_the_item_at_fault_is_shown_with_its_place() -> None:
         checked([[1], [2, 3, 12]], list[list[Small]], "grid")
 
 
+def test_a_set_where_a_list_belongs_is_no_accident() -> None:
+    with pytest.raises(RequestError, match=r"^words must be "):
+        checked([{"a", 5}], list[list[str]], "words")
+
+
 def test_true_is_not_one_but_a_float_may_be() -> None:
     refuse_unknown({"best_of": 1.0}, (), {"best_of": (1,)})
     with pytest.raises(RequestError, match=r"^best_of = True is not supported here"):

@@ -51,11 +51,11 @@ PROMPT_FORMS = (Text, Texts, TokenIds, TokenIdLists)
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What holds when the client leaves a field out: from the model's generation_config.json."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

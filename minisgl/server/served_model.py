@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from minisgl.errors import ModelError, RequestError
-from minisgl.request import SamplingParams
+from minisgl.fields import convert
 from minisgl.server.openai_schema import SamplingDefaults
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.tokenizer import Tokenizer, read_json
@@ -67,10 +65,6 @@ def served_name(chosen: str | None, model: str) -> str:
 
 def _read_defaults(file: Path) -> SamplingDefaults:
     try:
-        defaults = msgspec.convert(read_json(file), SamplingDefaults)
-        SamplingParams(
-            **{name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
-        )
-    except (msgspec.ValidationError, RequestError) as error:
+        return convert(read_json(file), SamplingDefaults)
+    except RequestError as error:
         raise ModelError(f"{file}: {error}") from None
-    return defaults

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_model import make_folder
 
-from minisgl.errors import RequestError
+from minisgl.errors import ModelError, RequestError
 from minisgl.server.openai_schema import (
     ChatCall,
     CompletionCall,
@@ -112,6 +112,12 @@ def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
     ours = load_served_model(folder, "tiny").defaults
     assert (ours.temperature, ours.repetition_penalty) == (0.6, 1.1)
     assert load_served_model(folder, "tiny", "openai").defaults == NO_DEFAULTS
+
+
+def test_a_models_default_out_of_range_is_named_with_its_file(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", generation={"top_p": 5})
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_p must be .* at most 1, got 5"):
+        load_served_model(folder, "tiny")
 
 
 def test_the_ways_to_ask_for_logprobs() -> None:
