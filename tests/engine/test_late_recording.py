@@ -250,7 +250,10 @@ def test_a_server_records_while_it_has_nothing_to_do_and_answers_in_between() ->
 class Recorder:
     """Records by keeping the function, which runs again on what its tensors hold by then."""
 
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __init__(self, **options: Any) -> None:
+        """What only matters to graphs may be anything."""
+
+    def record(self, run: Callable[[], Tensor], **options: Any) -> Callable[[], Tensor]:
         run()
         return run
 
@@ -305,10 +308,10 @@ def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
 class FailingRecorder(Recorder):
     """Can't record the second graph, and nothing beside what that leaves behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.num_kept = self.num_released = 0
 
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, run: Callable[[], Tensor], **options: Any) -> Callable[[], Tensor]:
         if self.num_kept and not self.num_released:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.num_kept += 1
