@@ -94,11 +94,6 @@ def obstacle(name: str, place: Place) -> str | None:
     return _OBSTACLES[name](place)
 
 
-def plans_by_the_batch(name: str) -> bool:
-    """Whether the host has to tell the backend each batch's lengths before it runs."""
-    return name in (FLASHINFER, FA2, FA3)
-
-
 def _exact(name: str, place: Place) -> Backends:
     """What one name stands for in both kinds of work."""
     if name == FLASHINFER:
