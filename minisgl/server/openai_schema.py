@@ -37,7 +37,7 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the room that is left."""
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
-TokenIdKey = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,9})$", title="Token id")]
+TokenIdKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z", title="Token id")]
 TemplateVariables = Annotated[
     dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"const": "messages"}}})
 ]

@@ -131,19 +131,18 @@ def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
 def _schemas(model: str, vocab_size: int) -> dict[str, Any]:
     """Every schema by its name."""
     kinds = [kind for body in BODIES.values() for kind in body.structs]
-    _, components = msgspec.json.schema_components(
-        [*dict.fromkeys(kinds), *ANSWERS, *PROMPT_FORMS, Messages], ref_template=TEMPLATE
+    refs, components = msgspec.json.schema_components(
+        [Messages, *PROMPT_FORMS, *kinds, *ANSWERS], ref_template=TEMPLATE
     )
+    messages, *prompts = refs[: 1 + len(PROMPT_FORMS)]
     made = {name: _body(body, components) for name, body in BODIES.items()}
     read = {kind.__name__ for kind in kinds}
     made |= {name: schema for name, schema in components.items() if name not in read}
-    prompts, _ = msgspec.json.schema_components(PROMPT_FORMS)
-    (messages,), _ = msgspec.json.schema_components([Messages], ref_template=TEMPLATE)
     for name in ("ChatBody", "TokenizeBody"):
         properties = made[name]["properties"]
         is_optional = "messages" not in made[name]["required"]
         properties["messages"] = {"anyOf": [messages, {"type": "null"}]} if is_optional else messages
-    made["CompletionBody"]["properties"]["prompt"] = {"anyOf": list(prompts)}
+    made["CompletionBody"]["properties"]["prompt"] = {"anyOf": prompts}
     for name in BODIES:
         if "model" in made[name]["properties"]:
             made[name]["properties"]["model"] = {"enum": [model, None], "default": None}

@@ -1,6 +1,7 @@
 """The API's handlers without a server."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -87,6 +88,16 @@ def test_every_route_is_in_the_document_of_the_api() -> None:
     paths = openapi_document("tiny", 300)["paths"]
     described = {(method, path) for path, item in paths.items() for method in item if method != "parameters"}
     assert routes == described
+
+
+@pytest.mark.parametrize("vocab_size", [1, 6, 10, 11, 100, 101, 300, 1200])
+def test_the_document_allows_exactly_the_models_token_ids(vocab_size: int) -> None:
+    fields = openapi_document("tiny", vocab_size)["components"]["schemas"]["ChatBody"]["properties"]
+    assert fields["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == vocab_size - 1
+    keys = fields["logit_bias"]["anyOf"][0]["propertyNames"]["pattern"]
+    allowed = [number for number in range(3000) if re.search(keys, str(number))]
+    assert allowed == list(range(vocab_size))
+    assert not any(re.search(keys, text) for text in ("", "00", "01", "-1", "1.0", " 1"))
 
 
 def test_a_client_that_leaves_as_its_body_ends_is_noticed() -> None:

@@ -175,6 +175,7 @@ def test_the_models_repetition_penalty_is_a_default_like_the_others() -> None:
                 {"stop_token_ids": [VOCAB]},
                 {"logit_bias": {str(VOCAB): 1}},
                 {"logit_bias": {"05": 1}},
+                {"logit_bias": {"5\n": 1}},
                 {"bad_words": [""]},
             )
         ],
