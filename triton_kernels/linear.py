@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start
 from triton_kernels.launch import ceil_div, max_shared_bytes
 from triton_kernels.linear_many import gated_linear_many, is_for_many, linear_many
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
@@ -46,15 +47,18 @@ class LinearConfig(NamedTuple):
     num_stages: int
 
 
-def default_linear_config(num_outputs: int, gated: bool, shared_bytes: int) -> LinearConfig:
+def default_linear_config(num_outputs: int, width: int, gated: bool, shared_bytes: int) -> LinearConfig:
     """The configuration used where no other is given; measured on an H200.
 
     Args:
         num_outputs: what the kernel writes for each row: N, or N / 2 when `gated`.
+        width: K.
         shared_bytes: what a program may have; fewer stages where the wanted ones do not fit.
     """
     if num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
+    elif width <= 1024:
+        config = LinearConfig(32 if gated else 16, 128, 2, 8)
     else:
         config = LinearConfig(32, 256, 2, 4) if gated else LinearConfig(16, 512, 2, 3)
     stage_bytes = linear_stage_bytes(config, gated)
@@ -65,7 +69,7 @@ def _config(x: Tensor, weight: Tensor, op: str) -> LinearConfig:
     """The tuned configuration of the op of this name, or its default."""
     gated = op == "gated_linear"
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    default = default_linear_config(num_outputs, gated, max_shared_bytes(x.device))
+    default = default_linear_config(num_outputs, weight.shape[1], gated, max_shared_bytes(x.device))
     return tuned(default, op, x.device, x.dtype, exact=(weight.shape[0], weight.shape[1]), near=())
 
 
@@ -99,12 +103,14 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     OUT: tl.constexpr = N // 2 if GATED else N
     EVEN: tl.constexpr = (K % BLOCK_K == 0) and (OUT % BLOCK_N == 0)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
+    num_rows = after_predecessor(num_rows, EARLY)
     there = rows < num_rows
     x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]
     w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * K + lanes[None, :]
@@ -125,6 +131,8 @@ def _linear_kernel(
             else:
                 w = tl.load(w_ptrs + (OUT * K + k0), inside, other=0.0)
             up = tl.dot(w, x, up, input_precision="ieee")
+    # Not before: programs of the next kernel that come while others of this one run land unevenly.
+    acc = let_next_start(acc, EARLY)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -164,6 +172,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
         BLOCK_M=MAX_ROWS,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        EARLY=can_start_early(x.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

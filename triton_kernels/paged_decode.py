@@ -13,22 +13,27 @@ elements of a head lie next to each other.
 
 How: a row is cut into slices of `split_tokens` / 8 tokens, or longer ones where there would be more than
 2 * `max_splits`. Consecutive slices of about `split_tokens`, at least two, form a split, in which they are
-folded from left to right. Where the cuts lie depends on the row's own length and on nothing else. A unit of
-work is one (split, KV head), or, in a batch whose splits would leave most of the GPU idle, one (slice, KV
-head); the second kernel then folds a split's slices, in the same order and with the same operations. So a
-row's result is the same to the last bit alone and in any batch.
+folded from left to right; eight splits, folded in the same way, are a node of a tree, eight such nodes the
+next, up to the row. Where the cuts lie depends on the row's own length and on nothing else. A unit of work is
+one (split, KV head), or, in a batch whose splits would leave most of the GPU idle, one (slice, KV head); then
+splits are nodes of the tree, too, and are folded with the same operations. So a row's result is the same to
+the last bit alone and in any batch.
 
 A fixed number of programs takes the units in turn, finding each by a prefix sum over context_len, so one
 captured grid serves all lengths. There are more programs than the GPU holds: the hardware starts one where
 another ends, which evens out units of unequal length. A program is one warp where one has registers enough:
 nothing waits at barriers, and while one program changes units the others keep the memory busy. The query
 heads are the columns of both products (scores are [keys, heads], outputs [head dim, heads]): tensor cores
-take 8 columns, but 16 rows. Rows of one unit are finished there; a second kernel merges the others.
+take 8 columns, but 16 rows.
+
+One kernel does it all. A program that is done with a unit leaves its softmax state in memory and counts its
+arrival at the tree's node above; the one that arrives last finds all states there, folds them and goes on
+upwards. Nobody waits for anybody. The counters are zeros before and after a call, so that graphs can replay.
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
-Scratch: D + 2 floats for each head and each split that the page table has room for (at most `max_splits` a
-row), or each slice of the few rows that may be taken slice by slice, whichever is more; what units of rows
-with several need of it is written and read.
+Scratch: D + 2 floats for each head and a counter for each KV head, for each split that the page table has
+room for (at most `max_splits` a row), or each slice of the few rows that may be taken slice by slice,
+whichever is more; what units of rows with several need of it is written and read.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
@@ -42,6 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import after_predecessor, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
 from triton_kernels.tuning import tuned
 
@@ -49,10 +55,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _SLICES_PER_SPLIT = 8
 _FEW_UNITS_PER_SM = 2  # fewer, and the batch is taken slice by slice
-_MERGE_SPLITS = 8
-_MERGE_WARPS = 2
-_MERGE_PROGRAMS_PER_SM = 32
-_UNROLL = tl.constexpr(8)
+_FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
+MAX_SPLITS = 64
 
 
 class DecodeConfig(NamedTuple):
@@ -60,7 +64,7 @@ class DecodeConfig(NamedTuple):
 
     block_n: int  # keys per tile; at least 16 for each warp
     split_tokens: int  # a multiple of 8 * block_n
-    max_splits: int  # per row
+    max_splits: int  # per row; at most MAX_SPLITS
     num_warps: int
     num_stages: int
     programs_per_sm: int  # to be launched, not only resident: the others start where one ends
@@ -79,7 +83,7 @@ def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> D
         num_warps, block_n = 4, 16
     two_tiles = 2 * (2 * block_n * block_d * element_size)
     programs_per_sm = 3 * min(8 // num_warps, (200 << 10) // two_tiles)
-    return DecodeConfig(block_n, 1024, 64, num_warps, num_stages=3, programs_per_sm=programs_per_sm)
+    return DecodeConfig(block_n, 1024, MAX_SPLITS, num_warps, num_stages=3, programs_per_sm=programs_per_sm)
 
 
 def _block_g(group: int) -> int:
@@ -147,8 +151,8 @@ def _row_cuts(
 def _fold(top, mass, acc, more_top, more_mass, more_acc, HEADS: tl.constexpr):
     """The softmax state over two sets of keys from theirs; heads lie along axis HEADS of acc.
 
-    Both kernels fold the same slices, and to the same bits: which products are rounded before they are added
-    is written out, not left to the compiler.
+    Slices are folded here in a loop over tiles and there from memory, and to the same bits: which products
+    are rounded before they are added is written out, not left to the compiler.
     """
     new_top = tl.maximum(top, more_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -160,8 +164,22 @@ def _fold(top, mass, acc, more_top, more_mass, more_acc, HEADS: tl.constexpr):
     return new_top, mass, acc
 
 
+@triton.jit
+def _load_state(acc_ptr, sum_ptr, place, there, lanes, group, G: tl.constexpr, D: tl.constexpr):
+    """The softmax state (top, mass, acc) at `place` if it is `there`; else that over no keys.
+
+    Not through L1, which does not see what other multiprocessors write.
+    """
+    mask = there & (group < G)
+    top = tl.load(sum_ptr + place * (2 * G) + group, mask, other=float("-inf"), cache_modifier=".cg")
+    mass = tl.load(sum_ptr + place * (2 * G) + G + group, mask, other=0.0, cache_modifier=".cg")
+    offsets = place * (G * D) + group[None, :] * D + lanes[:, None]
+    acc = tl.load(acc_ptr + offsets, mask[None, :] & (lanes < D)[:, None], other=0.0, cache_modifier=".cg")
+    return top, mass, acc
+
+
 @triton.jit(do_not_specialize=["num_rows"])
-def _paged_decode_splits_kernel(
+def _paged_decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -171,7 +189,7 @@ def _paged_decode_splits_kernel(
     out_ptr,
     partial_acc_ptr,
     partial_sum_ptr,
-    by_slice_ptr,
+    arrivals_ptr,
     num_rows,
     page_table_stride,
     q_row_stride,
@@ -199,7 +217,10 @@ def _paged_decode_splits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    num_rows = after_predecessor(num_rows, EARLY)
     G: tl.constexpr = H // K
     ONE_PAGE: tl.constexpr = S % BLOCK_N == 0
     group = tl.arange(0, BLOCK_G)
@@ -217,20 +238,20 @@ def _paged_decode_splits_kernel(
         num_slices += tl.sum(slices, 0)
         num_splits += tl.sum((slices + per_split - 1) // per_split, 0)
     by_slice = num_splits * K < FEW_UNITS
-    if tl.program_id(0) == 0:
-        tl.store(by_slice_ptr, by_slice.to(tl.int32))
     num_units = tl.where(by_slice, num_slices, num_splits) * K
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         # The block of rows that holds the target-th (split or slice), then the row and what comes before it.
         target = unit // K
         rows = tl.arange(0, BLOCK_R) - BLOCK_R
         lengths = tl.zeros([BLOCK_R], tl.int32)
+        lines = tl.zeros([BLOCK_R], tl.int32)
         units = tl.zeros([BLOCK_R], tl.int32)
         before = target * 0
         total = target * 0
         while total <= target:
             rows += BLOCK_R
             lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
+            lines = tl.load(row_ids_ptr + rows, rows < num_rows, other=0)
             _, _, _, per_split, slices = _row_cuts(lengths, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
             per_unit = tl.where(by_slice, 1, per_split)
             units = tl.where(rows < num_rows, (slices + per_unit - 1) // per_unit, 0)
@@ -239,16 +260,18 @@ def _paged_decode_splits_kernel(
         ends = before + tl.cumsum(units, 0)
         here = (ends - units <= target) & (target < ends)
         row = tl.sum(tl.where(here, rows, 0), 0)
+        line = tl.sum(tl.where(here, lines, 0), 0)
         length = tl.sum(tl.where(here, lengths, 0), 0)
         part = target - tl.sum(tl.where(here, ends - units, 0), 0)
         kv_head = target * 0 + unit % K
-        start, begin, slice_tokens, per_split, row_slices = _row_cuts(
+        start, begin, slice_tokens, per_split, num_parts = _row_cuts(
             length, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N
         )
         per_unit = tl.where(by_slice, 1, per_split)
+        num_parts = (num_parts + per_unit - 1) // per_unit
         low = begin + part * per_unit * slice_tokens
         high = tl.minimum(length, low + per_unit * slice_tokens)
-        pages_ptr = page_table_ptr + tl.load(row_ids_ptr + row).to(tl.int64) * page_table_stride
+        pages_ptr = page_table_ptr + line.to(tl.int64) * page_table_stride
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
@@ -308,70 +331,54 @@ def _paged_decode_splits_kernel(
                 acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
                 slice_end += slice_tokens
 
-        if row_slices <= per_unit:
+        # Up the tree, as far as this program is the last to arrive. A node's state goes where the first of
+        # those it was folded from lay, `apart` places from the next node's.
+        first_place = (row.to(tl.int64) * K + kv_head) * tl.where(by_slice, ROW_SLICES, ROW_SPLITS)
+        arrivals_here = arrivals_ptr + first_place
+        acc_here = partial_acc_ptr + first_place * (G * D)
+        sum_here = partial_sum_ptr + first_place * (2 * G)
+        fan = tl.where(by_slice, per_split, _FAN)
+        apart = 1
+        num_nodes = num_parts
+        node = part
+        while num_nodes > 1:
+            parent = node // fan
+            first = parent * fan
+            num_below = tl.minimum(num_nodes - first, fan)
+            place = node * apart
+            place_offsets = place * (G * D) + group[None, :] * D + lanes[:, None]
+            tl.store(acc_here + place_offsets, unit_acc, q_mask)
+            tl.store(sum_here + place * (2 * G) + group, unit_top, group < G)
+            tl.store(sum_here + place * (2 * G) + G + group, unit_mass, group < G)
+            tl.debug_barrier()  # all threads have stored; the counter then makes it known to other programs
+            arrived = tl.atomic_add(arrivals_here + parent, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_below - 1:
+                tl.store(arrivals_here + parent, 0)
+                unit_top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+                unit_mass = tl.zeros([BLOCK_G], tl.float32)
+                unit_acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+                for below in range(0, num_below, WIDE):
+                    # Several at a time, as many as fit into registers: none waits for another's loads.
+                    states = ()
+                    for i in tl.static_range(WIDE):
+                        place = (first + below + i) * apart
+                        there = below + i < num_below
+                        state = _load_state(acc_here, sum_here, place, there, lanes, group, G, D)
+                        states = states + (state,)  # noqa: RUF005 (no unpacking in kernels)
+                    for i in tl.static_range(WIDE):
+                        unit_top, unit_mass, unit_acc = _fold(unit_top, unit_mass, unit_acc, *states[i], 1)
+                tl.debug_barrier()  # all threads have loaded what the next store overwrites
+                num_nodes = (num_nodes + fan - 1) // fan
+                arrivals_here += num_nodes
+                apart *= fan
+                node = parent
+                fan = _FAN
+            else:
+                num_nodes = 0
+        if num_nodes == 1:
             done = unit_acc / tl.where(unit_mass > 0, unit_mass, 1.0)[None, :]
             out_offsets = (row.to(tl.int64) * H + heads)[None, :] * D + lanes[:, None]
             tl.store(out_ptr + out_offsets, done.to(out_ptr.dtype.element_ty), q_mask)
-        else:
-            place = (row.to(tl.int64) * H + heads) * tl.where(by_slice, ROW_SLICES, ROW_SPLITS) + part
-            tl.store(partial_acc_ptr + place[None, :] * D + lanes[:, None], unit_acc, q_mask)
-            tl.store(partial_sum_ptr + 2 * place, unit_top, group < G)
-            tl.store(partial_sum_ptr + 2 * place + 1, unit_mass, group < G)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _merge_splits_kernel(
-    context_len_ptr,
-    partial_acc_ptr,
-    partial_sum_ptr,
-    by_slice_ptr,
-    out_ptr,
-    num_rows,
-    window: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    SLICE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SLICES: tl.constexpr,
-    ROW_SLICES: tl.constexpr,
-    ROW_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-):
-    by_slice = tl.load(by_slice_ptr) != 0
-    lanes = tl.arange(0, BLOCK_D)
-    for row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
-        length = tl.load(context_len_ptr + row)
-        _, _, _, per_split, num_slices = _row_cuts(length, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
-        num_splits = (num_slices + per_split - 1) // per_split
-        split_parts = tl.where(by_slice, per_split, 1)
-        num_parts = tl.where(by_slice, num_slices, num_splits)
-        if num_parts > 1:
-            head = tl.program_id(0).to(tl.int64) + row * H
-            row_place = head * tl.where(by_slice, ROW_SLICES, ROW_SPLITS)
-            top = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
-            mass = tl.zeros([BLOCK_SPLITS], tl.float32)
-            acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
-            for s0 in range(0, num_splits, BLOCK_SPLITS):
-                split_top = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
-                split_mass = tl.zeros([BLOCK_SPLITS], tl.float32)
-                split_acc = tl.zeros([BLOCK_SPLITS, BLOCK_D], tl.float32)
-                for p in tl.range(0, split_parts, loop_unroll_factor=_UNROLL):
-                    part = (s0 + tl.arange(0, BLOCK_SPLITS)) * split_parts + p
-                    there = part < num_parts
-                    place = row_place + part
-                    part_top = tl.load(partial_sum_ptr + 2 * place, there, other=float("-inf"))
-                    part_mass = tl.load(partial_sum_ptr + 2 * place + 1, there, other=0.0)
-                    mask = there[:, None] & (lanes < D)[None, :]
-                    part_acc = tl.load(partial_acc_ptr + place[:, None] * D + lanes[None, :], mask, other=0.0)
-                    split_top, split_mass, split_acc = _fold(
-                        split_top, split_mass, split_acc, part_top, part_mass, part_acc, 0
-                    )
-                top, mass, acc = _fold(top, mass, acc, split_top, split_mass, split_acc, 0)
-            weight = tl.exp2(top - tl.max(top, 0))
-            merged = tl.sum(acc * weight[:, None], 0) / tl.sum(mass * weight, 0)
-            tl.store(out_ptr + head * D + lanes, merged.to(out_ptr.dtype.element_ty), lanes < D)
 
 
 def paged_decode_triton(
@@ -384,9 +391,10 @@ def paged_decode_triton(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    arrivals: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
-    """The kernels, whatever the device."""
+    """The kernel, whatever the device."""
     num_rows, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -394,12 +402,9 @@ def paged_decode_triton(
         default = default_decode_config(head_dim, q.element_size(), group)
         exact, near = (head_dim, group), (num_kv_heads, page_size)
         config = tuned(default, "paged_decode", q.device, q.dtype, exact, near)
-    block_d = next_power_of_2(head_dim)
     multiprocessors = num_multiprocessors(q.device)
-    programs = multiprocessors * config.programs_per_sm
     few_units = multiprocessors * _FEW_UNITS_PER_SM
     slice_tokens = max(config.block_n, config.split_tokens // _SLICES_PER_SPLIT)
-    cuts = (slice_tokens, config.split_tokens, 2 * config.max_splits)
     # The most that the page table has room for; all splits of a row but its last exceed half of split_tokens.
     max_tokens = page_table.shape[1] * page_size
     if window > 0:
@@ -407,12 +412,15 @@ def paged_decode_triton(
     row_slices = min(2 * config.max_splits, ceil_div(max_tokens, slice_tokens))
     row_splits = min(config.max_splits, ceil_div(max_tokens, ceil_div(config.split_tokens, 2)))
     few_rows = min(num_rows, ceil_div(few_units, num_kv_heads))
-    places = num_heads * max(num_rows * row_splits, few_rows * row_slices)
+    max_units = num_kv_heads * max(num_rows * row_splits, few_rows * row_slices)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    partial_acc = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
-    partial_sum = torch.empty((places, 2), dtype=torch.float32, device=q.device)
-    by_slice = torch.empty((1,), dtype=torch.int32, device=q.device)
-    _paged_decode_splits_kernel[(programs,)](
+    partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
+    partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
+    if arrivals is None:
+        arrivals = torch.zeros((max_units,), dtype=torch.int32, device=q.device)
+    elif not torch.compiler.is_compiling() and arrivals.shape[0] < max_units:
+        raise ValueError(f"this batch takes {max_units} arrivals, got {arrivals.shape[0]}; see num_arrivals")
+    _paged_decode_kernel[(min(multiprocessors * config.programs_per_sm, max_units),)](
         q,
         k_cache,
         v_cache,
@@ -422,7 +430,7 @@ def paged_decode_triton(
         out,
         partial_acc,
         partial_sum,
-        by_slice,
+        arrivals,
         num_rows,
         page_table.stride(0),
         q.stride(0),
@@ -440,38 +448,28 @@ def paged_decode_triton(
         num_kv_heads,
         head_dim,
         page_size,
-        *cuts,
+        slice_tokens,
+        config.split_tokens,
+        2 * config.max_splits,
         row_slices,
         row_splits,
         few_units,
         _block_g(group),
         config.block_n,
-        block_d,
+        next_power_of_2(head_dim),
         _BLOCK_R,
+        8 if group <= 4 else 4,
+        can_start_early(q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if row_slices > 1:
-        merging_rows = min(num_rows, ceil_div(multiprocessors * _MERGE_PROGRAMS_PER_SM, num_heads))
-        _merge_splits_kernel[(num_heads, merging_rows)](
-            context_len,
-            partial_acc,
-            partial_sum,
-            by_slice,
-            out,
-            num_rows,
-            window,
-            num_heads,
-            head_dim,
-            *cuts,
-            row_slices,
-            row_splits,
-            config.block_n,
-            block_d,
-            _MERGE_SPLITS,
-            num_warps=_MERGE_WARPS,
-        )
     return out
+
+
+def num_arrivals(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
+    """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
+    few_rows = min(num_rows, ceil_div(num_multiprocessors(device) * _FEW_UNITS_PER_SM, num_kv_heads))
+    return num_kv_heads * max(num_rows * MAX_SPLITS, few_rows * 2 * MAX_SPLITS)
 
 
 def paged_decode(
@@ -484,14 +482,19 @@ def paged_decode(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [R, H, D] over the first context_len[r] tokens of row row_ids[r]; returns [R, H, D].
 
     k_cache and v_cache are [P, S, K, D], page_table int32 [B, C], row_ids and context_len int32 [R]. With
     window > 0 only the last `window` tokens are seen; softcap > 0 bends scores to softcap * tanh(s/softcap).
+    arrivals are at least num_arrivals(R, K, device) int32 zeros, which are zeros again afterwards: calls that
+    follow each other on a stream may share them. None: new ones, which takes another launch.
     """
     if q.device.type == "cpu":
         return paged_decode_reference(
             q, k_cache, v_cache, page_table, row_ids, context_len, scale, window, softcap
         )
-    return paged_decode_triton(q, k_cache, v_cache, page_table, row_ids, context_len, scale, window, softcap)
+    return paged_decode_triton(
+        q, k_cache, v_cache, page_table, row_ids, context_len, scale, window, softcap, arrivals
+    )

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.tuning import tuned
 
@@ -61,7 +62,9 @@ def _rms_norm_kernel(
     eps: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    num_rows = between_kernels(num_rows, EARLY)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -88,7 +91,9 @@ def _add_rms_norm_kernel(
     eps: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    num_rows = between_kernels(num_rows, EARLY)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -128,6 +133,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, config: NormConfig | 
         eps,
         config.block_t,
         next_power_of_2(width),
+        can_start_early(x.device),
         num_warps=config.num_warps,
     )
     return y
@@ -155,6 +161,7 @@ def add_rms_norm_triton(
         eps,
         config.block_t,
         next_power_of_2(width),
+        can_start_early(x.device),
         num_warps=config.num_warps,
     )
     return y, new_residual

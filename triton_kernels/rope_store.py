@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 
 
@@ -107,9 +108,11 @@ def _rope_store_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token's first half of the query heads and k, or its second half and v."""
-    token = (tl.program_id(0) // 2 if PARTS_FIRST else tl.program_id(0)).to(tl.int64)
+    token = tl.program_id(0) // 2 if PARTS_FIRST else tl.program_id(0)
+    token = between_kernels(token, EARLY).to(tl.int64)
     part = tl.program_id(0) % 2 if PARTS_FIRST else tl.program_id(1)
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -212,6 +215,7 @@ def rope_store_triton(
         block_h,
         next_power_of_2(num_kv_heads),
         next_power_of_2(head_dim // 2),
+        can_start_early(qkv.device),
         num_warps=2 if block_h == 16 else 4,  # as measured for 16, 32 and 64 heads
     )
     return q

@@ -23,6 +23,7 @@ class AttentionInputs(NamedTuple):
     row_start: Tensor  # int32 [R + 1]
     max_query_len: int  # most new tokens of a row; 1 = each row has one (T == R)
     is_decode: bool = False  # a decode step; prompts may come token by token, too
+    arrivals: Tensor | None = None  # int32, zeros: what our decode kernel counts in, and leaves as it was
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int], Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
-from triton_kernels.paged_decode import paged_decode_reference
+from triton_kernels.paged_decode import num_arrivals, paged_decode_reference
 from triton_kernels.paged_prefill import paged_prefill_reference
 
 LONGEST_TOKENS = 131072
@@ -62,7 +62,11 @@ def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dty
     """Checked against float32, and a row alone against the row in the batch, which must be bitwise equal."""
     k_cache, v_cache, sets = attention_sets(shape, device, dtype)
     scale = shape.head_dim**-0.5
-    arguments = [(one.q, k_cache, v_cache, *one[1:4], scale) for one in sets]
+    counters = torch.zeros(
+        num_arrivals(len(shape.contexts), shape.kv_heads, device), dtype=torch.int32, device=device
+    )
+    options = (scale, 0, 0.0, counters)
+    arguments = [(one.q, k_cache, v_cache, *one[1:4], *options) for one in sets]
     known: list[Tensor] = []
 
     def check(function: Any) -> float:
@@ -72,7 +76,7 @@ def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dty
         for r in {0, len(shape.contexts) // 2, len(shape.contexts) - 1}:
             row = slice(r, r + 1)
             alone = function(
-                one.q[row], k_cache, v_cache, one.page_table, one.row_ids[row], one.context_len[row], scale
+                one.q[row], k_cache, v_cache, one.page_table, one.row_ids[row], one.context_len[row], *options
             )
             if not torch.equal(alone[0], got[r]):
                 raise ValueError(f"row {r} alone differs from row {r} in the batch")

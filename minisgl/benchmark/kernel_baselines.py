@@ -77,6 +77,7 @@ def _paged_decode(
     row_ids: Tensor,
     context_len: Tensor,
     scale: float,
+    *_: Any,
 ) -> Tensor:
     """Gathers every row's pages, as many as the page table is wide, and attends to them."""
     pages = page_table[row_ids]

@@ -263,7 +263,7 @@ def _linear(
         near=lambda matrix: {},
         cases=functools.partial(_linear_cases, build, (1, 16)),
         default=lambda matrix, size, element: default_linear_config(
-            matrix.outputs // 2 if gated else matrix.outputs, gated, SHARED_BYTES
+            matrix.outputs // 2 if gated else matrix.outputs, matrix.width, gated, SHARED_BYTES
         ),
         candidates=lambda matrix, size: few_rows_candidates(matrix, gated=gated),
         launcher=launcher,

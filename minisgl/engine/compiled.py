@@ -28,6 +28,7 @@ import triton_kernels
 from compile_cache.key import sources_digest
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
+from minisgl.engine.early_starts import instantiate_with_early_starts
 from minisgl.engine.inputs import row_ids_on
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
@@ -190,22 +191,31 @@ class GraphRecorder:
     """Records functions as CUDA graphs that share one memory pool.
 
     So their replays must follow each other on one stream.
+
+    Args:
+        early_starts: kernels may start while the one before them still ends, in graphs for which it is asked.
+            Only where all kernels are ours and the GPU can: early_start.can_start_early.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, early_starts: bool = False) -> None:
+        self._can_start_early = early_starts
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, run: Callable[[], Tensor], *, early_starts: bool = False) -> Callable[[], Tensor]:
         """Run it, which compiles what is missing, then record it; what comes back replays it.
+
+        Args:
+            early_starts: where the recorder may, too.
 
         Raises:
             whatever `run` does; nothing is left recording then.
         """
+        early_starts = early_starts and self._can_start_early
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=early_starts)
         try:
             with torch.cuda.stream(self._stream):
                 run()
@@ -215,6 +225,8 @@ class GraphRecorder:
                     result = run()
                 finally:
                     graph.capture_end()
+                if early_starts:
+                    self._can_start_early = instantiate_with_early_starts(graph)
         finally:
             current.wait_stream(self._stream)  # also after a failure: the run before may still be going on
         self._graphs.append(graph)
@@ -254,8 +266,11 @@ class CapturedSteps:
         self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
 
     def record(self, row_ids: Tensor) -> None:
-        replay = self._recorder.record(lambda: self.own_step(row_ids))
-        self._replays[row_ids.shape[0]] = replay
+        num_rows = row_ids.shape[0]
+        # With more rows there is little to gain: the products are not ours.
+        self._replays[num_rows] = self._recorder.record(
+            lambda: self.own_step(row_ids), early_starts=num_rows <= MAX_ROWS
+        )
 
     def replay(self, row_ids: Tensor) -> Tensor:
         return self._replays[row_ids.shape[0]]()

@@ -33,6 +33,7 @@ from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.stages import Stages
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.models.decoder import Decoder
+from triton_kernels.early_start import can_start_early
 
 if TYPE_CHECKING:
     from minisgl.parallel.mesh import Ranks
@@ -100,7 +101,9 @@ def record_steps(
         Exception: what torch or Triton say, with `config.must_compile` or `config.strict_compile`.
     """
     buckets = buckets_of(config)
-    recorder = GraphRecorder() if buckets.num_graphs else None
+    # Kernels of others may have the names of ours; beside sums over ranks nobody has tried it.
+    early_starts = can_start_early(device) and not config.kernel and config.tp == 1
+    recorder = GraphRecorder(early_starts=early_starts) if buckets.num_graphs else None
     step = DecodeStep(model, rows)
     decode = prefill = None
     if buckets.decode:

@@ -6,6 +6,7 @@ next step can be launched before the host has seen this one's tokens.
 R rows of the batch, T new tokens.
 """
 
+import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs
@@ -13,6 +14,7 @@ from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
+from triton_kernels.paged_decode import num_arrivals
 from triton_kernels.read_rows import RowState
 
 
@@ -23,11 +25,19 @@ class DecodeStep(nn.Module):
         run_block: what runs the model's blocks, as `call_block` does.
     """
 
+    arrivals: Tensor
+
     def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = call_block) -> None:
         super().__init__()
         self.model = model
         self.rows = rows
         self.run_block = run_block
+        device = rows.page_table.device
+        num_kv_heads = max(layer.num_kv_heads for layer in model.attention_layers())
+        arrivals = torch.zeros(
+            num_arrivals(rows.max_rows + 1, num_kv_heads, device), dtype=torch.int32, device=device
+        )
+        self.register_buffer("arrivals", arrivals, persistent=False)
 
     def forward(self, row_ids: Tensor) -> Tensor:
         """int32 [R] -> the new tokens, int32 [R]. Padding is row id `max_rows`, as often as needed."""
@@ -45,6 +55,7 @@ class DecodeStep(nn.Module):
             row_start=self.rows.counting[: row_ids.shape[0] + 1],
             max_query_len=1,
             is_decode=True,
+            arrivals=self.arrivals,
         )
         return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
 

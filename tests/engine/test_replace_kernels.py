@@ -26,7 +26,8 @@ def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     exec(
         "def norm(x, weight, eps): return x * 0 + 7\n"
         "def short(x, weight): return x\n"
-        "def decode(q, k, v, table, rows, lengths, scale, window=0, softcap=0.0): return q + 1\n"
+        "def decode(q, k, v, table, rows, lengths, scale, window=0, softcap=0.0, arrivals=None):\n"
+        "    return q + 1\n"
         "def draw(*columns): return 'drawn'\n"
         "number = 3\n",
         module.__dict__,

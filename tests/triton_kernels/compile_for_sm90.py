@@ -45,6 +45,9 @@ TYPES = {
 }
 
 
+MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.c|atom\.|red\.)")
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers and stack bytes of a kernel, read with the cuobjdump that Triton carries."""
     from triton.backends.nvidia import __file__ as backend
@@ -65,6 +68,8 @@ def compile_instead_of_launching(case: str):
 
     def run(self, *args, grid, warmup, num_warps=4, num_stages=3, **kwargs):
         bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        if "EARLY" in self.arg_names:
+            bound["EARLY"] = True  # as on a GPU that can
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.params):
             value = bound[parameter.name]
@@ -97,6 +102,8 @@ def compile_instead_of_launching(case: str):
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
             "cp_async": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
+            "waits": ptx.count("griddepcontrol.wait"),
+            "before_wait": len(MEMORY.findall(ptx.partition("griddepcontrol.wait")[0])),
             **resources(compiled.asm["cubin"]),
             "seconds": round(time.perf_counter() - begin, 1),
         }

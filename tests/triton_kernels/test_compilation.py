@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from triton_kernels.early_start import EARLY_KERNELS
+
 HERE = Path(__file__).parent
 SHARED_MEMORY_LIMIT = 227 * 1024
 
@@ -45,8 +47,7 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         "_read_rows_kernel",
         "_advance_rows_kernel",
         "_rope_store_kernel",
-        "_paged_decode_splits_kernel",
-        "_merge_splits_kernel",
+        "_paged_decode_kernel",
         "_paged_prefill_kernel",
         "_paged_prefill_hopper_kernel",
         "_tops_kernel",
@@ -62,6 +63,10 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         "_pairs_down_kernel",
     }
     for line in compiled:
+        if line["kernel"] in EARLY_KERNELS:
+            assert (line["waits"], line["before_wait"]) == (1, 0), f"reads too early: {line}"
+        else:
+            assert line["waits"] == 0, f"not named as one that may start early: {line}"
         assert line["shared_bytes"] <= SHARED_MEMORY_LIMIT, line
         # The warps that only fetch queries have few registers, and time enough.
         spills_allowed = 256 if line["kernel"] == "_paged_prefill_hopper_kernel" else 64
@@ -73,10 +78,7 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
         if line["kernel"] == "_tiled_linear_kernel":
             assert line["wgmma"] > 0, f"no Hopper matrix instructions: {line}"
             assert line.get("stack_bytes", 0) == 0, f"spills: {line}"
-        if (
-            line["kernel"] in ("_paged_decode_splits_kernel", "_linear_kernel")
-            and "float32" not in line["case"]
-        ):
+        if line["kernel"] in ("_paged_decode_kernel", "_linear_kernel") and "float32" not in line["case"]:
             assert line["wgmma"] + line["mma"] > 0, f"no matrix instructions: {line}"
 
 
@@ -107,7 +109,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "advance_rows": ["context_len_ptr", "last_token_ptr"],
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
-        "paged_decode": ["by_slice_ptr", "out_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
+        "paged_decode": ["arrivals_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
         "paged_prefill": ["out_ptr"],
         "sample": [
             "above_mass_ptr",

@@ -1,5 +1,7 @@
 """The linear layers over few rows, against float64."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -89,8 +91,8 @@ def test_more_rows_than_the_kernel_takes_are_torchs(device):
 @pytest.mark.parametrize("shared_bytes", [48 * 1024, 99 * 1024, 227 * 1024])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
-    for outputs in (64, 4096, 6144, 14336, 151936):
-        config = default_linear_config(outputs, gated, shared_bytes)
+    for outputs, width in itertools.product((64, 4096, 6144, 14336, 151936), (576, 1024, 4096)):
+        config = default_linear_config(outputs, width, gated, shared_bytes)
         tile = (2 if gated else 1) * config.block_n + MAX_ROWS
         assert config.num_stages >= 1
         assert 2 * config.block_k * tile * config.num_stages <= shared_bytes

@@ -10,6 +10,7 @@ from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
 
 from triton_kernels.paged_decode import (
     DecodeConfig,
+    num_arrivals,
     paged_decode,
     paged_decode_reference,
     paged_decode_triton,
@@ -104,3 +105,42 @@ def test_more_rows_than_a_search_block(device):
     batch = decode_batch(7, contexts, 1, 1, 16, 16, 5, device=device)
     got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(programs_per_sm=1)).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_many_splits_are_folded_over_several_levels(device):
+    """80, 65 and 9 slices of 16 tokens: 40, 33 and 5 splits, in trees of three and two levels."""
+    config = DecodeConfig(16, split_tokens=16, max_splits=64, num_warps=1, num_stages=2, programs_per_sm=2)
+    batch = decode_batch(8, [1280, 1025, 130, 16], 3, 1, 16, 16, 90, device=device)
+    together = paged_decode_triton(*arguments(batch), 0.25, config=config)
+    expected = attention_by_sdpa(batch, 0.25)
+    torch.testing.assert_close(together.cpu().double(), expected, atol=1e-5, rtol=1e-4)
+    alone = paged_decode_triton(
+        batch.q[1:2],
+        batch.k_cache,
+        batch.v_cache,
+        batch.page_table,
+        batch.row_ids[1:2],
+        batch.context_len[1:2],
+        0.25,
+        config=config,
+    )
+    assert torch.equal(alone[0], together[1])
+
+
+def test_calls_share_their_counters_and_leave_zeros(device):
+    batches = [
+        decode_batch(9, [290, 0, 17], 4, 2, 16, 4, 80, device=device),
+        decode_batch(10, [100] * 4, 4, 2, 16, 4, 80, device=device),
+    ]
+    arrivals = torch.zeros(num_arrivals(4, 2, torch.device(device)), dtype=torch.int32, device=device)
+    for batch in (*batches, batches[0]):
+        shared = paged_decode_triton(*arguments(batch), 0.25, arrivals=arrivals, config=TINY)
+        assert torch.equal(shared, paged_decode_triton(*arguments(batch), 0.25, config=TINY))
+        assert not arrivals.any()
+
+
+def test_too_few_counters_are_refused(device):
+    batch = decode_batch(11, [290, 0, 17], 4, 2, 16, 4, 80, device=device)
+    few = torch.zeros(7, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="num_arrivals"):
+        paged_decode_triton(*arguments(batch), 0.25, arrivals=few, config=TINY)

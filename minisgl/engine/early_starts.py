@@ -1,0 +1,156 @@
+"""Lets kernels of a recorded CUDA graph start before the kernel that they follow has ended.
+
+torch.compile can't launch a kernel so (programmatic dependent launch), but the edges of a graph say the same:
+one that leaves the programmatic port of a kernel lets its target begin when all programs of its source have
+said so or ended. The targets are kernels that wait for the rest themselves: triton_kernels/early_start.py.
+
+Promise: where the driver refuses, a graph is instantiated as it was recorded, which is only slower.
+"""
+
+import ctypes
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from triton_kernels.early_start import EARLY_KERNELS
+
+logger = logging.getLogger(__name__)
+
+_KERNEL_NODE = 0
+
+
+class Edge(NamedTuple):
+    """A dependency between two nodes, by their addresses."""
+
+    source: int
+    target: int
+    is_plain: bool = True  # the target starts when the source has ended
+
+
+def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph) -> bool:
+    """Change the edges in front of EARLY_KERNELS and instantiate; False = the driver can't, edges stay plain.
+
+    Args:
+        graph: recorded with keep_graph, not instantiated.
+
+    Raises:
+        RuntimeError: the graph can't be instantiated as it was recorded either.
+    """
+    changed: list[Edge] = []
+    driver = None
+    try:
+        driver = _Driver()
+        handle = graph.raw_cuda_graph()
+        for edge in early_edges(driver.edges(handle), driver.kernel_name, EARLY_KERNELS):
+            driver.replace(handle, edge, _PLAIN, _EARLY)
+            changed.append(edge)
+        graph.instantiate()
+    except (OSError, AttributeError, RuntimeError) as error:
+        logger.warning("kernels start one after the other, which is slower: %s", error)
+        for edge in changed:
+            assert driver is not None
+            driver.replace(graph.raw_cuda_graph(), edge, _EARLY, _PLAIN)
+        graph.instantiate()
+        return False
+    return True
+
+
+def early_edges(
+    edges: Iterable[Edge], kernel_name: Callable[[int], str | None], early: Collection[str]
+) -> list[Edge]:
+    """The plain edges from a kernel to one of the `early` kernels that are the only ones at both ends.
+
+    Args:
+        kernel_name: of a node; None where it is no kernel.
+    """
+    edges = list(edges)
+    leaving = Counter(edge.source for edge in edges)
+    arriving = Counter(edge.target for edge in edges)
+    return [
+        edge
+        for edge in edges
+        if edge.is_plain
+        and leaving[edge.source] == arriving[edge.target] == 1
+        and kernel_name(edge.target) in early
+        and kernel_name(edge.source) is not None
+    ]
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+_PLAIN = _EdgeData()
+_EARLY = _EdgeData(from_port=1, type=1)  # the programmatic port, a programmatic edge
+
+
+class _KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("grid_block_shared", ctypes.c_uint * 7),
+        ("kernel_params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    )
+
+
+class _Driver:
+    """The calls that this takes, which torch does not have: CUDA 12.3 and later."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._library, name)(*arguments)
+        if result:
+            raise RuntimeError(f"{name} returned {result}")
+
+    def edges(self, graph: int) -> list[Edge]:
+        """All of a graph's."""
+        handle, count = ctypes.c_void_p(graph), ctypes.c_size_t(0)
+        self._call("cuGraphGetEdges_v2", handle, None, None, None, ctypes.byref(count))
+        sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
+        data = (_EdgeData * count.value)()
+        self._call("cuGraphGetEdges_v2", handle, sources, targets, data, ctypes.byref(count))
+        return [
+            Edge(source, target, one.type == one.from_port == one.to_port == 0)
+            for source, target, one in zip(sources, targets, data, strict=True)
+        ]
+
+    def kernel_name(self, node: int) -> str | None:
+        """None where the node is no kernel."""
+        handle, kind = ctypes.c_void_p(node), ctypes.c_int(-1)
+        self._call("cuGraphNodeGetType", handle, ctypes.byref(kind))
+        if kind.value != _KERNEL_NODE:
+            return None
+        params, name = _KernelNodeParams(), ctypes.c_char_p()
+        self._call("cuGraphKernelNodeGetParams_v2", handle, ctypes.byref(params))
+        if params.func:
+            self._call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.func))
+        else:
+            self._call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kern))
+        return (name.value or b"").decode()
+
+    def replace(self, graph: int, edge: Edge, old: _EdgeData, new: _EdgeData) -> None:
+        """Another kind of edge between the same nodes; if there can't be one, the old one stays."""
+        ends = ctypes.byref(ctypes.c_void_p(edge.source)), ctypes.byref(ctypes.c_void_p(edge.target))
+        where, one = (ctypes.c_void_p(graph), *ends), ctypes.c_size_t(1)
+        self._call("cuGraphRemoveDependencies_v2", *where, ctypes.byref(old), one)
+        try:
+            self._call("cuGraphAddDependencies_v2", *where, ctypes.byref(new), one)
+        except RuntimeError:
+            self._call("cuGraphAddDependencies_v2", *where, ctypes.byref(old), one)
+            raise

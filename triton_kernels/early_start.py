@@ -1,0 +1,83 @@
+"""Programmatic dependent launch: kernels that may start while the kernel before them still runs.
+
+A kernel of EARLY_KERNELS passes a number, on which all its loads of what other kernels write depend, through
+`after_predecessor`: programs may start while the predecessor ends, and see all that it stored afterwards.
+Whoever launches the kernels decides: without the launch attribute, or the edge in a CUDA graph, the
+instructions cost next to nothing and change nothing.
+
+Promise: where the GPU has no such launches (before Hopper), nothing of it is in the kernels.
+https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html
+"""
+
+# pyright: reportCallIssue=false
+
+import torch
+import triton
+import triton.language as tl
+
+EARLY_KERNELS = frozenset(
+    (
+        "_add_rms_norm_kernel",
+        "_linear_kernel",
+        "_paged_decode_kernel",
+        "_rms_norm_kernel",
+        "_rope_store_kernel",
+    )
+)
+"""Names of the kernels in which every program waits before it loads what others store, and stores itself."""
+
+
+@torch.compiler.assume_constant_result
+def can_start_early(device: torch.device) -> bool:
+    """Whether kernels for this device have the instructions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def after_predecessor(number, EARLY: tl.constexpr):
+    """`number`, int32, as soon as the kernel before this one has ended.
+
+    Declared pure, as all of these, because torch.compile takes every argument of a kernel with other inline
+    assembly for written. So only what depends on the result is sure to come afterwards.
+    """
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return number
+
+
+@triton.jit
+def let_next_start(values, EARLY: tl.constexpr):
+    """`values`, float32; once all programs have them, or have ended, the next kernel may start.
+
+    A kernel that never says so lets the next one start when its programs have ended.
+    """
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            "=f,f",
+            [values],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return values
+
+
+@triton.jit
+def between_kernels(number, EARLY: tl.constexpr):
+    """`after_predecessor`, and the next kernel may start right then: for kernels of few small programs."""
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return number
