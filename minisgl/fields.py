@@ -131,7 +131,7 @@ def _words(kind: inspect.Type) -> str:
         case inspect.IntType() | inspect.FloatType():
             name = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
             if kind.gt is not None:
-                return f"{name} above {kind.gt:g} and at most {kind.le:g}"
+                return f"{name} above {kind.gt:g}" + ("" if kind.le is None else f" and at most {kind.le:g}")
             return f"{name}{_span(kind.ge, kind.le)}"
         case inspect.StrType():
             return f"a string{_span(kind.min_length, kind.max_length, ' of', ' characters')}"

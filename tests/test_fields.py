@@ -17,6 +17,7 @@ Small = Annotated[int, Meta(ge=0, le=9)]
         (Small, "a whole number from 0 to 9"),
         (Annotated[int, Meta(ge=1)], "a whole number of at least 1"),
         (Annotated[float, Meta(gt=0, le=1)], "a number above 0 and at most 1"),
+        (Annotated[float, Meta(gt=0)], "a number above 0"),
         (bool | None, "true or false"),
         (Annotated[str, Meta(min_length=1, max_length=5)], "a string of 1 to 5 characters"),
         (str | list[str], "a string or a list of items, each a string"),
