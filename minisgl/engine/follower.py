@@ -81,9 +81,9 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
         on_stage=stages.__setitem__,
     )
     logger.debug("start, in ms: %s", {name: round(duration_ms) for name, duration_ms in stages.items()})
-    if config.engine.dummy_weights:
-        engine.fill_pool()
     started = Started(config.rank, engine.weights_bytes, load_ms(stages), peak_host_bytes())
+    if config.engine.dummy_weights:
+        engine.fill_pool()  # as rank 0's is where steps are measured
     socket.send(msgspec.msgpack.encode(started))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     checksum = TokenChecksum()
