@@ -8,8 +8,8 @@ N ranks, each with a GPU of its own; T rows, M width. Sums are float32 in the or
 them get the same bits. T may be 0; then, as everywhere, all ranks must call with the same T.
 
 The ranks' GPUs reach each other's memory: `addresses` names a region of each, `region_bytes(capacity)` long,
-zeroed before the first call (`minisgl/parallel/regions.py` has them made). In a region lie a count of the calls
-so far, flags, and three buffers of `capacity` bytes. Two ways, which a configuration chooses:
+zeroed before the first call (`minisgl/parallel/regions.py` has them made). In a region lie a count of the
+calls so far, flags, and three buffers of `capacity` bytes. Two ways, which a configuration chooses:
 
     one shot   each rank writes its x to its own region, says so to all, waits for all, and reads all regions
     two shots  ... and reads 1/N of the columns of all regions, writes their sums to all, says so, waits, and
