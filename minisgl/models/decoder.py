@@ -1,5 +1,5 @@
-"""The one decoder of the Llama family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv bias),
-Qwen3 (q/k norm) and Qwen3-MoE (both).
+"""The one decoder of the Llama family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv
+bias), Qwen3 (q/k norm) and Qwen3-MoE (both).
 
 Promise: the forward pass is one straight line of tensor operations: no branch looks at a tensor's value,
 so it traces as a single graph; the only state is the KV pool in the attention layers' buffers.
