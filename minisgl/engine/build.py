@@ -21,7 +21,7 @@ from minisgl.config import (
 )
 from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
-from minisgl.engine.rank import Meeting, build_rank
+from minisgl.engine.rank import Rendezvous, build_rank
 from minisgl.engine.stages import OnStage, Stages
 from minisgl.errors import ConfigError
 from minisgl.model_config import read_model_config
@@ -69,16 +69,16 @@ def build_engine(
     from minisgl.engine.follower_link import FollowerLink
 
     followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank)
-    meeting = Meeting(0, followers.store, followers.wait_for_all)
+    rendezvous = Rendezvous(0, followers.store, followers.wait_for_all)
     try:
-        return build_rank(resolved, folder, model_config, stages, meeting, followers)
+        return build_rank(resolved, folder, model_config, stages, rendezvous, followers)
     except BaseException as error:
         cause = followers.explain(error) if isinstance(error, Exception) else error
         followers.close()
         raise cause from (error if cause is not error else None)
 
 
-def build_follower(config: ResolvedConfig, folder: Path, meeting: Meeting, on_stage: OnStage) -> Engine:
+def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous, on_stage: OnStage) -> Engine:
     """A further rank's engine, whose `follow` executes rank 0's plans: its own scheduler is never asked.
 
     Args:
@@ -87,7 +87,7 @@ def build_follower(config: ResolvedConfig, folder: Path, meeting: Meeting, on_st
     Raises:
         MinisglError: as `build_engine`.
     """
-    return build_rank(config, folder, read_model_config(folder), Stages(on_stage), meeting, None)
+    return build_rank(config, folder, read_model_config(folder), Stages(on_stage), rendezvous, None)
 
 
 def _warn_of_slower_attention(

@@ -66,14 +66,14 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     # Lazy: torch takes seconds, and whatever it says should be reported.
     from minisgl.engine.build import build_follower
     from minisgl.engine.device import peak_host_bytes
-    from minisgl.engine.rank import Meeting
+    from minisgl.engine.rank import Rendezvous
     from minisgl.engine.stages import load_ms
 
     stages: dict[str, float] = {}
     engine = build_follower(
         config.engine,
         Path(config.model_folder),
-        Meeting(
+        Rendezvous(
             config.rank,
             config.store,
             lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from minisgl.config import ResolvedConfig, split_rdzv
-from minisgl.engine.node_link import NodeDoor, NodeRank, RankEnded, Welcome
+from minisgl.engine.node_link import NodeListener, NodeRank, RankEnded, Welcome
 from minisgl.engine.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.scheduler.plan import StepPlan
@@ -144,7 +144,7 @@ class FollowerLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromFollower)
         self._processes = RankProcesses(self._ended)
-        self._nodes: NodeDoor | None = None
+        self._nodes: NodeListener | None = None
         host = split_rdzv(config.rdzv)[0] if config.rdzv is not None else None
         try:
             self._socket = LeaderSocket(self._ipc_dir, config.tp, config.ranks_per_node, host)
@@ -158,7 +158,7 @@ class FollowerLink:
                 from minisgl.parallel.mesh import serve_store
 
                 self._served_store, self._store = serve_store(host)  # it lives as long as it is held
-                self._nodes = NodeDoor(config, model_folder, self._welcome, self._node_ended)
+                self._nodes = NodeListener(config, model_folder, self._welcome, self._node_ended)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
             for rank in range(1, config.ranks_per_node):
                 line = FollowerConfig(

@@ -17,7 +17,7 @@ import msgspec
 from minisgl import __version__
 from minisgl.config import EngineConfig
 from minisgl.engine.follower_link import START_TIMEOUT_S, FollowerConfig
-from minisgl.engine.node_link import Connection, Hello, RankEnded, Welcome, knock, model_digest
+from minisgl.engine.node_link import Connection, Hello, RankEnded, Welcome, connect, model_digest
 from minisgl.engine.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError
 from minisgl.model_config import read_model_config
@@ -44,7 +44,7 @@ def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> 
     read_model_config(folder)
     hello = Hello(__version__, config.nnodes, config.tp, model_digest(folder), config.node_rank)
     say(f"node {config.node_rank}: waiting for node 0 at {config.rdzv}")
-    connection, welcome = knock(config.rdzv, hello, START_TIMEOUT_S)
+    connection, welcome = connect(config.rdzv, hello, START_TIMEOUT_S)
     events: Events = queue.SimpleQueue()
     processes = RankProcesses(lambda rank, code, how: events.put((rank, code, how)))
 

@@ -86,7 +86,7 @@ class Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; nothing happens if the other end is gone."""
+        """Send a message; nothing happens if the other end is gone."""
         with contextlib.suppress(OSError):
             self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
@@ -109,7 +109,7 @@ class Connection:
         self._socket.close()
 
 
-class NodeDoor:
+class NodeListener:
     """Node 0's end: lets in the other nodes and watches them.
 
     Args:
@@ -204,7 +204,7 @@ class NodeDoor:
         return ""
 
 
-def knock(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welcome]:
+def connect(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welcome]:
     """A node's end: connect to node 0, which may come later, and be let in.
 
     Raises:
@@ -230,7 +230,7 @@ def knock(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welcom
         connection.close()
         if welcome is None:
             raise EngineDeadError(f"node 0 at --rdzv {rdzv} ended, or is no minisgl")
-        raise ConfigError(f"node 0 at --rdzv {rdzv} lets this node not in: {welcome.refusal}")
+        raise ConfigError(f"node 0 at --rdzv {rdzv} does not let this node in: {welcome.refusal}")
     return connection, welcome
 
 

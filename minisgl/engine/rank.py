@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Meeting(NamedTuple):
-    """Where and how a rank meets the others."""
+class Rendezvous(NamedTuple):
+    """Where a rank meets the others."""
 
     rank: int
     store: str
@@ -83,14 +83,23 @@ def build_rank(
     folder: Path,
     model_config: ModelConfig,
     stages: Stages,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
     followers: "FollowerLink | None",
 ) -> Engine:
-    """One rank's engine, or the only one's."""
+    """One rank's engine, or the only one's.
+
+    Args:
+        rendezvous: None = there are no other ranks.
+        followers: the other ranks' processes, at rank 0.
+
+    Raises:
+        ConfigError: a setting is impossible, or memory does not suffice.
+        ModelError: the folder's model can't be loaded.
+    """
     # RoPE's table is as long as the longest context served, and LongRoPE chooses its factors by that.
     model_config = replace(model_config, max_position=config.max_context_tokens)
-    hardware = _take_hardware(config, meeting)
-    cache = open_compiled_code(config, hardware.device, 0 if meeting is None else meeting.rank)
+    hardware = _take_hardware(config, rendezvous)
+    cache = open_compiled_code(config, hardware.device, 0 if rendezvous is None else rendezvous.rank)
     ranks = None
     stages.done("settings and device")
 
@@ -104,8 +113,8 @@ def build_rank(
         model = _allocate_model(config, model_config, attention.attend, hardware)
         stages.done("allocate the model")
         loadable = model
-        if meeting is not None:
-            ranks, hardware = _join(meeting, config.tp, config.nnodes == 1, hardware)
+        if rendezvous is not None:
+            ranks, hardware = _join(rendezvous, config.tp, config.nnodes == 1, hardware)
             if followers is not None:
                 followers.joined(ranks)
             loadable = _share_out(model, model_config, ranks)
@@ -115,15 +124,16 @@ def build_rank(
             stages.done("dummy weights")
         else:
             # The other ranks are as far at any time: one of them shows it.
-            shown = shown_progress(logger) if meeting is None or meeting.rank == 0 else no_progress
+            shown = shown_progress(logger) if rendezvous is None or rendezvous.rank == 0 else no_progress
             _load_weights(loadable, folder, model_config, hardware, shown)
             stages.done("load weights")
         if importing.ident is not None:
             importing.join()
             stages.done("import the compiler")
         with torch.inference_mode():
-            parts = (model, attention, stager)
-            engine = _assemble(config, rank_config, *parts, hardware, stages, cache, ranks, followers)
+            engine = _assemble(
+                config, rank_config, model, attention, stager, hardware, stages, cache, ranks, followers
+            )
         if cache is not None:
             seal(cache)
             stages.done("compile cache")
@@ -179,11 +189,11 @@ def _assemble(
     return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers)
 
 
-def _take_hardware(config: ResolvedConfig, meeting: Meeting | None) -> _Hardware:
+def _take_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Hardware:
     if config.cpu_threads is not None or config.tp > 1:
         torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.ranks_per_node))
     if config.device == "cuda":
-        index = torch.cuda.current_device() if meeting is None else meeting.rank % config.ranks_per_node
+        index = torch.cuda.current_device() if rendezvous is None else rendezvous.rank % config.ranks_per_node
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.cuda.init()
@@ -236,15 +246,17 @@ def _allocate_model(
     return model
 
 
-def _join(meeting: Meeting, size: int, one_host: bool, hardware: _Hardware) -> "tuple[Ranks, _Hardware]":
+def _join(
+    rendezvous: Rendezvous, size: int, one_host: bool, hardware: _Hardware
+) -> "tuple[Ranks, _Hardware]":
     """Meet the other ranks; what is left of the hardware then."""
     from minisgl.parallel.mesh import join, open_store  # lazy: one rank needs no torch.distributed
 
     device = hardware.device
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    meeting.on_arrival()
-    store = open_store(meeting.store, size)
-    ranks = join(meeting.rank, size, store, device, one_host=one_host)
+    rendezvous.on_arrival()
+    store = open_store(rendezvous.store, size)
+    ranks = join(rendezvous.rank, size, store, device, one_host=one_host)
     ranks.minimum(0)  # the first collective takes what memory they need
     if device.type == "cuda":
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]

@@ -24,7 +24,7 @@ from minisgl.config import EngineConfig, ModelConfig, ResolvedConfig, resolve_en
 from minisgl.engine import node_link
 from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
-from minisgl.engine.node_link import Hello, NodeDoor, RankEnded, Welcome, knock
+from minisgl.engine.node_link import Hello, NodeListener, RankEnded, Welcome, connect
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.model_config import read_model_config
 
@@ -149,14 +149,16 @@ def test_when_node_0_is_killed_the_other_node_says_so_and_ends(folder: Path) -> 
         assert _gone(pids, LIMIT_S)
 
 
-class Door:
+class Node0:
     """A node 0 without ranks."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.ended: list[tuple[int, RankEnded | None]] = []
         self.told = threading.Event()
         self.config = resolved(folder, rdzv=f"127.0.0.1:{free_port()}", **settings)
-        self.door = NodeDoor(self.config, folder, lambda node: Welcome(store=f"for {node}"), self.on_end)
+        self.listener = NodeListener(
+            self.config, folder, lambda node: Welcome(store=f"for {node}"), self.on_end
+        )
 
     def on_end(self, node: int, ended: RankEnded | None) -> None:
         self.ended.append((node, ended))
@@ -174,30 +176,30 @@ def resolved(folder: Path, **settings: Any) -> ResolvedConfig:
 
 
 @pytest.fixture
-def door(folder: Path) -> Iterator[Door]:
-    door = Door(folder)
-    yield door
-    door.door.close(0)
+def node_0(folder: Path) -> Iterator[Node0]:
+    node_0 = Node0(folder)
+    yield node_0
+    node_0.listener.close(0)
 
 
-def test_a_node_is_told_what_to_start_and_its_end_is_noticed(door: Door, folder: Path) -> None:
-    assert door.config.rdzv is not None
-    assert door.door.missing() == [1]
-    connection, welcome = knock(door.config.rdzv, door.hello(folder), 1)
+def test_a_node_is_told_what_to_start_and_its_end_is_noticed(node_0: Node0, folder: Path) -> None:
+    assert node_0.config.rdzv is not None
+    assert node_0.listener.missing() == [1]
+    connection, welcome = connect(node_0.config.rdzv, node_0.hello(folder), 1)
     assert welcome.store == "for 1"
-    assert door.door.missing() == []
+    assert node_0.listener.missing() == []
     connection.send(RankEnded(3, "exit code 3"))
-    assert door.told.wait(LIMIT_S)
-    assert door.ended == [(1, RankEnded(3, "exit code 3"))]
+    assert node_0.told.wait(LIMIT_S)
+    assert node_0.ended == [(1, RankEnded(3, "exit code 3"))]
     assert connection.receive(Welcome) is None, "the end of one is the end of all"
 
 
-def test_a_node_that_vanishes_is_noticed(door: Door, folder: Path) -> None:
-    assert door.config.rdzv is not None
-    connection, _ = knock(door.config.rdzv, door.hello(folder), 1)
+def test_a_node_that_vanishes_is_noticed(node_0: Node0, folder: Path) -> None:
+    assert node_0.config.rdzv is not None
+    connection, _ = connect(node_0.config.rdzv, node_0.hello(folder), 1)
     connection.close()
-    assert door.told.wait(LIMIT_S)
-    assert door.ended == [(1, None)]
+    assert node_0.told.wait(LIMIT_S)
+    assert node_0.ended == [(1, None)]
 
 
 @pytest.mark.parametrize(
@@ -211,29 +213,29 @@ def test_a_node_that_vanishes_is_noticed(door: Door, folder: Path) -> None:
     ],
 )
 def test_a_node_with_other_settings_is_refused_by_name(
-    other: dict[str, Any], why: str, door: Door, folder: Path
+    other: dict[str, Any], why: str, node_0: Node0, folder: Path
 ) -> None:
-    assert door.config.rdzv is not None
+    assert node_0.config.rdzv is not None
     with pytest.raises(ConfigError, match=re.escape(why)):
-        knock(door.config.rdzv, door.hello(folder, **other), 1)
-    assert door.door.missing() == [1]
-    assert door.ended == []
+        connect(node_0.config.rdzv, node_0.hello(folder, **other), 1)
+    assert node_0.listener.missing() == [1]
+    assert node_0.ended == []
 
 
-def test_the_same_node_can_not_join_twice(door: Door, folder: Path) -> None:
-    assert door.config.rdzv is not None
-    connection, _ = knock(door.config.rdzv, door.hello(folder), 1)
+def test_the_same_node_can_not_join_twice(node_0: Node0, folder: Path) -> None:
+    assert node_0.config.rdzv is not None
+    connection, _ = connect(node_0.config.rdzv, node_0.hello(folder), 1)
     with pytest.raises(ConfigError, match="--node-rank 1 has joined already"):
-        knock(door.config.rdzv, door.hello(folder), 1)
-    assert door.ended == []
+        connect(node_0.config.rdzv, node_0.hello(folder), 1)
+    assert node_0.ended == []
     connection.close()
 
 
-def test_strangers_are_sent_away(door: Door) -> None:
-    with socket.create_connection(node_link.split_rdzv(door.config.rdzv or "")) as stranger:
+def test_strangers_are_sent_away(node_0: Node0) -> None:
+    with socket.create_connection(node_link.split_rdzv(node_0.config.rdzv or "")) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\n")
         assert stranger.recv(100) == b""
-    assert door.ended == []
+    assert node_0.ended == []
 
 
 def test_what_does_not_answer_is_no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,14 +243,14 @@ def test_what_does_not_answer_is_no_node_0(monkeypatch: pytest.MonkeyPatch) -> N
     with socket.create_server(("127.0.0.1", 0)) as silent:
         rdzv = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(EngineDeadError, match="ended, or is no minisgl"):
-            knock(rdzv, Hello("", 2, 2, "", 1), 1)
+            connect(rdzv, Hello("", 2, 2, "", 1), 1)
 
 
 def test_without_a_node_0_a_node_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_link, "RETRY_S", 0.01)
     rdzv = f"127.0.0.1:{free_port()}"
     with pytest.raises(EngineDeadError, match=f"node 0 did not answer at --rdzv {rdzv}"):
-        knock(rdzv, Hello("", 2, 2, "", 1), 0.05)
+        connect(rdzv, Hello("", 2, 2, "", 1), 0.05)
 
 
 @pytest.mark.parametrize(
