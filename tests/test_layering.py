@@ -33,13 +33,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": {"messages", "errors", "log"},
     # what decides: no torch
     "kvcache": {"errors", "log"},
-    "scheduler": {"errors", "log", "request", "config", "kvcache"},
+    "scheduler": {"errors", "log", "request", "kvcache"},
     # what computes
     "triton_kernels": set(),
     "compile_cache": set(),
     "parallel": {"errors", "log", "config", "model_config", "triton_kernels"},
-    "attention": {"errors", "log", "attention_choice", "parallel", "triton_kernels"},
-    "layers": {"errors", "log", "config", "parallel", "triton_kernels", "attention"},
+    "attention": {"errors", "log", "attention_choice", "triton_kernels"},
+    "layers": {"errors", "log", "config", "triton_kernels", "attention"},
     "models": {"errors", "log", "config", "parallel", "layers", "attention", "triton_kernels"},
     "weights": {"errors", "log", "config", "parallel"},
     "engine": SEAMS | ENGINE_SIDE | {"attention_choice", "triton_kernels", "compile_cache", "__init__"},
@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"errors", "log", "fields"},
     "server": SEAMS | {"fields", "text", "__init__"},
     "offline": {"errors", "request", "messages", "text"},
-    "llm": {"errors", "log", "config", "request", "messages", "text", "offline", "engine", "weights"},
+    "llm": {"errors", "log", "config", "request", "text", "offline", "engine", "weights"},
     # the user's door
     "flags": {"errors"},
     "shell": {"errors", "request", "offline", "llm"},
@@ -65,8 +65,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "capacity": {"errors", "config", "model_config", "models", "parallel", "engine"},
     "benchmark": SEAMS
     | {
-        "offline",
-        "llm",
         "text",
         "triton_kernels",
         "compile_cache",
@@ -107,11 +105,11 @@ HEAVY = {"torch", "transformers", "triton"}
 
 ONLY_IN: dict[str, set[str]] = {
     "zmq": {"minisgl/transport.py"},
-    "torch._dynamo": {"minisgl/engine/compiled.py", "compile_cache/"},
+    "torch._dynamo": {"minisgl/engine/compiled.py"},
     "torch._inductor": {"minisgl/engine/compiled.py", "compile_cache/"},
     "os.environ": {"minisgl/cli.py", "minisgl/parallel/regions.py", "compile_cache/"},
-    "os.getenv": {"minisgl/cli.py", "compile_cache/"},
-    "os.putenv": {"compile_cache/"},
+    "os.getenv": set(),
+    "os.putenv": set(),
 }
 
 
