@@ -16,8 +16,6 @@ from compile_cache.store import make_own_folder
 
 BYTECODE = "bytecode"
 VARIABLE = "PYTHONPYCACHEPREFIX"
-
-
 TORCH_SOURCES = ("__init__.py", "_dynamo/symbolic_convert.py", "_inductor/compile_fx.py")
 """Some of what a start imports of torch: if these have bytecode, so will the others."""
 

@@ -123,11 +123,6 @@ class AnswerStream:
         self.text = ""
         """All of the answer's, with `keep_text`; set by `finish`."""
 
-    @property
-    def has_begun(self) -> bool:
-        """A token has come."""
-        return self._has_begun
-
     def feed(self, data: bytes, at: float) -> None:
         """Take what one read brought at the time `at`.
 

@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs: one for each batch bucket, recorded at start, replayed afterwards.
+"""The decode step as CUDA graphs: one for each batch bucket, recorded once, replayed afterwards.
 
 Three ways to get there, behind one contract (`--compile-mode`):
 

@@ -1,8 +1,8 @@
 """What of an engine's steps is compiled and recorded as CUDA graphs, when it starts and later.
 
 A start records the sizes that can stand in for all others, and leaves the rest to `LateRecording`. It records
-all of them where something had to be compiled, as the rest may have to be, too, which takes seconds; and with
-several ranks, which would have to agree on when.
+all of them where something had to be compiled, as the rest may have to be, too, which takes seconds; with
+several ranks, which would have to agree on when; and in mode "full".
 
 Promise: everything is compiled at the start. What can't be compiled or recorded runs as it is, with a warning
 that says so, unless the user asked for it; too little memory for the start is always an error.
@@ -176,7 +176,7 @@ def _record_graphs(
     buckets: tuple[int, ...],
     device: torch.device,
 ) -> CompiledDecode:
-    """The decode step, compiled as `mode` says, with a graph for every bucket."""
+    """The decode step, compiled as `mode` says, with graphs of the `first_sizes` of the buckets."""
     keep = not config.kernel
     if mode == "full":
         graphs = WholeStep(step, device, max_batch=buckets[-1], keep=keep)

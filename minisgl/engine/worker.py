@@ -1,8 +1,7 @@
 """The engine process: `python -m minisgl.engine.worker`, started by the server.
 
-Reads one JSON line from stdin: {"engine": EngineConfig fields, "model_folder", "ipc_dir", "log_level",
-"num_servers"}.
-The pipe stays open as a sign of life: at its end the parent is gone, and so is this process.
+Reads one JSON line from stdin, a `WorkerConfig`. The pipe stays open as a sign of life: at its end the parent
+is gone, and so is this process.
 
 Promise: it never outlives its parent, answers every message, and says why when it has to end.
 """
