@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.buckets import decode_buckets, prefill_buckets
+from minisgl.engine.buckets import buckets_of
 from minisgl.engine.memory import (
     MemoryBudget,
     bytes_of,
@@ -106,8 +106,6 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     resolved = resolve_engine_config(config, model, facts)
     if resolved.device != "cuda":
         raise ConfigError("minisgl plan plans for GPUs; leave --device away")
-    num_graphs = len(decode_buckets(resolved.max_graph_batch))
-    num_graphs += len(prefill_buckets(resolved.max_graph_tokens, resolved.max_running_requests))
     available_bytes = int((gpu_gib(gpu) - CONTEXT_GIB) * GIB * resolved.memory_fraction)
     meta = torch.device("meta")
     decoder = build_model(
@@ -128,7 +126,8 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         weights_bytes=weights_bytes,
         activation_bytes=estimate_activation_bytes(model, resolved),
         tables_bytes=bytes_of(Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)),
-        reserve_bytes=graph_reserve_bytes(num_graphs) + special_steps_bytes(model, resolved),
+        reserve_bytes=graph_reserve_bytes(buckets_of(resolved).num_graphs)
+        + special_steps_bytes(model, resolved),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]
     usable = budget.num_pages - 1  # one is the scratch page

@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from minisgl.config import ResolvedConfig
+
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:
     """Ascending sizes up to `max_batch`: 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 32 beyond.
@@ -64,3 +66,22 @@ def prefill_bucket_for(
         if bucket.tokens >= num_tokens and bucket.rows >= num_rows:
             return bucket
     return None
+
+
+class Buckets(NamedTuple):
+    """The sizes of steps that get a graph, ascending."""
+
+    decode: tuple[int, ...]
+    prefill: tuple[PrefillBucket, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.decode) + len(self.prefill)
+
+
+def buckets_of(config: ResolvedConfig) -> Buckets:
+    """The buckets that the settings ask for."""
+    return Buckets(
+        decode_buckets(config.max_graph_batch),
+        prefill_buckets(config.max_graph_tokens, config.max_running_requests),
+    )

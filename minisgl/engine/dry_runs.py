@@ -11,7 +11,7 @@ import torch
 
 from minisgl.config import ModelConfig, ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import prefill_buckets
+from minisgl.engine.buckets import buckets_of
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.memory import estimate_activation_bytes
 from minisgl.engine.rows import Rows
@@ -48,7 +48,7 @@ def measure_peaks(
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
     decode = DecodeStep(model, rows)
     recorded_bytes = 0
-    for bucket in prefill_buckets(config.max_graph_tokens, num_rows)[-1:]:
+    for bucket in buckets_of(config).prefill[-1:]:
         row_tokens = -(-bucket.tokens // bucket.rows)
         recorded = padding_batch(bucket.rows, row_tokens, rows, device)
         recorded_bytes = peak_bytes(lambda recorded=recorded: prefill_step(model, rows, recorded), device)

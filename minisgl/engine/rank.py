@@ -22,6 +22,7 @@ from minisgl.attention.interface import Attend, Backend
 from minisgl.attention_choice import parse
 from minisgl.config import ModelConfig, ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
+from minisgl.engine.buckets import buckets_of
 from minisgl.engine.compiled import KernelCompilations, import_compiler
 from minisgl.engine.compiled_code import open_compiled_code, seal
 from minisgl.engine.device import free_host_bytes, peak_host_bytes
@@ -37,7 +38,7 @@ from minisgl.engine.memory import (
     special_steps_bytes,
 )
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.recording import buckets_of, record_steps
+from minisgl.engine.recording import record_steps
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
 from minisgl.engine.stages import Stages

@@ -16,7 +16,7 @@ import torch
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import PrefillBucket, decode_buckets, first_sizes, prefill_buckets
+from minisgl.engine.buckets import PrefillBucket, buckets_of, first_sizes
 from minisgl.engine.compiled import (
     CapturedSteps,
     CompiledDecode,
@@ -41,17 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Buckets(NamedTuple):
-    """The sizes of steps that get a graph."""
-
-    decode: tuple[int, ...]
-    prefill: tuple[PrefillBucket, ...]
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self.decode) + len(self.prefill)
-
-
 class RecordedSteps(NamedTuple):
     """What the model runner launches; None = such steps run as they are."""
 
@@ -69,14 +58,6 @@ class RecordedSteps(NamedTuple):
             self.decode.release()
         if self.recorder is not None:
             self.recorder.release()
-
-
-def buckets_of(config: ResolvedConfig) -> Buckets:
-    """The buckets that the settings ask for."""
-    return Buckets(
-        decode_buckets(config.max_graph_batch),
-        prefill_buckets(config.max_graph_tokens, config.max_running_requests),
-    )
 
 
 def record_steps(
