@@ -24,6 +24,7 @@ from minisgl.server.schemas import ABORT, AbortBody
 from minisgl.server.served_model import ServedModel
 from minisgl.server.siblings import Siblings
 from minisgl.server.stats import total
+from minisgl.server.uploads import Uploads
 
 ASK_ENGINE_S = 2.0
 """How long the engine may take to give its figures: it answers between two steps."""
@@ -34,6 +35,7 @@ class Admin:
     """The handlers.
 
     Args:
+        uploads: reads the bodies.
         settings: of the server and of the engine, as given at the start.
         engine_pid: the engine's process.
     """
@@ -44,6 +46,7 @@ class Admin:
         frontend: Frontend,
         link: EngineLink,
         siblings: Siblings,
+        uploads: Uploads,
         settings: tuple[ServerConfig, EngineConfig],
         engine_pid: int,
     ) -> None:
@@ -51,6 +54,7 @@ class Admin:
         self._frontend = frontend
         self._link = link
         self._siblings = siblings
+        self._uploads = uploads
         self._server, self._engine = settings
         self._engine_pid = engine_pid
         self._openapi = msgspec.json.encode(openapi_document(model.name, model.tokenizer.vocab_size))
@@ -135,7 +139,8 @@ class Admin:
 
     async def abort(self, request: web.Request) -> web.Response:
         """POST /abort: end open calls; their clients get an error."""
-        body: AbortBody = ABORT.read(await request.read())[0]
+        with self._uploads.room(request):
+            body: AbortBody = ABORT.read(await self._uploads.read(request))[0]
         name = body.request_id if body.request_id is not None else body.rid
         if name is not None:
             name = name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)

@@ -105,7 +105,7 @@ async def open_front(settings: FrontSettings, link: EngineLink, listener: socket
     app = make_app(
         Api(model, frontend, threads, uploads, server.request_timeout_s),
         TokenApi(model, frontend, uploads, threads),
-        Admin(model, frontend, link, siblings, (server, settings.engine), settings.engine_pid),
+        Admin(model, frontend, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
         Gate(server.api_key, server.cors_origin, server.access_log, frontend.stats.responses),
         server.max_body_bytes,
     )

@@ -75,7 +75,7 @@ def test_every_route_is_in_the_document_of_the_api() -> None:
     app = make_app(
         Api(model, NOTHING, NOTHING, NOTHING, 1.0),
         TokenApi(model, NOTHING, NOTHING, NOTHING),
-        Admin(model, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
+        Admin(model, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
         Gate(),
         1,
     )

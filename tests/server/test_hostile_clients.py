@@ -29,9 +29,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 class Raw:
     """One connection, byte by byte."""
 
-    def __init__(self, server: RunningServer, *headers: str, body: bytes = b"") -> None:
+    def __init__(
+        self, server: RunningServer, *headers: str, body: bytes = b"", path: str = "/v1/completions"
+    ) -> None:
         self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S)
-        head = ["POST /v1/completions HTTP/1.1", "Host: x", *headers, "", ""]
+        head = [f"POST {path} HTTP/1.1", "Host: x", *headers, "", ""]
         self._socket.sendall("\r\n".join(head).encode() + body)
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
@@ -63,9 +65,10 @@ def still_serves(server: RunningServer) -> None:
     assert (status, answer["choices"][0]["text"]) == (200, "fine")
 
 
-def test_an_upload_that_never_ends_gets_a_408(server: RunningServer) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/abort"])
+def test_an_upload_that_never_ends_gets_a_408(server: RunningServer, path: str) -> None:
     began = time.monotonic()
-    with closing(Raw(server, "Content-Length: 1000", body=b'{"prompt": ')) as raw:
+    with closing(Raw(server, "Content-Length: 1000", body=b'{"prompt": ', path=path)) as raw:
         assert raw.error() == (408, "upload_timeout")
     assert UPLOAD_LIMIT_S <= time.monotonic() - began < LIMIT_S
     still_serves(server)
@@ -89,8 +92,9 @@ def test_a_client_that_leaves_its_upload_gives_the_room_back(server: RunningServ
     eventually(lambda: server.complete("@say fine")[0] == 200, "there is room", UPLOAD_LIMIT_S / 2)
 
 
-def test_a_body_that_says_it_is_too_large_is_not_read(server: RunningServer) -> None:
-    with closing(Raw(server, f"Content-Length: {BODY_BYTES + 1}")) as raw:
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/abort"])
+def test_a_body_that_says_it_is_too_large_is_not_read(server: RunningServer, path: str) -> None:
+    with closing(Raw(server, f"Content-Length: {BODY_BYTES + 1}", path=path)) as raw:
         assert raw.error() == (413, "body_too_large")
 
 
