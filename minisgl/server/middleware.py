@@ -95,14 +95,26 @@ class Gate:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A browser's question, then the key."""
+        """A browser's question, then the page that it shows, then the key."""
         if self._origins and request.method == "OPTIONS" and "Origin" in request.headers:
             return web.Response(status=204)
+        if request.method == "POST" and self._is_foreign_page(request):
+            raise RequestError(
+                403, "origin_not_allowed", "web pages from other origins may not call; see --cors-origin"
+            )
         if self._digests and request.path not in OPEN_TO_ALL and not self._has_key(request):
             raise RequestError(
                 401, "invalid_api_key", "send one of the server's API keys as 'Authorization: Bearer KEY'"
             )
         return await handler(request)
+
+    def _is_foreign_page(self, request: web.Request) -> bool:
+        """A browser sends what looks like a form without asking, and hides only the answer from the page."""
+        is_foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        return is_foreign and not self._allows(request.headers.get("Origin"))
+
+    def _allows(self, origin: str | None) -> bool:
+        return origin is not None and ("*" in self._origins or origin in self._origins)
 
     def _has_key(self, request: web.Request) -> bool:
         """Compares with every key, in the same time wherever they differ."""
@@ -120,7 +132,7 @@ class Gate:
         if not self._origins:
             return
         response.headers["Vary"] = "Origin"
-        if origin is None or not ("*" in self._origins or origin in self._origins):
+        if origin is None or not self._allows(origin):
             return
         response.headers["Access-Control-Allow-Origin"] = "*" if "*" in self._origins else origin
         response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
@@ -192,6 +204,8 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def _headers_of(error: Exception, status: int) -> dict[str, str]:
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
+    if status == 409:  # OpenAI's clients would send a call that was aborted again
+        return {"X-Should-Retry": "false"}
     if status not in RETRYABLE:
         return {}
     known = error.retry_after_s if isinstance(error, RequestError) else None

@@ -108,6 +108,28 @@ def test_a_page_from_the_named_origin_may_call_and_others_may_not(guarded: Runni
 
 
 @pytest.mark.parametrize(
+    ("origin", "site", "status"),
+    [
+        ("https://evil", "cross-site", 403),
+        ("https://evil", "same-site", 403),
+        (None, "cross-site", 403),
+        (ORIGIN, "cross-site", 200),
+        ("http://127.0.0.1", "same-origin", 200),
+        (None, None, 200),
+    ],
+)
+def test_a_form_of_a_foreign_page_does_nothing(
+    guarded: RunningServer, origin: str | None, site: str | None, status: int
+) -> None:
+    sent = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "text/plain"}
+    sent |= {"Origin": origin} if origin else {}
+    sent |= {"Sec-Fetch-Site": site} if site else {}
+    came, _, body = ask(guarded, "/abort", "POST", {"abort_all": True}, **sent)
+    assert came == status
+    assert (b"origin_not_allowed" in body) == (status == 403)
+
+
+@pytest.mark.parametrize(
     ("sent", "kept"),
     [
         ("trace-1:a/b", True),
