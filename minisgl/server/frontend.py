@@ -237,7 +237,10 @@ class Frontend:
             raise self._refusal
         if num_choices > self._max_open:
             raise RequestError(
-                400, "invalid_value", f"{num_choices} choices in one call; this server takes {self._max_open}"
+                400,
+                "invalid_value",
+                f"{num_choices} choices in one call; this server takes {self._max_open}",
+                "n",
             )
         if self._num_open + num_choices > self._max_open:
             excess = self._num_open + num_choices - self._max_open

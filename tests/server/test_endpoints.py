@@ -5,9 +5,11 @@ import re
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import LIMIT_S, RunningServer, eventually
@@ -219,6 +221,16 @@ def test_abort_ends_the_named_call_or_all(server: RunningServer) -> None:
     eventually(lambda: server.call("/server_info")[1]["engine"]["num_held_rows"] == 0, "the engine is empty")
 
 
+def test_openais_client_does_not_send_an_aborted_call_again(server: RunningServer) -> None:
+    client = server.client().with_options(max_retries=2)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(client.completions.create, model="tiny", prompt="@wait")
+        eventually(lambda: server.health()[1]["running_requests"] == 1, "it runs")
+        assert server.call("/abort", {"abort_all": True})[1] == {"aborted": 1}
+        with pytest.raises(openai.ConflictError):
+            call.result(LIMIT_S)
+
+
 def test_flush_cache_reaches_the_engine(server: RunningServer) -> None:
     assert server.call("/flush_cache", method="POST")[:2] == (200, {"freed_pages": 5})
 
@@ -267,3 +279,8 @@ def test_the_document_of_the_api_names_every_route_and_field(server: RunningServ
     assert {"temperature", "stop", "priority", "seed"} <= fields.keys()
     refs = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert refs <= document["components"]["schemas"].keys()
+
+
+def test_more_choices_than_the_server_ever_takes_are_a_400(server: RunningServer) -> None:
+    status, answer = server.complete(["a", "b", "c"], n=3)
+    assert (status, answer["error"]["param"]) == (400, "n")
