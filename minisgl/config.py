@@ -188,7 +188,7 @@ class EngineConfig:
     auto goes on without it and says so."""
     max_graph_batch: int | None = None
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
-    max_running_requests with Triton attention on cuda, else 0."""
+    max_running_requests on cuda, unless torch is decode's attention backend, else 0."""
     max_graph_tokens: int | None = None
     """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured, and so do those that the
     GPU needs longer for than the host for their launch. 0 = no such graphs. Auto: 2048 (at most
@@ -196,7 +196,8 @@ class EngineConfig:
     attention_backend: str | None = None
     """One of "triton", "flashinfer" (fa3 for prompts on Hopper GPUs, else fa2), "flashinfer-fa2",
     "flashinfer-fa3", "trtllm" (Blackwell GPUs) and "torch" (the plain reference, and what a CPU runs), or two
-    as prefill,decode: "triton,flashinfer". Auto: triton on cuda, torch on cpu."""
+    as prefill,decode: "triton,flashinfer". Auto: triton on cuda, or the next of these where it can't run;
+    torch on cpu."""
     seed: int = 0
     """Seeds the requests that bring none of their own, and the dummy weights."""
     strict_compile: bool = False
