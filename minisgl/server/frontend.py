@@ -20,7 +20,7 @@ import numpy as np
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.messages import IDS_PER_SERVER, AbortRequest, AddRequest, StepOutput, ToEngine
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
-from minisgl.server.stats import FrontStats, Rate
+from minisgl.server.stats import BusyClock, FrontStats, Rate
 from minisgl.text.reply import ReplyText
 from minisgl.text.stop import StopStrings
 from minisgl.text.tokenizer import Tokenizer
@@ -160,8 +160,10 @@ class Frontend:
         self._max_queued_tokens = max_queued_tokens
         self._ids = itertools.count(rank * IDS_PER_SERVER + 1)
         self._stats = FrontStats()
-        self._ends = Rate()
-        self._prefills = Rate()  # prompt tokens whose answer has begun
+        self._open_time = BusyClock()  # runs while requests are open
+        self._queue_time = BusyClock()  # runs while prompt tokens are queued
+        self._ends = Rate(self._open_time.now)
+        self._prefills = Rate(self._queue_time.now)  # prompt tokens whose answer has begun
         self._running: dict[int, Running] = {}
         self._streams: set[Stream] = set()
         self._num_open = 0
@@ -254,6 +256,7 @@ class Frontend:
         stream = Stream(self, num_choices, self._timeout_s, name)
         self._streams.add(stream)
         self._num_open += num_choices
+        self._open_time.run(True)
         self._empty.clear()
         return stream
 
@@ -288,7 +291,7 @@ class Frontend:
         # Sent last, when nothing can fail any more but the engine: `close` then aborts what was sent.
         for message, entry in zip(messages, running, strict=True):
             self._running[message.request_id] = entry
-            self._stats.num_queued_tokens += entry.num_prompt_tokens
+            self._queue(entry.num_prompt_tokens)
             self._stats.num_prompt_tokens += entry.num_prompt_tokens
             self._stats.prompt_tokens.observe(entry.num_prompt_tokens)
             stream.request_ids.append(message.request_id)
@@ -323,6 +326,7 @@ class Frontend:
             self._streams.remove(stream)
             self._num_open -= stream.num_choices
             if not self._num_open:
+                self._open_time.run(False)
                 self._empty.set()
 
     def _check_queued_tokens(self, more: int) -> None:
@@ -337,13 +341,18 @@ class Frontend:
                 retry_after_s=_time_for(queued + more - most, self._prefills),
             )
 
+    def _queue(self, num_tokens: int) -> None:
+        """So many prompt tokens more are queued (or less)."""
+        self._stats.num_queued_tokens += num_tokens
+        self._queue_time.run(self._stats.num_queued_tokens > 0)
+
     def _end(self, request_id: int, reason: FinishReason) -> None:
         """The request's entry goes, and is counted."""
         running = self._running.pop(request_id)
         stats = self._stats
         stats.ended[reason.value] = stats.ended.get(reason.value, 0) + 1
         if not running.num_tokens:
-            stats.num_queued_tokens -= running.num_prompt_tokens
+            self._queue(-running.num_prompt_tokens)
         self._ends.count(1)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             stats.request_s.observe(time.monotonic() - running.stream.opened_at)
@@ -357,7 +366,7 @@ class Frontend:
             stats.inter_token_s.observe((now - running.last_at) / num_tokens, num_tokens)
         else:
             stats.first_token_s.observe(now - running.stream.opened_at)
-            stats.num_queued_tokens -= running.num_prompt_tokens
+            self._queue(-running.num_prompt_tokens)
             stats.num_cached_tokens += num_cached_tokens
             self._prefills.count(running.num_prompt_tokens)
         running.num_tokens += num_tokens

@@ -84,8 +84,29 @@ def total(parts: Iterable[FrontStats]) -> FrontStats:
     return whole
 
 
+class BusyClock:
+    """Seconds in which there was something to do, all together: what happened in them shows what a server
+    can do, where an idle one's throughput only shows what it was asked for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before = 0.0
+        self._began: float | None = None  # None: nothing to do now
+
+    def now(self) -> float:
+        """The clock's time."""
+        return self._before + (0.0 if self._began is None else self._clock() - self._began)
+
+    def run(self, busy: bool) -> None:
+        """From now on the clock runs, or stands still."""
+        if busy and self._began is None:
+            self._began = self._clock()
+        elif not busy and self._began is not None:
+            self._before, self._began = self.now(), None
+
+
 class Rate:
-    """How many things per second happened lately: over `RATE_WINDOW_S`, or since the first."""
+    """How many things per second happened lately: over `RATE_WINDOW_S` of `clock`, or since the first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

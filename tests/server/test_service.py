@@ -19,7 +19,7 @@ from running_server import LIMIT_S, RunningServer, eventually
 from small_model import make_folder
 
 from minisgl.server.frontend import LONGEST_RETRY_S, _time_for
-from minisgl.server.stats import RATE_WINDOW_S, FrontStats, Rate, total
+from minisgl.server.stats import RATE_WINDOW_S, BusyClock, FrontStats, Rate, total
 
 KEYS = ("first-key", "second-key")
 ORIGIN = "https://chat.example"
@@ -322,6 +322,23 @@ def test_the_rate_is_that_of_the_window_and_retry_after_follows_it() -> None:
     assert _time_for(7, rate) == 3
     assert _time_for(10**6, rate) == LONGEST_RETRY_S
     now[0] += RATE_WINDOW_S
+    assert rate.per_s() == 0.0
+
+
+def test_an_idle_hour_does_not_make_the_rate_small() -> None:
+    now = [100.0]
+    busy = BusyClock(lambda: now[0])
+    rate = Rate(busy.now)
+    for _ in range(3):
+        busy.run(True)
+        now[0] += 2.0
+        rate.count(100)
+        busy.run(False)
+        now[0] += 3600.0
+    assert busy.now() == 6.0
+    assert rate.per_s() == 300 / 4  # the first two seconds came before the first count
+    busy.run(True)
+    now[0] += RATE_WINDOW_S + 6.0
     assert rate.per_s() == 0.0
 
 
