@@ -68,12 +68,16 @@ class Arrivals:
             if ids and max(ids) >= self._vocab_size:
                 message = f"{param}: token ids must be from 0 to {self._vocab_size - 1}, got {max(ids)}"
                 raise RequestError(400, "invalid_token_id", message, param)
-        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
+        banned = {ids[0] for ids in params.bad_words_ids if len(ids) == 1}
+        if params.min_tokens:
+            banned |= stop_ids
+        if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
             raise RequestError(
                 400,
                 "invalid_value",
-                "min_tokens bans the tokens that end the output, and allowed_token_ids allows no others",
-                "min_tokens",
+                "every one of allowed_token_ids is banned: by bad_words, or by min_tokens, which bans what ends "
+                "the output",
+                "allowed_token_ids",
             )
 
 

@@ -54,10 +54,12 @@ def test_the_output_ends_at_the_context_and_at_the_tokens_that_end_it() -> None:
         ({"logit_bias": {50: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": (1, 50)}, "allowed_token_ids"),
         ({"bad_words_ids": ((1, 50),)}, "bad_words_ids"),
-        ({"allowed_token_ids": (3,), "min_tokens": 1}, "min_tokens"),
+        ({"allowed_token_ids": (3,), "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": (5,), "bad_words_ids": ((5,), (6,))}, "allowed_token_ids"),
+        ({"allowed_token_ids": (3, 5), "min_tokens": 1, "bad_words_ids": ((5,),)}, "allowed_token_ids"),
     ],
 )
-def test_rules_about_tokens_that_there_are_not_are_refused_by_name(
+def test_rules_about_tokens_that_there_are_not_or_that_leave_none_are_refused_by_name(
     params: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(RequestError) as refusal:
