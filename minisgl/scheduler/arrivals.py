@@ -75,8 +75,8 @@ class Arrivals:
             raise RequestError(
                 400,
                 "invalid_value",
-                "every one of allowed_token_ids is banned: by bad_words, or by min_tokens, which bans what ends "
-                "the output",
+                "every one of allowed_token_ids is banned: by bad_words, or by min_tokens, "
+                "which bans what ends the output",
                 "allowed_token_ids",
             )
 
