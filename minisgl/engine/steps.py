@@ -25,7 +25,7 @@ class DecodeStep(nn.Module):
         run_block: what runs the model's blocks, as `call_block` does.
     """
 
-    arrivals: Tensor
+    arrivals: Tensor  # `AttentionInputs.arrivals`, enough of them for every row and KV head
 
     def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = call_block) -> None:
         super().__init__()
