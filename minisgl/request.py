@@ -60,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: MinP = 0.0
     """Drop tokens less likely than this times the likeliest one; in [0, 1]."""
     seed: Seed | None = None
-    """Same seed, same prompt, same parameters: same tokens whatever the batch. None = a fresh one."""
+    """Same seed, same prompt, same parameters: same random numbers whatever the batch, and in float32 the
+    same tokens; in 16 bits a near tie may fall otherwise. None = a fresh one."""
     stop: tuple[Watched, ...] = ()
     """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
     string is taken for one of them. Watched by the text side."""
