@@ -1,8 +1,8 @@
 """The API described as OpenAPI 3.1, generated from the tables that read the bodies.
 
 Promise: a body that the document allows is taken, and one that it does not allow is refused, but for what
-JSON Schema can't say: min_tokens is at most max_tokens and leaves a token to generate, a bad word has few
-tokens, prompt and choices fit in.
+JSON Schema can't say: min_tokens is at most max_tokens, min_tokens and bad_words leave an allowed token to
+generate, a bad word has few tokens, prompt and choices fit in.
 """
 
 from typing import Any
