@@ -106,7 +106,7 @@ class Stream:
                 await self._news.wait()
             item = self._unread.popleft()
             if isinstance(item, MinisglError):
-                raise item
+                raise item.with_traceback(None)
             yield item
 
     def put(self, delta: Delta) -> None:
@@ -236,7 +236,8 @@ class Frontend:
             EngineDeadError: the engine died.
         """
         if self._refusal is not None:
-            raise self._refusal
+            # Raised often: its traceback would keep the frames, and with them the bodies, of all who came.
+            raise self._refusal.with_traceback(None)
         if num_choices > self._max_open:
             raise RequestError(
                 400,

@@ -1,7 +1,9 @@
 """The table of open requests: one end each, nothing left, nothing after the end."""
 
 import asyncio
+import contextlib
 import random
+import weakref
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -428,5 +430,26 @@ def test_an_engine_that_is_lost_between_two_choices_leaves_nothing(tokenizer: To
             stream.submit([([1], PARAMS), ([2], PARAMS)])
         assert frontend.num_running == 0
         assert len(wire.added()) == 1
+
+    run(tokenizer, scenario)
+
+
+def test_a_refusal_keeps_nothing_of_the_calls_it_refused(tokenizer: Tokenizer) -> None:
+    class Body:
+        """Stands for what a call holds while it is refused."""
+
+    bodies: list[weakref.ref[Body]] = []
+
+    def call(frontend: Frontend) -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        frontend.open(1)
+
+    async def scenario(frontend: Frontend, wire: Wire) -> None:
+        frontend.refuse(RequestError(503, "shutting_down", "the server is shutting down"))
+        for _ in range(5):
+            with contextlib.suppress(RequestError):
+                call(frontend)
+        assert [body() for body in bodies[:-1]] == [None] * 4
 
     run(tokenizer, scenario)
