@@ -13,6 +13,7 @@ PrefillPlan in flashinfer's scheduler.cuh (0.6.14).
 
 import itertools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -52,31 +53,12 @@ class AttentionShape(NamedTuple):
     device: torch.device
 
 
-class FlashinferPrefill:
-    """Prompts, in batches of any shape; never recorded.
+class _Planned(ABC):
+    """Attention over the batch that was planned last."""
 
-    Args:
-        flashinfer: the package.
-        kernels: "fa2" or "fa3".
-        num_processors: multiprocessors of the GPU.
-    """
-
-    def __init__(
-        self, flashinfer: Any, kernels: str, shape: AttentionShape, copy: Copy, num_processors: int
-    ) -> None:
-        self._shape = shape
-        self._copy = copy
-        workspace = _workspace(split_workspace_bytes(shape, num_processors, 0, LARGEST_TILE), shape.device)
-
-        def wrapper() -> "_Wrapper":
-            own = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
-            return _Wrapper(own, shape.device)
-
-        # Two take turns: a prompt's tables are copied behind the decodes of their step, so they may still be
-        # on their way when the next step is planned.
-        self._turns = [{window: wrapper() for window in shape.windows} for _ in range(2)]
-        self._number = _register(self)
-        self.plan(_one_page_each(1))  # loads the kernels
+    def __init__(self) -> None:
+        self._number = next(_NUMBERS)
+        _BACKENDS[self._number] = self
 
     def attend(
         self,
@@ -89,6 +71,42 @@ class FlashinferPrefill:
     ) -> Tensor:
         """q [T, H, D] over the planned rows' pages of k_cache and v_cache [P, S, K, D] -> [T, H, D]."""
         return torch.ops.minisgl.flashinfer_attend(q, k_cache, v_cache, self._number, window)
+
+    @abstractmethod
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int) -> Tensor:
+        """What the op does."""
+
+
+# torch.compile takes numbers and tensors into its graph, not objects, so the op finds its backend by number.
+_BACKENDS: weakref.WeakValueDictionary[int, _Planned] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+class FlashinferPrefill(_Planned):
+    """Prompts, in batches of any shape; never recorded.
+
+    Args:
+        flashinfer: the package.
+        kernels: "fa2" or "fa3".
+        num_processors: multiprocessors of the GPU.
+    """
+
+    def __init__(
+        self, flashinfer: Any, kernels: str, shape: AttentionShape, copy: Copy, num_processors: int
+    ) -> None:
+        super().__init__()
+        self._shape = shape
+        self._copy = copy
+        workspace = _workspace(split_workspace_bytes(shape, num_processors, 0, LARGEST_TILE), shape.device)
+
+        def wrapper() -> "_Wrapper":
+            own = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+            return _Wrapper(own, shape.device)
+
+        # Two take turns: a prompt's tables are copied behind the decodes of their step, so they may still be
+        # on their way when the next step is planned.
+        self._turns = [{window: wrapper() for window in shape.windows} for _ in range(2)]
+        self.plan(_one_page_each(1))  # loads the kernels
 
     def plan(self, pages: BatchPages) -> None:
         """Prepare `attend` for this batch."""
@@ -113,7 +131,7 @@ class FlashinferPrefill:
         return self._turns[0][window].own.run(q, (k_cache, v_cache), out=q.new_empty(q.shape))
 
 
-class FlashinferDecode:
+class FlashinferDecode(_Planned):
     """Decode steps by the FA2 kernels, whose tensor cores take all query heads of a KV head at once.
 
     Args:
@@ -134,6 +152,7 @@ class FlashinferDecode:
         max_pages: int,
     ) -> None:
         self._fast_plan = flashinfer.fast_decode_plan
+        super().__init__()
         self._shape = shape
         self._copy = copy
         most_rows = max(buckets, default=0)
@@ -179,19 +198,6 @@ class FlashinferDecode:
             )
             for window in shape.windows
         }
-        self._number = _register(self)
-
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """q [R, H, D] over the planned rows' pages of k_cache and v_cache [P, S, K, D] -> [R, H, D]."""
-        return torch.ops.minisgl.flashinfer_attend(q, k_cache, v_cache, self._number, window)
 
     def plan(self, pages: BatchPages) -> None:
         """Prepare `attend`, or the replay of what was recorded with it, for this batch."""
@@ -312,19 +318,6 @@ def _packed(*parts: np.ndarray) -> np.ndarray:
         packed[begin : begin + len(part)] = part
         begin += _aligned(len(part))
     return packed
-
-
-# torch.compile takes numbers and tensors into its graph, not objects, so the op finds its backend by number.
-_BACKENDS: weakref.WeakValueDictionary[int, FlashinferPrefill | FlashinferDecode] = (
-    weakref.WeakValueDictionary()
-)
-_NUMBERS = itertools.count()
-
-
-def _register(backend: FlashinferPrefill | FlashinferDecode) -> int:
-    number = next(_NUMBERS)
-    _BACKENDS[number] = backend
-    return number
 
 
 torch.library.define(
