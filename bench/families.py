@@ -5,7 +5,9 @@
 
 For each model: logits of a prompt fed whole, then of tokens decoded one by one through a CUDA graph, against
 transformers in float32 on the same bfloat16 weights; transformers' own bfloat16 error beside it. Then the
-same prompt through the `torch` attention backend. Bar: a relative error under 2e-2.
+same prompt through the `torch` attention backend. Bar: a relative error under 2e-2. All of it twice, with the
+weights of --dummy-weights (matrices N(0, 0.02), norms 1, biases 1) and with norms and biases that vary, where
+one in another's place would show.
 
 With experts, a rounding may decide which of them a token gets, in transformers as in ours, and other experts
 are another result. So this is checked in two parts. transformers gets the experts that ours chose, in both
@@ -19,7 +21,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,13 +35,14 @@ from minisgl.attention.backends import select
 from minisgl.attention.interface import AttentionInputs
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.engine.compiled import compiled_block
-from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
+from minisgl.weights.dummy import STANDARD_DEVIATION
 from minisgl.weights.loader import FUSED
 from triton_kernels.moe_route import top_k_reference
+from triton_kernels.registry import KERNELS
 
 CASES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {},
@@ -62,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma-3-1b": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100},
 }
 """What of each model's config is changed, so that a short prompt meets all it has."""
+WEIGHTS = ("dummy", "varied")
 PAGE_SIZE = 16
 PROMPT_TOKENS = 300
 DECODED_TOKENS = 32
@@ -91,8 +95,8 @@ def relative_error(got: Tensor, reference: Tensor) -> float:
 @torch.inference_mode()
 def check(
     raw: dict[str, Any], device: torch.device, dtype: torch.dtype, backend: str, *, compiled: bool
-) -> Errors:
-    """Build both, give them the same weights, compare."""
+) -> dict[str, Errors]:
+    """Build both, give them the same weights of each kind, compare; by kind."""
     with tempfile.TemporaryDirectory() as name:
         Path(name, "config.json").write_text(json.dumps(raw))
         config = read_model_config(Path(name))
@@ -100,32 +104,56 @@ def check(
         theirs_config = AutoConfig.from_pretrained(name)
     with device:
         theirs = AutoModelForCausalLM.from_config(theirs_config, dtype=dtype).eval()
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in theirs.named_parameters():
-        if "norm" in name:
-            parameter.uniform_(-0.5, 0.5, generator=generator)
-            if not config.norms_less_one:
-                parameter.add_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
-    copy_weights(theirs, ours)
-
     total = PROMPT_TOKENS + DECODED_TOKENS
+    generator = torch.Generator(device).manual_seed(0)
     token_ids = torch.randint(
         0, config.vocab_size, (total,), generator=generator, device=device, dtype=torch.int32
     )
     ours.allocate_kv(-(-total // PAGE_SIZE) + 1, PAGE_SIZE, dtype, device)
     run_block = compiled_block(max_batch=2) if compiled else call_block
+    renormalize = config.experts is not None and config.experts.renormalize
+    errors = {}
+    for kind in WEIGHTS:
+        theirs.to(dtype)
+        fill_weights(theirs, kind, generator, norms_less_one=config.norms_less_one)
+        copy_weights(theirs, ours)
+        errors[kind] = compare(ours, theirs, token_ids, run_block, backend, renormalize=renormalize)
+    return errors
+
+
+def fill_weights(theirs: nn.Module, kind: str, generator: torch.Generator, *, norms_less_one: bool) -> None:
+    """Matrices get N(0, 0.02). Norms and biases are 1 as in minisgl/weights/dummy.py, or vary."""
+    for name, parameter in theirs.named_parameters():
+        is_norm = "norm" in name
+        if kind == "varied" and is_norm:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        elif kind == "varied" or parameter.dim() > 1:
+            parameter.normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        else:
+            parameter.fill_(1.0)
+        if is_norm and norms_less_one:
+            parameter.sub_(1.0)
+
+
+def compare(
+    ours: Decoder,
+    theirs: nn.Module,
+    token_ids: Tensor,
+    run_block: RunBlock,
+    backend: str,
+    *,
+    renormalize: bool,
+) -> Errors:
+    """Of two models with the same weights; `theirs` is in float32 afterwards."""
     prompt = token_ids[:PROMPT_TOKENS]
     with noted_routes(ours) as routes:
         prefill = prefill_logits(ours, prompt)
         decode_logits(ours, token_ids, call_block, record=False)
     decode = decode_logits(ours, token_ids, run_block)
-    for attention in ours.attention_layers():
-        attention.attend = select("torch")
+    set_attention(ours, "torch")
     with noted_routes(ours) as other_routes:
         other = prefill_logits(ours, prompt)
-    renormalize = config.experts is not None and config.experts.renormalize
+    set_attention(ours, backend)
     with imposed_routes(theirs, routes, renormalize=renormalize):
         bf16 = theirs(token_ids[None]).logits[0]
     theirs.float()
@@ -143,26 +171,31 @@ def check(
     )
 
 
+def set_attention(ours: Decoder, backend: str) -> None:
+    for attention in ours.attention_layers():
+        attention.attend = select(backend)
+
+
 @contextmanager
 def noted_routes(ours: Decoder) -> Iterator[list[list[Tensor]]]:
     """For each layer with experts, which ones the tokens go to meanwhile: int64 [T, k] a step, rows without a
     slot left out."""
-    routes: list[list[Tensor]] = []
-    handles = []
+    mixtures = ours.expert_layers()
+    routes: list[list[Tensor]] = [[] for _ in mixtures]
 
-    def note(steps: list[Tensor], mixture: Any, arguments: tuple[Tensor, Tensor]) -> None:
-        x, slot_mapping = arguments
-        logits = mixture.kernels.linear(x, mixture.router)
-        chosen, _ = top_k_reference(logits, mixture.config.experts_per_token, renormalize=False)
-        steps.append(chosen[slot_mapping >= 0].long())
+    def noting(steps: list[Tensor]) -> Callable[..., Tensor]:
+        def fused_moe(x: Tensor, logits: Tensor, *arguments: Any) -> Tensor:
+            chosen, _ = top_k_reference(logits, arguments[2], renormalize=False)
+            steps.append(chosen[chosen[:, 0] < logits.shape[1]].long())
+            return KERNELS.fused_moe(x, logits, *arguments)
 
-    for module in ours.modules():
-        if isinstance(module, MoeMLP):
-            routes.append([])
-            handles.append(module.register_forward_pre_hook(partial(note, routes[-1])))
+        return fused_moe
+
+    for mixture, steps in zip(mixtures, routes, strict=True):
+        mixture.kernels = KERNELS._replace(fused_moe=noting(steps))
     yield routes
-    for handle in handles:
-        handle.remove()
+    for mixture in mixtures:
+        mixture.kernels = KERNELS
 
 
 @contextmanager
@@ -295,11 +328,15 @@ def main() -> int:
         if "layer_types" in raw:
             raw["layer_types"] = (raw["layer_types"] * arguments.layers)[: arguments.layers]
         began = time.perf_counter()
-        errors = check(raw, torch.device("cuda"), torch.bfloat16, "triton", compiled=arguments.compile)
+        kinds = check(raw, torch.device("cuda"), torch.bfloat16, "triton", compiled=arguments.compile)
         torch.cuda.empty_cache()
-        missed |= not errors.good()
-        figures = {key: float(f"{value:.4g}") for key, value in errors._asdict().items()}
-        report[name] = figures | {"good": errors.good(), "s": round(time.perf_counter() - began, 1)}
+        good = all(errors.good() for errors in kinds.values())
+        missed |= not good
+        figures = {
+            kind: {key: float(f"{value:.4g}") for key, value in errors._asdict().items()}
+            for kind, errors in kinds.items()
+        }
+        report[name] = figures | {"good": good, "s": round(time.perf_counter() - began, 1)}
         print(name, json.dumps(report[name]), flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=1) + "\n")
