@@ -19,6 +19,7 @@ EARLY_KERNELS = frozenset(
     (
         "_add_rms_norm_kernel",
         "_linear_kernel",
+        "_norm_router_kernel",
         "_paged_decode_kernel",
         "_rms_norm_kernel",
         "_rope_store_kernel",

@@ -1,10 +1,22 @@
 """The mixture of experts. T tokens, M model width, E experts, F width of one expert."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from minisgl.config import ExpertsConfig
+from minisgl.layers.norm import RMSNorm
+from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
+
+
+class AddingNorm(Protocol):
+    """An `RMSNorm`, or one that adds up what ranks have first."""
+
+    def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), each [T, M]."""
+        ...
 
 
 class MoeMLP(nn.Module):
@@ -29,15 +41,29 @@ class MoeMLP(nn.Module):
         self.gate_up = weight(config.num_experts, 2 * width, hidden_size)
         self.down = weight(config.num_experts, hidden_size, width)
 
-    def forward(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
-        """[T, M] -> [T, M]; tokens without a slot (int32 [T], -1: padding) cost nothing and yield zeros."""
-        logits = self.kernels.linear(x, self.router)
-        # An expert that only padding went to would be read for nothing.
-        logits = logits.masked_fill((slot_mapping < 0).unsqueeze(1), float("-inf"))
+    def forward_add(
+        self, x: Tensor, residual: Tensor, norm: AddingNorm, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(mixture of norm(x + residual), x + residual), each [T, M].
+
+        Tokens without a slot (int32 [T], -1: padding) cost nothing and yield zeros: an expert that only they
+        went to would be read for nothing.
+        """
+        if isinstance(norm, RMSNorm) and self._norm_and_router_are_ours():
+            x, residual, logits = add_rms_norm_router(
+                x, residual, norm.weight, norm.eps, self.router, slot_mapping
+            )
+        else:
+            x, residual = norm.forward_add(x, residual)
+            logits = masked_logits(self.kernels.linear(x, self.router), slot_mapping)
         experts = self.config
-        return self.kernels.fused_moe(
+        y = self.kernels.fused_moe(
             x, logits, self.gate_up, self.down, experts.experts_per_token, experts.renormalize
         )
+        return y, residual
+
+    def _norm_and_router_are_ours(self) -> bool:
+        return (self.kernels.add_rms_norm, self.kernels.linear) == (KERNELS.add_rms_norm, KERNELS.linear)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """The router and each expert's matrices, by the checkpoint's name in a layer: views."""

@@ -194,9 +194,10 @@ class Block(nn.Module):
         """x and residual, [T, M] -> the same; their sum is the stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
         x = self.self_attn(x, positions, cos_sin, inputs)
-        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        norm = self.post_attention_layernorm
         if isinstance(self.mlp, MoeMLP):
-            return self.mlp(x, inputs.slot_mapping), residual
+            return self.mlp.forward_add(x, residual, norm, inputs.slot_mapping)
+        x, residual = norm.forward_add(x, residual)
         return self.mlp(x), residual
 
 

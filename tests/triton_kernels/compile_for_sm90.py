@@ -26,6 +26,7 @@ from triton_kernels import (
     fused_moe,
     linear,
     linear_many,
+    norm_router,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
@@ -168,6 +169,18 @@ def cases():
         yield f"all_reduce {num_ranks} ranks", functools.partial(call, config=config)
     x = empty(64, 576)
     yield "add_rms_norm 576", lambda: rms_norm.add_rms_norm_triton(x, x, empty(576), 1e-5)
+    for tokens, width, experts in ((2, 2048, 128), (16, 4096, 8)):
+        x = empty(tokens, width)
+        call = functools.partial(
+            norm_router.add_rms_norm_router_triton,
+            x,
+            x,
+            empty(width),
+            1e-6,
+            empty(experts, width),
+            ints(tokens),
+        )
+        yield f"norm_router {tokens}x{width} to {experts}", call
     yield "silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336))
     for outputs, width in ((4096, 14336), (6144, 4096), (128256, 4096)):
         name, weight = f"{outputs}x{width}", empty(outputs, width)

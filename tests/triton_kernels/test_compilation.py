@@ -39,6 +39,7 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
     assert {line["kernel"] for line in compiled} == {
         "_rms_norm_kernel",
         "_add_rms_norm_kernel",
+        "_norm_router_kernel",
         "_all_reduce_kernel",
         "_silu_mul_kernel",
         "_linear_kernel",
@@ -64,7 +65,10 @@ def test_every_kernel_compiles_for_hopper_within_its_shared_memory_and_registers
     }
     for line in compiled:
         if line["kernel"] in EARLY_KERNELS:
-            assert (line["waits"], line["before_wait"]) == (1, 0), f"reads too early: {line}"
+            assert line["waits"] == 1, line
+            # It may load weights, which no kernel writes.
+            may_load = line["kernel"] == "_norm_router_kernel"
+            assert may_load or line["before_wait"] == 0, f"reads too early: {line}"
         else:
             assert line["waits"] == 0, f"not named as one that may start early: {line}"
         assert line["shared_bytes"] <= SHARED_MEMORY_LIMIT, line
@@ -95,6 +99,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "silu_mul": ["y_ptr"],
         "linear": ["y_ptr"],
         "gated_linear": ["y_ptr"],
+        "add_rms_norm_router": ["logits_ptr", "new_residual_ptr", "y_ptr"],
         "read_rows": [
             "context_len_out_ptr",
             "min_p_out_ptr",

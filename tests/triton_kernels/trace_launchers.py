@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton_kernels import (
     advance_rows,
     linear,
+    norm_router,
     paged_decode,
     paged_prefill,
     read_rows,
@@ -104,6 +105,14 @@ def main() -> None:
     trace("silu_mul", silu_mul.silu_mul_triton, x, dynamic=(0,))
     trace("linear", linear.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
     trace("gated_linear", linear.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
+    trace(
+        "add_rms_norm_router",
+        lambda x, w, slots: norm_router.add_rms_norm_router_triton(x, x, w, 1e-5, torch.randn(8, 64), slots),
+        x,
+        weight,
+        ints(6),
+        dynamic=(0, 2),
+    )
     trace(
         "read_rows",
         lambda *args: read_rows.read_rows_triton(*args, page_size=16),

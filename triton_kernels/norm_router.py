@@ -1,0 +1,135 @@
+"""The norm before a mixture of experts and its router, in one launch for the few rows of a decode step.
+
+    s[t]          = round(x[t] + residual[t])
+    y[t]          = weight * round(s[t] / sqrt(mean(s[t]^2) + eps))
+    logits[t, e]  = sum over m of y[t, m] * router[e, m];    -inf for a token without a slot, which is padding
+
+T tokens, M model width, E experts. Float32 inside, `round` being that to x's dtype, as in rms_norm.py; the
+kernel leaves the logits in float32. Rows of x and of the residual may be strided, M is any, T may be 0.
+
+How: a program normalises a whole row, which is quickly done and saves a launch, and multiplies it with a few
+of the router's rows, which it has loaded before the kernel in front has ended. More than MAX_ROWS rows take
+add_rms_norm, linear and a mask, one after the other.
+
+Cost: E * M elements of the router, 4 * T * M elements besides; a launch, for few rows.
+"""
+
+# Launching a kernel looks like calling it, but takes options that it does not declare.
+# pyright: reportCallIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.early_start import between_kernels, can_start_early
+from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.linear import MAX_ROWS, linear, linear_reference
+from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+
+_BLOCK_E = 2
+_NUM_WARPS = 4
+
+
+def add_rms_norm_router_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What add_rms_norm_router means, in plain torch."""
+    y, new_residual = add_rms_norm_reference(x, residual, weight, eps)
+    y = y.to(x.dtype)
+    return y, new_residual, masked_logits(linear_reference(y, router), slot_mapping)
+
+
+def masked_logits(logits: Tensor, slot_mapping: Tensor) -> Tensor:
+    """The logits [T, E], -inf for tokens without a slot (int32 [T], -1)."""
+    return logits.masked_fill((slot_mapping < 0).unsqueeze(1), float("-inf"))
+
+
+@triton.jit
+def _norm_router_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    router_ptr,
+    slot_mapping_ptr,
+    y_ptr,
+    new_residual_ptr,
+    logits_ptr,
+    x_stride,
+    residual_stride,
+    width: tl.constexpr,
+    E: tl.constexpr,
+    eps: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK_M)
+    inside = columns < width
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    # Before the wait, because no kernel writes them.
+    router_mask = (experts < E)[:, None] & inside[None, :]
+    router = tl.load(router_ptr + experts[:, None] * width + columns[None, :], router_mask, other=0.0)
+    weight = tl.load(weight_ptr + columns, inside, other=0.0)
+    row = between_kernels(tl.program_id(1), EARLY).to(tl.int64)
+    x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
+    r = tl.load(residual_ptr + row * residual_stride + columns, inside, other=0.0).to(tl.float32)
+    slot = tl.load(slot_mapping_ptr + row)
+    dtype = y_ptr.dtype.element_ty
+    total = (x + r).to(dtype)
+    wide = total.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=0) / width
+    normed = (wide * tl.rsqrt(mean_square + eps)).to(dtype)
+    y = (normed.to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1)
+    logits = tl.where(slot < 0, float("-inf"), logits)
+    tl.store(logits_ptr + row * E + experts, logits, experts < E)
+    if tl.program_id(0) == 0:
+        tl.store(y_ptr + row * width + columns, y, inside)
+        tl.store(new_residual_ptr + row * width + columns, total, inside)
+
+
+def add_rms_norm_router_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel, whatever the device; for T of at least 1."""
+    num_rows, width = x.shape
+    num_experts = router.shape[0]
+    y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    new_residual = torch.empty_like(y)
+    logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
+    _norm_router_kernel[(ceil_div(num_experts, _BLOCK_E), num_rows)](
+        x,
+        residual,
+        weight,
+        router,
+        slot_mapping,
+        y,
+        new_residual,
+        logits,
+        x.stride(0),
+        residual.stride(0),
+        width,
+        num_experts,
+        eps,
+        next_power_of_2(width),
+        _BLOCK_E,
+        can_start_early(x.device),
+        num_warps=_NUM_WARPS,
+    )
+    return y, new_residual, logits
+
+
+def add_rms_norm_router(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed [T, M], x + residual [T, M], logits [T, E]).
+
+    x and residual [T, M], weight [M], router [E, M], slot_mapping int32 [T], -1 = padding. No input is
+    written. The logits are float32 where the kernel computes them, of x's dtype elsewhere.
+    """
+    if x.device.type == "cuda" and x.shape[0] <= MAX_ROWS:
+        return add_rms_norm_router_triton(x, residual, weight, eps, router, slot_mapping)
+    y, new_residual = add_rms_norm(x, residual, weight, eps)
+    y = y.to(x.dtype)
+    return y, new_residual, masked_logits(linear(y, router), slot_mapping)
