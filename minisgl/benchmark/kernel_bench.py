@@ -37,6 +37,7 @@ from minisgl.benchmark.settings import KernelBenchSettings, OutputSettings
 from minisgl.benchmark.token_problems import (
     SAMPLING,
     add_rms_norm_problem,
+    add_rms_norm_router_problem,
     advance_rows_problem,
     fused_moe_problem,
     gated_linear_many_problem,
@@ -56,6 +57,7 @@ from triton_kernels.fused_moe import fused_moe_triton
 from triton_kernels.linear import gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.moe_route import route_triton
+from triton_kernels.norm_router import add_rms_norm_router_triton
 from triton_kernels.paged_decode import paged_decode_triton
 from triton_kernels.paged_prefill import paged_prefill_triton
 from triton_kernels.registry import KERNELS, with_replacements
@@ -79,6 +81,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 """Kernels that run in the interpreter, where an engine would run the reference."""
 OTHERS: dict[str, Callable[..., Any]] = {
     "gelu_tanh_mul": gelu_tanh_mul_triton,
+    "add_rms_norm_router": add_rms_norm_router_triton,
     "moe_route": route_triton,
     "advance_rows": advance_rows_triton,
     "linear_many": linear_many,
@@ -297,6 +300,9 @@ def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
     if shape.experts:
         routed = f"x{shape.experts} top {shape.experts_per_token}"
         experts = f"x{width} {shape.experts}x{shape.expert_width} top {shape.experts_per_token}"
+        for tokens in (1, 2, 16) if on_gpu else (2,):
+            label = f"{tokens}x{width} {shape.experts}"
+            yield case("add_rms_norm_router", label, add_rms_norm_router_problem, tokens, shape)
         for tokens in (1, 64, 8192) if on_gpu else (2,):
             yield case("moe_route", f"{tokens}{routed}", moe_route_problem, tokens, shape)
         for tokens in (1, 2, 4, 8, 16, 32, 64, 256, 1024, 8192) if on_gpu else (2,):

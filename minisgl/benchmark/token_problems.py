@@ -16,6 +16,7 @@ from triton_kernels.advance_rows import advance_rows_reference
 from triton_kernels.fused_moe import fused_moe_reference
 from triton_kernels.linear import gated_linear_reference, linear_reference
 from triton_kernels.moe_route import Routing, top_k_reference
+from triton_kernels.norm_router import add_rms_norm_router_reference
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from triton_kernels.rope_store import rope_store_reference
 from triton_kernels.sample import sample_reference
@@ -67,6 +68,45 @@ def add_rms_norm_problem(tokens: int, width: int, device: torch.device, dtype: t
 
     arguments = [(x, residual, weight, EPS) for x, residual in pairs]
     return Problem("add_rms_norm", f"{tokens}x{width}", tokens, moved, 0.0, arguments, moved, check)
+
+
+def add_rms_norm_router_problem(
+    tokens: int, shape: ModelShape, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """The norm of a sum of two [T, M] with a router [E, M] behind it; every fourth token is padding."""
+    width = shape.hidden
+    moved = 4 * tokens * width * dtype.itemsize + shape.experts * (width * dtype.itemsize + 4 * tokens)
+    slots = torch.arange(tokens, dtype=torch.int32, device=device)
+    slots[3::4] = -1
+    arguments = [
+        (
+            torch.randn((tokens, width), device=device, dtype=dtype),
+            torch.randn((tokens, width), device=device, dtype=dtype),
+            torch.randn(width, device=device, dtype=dtype),
+            EPS,
+            torch.randn((shape.experts, width), device=device, dtype=dtype) * width**-0.5,
+            slots,
+        )
+        for _ in range(num_sets(moved, device))
+    ]
+
+    def check(function: Any) -> float:
+        poison(moved // 2, device)
+        x, residual, weight, eps, router, _ = arguments[0]
+        y, new_residual, logits = function(*arguments[0])
+        wide = (x.double(), residual.double(), weight.double(), eps, router.double(), slots)
+        expected, total, expected_logits = add_rms_norm_router_reference(*wide)
+        if not (logits[slots < 0] == -math.inf).all():
+            raise ValueError("a padding token has a finite logit")
+        routed = slots >= 0
+        return max(
+            relative_error(y, expected),
+            relative_error(new_residual, total),
+            relative_error(logits[routed], expected_logits[routed]),
+        )
+
+    label = f"{tokens}x{width} {shape.experts}"
+    return Problem("add_rms_norm_router", label, tokens, moved, 0.0, arguments, moved, check)
 
 
 def silu_mul_problem(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> Problem:
