@@ -219,12 +219,14 @@ class GraphRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 run()
+                _free_cublas_workspaces()
                 # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()
                 finally:
                     graph.capture_end()
+                    _free_cublas_workspaces()
                 if early_starts:
                     self._can_start_early = instantiate_with_early_starts(graph)
         finally:
@@ -243,6 +245,15 @@ class GraphRecorder:
             graph.reset()
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()  # the old one ended with its last graph
+
+
+def _free_cublas_workspaces() -> None:
+    """Before and after a recording: so cuBLAS takes its workspace from the graph's pool, which keeps it.
+
+    One from outside would be freed under the graph by any CUDA graph trees of this process (mode "full", or
+    compiled code of whoever uses the engine), which do this around each of their own recordings.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class CapturedSteps:
