@@ -15,17 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
-EARLY_KERNELS = frozenset(
-    (
-        "_add_rms_norm_kernel",
-        "_linear_kernel",
-        "_norm_router_kernel",
-        "_paged_decode_kernel",
-        "_rms_norm_kernel",
-        "_rope_store_kernel",
-    )
-)
-"""Names of the kernels in which every program waits before it loads what others store, and stores itself."""
+EARLY_KERNELS: dict[str, str | None] = {
+    "_add_rms_norm_kernel": None,
+    "_linear_kernel": None,
+    "_norm_router_kernel": None,
+    "_paged_decode_kernel": None,
+    "_rms_norm_kernel": None,
+    "_rope_store_kernel": None,
+}
+"""Names of the kernels that may start early, each with the only kernel that may be before it; None = any.
+
+Behind any kernel, every program waits before it loads what others store, and stores itself. One that names
+the kernel before it may load earlier what that does not store, if that lets the next start no sooner than all
+of its programs have waited or ended: then everything before it has ended. At least one program must wait.
+"""
 
 
 @torch.compiler.assume_constant_result

@@ -10,7 +10,7 @@ Promise: where the driver refuses, a graph is instantiated as it was recorded, w
 import ctypes
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -59,23 +59,27 @@ def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def early_edges(
-    edges: Iterable[Edge], kernel_name: Callable[[int], str | None], early: Collection[str]
+    edges: Iterable[Edge], kernel_name: Callable[[int], str | None], early: Mapping[str, str | None]
 ) -> list[Edge]:
     """The plain edges from a kernel to one of the `early` kernels that are the only ones at both ends.
 
     Args:
         kernel_name: of a node; None where it is no kernel.
+        early: kernels' names, with the name of the only kernel that may be before; None = any.
     """
     edges = list(edges)
     leaving = Counter(edge.source for edge in edges)
     arriving = Counter(edge.target for edge in edges)
+
+    def is_early(source: str | None, target: str | None) -> bool:
+        return source is not None and target in early and early[target] in (None, source)
+
     return [
         edge
         for edge in edges
         if edge.is_plain
         and leaving[edge.source] == arriving[edge.target] == 1
-        and kernel_name(edge.target) in early
-        and kernel_name(edge.source) is not None
+        and is_early(kernel_name(edge.source), kernel_name(edge.target))
     ]
 
 

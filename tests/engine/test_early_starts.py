@@ -8,7 +8,7 @@ from minisgl.engine import early_starts
 from minisgl.engine.early_starts import Edge, early_edges, instantiate_with_early_starts
 
 NAMES = {1: "fill", 2: "_linear_kernel", 3: "_rope_store_kernel", 4: None, 5: "_linear_kernel", 6: "gather"}
-EARLY = {"_linear_kernel", "_rope_store_kernel"}
+EARLY = {"_linear_kernel": None, "_rope_store_kernel": "_linear_kernel"}
 
 
 def chosen(*edges: Edge) -> list[Edge]:
@@ -27,6 +27,11 @@ def test_other_kernels_and_what_follows_a_copy_start_when_all_is_done() -> None:
 def test_a_node_between_several_others_keeps_its_edges() -> None:
     assert chosen(Edge(1, 2), Edge(6, 2), Edge(2, 3)) == [Edge(2, 3)]
     assert chosen(Edge(1, 2), Edge(1, 3)) == []
+
+
+def test_a_kernel_that_names_the_one_before_it_starts_early_behind_no_other() -> None:
+    assert chosen(Edge(2, 3)) == [Edge(2, 3)]
+    assert chosen(Edge(6, 3)) == []
 
 
 def test_an_edge_that_is_special_already_stays_as_it_is() -> None:
