@@ -7,29 +7,35 @@
 N ranks, each with a GPU of its own; T rows, M width. Sums are float32 in the order of the ranks, so all of
 them get the same bits. T may be 0; then, as everywhere, all ranks must call with the same T.
 
-The ranks' GPUs reach each other's memory: `addresses` names a region of each, `region_bytes(capacity)` long,
-zeroed before the first call (`minisgl/parallel/regions.py` has them made). In a region lie a count of the
-calls so far, flags, and three buffers of `capacity` bytes. Two ways, which a configuration chooses:
+The ranks' GPUs reach each other's memory: `addresses` names a region of each, `region_bytes` long, cleared
+by `clear_region` before the first call (`minisgl/parallel/regions.py` has them made). Two ways, which a
+configuration chooses:
 
-    one shot   each rank writes its x to its own region, says so to all, waits for all, and reads all regions
-    two shots  ... and reads 1/N of the columns of all regions, writes their sums to all, says so, waits, and
-               reads the rest of the sums from its own region
+    one shot   each rank writes its x into the regions of all others, and adds up what comes into its own
+    two shots  ... writes to each rank a share of the columns, adds up what comes of its own share, writes the
+               sums to all, and reads all sums
+
+There are no flags, and nothing is fenced: who waits for data reads the data until they are there. An element
+that has not come yet holds ABSENT, a NaN that no rank sends (it sends another NaN instead), and each is put
+back as soon as it is read. A region has two buffers, which calls take turns with: a rank writes into the one
+of a call when all others are done with the call before the last, because it has their data of the last,
+which they sent in a later kernel than the one that put ABSENT back. (NVIDIA's TensorRT-LLM calls this kind
+"Lamport": https://github.com/NVIDIA/TensorRT-LLM, customAllReduceKernels.)
 
 Program p of a rank waits for the programs p of the others alone, as all do the same rows; no more programs
-are launched than run at once. A flag holds the number of the call, so none is ever reset. Calls take turns
-with two buffers for x: whoever is a call ahead can't overwrite what another still reads, and nobody can be
-two ahead.
+are launched than run at once.
 
-Cost per rank and row: one shot reads (N - 1) * M elements over the link, two shots read M and write M *
-(N - 1) / N, which pays off when N or T grows; with the norm, 4 * M elements of local memory. What is small
-takes what the flags take: a few microseconds.
+Cost per rank and row: one shot sends (N - 1) * M elements over the link, two shots 2 * M * (N - 1) / N, which
+pays off when N or T grows; with the norm, 4 * M elements of local memory. What is small takes what two
+trips to memory and one over the link take: a few microseconds.
 
 Promise: deterministic, recordable in a CUDA graph, on one stream per region. A rank that never calls leaves
-the others waiting; `RELEASED` ends that.
+the others waiting; `release_flag` ends that.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare.
-# pyright: reportCallIssue=false
+# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
 
@@ -38,6 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import next_power_of_2
 from triton_kernels.rms_norm import add_rms_norm_reference
 from triton_kernels.tuning import tuned
@@ -45,14 +52,14 @@ from triton_kernels.tuning import tuned
 MAX_RANKS = 16
 MAX_PROGRAMS = 128
 """Fewer than a GPU has multiprocessors, so that all of them run at once."""
-RELEASED = (1 << 62) - 1
-"""A number of calls that is never reached."""
 
-# Places in a region, in bytes. The counters have a cache line of their own.
-_FLAGS = tl.constexpr(256)
-_FLAGS_PER_MEETING = tl.constexpr(MAX_PROGRAMS * MAX_RANKS)
-_BUFFERS = tl.constexpr(256 + 2 * 8 * MAX_PROGRAMS * MAX_RANKS)
-_RANKS = tl.constexpr(MAX_RANKS)
+# Places in a region: MAX_PROGRAMS counts of calls, whether this rank is released, the two buffers.
+_RELEASED = tl.constexpr(MAX_PROGRAMS)
+_BUFFERS = tl.constexpr(8 * (MAX_PROGRAMS + 16))
+_COUNTS = tl.constexpr(MAX_PROGRAMS)
+# A NaN in every type of elements, and another one that stands in for it.
+_ABSENT = tl.constexpr(-1)
+_OTHER_NAN = tl.constexpr(-2)
 
 
 class AllReduceConfig(NamedTuple):
@@ -74,23 +81,29 @@ class Regions(NamedTuple):
     """Bytes of x at most, a multiple of 16."""
 
 
-def region_bytes(capacity: int) -> int:
+def region_bytes(capacity: int, num_ranks: int) -> int:
     """How long a region for up to `capacity` bytes of x is."""
-    return _BUFFERS.value + 3 * capacity
+    return _BUFFERS.value + 2 * num_ranks * capacity
 
 
-def flags_of(region: Tensor) -> Tensor:
-    """The flags in a region, uint8: int64.
+def clear_region(region: Tensor) -> None:
+    """Make a region, uint8, ready for the first call; all ranks must have done so before any calls."""
+    region[: _BUFFERS.value].zero_()
+    region[_BUFFERS.value :].fill_(255)
 
-    Filled with `RELEASED`, on a stream on which nothing waits, they let no call of this rank wait any more;
-    what calls return then means nothing.
+
+def release_flag(region: Tensor) -> Tensor:
+    """A place in a region, int64 [1].
+
+    Anything but 0 in it, put there on a stream on which nothing waits, lets no call of this rank wait any
+    more; what calls return then means nothing.
     """
-    return region[_FLAGS.value : _BUFFERS.value].view(torch.int64)
+    return region[: _BUFFERS.value].view(torch.int64)[_RELEASED.value : _RELEASED.value + 1]
 
 
 def default_all_reduce_config(num_bytes: int, width: int, num_ranks: int) -> AllReduceConfig:
     """The configuration used where no other is given or tuned."""
-    num_warps = min(16, max(4, next_power_of_2(width) // 512))
+    num_warps = min(16, max(4, next_power_of_2(width) // 256))
     if num_bytes * (num_ranks - 1) <= 512 << 10:
         return AllReduceConfig(1, num_warps)
     return AllReduceConfig(2 if num_bytes <= 4 << 20 else 0, num_warps)
@@ -125,27 +138,41 @@ def all_reduce_norm_reference(
 
 
 @triton.jit
-def _meet(addresses_ptr, rank, program, meeting: tl.constexpr, call, N: tl.constexpr, LANES: tl.constexpr):
-    """Tell the programs of this number on all ranks that all before is done, and wait until they say so."""
-    ranks = tl.arange(0, LANES)
-    first = _FLAGS + 8 * (meeting * _FLAGS_PER_MEETING + program * _RANKS)
-    theirs = tl.load(addresses_ptr + ranks, ranks < N, other=0) + first + 8 * rank
-    mine = tl.load(addresses_ptr + rank) + first + 8 * ranks
-    mine = mine.to(tl.pointer_type(tl.int64))
-    tl.debug_barrier()  # one thread speaks for all
-    # Not a plain store: `RELEASED` must last.
-    tl.atomic_max(theirs.to(tl.pointer_type(tl.int64)), call, ranks < N, sem="release", scope="sys")
-    behind = 1
-    while behind > 0:
-        calls = tl.atomic_add(mine, 0, ranks < N, sem="acquire", scope="sys")
-        behind = tl.sum(((ranks < N) & (calls < call)).to(tl.int32))
-    tl.debug_barrier()
+def _as_bits(values, BITS: tl.constexpr):
+    """What is sent for values: their bits, but never _ABSENT."""
+    bits = values.to(BITS, bitcast=True)
+    return tl.where(bits == _ABSENT, _OTHER_NAN, bits).to(BITS)
 
 
 @triton.jit
-def _buffer(addresses_ptr, rank, offset, pointer: tl.constexpr):
-    """Where a buffer of a rank begins."""
+def _place(addresses_ptr, rank, offset, BITS: tl.constexpr):
+    """An address in the region of a rank."""
+    pointer = tl.pointer_type(BITS)  # pyright: ignore[reportArgumentType]
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(pointer), 16)
+
+
+@triton.jit
+def _receive(ptrs, stride, own, mask, rank, released_ptr, dtype: tl.constexpr, N: tl.constexpr):
+    """Wait for what N ranks send to `ptrs`, `stride` elements further for each, and put _ABSENT in its place.
+
+    Returns its sum, float32 in the order of the ranks; that of `rank` is `own`, float32, and is not sent.
+    """
+    waiting = 1
+    total = own
+    while waiting > 0:
+        total = tl.zeros_like(own)
+        absent = tl.zeros(own.shape, tl.int32)
+        for other in tl.static_range(N):
+            bits = tl.load(ptrs + other * stride, mask & (other != rank), other=0, volatile=True)
+            absent |= (bits == _ABSENT).to(tl.int32)
+            total += tl.where(other == rank, own, bits.to(dtype, bitcast=True).to(tl.float32))
+        released = tl.load(released_ptr, volatile=True)
+        waiting = tl.where(released == 0, tl.max(absent), 0)
+    # It is 0, but Triton 3.6 fails to compile a loop of which only a tensor is used.
+    mask &= waiting == 0
+    for other in tl.static_range(N):
+        tl.store(ptrs + other * stride, _ABSENT, mask & (other != rank))
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -162,73 +189,82 @@ def _all_reduce_kernel(
     eps: tl.constexpr,
     capacity: tl.constexpr,
     N: tl.constexpr,
-    LANES: tl.constexpr,
     SHOTS: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_PART: tl.constexpr,
+    BITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_M)
     mask = columns < width
-    pointer: tl.constexpr = x_ptr.dtype
-    counters = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64))
-    call = tl.load(counters) + 1
-    inputs = _BUFFERS + (call & 1) * capacity
-    sums = _BUFFERS + 2 * capacity
-
-    for row in range(program, num_rows, num_programs):
-        at = row * width + columns
-        tl.store(_buffer(addresses_ptr, rank, inputs, pointer) + at, tl.load(x_ptr + at, mask), mask)
+    dtype = x_ptr.dtype.element_ty
     if NORM:
         weight = tl.load(weight_ptr + columns, mask, other=0.0).to(tl.float32)
-    _meet(addresses_ptr, rank, program, 0, call, N, LANES)
+    counts = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64))
+
+    nothing = between_kernels(0, EARLY)
+    x_ptr = tl.multiple_of(x_ptr + nothing, 16)
+    residual_ptr = tl.multiple_of(residual_ptr + nothing, 16)
+    counts += nothing
+    call = tl.load(counts + program)
+    buffer = _BUFFERS + (call & 1) * (N * capacity)
+    sums = buffer + capacity
+    part: tl.constexpr = width // N
+    part_columns = tl.arange(0, BLOCK_PART)
+    part_mask = part_columns < part
+
+    for row in range(program, num_rows, num_programs):
+        if SHOTS == 2:
+            for other in tl.static_range(N):
+                x = tl.load(x_ptr + row * width + other * part + part_columns, part_mask)
+                to = _place(addresses_ptr, other, buffer, BITS) + (row * N + rank) * part + part_columns
+                tl.store(to, _as_bits(x, BITS), part_mask & (other != rank))
+        else:
+            bits = _as_bits(tl.load(x_ptr + row * width + columns, mask), BITS)
+            for other in tl.static_range(N):
+                to = _place(addresses_ptr, other, buffer, BITS) + (row * N + rank) * width + columns
+                tl.store(to, bits, mask & (other != rank))
 
     if SHOTS == 2:
-        part: tl.constexpr = width // N
-        part_columns = tl.arange(0, BLOCK_PART)
-        part_mask = part_columns < part
         for row in range(program, num_rows, num_programs):
-            at = row * width + rank * part + part_columns
-            total = tl.zeros([BLOCK_PART], tl.float32)
+            own = tl.load(x_ptr + row * width + rank * part + part_columns, part_mask, other=0.0)
+            parts = _place(addresses_ptr, rank, buffer, BITS) + row * N * part + part_columns
+            total = _receive(parts, part, own.to(tl.float32), part_mask, rank, counts + _RELEASED, dtype, N)
+            bits = _as_bits(total.to(dtype), BITS)
             for other in tl.static_range(N):
-                theirs = _buffer(addresses_ptr, other, inputs, pointer)
-                total += tl.load(theirs + at, part_mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-            total = total.to(x_ptr.dtype.element_ty)
-            for other in tl.static_range(N):
-                tl.store(_buffer(addresses_ptr, other, sums, pointer) + at, total, part_mask)
-        _meet(addresses_ptr, rank, program, 1, call, N, LANES)
+                to = _place(addresses_ptr, other, sums, BITS) + row * width + rank * part + part_columns
+                tl.store(to, bits, part_mask)
 
     for row in range(program, num_rows, num_programs):
         at = row * width + columns
-        if SHOTS == 2:
-            total = tl.load(
-                _buffer(addresses_ptr, rank, sums, pointer) + at, mask, other=0.0, cache_modifier=".cg"
-            )
-            total = total.to(tl.float32)
-        else:
-            total = tl.zeros([BLOCK_M], tl.float32)
-            for other in tl.static_range(N):
-                theirs = _buffer(addresses_ptr, other, inputs, pointer)
-                total += tl.load(theirs + at, mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-        dtype = sum_ptr.dtype.element_ty
         if NORM:
-            total = total.to(dtype).to(tl.float32)
-            total += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
-            total = total.to(dtype)
+            residual = tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
+        if SHOTS == 2:
+            none = tl.zeros([BLOCK_M], tl.float32)
+            come = _place(addresses_ptr, rank, sums, BITS) + at
+            total = _receive(come, 0, none, mask, -1, counts + _RELEASED, dtype, 1)
+        else:
+            own = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+            come = _place(addresses_ptr, rank, buffer, BITS) + row * N * width + columns
+            total = _receive(come, width, own, mask, rank, counts + _RELEASED, dtype, N)
+        total = total.to(dtype)
+        if NORM:
+            total = (total.to(tl.float32) + residual).to(dtype)
             tl.store(sum_ptr + at, total, mask)
             total = total.to(tl.float32)
-            normed = total * tl.rsqrt(tl.sum(total * total) / width + eps)
+            mean_square = tl.sum(total * total) / width
+            normed = total * tl.rsqrt(mean_square + eps)
             y = normed.to(dtype).to(tl.float32) * weight
             tl.store(y_ptr + at, y.to(dtype), mask)
         else:
-            tl.store(sum_ptr + at, total.to(dtype), mask)
+            tl.store(sum_ptr + at, total, mask)
 
-    # The last program to end counts the call; all have read the count by then.
-    ended = tl.atomic_add(counters + 1, 1, sem="relaxed")
-    if ended == num_programs - 1:
-        tl.store(counters + 1, 0)
-        tl.store(counters, call)
+    # A program reads one count, and no other program writes that one.
+    programs = tl.arange(0, _COUNTS)
+    tl.debug_barrier()  # all threads have read it
+    tl.store(counts + programs, call + 1, programs % num_programs == program)
 
 
 def all_reduce(x: Tensor, regions: Regions, config: AllReduceConfig) -> None:
@@ -279,10 +315,11 @@ def _launch(
         eps,
         regions.capacity,
         num_ranks,
-        next_power_of_2(num_ranks),
         1 if width % num_ranks else config.shots,
         norm,
         next_power_of_2(width),
         next_power_of_2(-(-width // num_ranks)),
+        tl.int16 if x.element_size() == 2 else tl.int32,
+        can_start_early(x.device),
         num_warps=config.num_warps,
     )

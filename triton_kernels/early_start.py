@@ -17,6 +17,7 @@ import triton.language as tl
 
 EARLY_KERNELS: dict[str, str | None] = {
     "_add_rms_norm_kernel": None,
+    "_all_reduce_kernel": None,
     "_linear_kernel": None,
     "_norm_router_kernel": None,
     "_paged_decode_kernel": None,

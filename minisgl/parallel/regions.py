@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from triton_kernels.all_reduce import MAX_RANKS, RELEASED, Regions, flags_of, region_bytes
+from triton_kernels.all_reduce import MAX_RANKS, Regions, clear_region, region_bytes, release_flag
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ SETTLE_S = 30
 class SharedMemory:
     """A rank's region and where it finds those of the others; all hold as long as this object lives."""
 
-    def __init__(self, group: str, rank: int, device: torch.device) -> None:
-        self._region = symmetric_memory.empty(region_bytes(CAPACITY), dtype=torch.uint8, device=device)
-        self._region.zero_()
+    def __init__(self, group: str, rank: int, size: int, device: torch.device) -> None:
+        self._region = symmetric_memory.empty(region_bytes(CAPACITY, size), dtype=torch.uint8, device=device)
+        clear_region(self._region)
         torch.cuda.synchronize(device)
         # A group's name is a str; torch has a type of its own for it, and not in every version.
         handle = symmetric_memory.rendezvous(self._region, group)  # pyright: ignore[reportArgumentType]
@@ -35,8 +35,8 @@ class SharedMemory:
         self.regions = Regions(addresses, rank, CAPACITY)
         # Made now: allocating while a kernel waits for a rank that is gone might wait, too.
         self._stream = torch.cuda.Stream(device)
-        self._flags = flags_of(self._region)
-        self._released = torch.full(self._flags.shape, RELEASED, dtype=torch.int64, pin_memory=True)
+        self._release_flag = release_flag(self._region)
+        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
 
     def has_settled(self) -> bool:
         """Whether the GPU gets done with what it has within `SETTLE_S`; if not, this rank is released."""
@@ -53,7 +53,7 @@ class SharedMemory:
     def release(self) -> None:
         """Let this rank's GPU wait for no other any more; from any thread."""
         with torch.cuda.stream(self._stream):
-            self._flags.copy_(self._released, non_blocking=True)
+            self._release_flag.copy_(self._one, non_blocking=True)
 
 
 def share_memory(
@@ -75,7 +75,7 @@ def share_memory(
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # torch asks nowhere else
     shared = None
     try:
-        shared = SharedMemory(group, rank, device)
+        shared = SharedMemory(group, rank, size, device)
     except RuntimeError:
         logger.warning("torch can't share the GPUs' memory, so NCCL does all sums; it said:", exc_info=True)
     return shared if minimum(shared is not None) else None
