@@ -32,6 +32,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.special_steps import SpecialDecode
 from minisgl.engine.stages import Stages
 from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.errors import MinisglError
 from minisgl.models.decoder import Decoder
 from triton_kernels.early_start import can_start_early
 
@@ -82,14 +83,13 @@ def record_steps(
         Exception: what torch or Triton say, with `config.must_compile` or `config.strict_compile`.
     """
     buckets = buckets_of(config)
-    # Kernels of others may have the names of ours; beside sums over ranks nobody has tried it.
-    early_starts = can_start_early(device) and not config.kernel and config.tp == 1
+    early_starts = can_start_early(device) and not config.kernel  # others' may have the names of ours
     recorder = GraphRecorder(early_starts=early_starts) if buckets.num_graphs else None
     step = DecodeStep(model, rows)
     decode = prefill = None
     if buckets.decode:
         assert recorder is not None
-        decode = _record_decode(config, step, plans, recorder, buckets.decode, device)
+        decode = _record_decode(config, step, plans, recorder, buckets.decode, device, ranks)
         stages.done("compile and record decode")
     if device.type == "cuda":
         warm_up_prefill(model, rows, plans, min(config.chunk_tokens, config.max_context_tokens), device)
@@ -130,6 +130,7 @@ def _record_decode(
     recorder: GraphRecorder,
     buckets: tuple[int, ...],
     device: torch.device,
+    ranks: "Ranks | None",
 ) -> CompiledDecode:
     """The decode step with its graphs, compiled if that can be done."""
     try:
@@ -137,6 +138,7 @@ def _record_decode(
     except Exception as error:
         if config.must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
             raise
+        _fall_back_together(ranks, "compile the decode step", "--compile-mode off", error)
         logger.warning(
             "this torch can't compile the decode step, so it goes into its graphs uncompiled; "
             "--compile-mode %s makes this an error. It said:",
@@ -192,6 +194,7 @@ def _record_prefill(
     except Exception as error:
         if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
             raise
+        _fall_back_together(ranks, "record prefill", "--max-graph-tokens 0", error)
         logger.warning(
             "prefill can't be recorded, so it runs uncaptured, which is slower for short prompts; "
             "--max-graph-tokens 0 asks for that, --strict-compile makes this an error. It said:",
@@ -199,3 +202,16 @@ def _record_prefill(
         )
         return None
     return graphs
+
+
+def _fall_back_together(ranks: "Ranks | None", what: str, instead: str, error: Exception) -> None:
+    """Return if all ranks are here because they can't do `what`.
+
+    Raises:
+        MinisglError: this one is alone, and the others wait for it in collectives that it will not reach.
+    """
+    if ranks is not None and not ranks.all_come(what):
+        raise MinisglError(
+            f"rank {ranks.rank} of --tp alone can't {what}, and all ranks must run the same; {instead} does "
+            f"without on all. It said: {error}"
+        ) from error

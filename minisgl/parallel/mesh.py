@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120
 """How long a rank waits for the others where they meet, and for a collective on CPU."""
+COME_TIMEOUT_S = 60
+"""How long a rank that can't go on as planned waits for the others to say the same."""
 LEAVE_TIMEOUT_S = 5
 """How long taking the group down may take."""
 
@@ -37,6 +39,8 @@ class Ranks:
     mesh: DeviceMesh
     """All ranks in one dimension, "tp"."""
     device: torch.device
+    store: Store
+    """Where they met."""
     memory: SharedMemory | None = None
     """What small sums go through; None on CPU, and where the GPUs can't reach each other."""
 
@@ -58,6 +62,24 @@ class Ranks:
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values; every rank must ask."""
         return _minimum(value, self.device)
+
+    def agree(self, value: int) -> bool:
+        """Whether all ranks have the same value; every rank must ask."""
+        return self.minimum(value) == -self.minimum(-value)
+
+    def all_come(self, place: str) -> bool:
+        """Whether all ranks call this with the same `place` within `COME_TIMEOUT_S`.
+
+        It takes no collective: a rank that does not come may be waiting in one.
+        """
+        self.store.set(f"{place}/{self.rank}", "here")
+        try:
+            self.store.wait(
+                [f"{place}/{rank}" for rank in range(self.size)], timedelta(seconds=COME_TIMEOUT_S)
+            )
+        except RuntimeError:  # how torch says that time is up
+            return False
+        return True
 
     def leave(self) -> None:
         """Take the process group down; collectives are over for this process.
@@ -109,7 +131,7 @@ def join(rank: int, size: int, store: Store, device: torch.device, *, one_host: 
     if device.type == "cuda" and one_host:
         name = mesh.get_group().group_name
         memory = share_memory(name, rank, size, device, lambda value: _minimum(value, device))
-    return Ranks(rank, size, mesh, device, memory)
+    return Ranks(rank, size, mesh, device, store, memory)
 
 
 def abort(ranks: Ranks | None) -> None:

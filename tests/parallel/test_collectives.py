@@ -14,7 +14,7 @@ from minisgl.parallel import collectives
 from minisgl.parallel.collectives import RankSum
 from minisgl.parallel.mesh import Ranks
 from triton_kernels import all_reduce as kernel
-from triton_kernels.all_reduce import Regions, region_bytes
+from triton_kernels.all_reduce import AllReduceConfig, Regions, clear_region, region_bytes
 from triton_kernels.rms_norm import add_rms_norm_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bench/tp_check.py checks it on GPUs")
@@ -35,7 +35,10 @@ class Memory:
 
 
 def shared_memory() -> torch.Tensor:
-    return torch.zeros((2, region_bytes(CAPACITY)), dtype=torch.uint8).share_memory_()
+    memory = torch.zeros((2, region_bytes(CAPACITY, 2)), dtype=torch.uint8).share_memory_()
+    for region in memory:
+        clear_region(region)
+    return memory
 
 
 def add_up(ranks: Ranks, memory: torch.Tensor, norm: bool, broken: bool) -> dict[str, Any]:
@@ -80,3 +83,12 @@ def test_sums_that_the_kernel_can_not_do_go_another_way(norm: bool, broken: bool
                 normed, expected = add_rms_norm_reference(expected, residual, torch.linspace(1, 2, 48), EPS)
                 torch.testing.assert_close(torch.from_numpy(y), normed)
             torch.testing.assert_close(torch.from_numpy(total), expected)
+
+
+def test_ranks_whose_tables_differ_leave_sums_to_the_process_group(tmp_path: Path) -> None:
+    def add_up_by_unlike_tables(ranks: Ranks, memory: torch.Tensor) -> dict[str, Any]:
+        collectives.all_reduce_config = lambda x, num_ranks: AllReduceConfig(1 + ranks.rank, 4)
+        return add_up(ranks, memory, True, False)
+
+    for seen in run_on_ranks(2, tmp_path, add_up_by_unlike_tables, shared_memory()):
+        assert (seen["prepared"], seen["calls"], seen["said"]) == ([], [], 1)
