@@ -23,6 +23,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_paged_decode_kernel": None,
     "_rms_norm_kernel": None,
     "_rope_store_kernel": None,
+    "_split_linear_kernel": None,
 }
 """Names of the kernels that may start early, each with the only kernel that may be before it; None = any.
 

@@ -9,7 +9,9 @@ gated_linear is what linear followed by silu_mul yields. Rows of x may be stride
 How: up to MAX_ROWS rows, as a decode step of a small batch has, reading the weights is all the work, and the
 kernel here does it. BLOCK_N rows of w at a time go through a tensor core as its tall operand, the M rows of x
 as its narrow one; a program owns its outputs from the first k to the last, so there are no partial sums to
-merge, and small tiles give every multiprocessor enough loads in flight. More rows are linear_many.py's, or
+merge, and small tiles give every multiprocessor enough loads in flight. Where outputs are few, the time is
+that of a program's products, each of which waits for the one before it: there the weight is the narrow
+operand, 8 outputs to a program, and the warps sum over different k. More rows are linear_many.py's, or
 torch's; float32 is torch's.
 
 A row's result is the same to the last bit alone and in any batch of up to MAX_ROWS rows.
@@ -39,12 +41,13 @@ MAX_ROWS = 16
 
 
 class LinearConfig(NamedTuple):
-    """A launch configuration of the kernel; one for all M, because it changes the order of sums."""
+    """A launch configuration of the kernels; one for all M, because it changes the order of sums."""
 
     block_n: int  # outputs per program
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1  # parts of block_k that are summed apart, each by one warp or some; 1 where gated
 
 
 def default_linear_config(num_outputs: int, width: int, gated: bool, shared_bytes: int) -> LinearConfig:
@@ -55,7 +58,11 @@ def default_linear_config(num_outputs: int, width: int, gated: bool, shared_byte
         width: K.
         shared_bytes: what a program may have; fewer stages where the wanted ones do not fit.
     """
-    if num_outputs > 4096:
+    if not gated and num_outputs <= 1024:
+        config = LinearConfig(8, 256, 4, 8, splits=4)
+    elif not gated and num_outputs <= 2048:
+        config = LinearConfig(8, 512, 2, 5, splits=2)
+    elif num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
     elif width <= 1024:
         config = LinearConfig(32 if gated else 16, 128, 2, 8)
@@ -142,11 +149,80 @@ def _linear_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & (outputs < OUT)[:, None])
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _split_linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    x_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Products are [splits, rows, part of k] x [splits, part of k, outputs]."""
+    PART: tl.constexpr = BLOCK_K // SPLITS
+    EVEN: tl.constexpr = (K % BLOCK_K == 0) and (N % BLOCK_N == 0)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    rows = tl.arange(0, BLOCK_M)
+    num_rows = after_predecessor(num_rows, EARLY)
+    there = rows < num_rows
+    x_ptrs = x_ptr + rows[None, :, None].to(tl.int64) * x_stride + lanes[:, None, :]
+    w_ptrs = w_ptr + outputs[None, None, :].to(tl.int64) * K + lanes[:, :, None]
+    acc = tl.zeros([SPLITS, BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if EVEN:
+            w = tl.load(w_ptrs + k0)
+            x = tl.load(x_ptrs + k0, there[None, :, None], other=0.0)
+        else:
+            inside = lanes < K - k0
+            w = tl.load(w_ptrs + k0, inside[:, :, None] & (outputs < N)[None, None, :], other=0.0)
+            x = tl.load(x_ptrs + k0, inside[:, None, :] & there[None, :, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    acc = let_next_start(acc, EARLY)  # not before: as above
+    y = tl.sum(acc, 0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + outputs, outputs < N, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + rows[:, None].to(tl.int64) * N + outputs[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), there[:, None] & (outputs < N)[None, :])
+
+
 def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
 ) -> Tensor:
     """The kernel, whatever the device; up to MAX_ROWS rows."""
-    return _launch(x, weight, bias, False, config or _config(x, weight, "linear"))
+    config = config or _config(x, weight, "linear")
+    if config.splits == 1:
+        return _launch(x, weight, bias, False, config)
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0]
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    _split_linear_kernel[(ceil_div(num_outputs, config.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        num_rows,
+        x.stride(0),
+        N=num_outputs,
+        K=width,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLITS=config.splits,
+        EARLY=can_start_early(x.device),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y
 
 
 def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:

@@ -44,6 +44,11 @@ def plain_matrices(shape: ModelShape) -> list[Matrix]:
 def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
     """For up to 16 rows."""
     tiles = (
+        (8, 256, 4, 8, 4),
+        (8, 512, 2, 5, 2),
+        (8, 1024, 4, 3, 4),
+        (16, 512, 2, 4, 2),
+        (16, 512, 4, 4, 4),
         (16, 256, 2, 4),
         (16, 256, 2, 8),
         (16, 256, 4, 4),
@@ -60,8 +65,9 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
     return [
         config
         for config in configs
-        if (config.block_n == 64 or outputs / config.block_n <= MOST_PROGRAMS)
-        and (config.block_n == 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
+        if not (gated and config.splits > 1)
+        and (config.block_n == 64 or outputs / config.block_n <= MOST_PROGRAMS)
+        and (config.block_n <= 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
         and linear_stage_bytes(config, gated) * config.num_stages <= SHARED_BYTES
     ]
 

@@ -182,7 +182,7 @@ def cases():
         )
         yield f"norm_router {tokens}x{width} to {experts}", call
     yield "silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336))
-    for outputs, width in ((4096, 14336), (6144, 4096), (128256, 4096)):
+    for outputs, width in ((1024, 3072), (4096, 14336), (6144, 4096), (128256, 4096)):
         name, weight = f"{outputs}x{width}", empty(outputs, width)
         yield "linear " + name, lambda w=weight: linear.linear_triton(empty(16, w.shape[1]), w)
     for outputs, width in ((6144, 1024), (28672, 4096)):

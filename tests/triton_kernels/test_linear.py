@@ -25,6 +25,10 @@ CASES = [
     ((MAX_ROWS, 130, 257), None),
     ((MAX_ROWS - 3, 130, 257), LinearConfig(16, 64, 2, 3)),
 ]
+SPLIT_CASES = [
+    ((1, 40, 512), LinearConfig(8, 128, 4, 3, splits=4)),
+    ((MAX_ROWS, 130, 257), LinearConfig(16, 64, 2, 3, splits=2)),
+]
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, in_bfloat16: float =
     assert (got.double() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize(("size", "config"), CASES)
+@pytest.mark.parametrize(("size", "config"), [*CASES, *SPLIT_CASES])
 def test_a_linear_layer_with_and_without_bias(size, config, device, dtype):
     rows, outputs, width = size
     x, weight, bias = inputs(rows, outputs, width, device, dtype)
@@ -67,20 +71,23 @@ def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, 
         assert_close(gated_linear(x, weight), expected, in_bfloat16=8e-3)
 
 
-def test_a_row_is_the_same_to_the_last_bit_alone_and_in_any_batch(device, dtype):
+@pytest.mark.parametrize("config", [None, LinearConfig(32, 64, 2, 3)])
+def test_a_row_is_the_same_to_the_last_bit_alone_and_in_any_batch(config, device, dtype):
     x, weight, _ = inputs(MAX_ROWS, 130, 257, device, dtype)
-    together = linear_triton(x, weight)
+    together = linear_triton(x, weight, config=config)
     for row in (0, 7, MAX_ROWS - 1):
-        assert torch.equal(linear_triton(x[row : row + 1], weight)[0], together[row])
+        assert torch.equal(linear_triton(x[row : row + 1], weight, config=config)[0], together[row])
 
 
-def test_nothing_beyond_the_rows_and_the_weights_is_used(device, dtype):
+@pytest.mark.parametrize("config", [None, LinearConfig(32, 64, 2, 3)])
+def test_nothing_beyond_the_rows_and_the_weights_is_used(config, device, dtype):
     x, weight, _ = inputs(3, 40, 96, device, dtype)
     stage = torch.full((8, 96), float("nan"), dtype=x.dtype, device=device)
     stage[:3] = x
     rows = torch.full((60, 96), float("nan"), dtype=x.dtype, device=device)
     rows[:40] = weight
-    assert torch.equal(linear_triton(stage[:3], rows[:40]), linear_triton(x, weight))
+    got = linear_triton(stage[:3], rows[:40], config=config)
+    assert torch.equal(got, linear_triton(x, weight, config=config))
 
 
 def test_more_rows_than_the_kernel_takes_are_torchs(device):
@@ -91,7 +98,7 @@ def test_more_rows_than_the_kernel_takes_are_torchs(device):
 @pytest.mark.parametrize("shared_bytes", [48 * 1024, 99 * 1024, 227 * 1024])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
-    for outputs, width in itertools.product((64, 4096, 6144, 14336, 151936), (576, 1024, 4096)):
+    for outputs, width in itertools.product((64, 1024, 4096, 6144, 14336, 151936), (576, 1024, 4096)):
         config = default_linear_config(outputs, width, gated, shared_bytes)
         tile = (2 if gated else 1) * config.block_n + MAX_ROWS
         assert config.num_stages >= 1
