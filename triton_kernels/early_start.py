@@ -55,6 +55,22 @@ def after_predecessor(number, EARLY: tl.constexpr):
 
 
 @triton.jit
+def start_next_and_wait(number, EARLY: tl.constexpr):
+    """`after_predecessor`, and the next kernel may start before that: where it is of few small programs."""
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, $1;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return number
+
+
+@triton.jit
 def let_next_start(values, EARLY: tl.constexpr):
     """`values`, float32; once all programs have them, or have ended, the next kernel may start.
 

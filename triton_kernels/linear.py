@@ -7,11 +7,11 @@ M rows, N outputs, K inputs, F = N / 2. Sums in float32, `round` being that to t
 gated_linear is what linear followed by silu_mul yields. Rows of x may be strided, w is [N, K], contiguous.
 
 How: up to MAX_ROWS rows, as a decode step of a small batch has, reading the weights is all the work, and the
-kernel here does it. BLOCK_N rows of w at a time go through a tensor core as its tall operand, the M rows of x
+kernels here do it. BLOCK_N rows of w at a time go through a tensor core as its tall operand, the M rows of x
 as its narrow one; a program owns its outputs from the first k to the last, so there are no partial sums to
 merge, and small tiles give every multiprocessor enough loads in flight. Where outputs are few, the time is
 that of a program's products, each of which waits for the one before it: there the weight is the narrow
-operand, 8 outputs to a program, and the warps sum over different k. More rows are linear_many.py's, or
+operand, 8 or 16 outputs to a program, and the warps sum over different k. More rows are linear_many.py's, or
 torch's; float32 is torch's.
 
 A row's result is the same to the last bit alone and in any batch of up to MAX_ROWS rows.
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start
+from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start, start_next_and_wait
 from triton_kernels.launch import ceil_div, max_shared_bytes
 from triton_kernels.linear_many import gated_linear_many, is_for_many, linear_many
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
@@ -62,6 +62,8 @@ def default_linear_config(num_outputs: int, width: int, gated: bool, shared_byte
         config = LinearConfig(8, 256, 4, 8, splits=4)
     elif not gated and num_outputs <= 2048:
         config = LinearConfig(8, 512, 2, 5, splits=2)
+    elif not gated and num_outputs < 4096 and width > 1024:
+        config = LinearConfig(16, 512, 2, 4, splits=2)
     elif num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
     elif width <= 1024:
@@ -117,7 +119,9 @@ def _linear_kernel(
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
-    num_rows = after_predecessor(num_rows, EARLY)
+    # Behind a gated layer comes a linear one, whose programs would be spread unevenly if they came while some
+    # of this kernel still run. What comes behind others is small: RoPE, a norm, a sum over ranks.
+    num_rows = after_predecessor(num_rows, EARLY) if GATED else start_next_and_wait(num_rows, EARLY)
     there = rows < num_rows
     x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]
     w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * K + lanes[None, :]
@@ -138,8 +142,8 @@ def _linear_kernel(
             else:
                 w = tl.load(w_ptrs + (OUT * K + k0), inside, other=0.0)
             up = tl.dot(w, x, up, input_precision="ieee")
-    # Not before: programs of the next kernel that come while others of this one run land unevenly.
-    acc = let_next_start(acc, EARLY)
+    if GATED:
+        acc = let_next_start(acc, EARLY)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -172,7 +176,7 @@ def _split_linear_kernel(
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, PART)[None, :]
     rows = tl.arange(0, BLOCK_M)
-    num_rows = after_predecessor(num_rows, EARLY)
+    num_rows = start_next_and_wait(num_rows, EARLY)
     there = rows < num_rows
     x_ptrs = x_ptr + rows[None, :, None].to(tl.int64) * x_stride + lanes[:, None, :]
     w_ptrs = w_ptr + outputs[None, None, :].to(tl.int64) * K + lanes[:, :, None]
@@ -186,7 +190,6 @@ def _split_linear_kernel(
             w = tl.load(w_ptrs + k0, inside[:, :, None] & (outputs < N)[None, None, :], other=0.0)
             x = tl.load(x_ptrs + k0, inside[:, None, :] & there[None, :, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    acc = let_next_start(acc, EARLY)  # not before: as above
     y = tl.sum(acc, 0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + outputs, outputs < N, other=0.0).to(tl.float32)[None, :]
