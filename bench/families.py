@@ -114,7 +114,8 @@ def check(
     renormalize = config.experts is not None and config.experts.renormalize
     errors = {}
     for kind in WEIGHTS:
-        theirs.to(dtype)
+        for parameter in theirs.parameters():  # not the buffers: RoPE's frequencies stay in float32
+            parameter.data = parameter.data.to(dtype)
         fill_weights(theirs, kind, generator, norms_less_one=config.norms_less_one)
         copy_weights(theirs, ours)
         errors[kind] = compare(ours, theirs, token_ids, run_block, backend, renormalize=renormalize)
