@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.early_start import between_kernels, can_start_early
+from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear import MAX_ROWS, linear, linear_reference
 from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference
@@ -71,7 +71,7 @@ def _norm_router_kernel(
     router_mask = (experts < E)[:, None] & inside[None, :]
     router = tl.load(router_ptr + experts[:, None] * width + columns[None, :], router_mask, other=0.0)
     weight = tl.load(weight_ptr + columns, inside, other=0.0)
-    row = between_kernels(tl.program_id(1), EARLY).to(tl.int64)
+    row = after_predecessor(tl.program_id(1), EARLY).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
     r = tl.load(residual_ptr + row * residual_stride + columns, inside, other=0.0).to(tl.float32)
     slot = tl.load(slot_mapping_ptr + row)
@@ -82,6 +82,8 @@ def _norm_router_kernel(
     normed = (wide * tl.rsqrt(mean_square + eps)).to(dtype)
     y = (normed.to(tl.float32) * weight.to(tl.float32)).to(dtype)
     logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1)
+    # Not before: programs of the next kernel that come while others of this one run land unevenly.
+    logits = let_next_start(logits, EARLY)
     logits = tl.where(slot < 0, float("-inf"), logits)
     tl.store(logits_ptr + row * E + experts, logits, experts < E)
     if tl.program_id(0) == 0:
