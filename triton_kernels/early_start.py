@@ -21,6 +21,8 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_linear_kernel": None,
     "_norm_router_kernel": None,
     "_paged_decode_kernel": None,
+    "_pairs_down_kernel": "_pairs_up_kernel",
+    "_pairs_up_kernel": None,
     "_rms_norm_kernel": None,
     "_rope_store_kernel": None,
     "_split_linear_kernel": None,

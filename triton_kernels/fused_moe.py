@@ -49,14 +49,20 @@ _TABLE = (  # pairs per expert up to which it is used (measured on an H200: M 20
     (1 << 62, MoeConfig(GemmConfig(128, 128, 64, 8, 4, 8), GemmConfig(128, 256, 64, 8, 4, 8))),
 )
 _FLOAT32 = MoeConfig(GemmConfig(32, 32, 32, 4, 2, 4), GemmConfig(32, 64, 32, 4, 2, 4))
-_ONE_TOKEN = PairsConfig()
-_FEW_TOKENS = PairsConfig(up_block_n=32, up_block_k=256)
+_PAIRS = PairsConfig()
+_PAIRS_OF_WIDE_EXPERTS = PairsConfig(up_block_n=2, down_block_n=1, down_block_k=1024, down_ahead=6)
+"""For fewer tiles, as the kernel has each in its code."""
 
 
-def default_moe_config(num_tokens: int, num_experts: int, top_k: int, element_size: int) -> MoeConfig:
+def default_moe_config(
+    num_tokens: int, num_experts: int, expert_width: int, top_k: int, element_size: int
+) -> MoeConfig:
     """The configuration used where no other is given."""
     if num_tokens <= 4:
-        return _SMALL._replace(pairs=_ONE_TOKEN if num_tokens == 1 else _FEW_TOKENS)
+        pairs = _PAIRS if expert_width <= 2048 else _PAIRS_OF_WIDE_EXPERTS
+        if element_size > 2:
+            pairs = pairs._replace(up_block_n=1, down_ahead=pairs.down_ahead // 2)
+        return _SMALL._replace(pairs=pairs)
     if element_size > 2:
         return _FLOAT32
     per_expert = num_tokens * top_k / num_experts
@@ -107,7 +113,7 @@ def fused_moe_triton(
 def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) -> MoeConfig:
     """The measured configuration for this shape on this GPU, or the default."""
     num_tokens, width = x.shape
-    default = default_moe_config(num_tokens, num_experts, top_k, x.element_size())
+    default = default_moe_config(num_tokens, num_experts, expert_width, top_k, x.element_size())
     near = (num_experts, width, expert_width)
     gate_up, down, pairs = tuned(default, "fused_moe", x.device, x.dtype, (top_k,), near, num_tokens)
     return MoeConfig(GemmConfig(*gate_up), GemmConfig(*down), PairsConfig(*pairs) if pairs else None)

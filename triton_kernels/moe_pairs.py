@@ -4,12 +4,16 @@
     out[t]       = sum over s of weight[t, s] * down[e] @ hidden[t, s]
 
 T tokens, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
-gate_up[e]. Routing as in moe_route.py, found anew by each program of the first launch: comparing all pairs
-of logits ranks them without a chain of reductions, and costs less than a launch. Float32 inside; hidden and
-out are rounded once each.
+gate_up[e]. Routing as in moe_route.py, found anew by each program, which costs less than a launch. Float32
+inside; hidden and out are rounded once each.
 
-Cost: the weights of each pair's expert: where tokens share an expert, once more from L2. Memory bound; matrix
-and vector are multiplied on the ordinary cores, straight from registers.
+How: reading the weights is all the work. Programs are single warps, so that nothing waits at barriers, each
+with a few rows of weights, whose next tiles are on their way into registers while the one before is
+multiplied on the ordinary cores. The second launch starts during the first, where the GPU can: it knows the
+experts, too, and fetches its first tiles of weights while the other still computes what they are multiplied
+with. Programs go through the tokens one after the other, and those of padding are over at once.
+
+Cost: the weights of each pair's expert: where tokens share an expert, once more from L2. Memory bound.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int
@@ -22,137 +26,194 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.moe_route import expert_lanes
+from triton_kernels.moe_route import NO_KEY, expert_lanes, key_logits, logit_keys
 
 
 class PairsConfig(NamedTuple):
-    """A launch configuration of moe_pairs; weights in flight are block_n * block_k of each matrix."""
+    """A launch configuration of moe_pairs; a tile is block_n rows and block_k columns of a matrix."""
 
-    up_block_n: int = 16
+    up_block_n: int = 4
     up_block_k: int = 512
-    up_warps: int = 4
-    down_block_n: int = 8
+    up_ahead: int = 1  # tiles, of gate and up each, that are on their way while one is multiplied
+    down_block_n: int = 2
     down_block_k: int = 256
-    down_warps: int = 8
-    overlap: bool = True  # start the second launch during the first
+    down_ahead: int = 12
 
 
 @triton.jit
-def _rank_experts(logits_ptr, ids, other_ids, E: tl.constexpr):
-    """(place of each expert by logit, the lowest id first among equals, softmax numerators, top logit)."""
+def _load_keys(logits_ptr, ids, E: tl.constexpr):
+    """The keys of a token's logits."""
     logits = tl.load(logits_ptr + ids, ids < E, other=float("-inf")).to(tl.float32)
-    other = tl.load(logits_ptr + other_ids, other_ids < E, other=float("-inf")).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("-inf"))
-    other = tl.where(other == other, other, float("-inf"))
-    ahead = other[:, None] > logits[None, :]
-    ahead = ahead | ((other[:, None] == logits[None, :]) & (other_ids[:, None] < ids[None, :]))
-    top = tl.max(logits, 0)
-    mass = tl.exp(logits - tl.where(top > float("-inf"), top, 0.0))
-    return tl.sum(ahead.to(tl.int32), 0), mass, top
+    return tl.where(ids < E, logit_keys(logits), NO_KEY)
 
 
 @triton.jit
+def _pick(keys, ids, BLOCK_E: tl.constexpr):
+    """(expert with the largest key, the lowest id first among equals; its key; the keys without it)."""
+    key = tl.max(keys, 0)
+    expert = tl.min(tl.where(keys == key, ids, BLOCK_E), 0)
+    return expert, key, tl.where(ids == expert, NO_KEY, keys)
+
+
+@triton.jit
+def _load_tile(ptrs, rows, lanes, k0, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Weights, which are read once; zeros beyond the matrix, unless it is EVEN."""
+    if EVEN:
+        return tl.load(ptrs + k0, eviction_policy="evict_first")
+    else:
+        inside = (rows < ROWS)[:, None] & (k0 + lanes < WIDTH)[None, :]
+        return tl.load(ptrs + k0, inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pairs_up_kernel(
     x_ptr,
     logits_ptr,
     gate_up_ptr,
     hidden_ptr,
+    num_tokens,
     x_stride,
     logits_stride,
     M: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_launch_dependents()
-    pair = tl.program_id(1)
-    token = (pair // TOP_K).to(tl.int64)
+    EVEN: tl.constexpr = M % BLOCK_K == 0 and F % BLOCK_N == 0
+    STEPS: tl.constexpr = (M + BLOCK_K - 1) // BLOCK_K
+    slot = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ids = tl.arange(0, BLOCK_E)
-    rank, _, top = _rank_experts(logits_ptr + token * logits_stride, ids, tl.arange(0, BLOCK_E), E)
-    if top > float("-inf"):
-        expert = tl.sum(tl.where(rank == pair % TOP_K, ids, 0), 0)
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        lanes = tl.arange(0, BLOCK_K)
-        gate_ptrs = gate_up_ptr + expert.to(tl.int64) * (2 * F * M) + columns[:, None] * M + lanes[None, :]
-        gate_sum = tl.zeros([BLOCK_N], tl.float32)
-        up_sum = tl.zeros([BLOCK_N], tl.float32)
-        for k0 in range(0, M, BLOCK_K):
-            if M % BLOCK_K == 0 and F % BLOCK_N == 0:
-                gate = tl.load(gate_ptrs + k0)
-                up = tl.load(gate_ptrs + F * M + k0)
-                x = tl.load(x_ptr + token * x_stride + k0 + lanes)
-            else:
-                mask = (columns < F)[:, None] & (k0 + lanes < M)[None, :]
-                gate = tl.load(gate_ptrs + k0, mask, other=0.0)
-                up = tl.load(gate_ptrs + F * M + k0, mask, other=0.0)
-                x = tl.load(x_ptr + token * x_stride + k0 + lanes, k0 + lanes < M, other=0.0)
-            x = x.to(tl.float32)[None, :]
-            gate_sum += tl.sum(gate.to(tl.float32) * x, 1)
-            up_sum += tl.sum(up.to(tl.float32) * x, 1)
-        hidden = gate_sum * tl.sigmoid(gate_sum) * up_sum
-        hidden_ptrs = hidden_ptr + pair.to(tl.int64) * F + columns
-        tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), columns < F)
+    lanes = tl.arange(0, BLOCK_K)
+    num_tokens = between_kernels(num_tokens, EARLY)
+    for token in range(num_tokens):
+        keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
+        expert, key, keys = _pick(keys, ids, BLOCK_E)
+        if key_logits(key) > float("-inf"):
+            for _ in range(slot):
+                expert, key, keys = _pick(keys, ids, BLOCK_E)
+            gate_ptrs = gate_up_ptr + expert.to(tl.int64) * (2 * F * M) + rows[:, None] * M + lanes[None, :]
+            gates = ()
+            ups = ()
+            for i in tl.static_range(AHEAD):
+                gate = _load_tile(gate_ptrs, rows, lanes, i * BLOCK_K, F, M, EVEN)
+                up = _load_tile(gate_ptrs + F * M, rows, lanes, i * BLOCK_K, F, M, EVEN)
+                gates = gates + (gate,)  # noqa: RUF005 (the compiler knows no star)
+                ups = ups + (up,)  # noqa: RUF005
+            gate_sum = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            up_sum = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            for i in tl.static_range(STEPS):
+                if i + AHEAD < STEPS:
+                    gate = _load_tile(gate_ptrs, rows, lanes, (i + AHEAD) * BLOCK_K, F, M, EVEN)
+                    up = _load_tile(gate_ptrs + F * M, rows, lanes, (i + AHEAD) * BLOCK_K, F, M, EVEN)
+                    gates = gates + (gate,)  # noqa: RUF005
+                    ups = ups + (up,)  # noqa: RUF005
+                x_ptrs = x_ptr + token * x_stride + i * BLOCK_K + lanes
+                x = tl.load(x_ptrs) if EVEN else tl.load(x_ptrs, i * BLOCK_K + lanes < M, other=0.0)
+                x = x.to(tl.float32)[None, :]
+                gate_sum += gates[i].to(tl.float32) * x
+                up_sum += ups[i].to(tl.float32) * x
+            gate = tl.sum(gate_sum, 1)
+            hidden = gate * tl.sigmoid(gate) * tl.sum(up_sum, 1)
+            hidden_ptrs = hidden_ptr + (token * TOP_K + slot) * F + rows
+            tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), rows < F)
 
 
 @triton.jit
+def _down_sum(
+    tiles,
+    matrices,
+    masses,
+    hidden_ptrs,
+    rows,
+    lanes,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    EVEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """A token's output before its division by the sum of the masses; the first `tiles` are on their way."""
+    STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i in tl.static_range(TOP_K * STEPS):
+        if i + AHEAD < TOP_K * STEPS:
+            ptrs = matrices[(i + AHEAD) // STEPS]
+            tile = _load_tile(ptrs, rows, lanes, (i + AHEAD) % STEPS * BLOCK_K, M, F, EVEN)
+            tiles = tiles + (tile,)  # noqa: RUF005
+        k0 = i % STEPS * BLOCK_K
+        ptrs = hidden_ptrs + (i // STEPS * F + k0)
+        hidden = tl.load(ptrs) if EVEN else tl.load(ptrs, k0 + lanes < F, other=0.0)
+        acc += tiles[i].to(tl.float32) * (hidden.to(tl.float32) * masses[i // STEPS])[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pairs_down_kernel(
     hidden_ptr,
     logits_ptr,
     down_ptr,
     out_ptr,
+    num_tokens,
     logits_stride,
     M: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    token = tl.program_id(1).to(tl.int64)
+    EVEN: tl.constexpr = F % BLOCK_K == 0 and M % BLOCK_N == 0
+    STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ids = tl.arange(0, BLOCK_E)
-    rank, mass, top = _rank_experts(logits_ptr + token * logits_stride, ids, tl.arange(0, BLOCK_E), E)
-    total = tl.sum(tl.where(rank < TOP_K, mass, 0.0), 0) if RENORMALIZE else tl.sum(mass, 0)
-    slots = tl.arange(0, BLOCK_S)
-    mine = slots[:, None] == rank[None, :]
-    expert = tl.sum(tl.where(mine, ids[None, :], 0), 1)
-    weights = tl.sum(tl.where(mine, mass[None, :], 0.0), 1) / total
-    routed = slots < tl.where(top > float("-inf"), TOP_K, 0)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, BLOCK_K)
-    rows = expert.to(tl.int64)[:, None] * M + columns[None, :]
-    down_ptrs = down_ptr + rows[:, :, None] * F + lanes[None, None, :]
-    hidden_ptrs = hidden_ptr + (token * TOP_K + slots)[:, None] * F + lanes[None, :]
-    row_mask = (routed[:, None] & (columns < M)[None, :])[:, :, None]
-    # The first weights are on their way while the other kernel still computes what they are multiplied with.
-    down = tl.load(down_ptrs, row_mask & (lanes < F)[None, None, :], other=0.0)
-    if OVERLAP:
-        gdc_wait()
-    acc = tl.zeros([BLOCK_S, BLOCK_N, BLOCK_K], tl.float32)
-    for k0 in tl.static_range(0, F, BLOCK_K):
-        in_row = k0 + lanes < F
-        if k0 > 0:
-            down = tl.load(down_ptrs + k0, row_mask & in_row[None, None, :], other=0.0)
-        hidden = tl.load(hidden_ptrs + k0, routed[:, None] & in_row[None, :], other=0.0)
-        acc += down.to(tl.float32) * hidden.to(tl.float32)[:, None, :]
-    out = tl.sum(tl.where(routed[:, None], tl.sum(acc, 2) * weights[:, None], 0.0), 0)
-    tl.store(out_ptr + token * M + columns, out.to(out_ptr.dtype.element_ty), columns < M)
-
-
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a kernel can start before the one it depends on has ended (from Hopper on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    for token in range(num_tokens):
+        # What the logits come from has ended: the other kernel lets this one start when it has waited for it.
+        keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
+        top = key_logits(tl.max(keys, 0))
+        somewhere = top > float("-inf")
+        all_masses = tl.where(ids < E, tl.exp(key_logits(keys) - top), 0.0)
+        total = 0.0 if RENORMALIZE else tl.sum(all_masses, 0)
+        matrices = ()
+        masses = ()
+        for _ in tl.static_range(TOP_K):
+            expert, key, keys = _pick(keys, ids, BLOCK_E)
+            mass = tl.exp(key_logits(key) - top)
+            if RENORMALIZE:
+                total += mass
+            tile_ptrs = down_ptr + expert.to(tl.int64) * (M * F) + rows[:, None] * F + lanes[None, :]
+            matrices = matrices + (tile_ptrs,)  # noqa: RUF005 (the compiler knows no star)
+            masses = masses + (mass,)  # noqa: RUF005
+        tiles = ()
+        wanted = tl.where(somewhere, rows, M)
+        for i in tl.static_range(AHEAD):
+            tile = _load_tile(matrices[i // STEPS], wanted, lanes, i % STEPS * BLOCK_K, M, F, False)
+            tiles = tiles + (tile,)  # noqa: RUF005
+        token = after_predecessor(token, EARLY)
+        out = tl.zeros([BLOCK_N], tl.float32)
+        if somewhere:
+            hidden_ptrs = hidden_ptr + token * (TOP_K * F) + lanes
+            out = _down_sum(
+                tiles, matrices, masses, hidden_ptrs, rows, lanes, M, F, EVEN, TOP_K, BLOCK_N, BLOCK_K, AHEAD
+            )
+            out = out / total
+        tl.store(out_ptr + token * M + rows, out.to(out_ptr.dtype.element_ty), rows < M)
 
 
 def moe_pairs_triton(
@@ -167,44 +228,48 @@ def moe_pairs_triton(
     """The whole mixture, [T, M] of x [T, M], logits [T, E], gate_up [E, 2F, M], down [E, M, F]."""
     num_tokens, width = x.shape
     num_experts, _, expert_width = down.shape
-    num_pairs = num_tokens * top_k
-    hidden = torch.empty((num_pairs, expert_width), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_tokens * top_k, expert_width), dtype=x.dtype, device=x.device)
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-    overlap = config.overlap and _can_overlap(x.device)
-    _pairs_up_kernel[(ceil_div(expert_width, config.up_block_n), num_pairs)](
+    early = can_start_early(x.device)
+    up_block_k = min(config.up_block_k, next_power_of_2(width))
+    down_block_k = min(config.down_block_k, next_power_of_2(expert_width))
+    _pairs_up_kernel[(ceil_div(expert_width, config.up_block_n), top_k)](
         x,
         logits,
         gate_up,
         hidden,
+        num_tokens,
         x.stride(0),
         logits.stride(0),
         width,
         expert_width,
         num_experts,
         top_k,
-        overlap,
         expert_lanes(num_experts),
         config.up_block_n,
-        min(config.up_block_k, next_power_of_2(width)),
-        num_warps=config.up_warps,
+        up_block_k,
+        min(config.up_ahead, ceil_div(width, up_block_k)),
+        early,
+        num_warps=1,
     )
-    _pairs_down_kernel[(ceil_div(width, config.down_block_n), num_tokens)](
+    _pairs_down_kernel[(ceil_div(width, config.down_block_n),)](
         hidden,
         logits,
         down,
         out,
+        num_tokens,
         logits.stride(0),
         width,
         expert_width,
         num_experts,
         top_k,
         renormalize,
-        overlap,
         expert_lanes(num_experts),
-        next_power_of_2(top_k),
         config.down_block_n,
-        min(config.down_block_k, next_power_of_2(expert_width)),
-        num_warps=config.down_warps,
-        launch_pdl=overlap,
+        down_block_k,
+        min(config.down_ahead, top_k * ceil_div(expert_width, down_block_k)),
+        early,
+        num_warps=1,
+        launch_pdl=early,
     )
     return out

@@ -53,6 +53,23 @@ def top_k_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tens
     return experts.int(), weights.masked_fill(nowhere, 0.0)
 
 
+NO_KEY = tl.constexpr(-(2**31))
+"""For lanes of no expert and lanes that were picked: the smallest integer, which is no logit's key."""
+
+
+@triton.jit
+def logit_keys(logits):
+    """int32 in the order of the float32 logits (-0 as 0, no NaN): a warp's maximum is one instruction."""
+    keys = (logits + 0.0).to(tl.int32, bitcast=True)
+    return keys ^ ((keys >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_logits(keys):
+    """The logits of these keys, float32."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _top_k_kernel(
     logits_ptr,
@@ -77,13 +94,8 @@ def _top_k_kernel(
     offsets = tokens.to(tl.int64)[:, None] * logits_stride + lanes[None, :]
     logits = tl.load(logits_ptr + offsets, in_range, other=float("-inf")).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("-inf"))
-    # Integers in the order of the floats (-0 as 0): a warp's maximum is one instruction. Only lanes of no
-    # expert and lanes that were picked hold the smallest integer, so that no expert is picked twice.
-    keys = (logits + 0.0).to(tl.int32, bitcast=True)
-    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
-    keys = tl.where(in_range, keys, -(2**31))
-    top_key = tl.max(keys, 1)
-    top = (top_key ^ ((top_key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    keys = tl.where(in_range, logit_keys(logits), NO_KEY)
+    top = key_logits(tl.max(keys, 1))
     somewhere = (top > float("-inf")) & (tokens < num_tokens)
     mass = tl.exp(logits - tl.where(somewhere, top, 0.0)[:, None])
     slots = tl.full([BLOCK_T, BLOCK_E], TOP_K, tl.int32)
@@ -92,7 +104,7 @@ def _top_k_kernel(
         lowest = tl.min(tl.where(best, lanes[None, :], BLOCK_E), 1)
         picked = lanes[None, :] == lowest[:, None]
         slots = tl.where(picked, slot, slots)
-        keys = tl.where(picked, -(2**31), keys)
+        keys = tl.where(picked, NO_KEY, keys)
     chosen = (slots < TOP_K) & in_range
     total = tl.sum(tl.where(chosen, mass, 0.0), 1) if RENORMALIZE else tl.sum(mass, 1)
     weights = tl.where(somewhere[:, None], mass / tl.where(somewhere, total, 1.0)[:, None], 0.0)

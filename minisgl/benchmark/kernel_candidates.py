@@ -221,10 +221,10 @@ def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:
 
 def _moe_candidates(shape: ModelShape) -> list[MoeConfig]:
     pairs = (
-        (16, 512, 4, 8, 256, 8),
-        (32, 256, 4, 8, 256, 8),
-        (32, 256, 8, 16, 256, 8),
-        (16, 256, 4, 16, 256, 4),
+        (2, 1024, 1, 2, 256, 12),
+        (4, 256, 3, 2, 256, 8),
+        (2, 512, 3, 1, 256, 12),
+        (1, 1024, 3, 1, 1024, 6),
     )
     products = (
         ((16, 32, 128, 4, 4, 1), (16, 64, 128, 4, 4, 1)),
@@ -390,7 +390,7 @@ TUNABLE = {
                 _token_cases(fused_moe_problem, MOE_TOKENS)(shape, on_gpu) if shape.experts else []
             ),
             default=lambda shape, size, element: default_moe_config(
-                size, shape.experts, shape.experts_per_token, element
+                size, shape.experts, shape.expert_width, shape.experts_per_token, element
             ),
             candidates=lambda shape, size: _moe_candidates(shape),
             launcher=fused_moe_triton,

@@ -167,7 +167,7 @@ def test_the_name_of_a_table_is_the_gpus() -> None:
 
 
 def test_configurations_inside_one_keep_their_place() -> None:
-    config = fused_moe.default_moe_config(1, 8, 2, 2)
+    config = fused_moe.default_moe_config(1, 8, 64, 2, 2)
     one = {**entry(0, 8), "config": as_dict(config)}
     choice = find_choice([one], "silu_mul", "bfloat16", (128,), (8,))
     assert choice is not None
