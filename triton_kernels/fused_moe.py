@@ -50,7 +50,7 @@ _TABLE = (  # pairs per expert up to which it is used (measured on an H200: M 20
 )
 _FLOAT32 = MoeConfig(GemmConfig(32, 32, 32, 4, 2, 4), GemmConfig(32, 64, 32, 4, 2, 4))
 _PAIRS = PairsConfig()
-_PAIRS_OF_WIDE_EXPERTS = PairsConfig(up_block_n=2, down_block_n=1, down_block_k=1024, down_ahead=6)
+_PAIRS_OF_WIDE_EXPERTS = PairsConfig(1, 1024, 1, 1, 1024, 6)
 """For fewer tiles, as the kernel has each in its code."""
 
 
