@@ -58,18 +58,20 @@ def default_linear_config(num_outputs: int, width: int, gated: bool, shared_byte
         width: K.
         shared_bytes: what a program may have; fewer stages where the wanted ones do not fit.
     """
-    if not gated and num_outputs <= 1024:
-        config = LinearConfig(8, 256, 4, 8, splits=4)
-    elif not gated and num_outputs <= 2048:
-        config = LinearConfig(8, 512, 2, 5, splits=2)
-    elif not gated and num_outputs < 4096 and width > 1024:
-        config = LinearConfig(16, 512, 2, 4, splits=2)
-    elif num_outputs > 4096:
+    if num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
+    elif gated:
+        config = LinearConfig(32, 128, 2, 8) if width <= 1024 else LinearConfig(32, 256, 2, 4)
+    elif num_outputs <= 1024:
+        config = LinearConfig(8, 256, 4, 8, splits=4)
+    elif num_outputs <= 2048:
+        config = LinearConfig(8, 512, 2, 5, splits=2)
     elif width <= 1024:
-        config = LinearConfig(32 if gated else 16, 128, 2, 8)
+        config = LinearConfig(16, 128, 2, 8)
+    elif num_outputs < 4096:
+        config = LinearConfig(16, 512, 2, 4, splits=2)
     else:
-        config = LinearConfig(32, 256, 2, 4) if gated else LinearConfig(16, 512, 2, 3)
+        config = LinearConfig(16, 512, 2, 3)
     stage_bytes = linear_stage_bytes(config, gated)
     return config._replace(num_stages=max(1, min(config.num_stages, shared_bytes // stage_bytes)))
 
@@ -202,30 +204,9 @@ def linear_triton(
 ) -> Tensor:
     """The kernel, whatever the device; up to MAX_ROWS rows."""
     config = config or _config(x, weight, "linear")
-    if config.splits == 1:
-        return _launch(x, weight, bias, False, config)
-    num_rows, width = x.shape
-    num_outputs = weight.shape[0]
-    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    _split_linear_kernel[(ceil_div(num_outputs, config.block_n),)](
-        x,
-        weight,
-        x if bias is None else bias,
-        y,
-        num_rows,
-        x.stride(0),
-        N=num_outputs,
-        K=width,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=MAX_ROWS,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLITS=config.splits,
-        EARLY=can_start_early(x.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    return y
+    if config.splits > 1:
+        return _launch_split(x, weight, bias, config)
+    return _launch(x, weight, bias, False, config)
 
 
 def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
@@ -251,6 +232,31 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
         BLOCK_M=MAX_ROWS,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        EARLY=can_start_early(x.device),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y
+
+
+def _launch_split(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> Tensor:
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0]
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    _split_linear_kernel[(ceil_div(num_outputs, config.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        num_rows,
+        x.stride(0),
+        N=num_outputs,
+        K=width,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=MAX_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLITS=config.splits,
         EARLY=can_start_early(x.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
