@@ -141,8 +141,8 @@ class SharedEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """int32 or int64 [T] -> [T, M]."""
         places = token_ids - self.first
-        elsewhere = (places < 0) | (places >= self.num_rows)
-        x = self.shard(places.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
+        inside = places.clamp(0, self.num_rows - 1)
+        x = torch.where((places == inside).unsqueeze(1), self.shard(inside), 0)
         return x if self.rank_sum is None else self.rank_sum(x)
 
 
