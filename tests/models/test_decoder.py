@@ -15,6 +15,7 @@ from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.config import ExpertsConfig, ModelConfig
 from minisgl.engine.compiled import compiled_block
 from minisgl.layers.moe import MoeMLP
+from minisgl.layers.norm import RMSNorm
 from minisgl.models.decoder import Decoder, MakeBlock
 from minisgl.models.gemma3 import Gemma3Block
 from minisgl.weights.dummy import fill_dummy
@@ -170,12 +171,32 @@ def test_tokens_without_a_slot_go_to_no_expert() -> None:
     assert isinstance(mixture, MoeMLP)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     norm = model.get_submodule("layers.0.post_attention_layernorm")
+    assert isinstance(norm, RMSNorm)
     every, stream = mixture.forward_add(x, x, norm, int32([3, 9, 5, 0]))
     some, _ = mixture.forward_add(x, x, norm, int32([3, -1, 5, -1]))
     torch.testing.assert_close(stream, 2 * x)
     torch.testing.assert_close(some[[0, 2]], every[[0, 2]])
     assert (every != 0).all()
     assert (some[[1, 3]] == 0).all()
+
+
+@pytest.mark.parametrize("op", ["add_rms_norm", "linear"])
+def test_an_op_in_the_place_of_ours_runs_in_front_of_experts_too(op: str) -> None:
+    model = tiny_decoder(tie_word_embeddings=True, experts=EXPERTS)
+    fill_dummy(model, seed=0)
+    calls = []
+
+    def theirs(*arguments: Any) -> Any:
+        calls.append(op)
+        return getattr(KERNELS, op)(*arguments)
+
+    norm, mixture = model.get_submodule("layers.0.post_attention_layernorm"), model.expert_layers()[0]
+    assert isinstance(norm, RMSNorm)
+    x, slots = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)), int32([3, -1, 5, 0])
+    expected = mixture.forward_add(x, x, norm, slots)
+    norm.kernels = mixture.kernels = KERNELS._replace(**{op: theirs})
+    torch.testing.assert_close(mixture.forward_add(x, x, norm, slots), expected)
+    assert calls == [op]
 
 
 def traceable_decoder(experts: ExpertsConfig | None = None, make_block: MakeBlock | None = None) -> Decoder:
