@@ -11,20 +11,22 @@ outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <=
 of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided; the D
 elements of a head lie next to each other.
 
-How: a row is cut into slices of `split_tokens` / 8 tokens, or longer ones where there would be more than
-2 * `max_splits`. Consecutive slices of about `split_tokens`, at least two, form a split, in which they are
-folded from left to right; eight splits, folded in the same way, are a node of a tree, eight such nodes the
-next, up to the row. Where the cuts lie depends on the row's own length and on nothing else. A unit of work is
-one (split, KV head), or, in a batch whose splits would leave most of the GPU idle, one (slice, KV head); then
-splits are nodes of the tree, too, and are folded with the same operations. So a row's result is the same to
-the last bit alone and in any batch.
+How: a row is cut into splits of `split_tokens`, or of twice, four times ... as many where there would be more
+than `max_splits`; the last one takes what is left over, up to half of another. Where all rows together have
+up to FEW_HEADS KV heads, splits are of `few_split_tokens` instead, or most of the GPU would idle. The splits
+of a row are the leaves of a tree: eight are folded from left to right to a node, eight nodes to the next, up
+to the row. So a row's result depends on the row and on which side of FEW_HEADS the batch is, to the last bit,
+and on nothing else.
 
-A fixed number of programs takes the units in turn, finding each by a prefix sum over context_len, so one
-captured grid serves all lengths. There are more programs than the GPU holds: the hardware starts one where
-another ends, which evens out units of unequal length. A program is one warp where one has registers enough:
-nothing waits at barriers, and while one program changes units the others keep the memory busy. The query
-heads are the columns of both products (scores are [keys, heads], outputs [head dim, heads]): tensor cores
-take 8 columns, but 16 rows.
+A unit of work is one (split, KV head). A fixed number of programs takes the units in turn, so one captured
+grid serves all lengths: first the full splits, each found by a prefix sum over context_len, then the last one
+of each row, for which no search is needed. There are more programs than the GPU holds: the hardware starts
+one where another ends, which evens out units of unequal length.
+
+A program is one warp where one has registers enough: nothing waits at barriers, and while one program changes
+units the others keep the memory busy. A tile is never masked in memory: a lane beyond the unit's end reads
+its last token, whose weight there is 0. The query heads are the columns of both products (scores are [keys,
+heads], outputs [head dim, heads]): tensor cores take 8 columns, but 16 rows.
 
 One kernel does it all. A program that is done with a unit leaves its softmax state in memory and counts its
 arrival at the tree's node above; the one that arrives last finds all states there, folds them and goes on
@@ -32,8 +34,7 @@ upwards. Nobody waits for anybody. The counters are zeros before and after a cal
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
 Scratch: D + 2 floats for each head and a counter for each KV head, for each split that the page table has
-room for (at most `max_splits` a row), or each slice of the few rows that may be taken slice by slice,
-whichever is more; what units of rows with several need of it is written and read.
+room for (at most `max_splits` a row); what rows with several splits need of it is written and read.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
@@ -53,9 +54,8 @@ from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
-_SLICES_PER_SPLIT = 8
-_FEW_UNITS_PER_SM = 2  # fewer, and the batch is taken slice by slice
 _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
+FEW_HEADS = 192
 MAX_SPLITS = 64
 
 
@@ -63,7 +63,8 @@ class DecodeConfig(NamedTuple):
     """A launch configuration of paged_decode; the first three fields change the last bits of results."""
 
     block_n: int  # keys per tile; at least 16 for each warp
-    split_tokens: int  # a multiple of 8 * block_n
+    split_tokens: int  # a multiple of block_n and a power of two
+    few_split_tokens: int  # the same where rows * KV heads <= FEW_HEADS; at most split_tokens
     max_splits: int  # per row; at most MAX_SPLITS
     num_warps: int
     num_stages: int
@@ -73,17 +74,15 @@ class DecodeConfig(NamedTuple):
 def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> DecodeConfig:
     """The configuration used where no other is given, as measured on an H200.
 
-    One warp where the outputs of a KV head's query heads leave it enough registers, 8 KiB per warp and tile,
-    and thrice the programs that a multiprocessor holds (8 warps).
+    One warp where the outputs of a KV head's query heads leave it enough registers.
     """
-    block_d = next_power_of_2(head_dim)
-    num_warps = max(1, block_d * _block_g(group) // 1024)
-    block_n = min(32, max(16, 2048 // block_d) * num_warps)
+    num_warps = max(1, next_power_of_2(head_dim) * _block_g(group) // 1024)
+    block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
-    two_tiles = 2 * (2 * block_n * block_d * element_size)
-    programs_per_sm = 3 * min(8 // num_warps, (200 << 10) // two_tiles)
-    return DecodeConfig(block_n, 1024, MAX_SPLITS, num_warps, num_stages=3, programs_per_sm=programs_per_sm)
+    return DecodeConfig(
+        block_n, 1024, 128, MAX_SPLITS, num_warps, num_stages=4, programs_per_sm=24 // num_warps
+    )
 
 
 def _block_g(group: int) -> int:
@@ -127,41 +126,35 @@ def paged_decode_reference(
 @triton.jit
 def _row_cuts(
     length,
+    log_split,
     window: tl.constexpr,
-    SLICE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SLICES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """How a row is cut; an empty row has one empty slice.
+    """How a row is cut into splits of 1 << log_split tokens or longer ones; an empty row is one empty split.
 
-    Returns (first seen token, begin of first slice, tokens per slice, slices per split, number of slices).
-    Slices begin at multiples of the tile, so that a tile lies in one page where pages are large enough.
+    Returns (first seen token, begin of the first split, log2 of the tokens per split, number of splits).
+    Splits begin at multiples of the tile, so that a tile lies in one page where pages are large enough.
     """
     start = tl.maximum(length - window, 0) if window > 0 else length * 0
     begin = start // BLOCK_N * BLOCK_N
     tokens = length - begin
-    slice_tokens = SLICE * tl.maximum((tokens + SLICE * MAX_SLICES - 1) // (SLICE * MAX_SLICES), 1)
-    per_split = tl.maximum(SPLIT // slice_tokens, 2)
-    num_slices = tl.maximum((tokens + slice_tokens - 1) // slice_tokens, 1)
-    return start, begin, slice_tokens, per_split, num_slices
+    log_tokens = log_split + tokens * 0
+    for i in tl.static_range(DOUBLINGS):
+        log_tokens += (tokens > (MAX_SPLITS << log_split << i)).to(tl.int32)
+    num_splits = tl.maximum((tokens + (1 << log_tokens >> 1)) >> log_tokens, 1)
+    return start, begin, log_tokens, num_splits
 
 
 @triton.jit
-def _fold(top, mass, acc, more_top, more_mass, more_acc, HEADS: tl.constexpr):
-    """The softmax state over two sets of keys from theirs; heads lie along axis HEADS of acc.
-
-    Slices are folded here in a loop over tiles and there from memory, and to the same bits: which products
-    are rounded before they are added is written out, not left to the compiler.
-    """
+def _fold(top, mass, acc, more_top, more_mass, more_acc):
+    """The softmax state over two sets of keys from theirs; both may be empty."""
     new_top = tl.maximum(top, more_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     old = tl.exp2(top - base)
     new = tl.exp2(more_top - base)
-    mass = tl.fma(mass, old, more_mass * new)
-    old_acc = tl.broadcast_to(tl.expand_dims(old, 1 - HEADS), acc.shape)
-    acc = tl.fma(acc, old_acc, more_acc * tl.expand_dims(new, 1 - HEADS))
-    return new_top, mass, acc
+    return new_top, mass * old + more_mass * new, acc * old[None, :] + more_acc * new[None, :]
 
 
 @triton.jit
@@ -194,12 +187,12 @@ def _paged_decode_kernel(
     page_table_stride,
     q_row_stride,
     q_head_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
+    k_page_stride: tl.constexpr,
+    k_token_stride: tl.constexpr,
+    k_head_stride: tl.constexpr,
+    v_page_stride: tl.constexpr,
+    v_token_stride: tl.constexpr,
+    v_head_stride: tl.constexpr,
     scale: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
@@ -207,12 +200,13 @@ def _paged_decode_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
-    SLICE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MAX_SLICES: tl.constexpr,
-    ROW_SLICES: tl.constexpr,
+    LOG_SPLIT: tl.constexpr,
+    LOG_FEW_SPLIT: tl.constexpr,
+    FEW_HEADS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     ROW_SPLITS: tl.constexpr,
-    FEW_UNITS: tl.constexpr,
+    ROW_FEW_SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -226,137 +220,122 @@ def _paged_decode_kernel(
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
+    few = num_rows * K <= FEW_HEADS
+    log_split = tl.where(few, LOG_FEW_SPLIT, LOG_SPLIT)
     # The searches load in the kernel's own body, because torch.compile takes a tensor that is loaded in a
     # function, and then decides where to store, for one that is written.
-    num_splits = tl.program_id(0) * 0
-    num_slices = tl.program_id(0) * 0
+    num_full = tl.program_id(0) * 0
     for r0 in range(0, num_rows, BLOCK_R):
         rows = r0 + tl.arange(0, BLOCK_R)
         lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-        _, _, _, per_split, slices = _row_cuts(lengths, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
-        slices = tl.where(rows < num_rows, slices, 0)
-        num_slices += tl.sum(slices, 0)
-        num_splits += tl.sum((slices + per_split - 1) // per_split, 0)
-    by_slice = num_splits * K < FEW_UNITS
-    num_units = tl.where(by_slice, num_slices, num_splits) * K
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        # The block of rows that holds the target-th (split or slice), then the row and what comes before it.
+        _, _, _, splits = _row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
+        num_full += tl.sum(splits - 1, 0)
+    for unit in range(tl.program_id(0), (num_full + num_rows) * K, tl.num_programs(0)):
+        # The row's full split that the unit is, or else its last: row 0's comes after all full ones.
         target = unit // K
-        rows = tl.arange(0, BLOCK_R) - BLOCK_R
-        lengths = tl.zeros([BLOCK_R], tl.int32)
-        lines = tl.zeros([BLOCK_R], tl.int32)
-        units = tl.zeros([BLOCK_R], tl.int32)
-        before = target * 0
-        total = target * 0
+        row = target - num_full
+        full_split = target * 0
+        first_row = target * 0
+        total = tl.where(row < 0, 0, target + 1)
         while total <= target:
-            rows += BLOCK_R
+            rows = first_row + tl.arange(0, BLOCK_R)
             lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
-            lines = tl.load(row_ids_ptr + rows, rows < num_rows, other=0)
-            _, _, _, per_split, slices = _row_cuts(lengths, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N)
-            per_unit = tl.where(by_slice, 1, per_split)
-            units = tl.where(rows < num_rows, (slices + per_unit - 1) // per_unit, 0)
-            before = total
-            total += tl.sum(units, 0)
-        ends = before + tl.cumsum(units, 0)
-        here = (ends - units <= target) & (target < ends)
-        row = tl.sum(tl.where(here, rows, 0), 0)
-        line = tl.sum(tl.where(here, lines, 0), 0)
-        length = tl.sum(tl.where(here, lengths, 0), 0)
-        part = target - tl.sum(tl.where(here, ends - units, 0), 0)
+            _, _, _, splits = _row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
+            ends = total + tl.cumsum(splits - 1, 0)
+            before = tl.sum((ends <= target).to(tl.int32), 0)
+            row = first_row + before
+            full_split = target - tl.max(tl.where(ends <= target, ends, total), 0)
+            total += tl.sum(splits - 1, 0)
+            first_row += BLOCK_R
         kv_head = target * 0 + unit % K
-        start, begin, slice_tokens, per_split, num_parts = _row_cuts(
-            length, window, SLICE, SPLIT, MAX_SLICES, BLOCK_N
+        length = tl.load(context_len_ptr + row)
+        line = tl.load(row_ids_ptr + row)
+        start, begin, log_tokens, num_splits = _row_cuts(
+            length, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N
         )
-        per_unit = tl.where(by_slice, 1, per_split)
-        num_parts = (num_parts + per_unit - 1) // per_unit
-        low = begin + part * per_unit * slice_tokens
-        high = tl.minimum(length, low + per_unit * slice_tokens)
+        split = tl.where(target < num_full, full_split, num_splits - 1)
+        low = begin + (split << log_tokens)
+        high = tl.where(split == num_splits - 1, length, low + (1 << log_tokens))
         pages_ptr = page_table_ptr + line.to(tl.int64) * page_table_stride
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
         # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
         # pipeline half its depth. Further ahead, and Triton would not pipeline the loop at all.
-        ahead = low if ONE_PAGE else low + keys
-        next_page = tl.load(pages_ptr + ahead // S, ahead < high, other=0)
+        last = high - 1
+        ahead = tl.minimum(low if ONE_PAGE else low + keys, last)
+        if window > 0:
+            ahead = tl.maximum(ahead, start)
+        next_page = tl.load(pages_ptr + ahead // S, low < high, other=0)
         heads = kv_head * G + group
         q_mask = (lanes < D)[:, None] & (group < G)[None, :]
         q_offsets = row.to(tl.int64) * q_row_stride + heads[None, :] * q_head_stride + lanes[:, None]
         q = tl.load(q_ptr + q_offsets, q_mask, other=0.0)
-        # State of the slice and of the unit's slices before it.
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_G], tl.float32)
+        masses = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # of the keys of a tile: summed up at the end
         acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
-        unit_top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        unit_mass = tl.zeros([BLOCK_G], tl.float32)
-        unit_acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
-        slice_end = low + slice_tokens
         for n0 in range(low, high, BLOCK_N):
             page = next_page.to(tl.int64)
-            ahead = n0 + BLOCK_N if ONE_PAGE else n0 + BLOCK_N + keys
-            next_page = tl.load(pages_ptr + ahead // S, ahead < high, other=0)
-            token = n0 + keys
-            seen = token < high
+            ahead = tl.minimum(n0 + BLOCK_N if ONE_PAGE else n0 + BLOCK_N + keys, last)
+            next_page = tl.load(pages_ptr + ahead // S)
+            seen = n0 + keys < high
+            # Places in the tile, those of unseen tokens moved to seen ones.
+            there = tl.minimum(keys, last - n0)
             if window > 0:
-                seen = seen & (token >= start)
+                seen = seen & (n0 + keys >= start)
+                there = tl.maximum(there, start - n0)
             if ONE_PAGE:
                 k_from = k_head_ptr + (page * k_page_stride + (n0 % S) * k_token_stride)
                 v_from = v_head_ptr + (page * v_page_stride + (n0 % S) * v_token_stride)
-                k_ptrs = k_from + ((keys * k_token_stride)[:, None] + lanes[None, :])
-                v_ptrs = v_from + ((keys * v_token_stride)[None, :] + lanes[:, None])
+                k_ptrs = (k_from + lanes)[None, :] + (there.to(tl.int64) * k_token_stride)[:, None]
+                v_ptrs = (v_from + lanes)[:, None] + (there.to(tl.int64) * v_token_stride)[None, :]
             else:
-                k_rows = page * k_page_stride + (token % S) * k_token_stride
-                v_rows = page * v_page_stride + (token % S) * v_token_stride
+                k_rows = page * k_page_stride + ((n0 + there) % S) * k_token_stride
+                v_rows = page * v_page_stride + ((n0 + there) % S) * v_token_stride
                 k_ptrs = k_head_ptr + k_rows[:, None] + lanes[None, :]
                 v_ptrs = v_head_ptr + v_rows[None, :] + lanes[:, None]
-            k = tl.load(k_ptrs, seen[:, None] & (lanes < D)[None, :], other=0.0)
-            scores = tl.dot(k, q, input_precision="ieee") * scale
+            k = tl.load(k_ptrs) if D == BLOCK_D else tl.load(k_ptrs, (lanes < D)[None, :], other=0.0)
+            v = tl.load(v_ptrs) if D == BLOCK_D else tl.load(v_ptrs, (lanes < D)[:, None], other=0.0)
+            scores = tl.dot(k, q, input_precision="ieee")
             if softcap > 0:
-                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-            scores = tl.where(seen[:, None], scores * _LOG2_E, float("-inf"))
+                scores = softcap * _LOG2_E * (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1)
+            else:
+                scores = scores * (scale * _LOG2_E)
+            scores = tl.where(seen[:, None], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 0))
-            # Only before a window can a tile be without a seen token.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top) if window > 0 else new_top
-            shrink = tl.exp2(top - base)
-            weights = tl.exp2(scores - base[None, :])
-            mass = mass * shrink + tl.sum(weights, 0)
-            v = tl.load(v_ptrs, seen[None, :] & (lanes < D)[:, None], other=0.0)
+            shrink = tl.exp2(top - new_top)
+            weights = tl.exp2(scores - new_top[None, :])
+            masses = masses * shrink[None, :] + weights
             acc = acc * shrink[None, :]
             acc = tl.dot(v, weights.to(v.dtype), acc, input_precision="ieee")
             top = new_top
-            if n0 + BLOCK_N >= tl.minimum(slice_end, high):
-                unit_top, unit_mass, unit_acc = _fold(unit_top, unit_mass, unit_acc, top, mass, acc, 1)
-                top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-                mass = tl.zeros([BLOCK_G], tl.float32)
-                acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
-                slice_end += slice_tokens
+        mass = tl.sum(masses, 0)
 
         # Up the tree, as far as this program is the last to arrive. A node's state goes where the first of
         # those it was folded from lay, `apart` places from the next node's.
-        first_place = (row.to(tl.int64) * K + kv_head) * tl.where(by_slice, ROW_SLICES, ROW_SPLITS)
+        first_place = (row.to(tl.int64) * K + kv_head) * tl.where(few, ROW_FEW_SPLITS, ROW_SPLITS)
         arrivals_here = arrivals_ptr + first_place
         acc_here = partial_acc_ptr + first_place * (G * D)
         sum_here = partial_sum_ptr + first_place * (2 * G)
-        fan = tl.where(by_slice, per_split, _FAN)
         apart = 1
-        num_nodes = num_parts
-        node = part
+        num_nodes = num_splits
+        node = split
         while num_nodes > 1:
-            parent = node // fan
-            first = parent * fan
-            num_below = tl.minimum(num_nodes - first, fan)
+            parent = node // _FAN
+            first = parent * _FAN
+            num_below = tl.minimum(num_nodes - first, _FAN)
             place = node * apart
             place_offsets = place * (G * D) + group[None, :] * D + lanes[:, None]
-            tl.store(acc_here + place_offsets, unit_acc, q_mask)
-            tl.store(sum_here + place * (2 * G) + group, unit_top, group < G)
-            tl.store(sum_here + place * (2 * G) + G + group, unit_mass, group < G)
+            tl.store(acc_here + place_offsets, acc, q_mask)
+            tl.store(sum_here + place * (2 * G) + group, top, group < G)
+            tl.store(sum_here + place * (2 * G) + G + group, mass, group < G)
             tl.debug_barrier()  # all threads have stored; the counter then makes it known to other programs
             arrived = tl.atomic_add(arrivals_here + parent, 1, sem="acq_rel", scope="gpu")
             if arrived == num_below - 1:
                 tl.store(arrivals_here + parent, 0)
-                unit_top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-                unit_mass = tl.zeros([BLOCK_G], tl.float32)
-                unit_acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+                top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+                mass = tl.zeros([BLOCK_G], tl.float32)
+                acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
                 for below in range(0, num_below, WIDE):
                     # Several at a time, as many as fit into registers: none waits for another's loads.
                     states = ()
@@ -366,17 +345,16 @@ def _paged_decode_kernel(
                         state = _load_state(acc_here, sum_here, place, there, lanes, group, G, D)
                         states = states + (state,)  # noqa: RUF005 (no unpacking in kernels)
                     for i in tl.static_range(WIDE):
-                        unit_top, unit_mass, unit_acc = _fold(unit_top, unit_mass, unit_acc, *states[i], 1)
+                        top, mass, acc = _fold(top, mass, acc, *states[i])
                 tl.debug_barrier()  # all threads have loaded what the next store overwrites
-                num_nodes = (num_nodes + fan - 1) // fan
+                num_nodes = (num_nodes + _FAN - 1) // _FAN
                 arrivals_here += num_nodes
-                apart *= fan
+                apart *= _FAN
                 node = parent
-                fan = _FAN
             else:
                 num_nodes = 0
         if num_nodes == 1:
-            done = unit_acc / tl.where(unit_mass > 0, unit_mass, 1.0)[None, :]
+            done = acc / tl.where(mass > 0, mass, 1.0)[None, :]
             out_offsets = (row.to(tl.int64) * H + heads)[None, :] * D + lanes[:, None]
             tl.store(out_ptr + out_offsets, done.to(out_ptr.dtype.element_ty), q_mask)
 
@@ -403,16 +381,16 @@ def paged_decode_triton(
         exact, near = (head_dim, group), (num_kv_heads, page_size)
         config = tuned(default, "paged_decode", q.device, q.dtype, exact, near)
     multiprocessors = num_multiprocessors(q.device)
-    few_units = multiprocessors * _FEW_UNITS_PER_SM
-    slice_tokens = max(config.block_n, config.split_tokens // _SLICES_PER_SPLIT)
-    # The most that the page table has room for; all splits of a row but its last exceed half of split_tokens.
+    # The most that the page table has room for.
     max_tokens = page_table.shape[1] * page_size
     if window > 0:
         max_tokens = min(max_tokens, window + config.block_n)
-    row_slices = min(2 * config.max_splits, ceil_div(max_tokens, slice_tokens))
-    row_splits = min(config.max_splits, ceil_div(max_tokens, ceil_div(config.split_tokens, 2)))
-    few_rows = min(num_rows, ceil_div(few_units, num_kv_heads))
-    max_units = num_kv_heads * max(num_rows * row_splits, few_rows * row_slices)
+    row_splits = min(config.max_splits, ceil_div(max_tokens, config.split_tokens))
+    row_few_splits = min(config.max_splits, ceil_div(max_tokens, config.few_split_tokens))
+    doublings = (ceil_div(max_tokens, config.few_split_tokens * config.max_splits) - 1).bit_length()
+    max_units = num_kv_heads * max(
+        num_rows * row_splits, min(num_rows, FEW_HEADS // num_kv_heads) * row_few_splits
+    )
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
     partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
@@ -448,12 +426,13 @@ def paged_decode_triton(
         num_kv_heads,
         head_dim,
         page_size,
-        slice_tokens,
-        config.split_tokens,
-        2 * config.max_splits,
-        row_slices,
+        config.split_tokens.bit_length() - 1,
+        config.few_split_tokens.bit_length() - 1,
+        FEW_HEADS,
+        config.max_splits,
+        doublings,
         row_splits,
-        few_units,
+        row_few_splits,
         _block_g(group),
         config.block_n,
         next_power_of_2(head_dim),
@@ -466,10 +445,15 @@ def paged_decode_triton(
     return out
 
 
-def num_arrivals(num_rows: int, num_kv_heads: int, device: torch.device) -> int:
+def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
     """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
-    few_rows = min(num_rows, ceil_div(num_multiprocessors(device) * _FEW_UNITS_PER_SM, num_kv_heads))
-    return num_kv_heads * max(num_rows * MAX_SPLITS, few_rows * 2 * MAX_SPLITS)
+    return num_kv_heads * num_rows * MAX_SPLITS
+
+
+def fewest_alike(num_rows: int, num_kv_heads: int) -> int:
+    """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows."""
+    few_rows = FEW_HEADS // num_kv_heads
+    return 1 if num_rows <= few_rows else few_rows + 1
 
 
 def paged_decode(
@@ -488,7 +472,7 @@ def paged_decode(
 
     k_cache and v_cache are [P, S, K, D], page_table int32 [B, C], row_ids and context_len int32 [R]. With
     window > 0 only the last `window` tokens are seen; softcap > 0 bends scores to softcap * tanh(s/softcap).
-    arrivals are at least num_arrivals(R, K, device) int32 zeros, which are zeros again afterwards: calls that
+    arrivals are at least num_arrivals(R, K) int32 zeros, which are zeros again afterwards: calls that
     follow each other on a stream may share them. None: new ones, which takes another launch.
     """
     if q.device.type == "cpu":

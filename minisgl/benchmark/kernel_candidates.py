@@ -188,22 +188,19 @@ def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
 
 
 def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
-    """One length of splits: it decides how a row is cut."""
+    """One way to cut rows: it changes the last bits of results."""
     tiles = (
-        (16, 1, 3, 8),
-        (16, 1, 3, 16),
         (16, 1, 3, 24),
+        (16, 1, 4, 12),
         (16, 1, 4, 24),
-        (32, 1, 3, 16),
-        (32, 1, 3, 24),
-        (32, 1, 4, 24),
-        (32, 2, 3, 9),
+        (16, 1, 4, 48),
+        (16, 1, 5, 24),
         (32, 2, 3, 12),
         (32, 2, 4, 12),
-        (64, 4, 3, 6),
     )
     return [
-        DecodeConfig(block_n, 1024, 64, warps, stages, programs) for block_n, warps, stages, programs in tiles
+        DecodeConfig(block_n, 1024, 128, 64, warps, stages, programs)
+        for block_n, warps, stages, programs in tiles
     ]
 
 

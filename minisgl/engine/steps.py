@@ -35,7 +35,7 @@ class DecodeStep(nn.Module):
         device = rows.page_table.device
         num_kv_heads = max(layer.num_kv_heads for layer in model.attention_layers())
         arrivals = torch.zeros(
-            num_arrivals(rows.max_rows + 1, num_kv_heads, device), dtype=torch.int32, device=device
+            num_arrivals(rows.max_rows + 1, num_kv_heads), dtype=torch.int32, device=device
         )
         self.register_buffer("arrivals", arrivals, persistent=False)
 

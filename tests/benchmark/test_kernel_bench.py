@@ -121,7 +121,7 @@ def test_baselines_compute_what_our_ops_do(op: str) -> None:
     case = next(case for case in _cases_of(find_shape("smollm2-135m"), False) if case.op == op)
     problem = case.build(CPU, torch.float32)
     plain = PLAIN_TORCH[op]
-    if op == "paged_decode":  # the check calls it with single rows, too, which may differ in the last bits
+    if op == "paged_decode":  # in other company its rows may differ in the last bits
         got = plain(*problem.arguments[0])
         assert torch.allclose(got, LAUNCHERS[op](*problem.arguments[0]), atol=1e-5)
     else:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
 
+import triton_kernels.paged_decode as decode
 from triton_kernels.paged_decode import (
     DecodeConfig,
     num_arrivals,
@@ -16,8 +17,16 @@ from triton_kernels.paged_decode import (
     paged_decode_triton,
 )
 
-TINY = DecodeConfig(block_n=16, split_tokens=64, max_splits=4, num_warps=1, num_stages=2, programs_per_sm=2)
-"""Slices of 16 tokens; of more in rows of more than 128."""
+TINY = DecodeConfig(
+    block_n=16,
+    split_tokens=64,
+    few_split_tokens=16,
+    max_splits=12,
+    num_warps=1,
+    num_stages=2,
+    programs_per_sm=2,
+)
+"""Splits of 64 tokens, in small batches of 16; of more in rows of more than 12 splits."""
 
 
 def arguments(batch: PagedBatch):
@@ -69,26 +78,38 @@ def test_kernel_equals_torch_attention(contexts, group, kv_heads, page_size, opt
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-4)
 
 
+def rows_of(batch: PagedBatch, rows: list[int]) -> PagedBatch:
+    """The batch of these rows alone, with the pools and the page table of all."""
+    return batch._replace(q=batch.q[rows], row_ids=batch.row_ids[rows], context_len=batch.context_len[rows])
+
+
 @pytest.mark.parametrize("window", [0, 40])
-def test_a_row_alone_equals_the_row_in_a_batch_to_the_last_bit(window, device):
-    """Alone, a row is taken slice by slice, but for the last, which has four splits; the batch is not."""
-    contexts = [100, 0, 16, 17, 65, 1, 130, 290]
-    copies = 1 if device == "cpu" else 40
-    batch = decode_batch(5, contexts * copies, 3, 1, 16, 4, 80, device=device)
-    together = paged_decode_triton(*arguments(batch), 0.25, window, config=TINY)
-    for r in range(len(contexts)):
-        alone = paged_decode_triton(
-            batch.q[r : r + 1],
-            batch.k_cache,
-            batch.v_cache,
-            batch.page_table,
-            batch.row_ids[r : r + 1],
-            batch.context_len[r : r + 1],
-            0.25,
-            window,
-            config=TINY,
-        )
-        assert torch.equal(alone[0], together[r])
+@pytest.mark.parametrize(
+    ("all_rows", "some_rows"),
+    [(range(8), [7]), (range(8), [5, 6, 1, 7]), (range(24), [*range(23, 6, -1)])],
+    ids=["alone", "few", "many"],
+)
+def test_a_row_is_the_same_to_the_last_bit_in_other_company(all_rows, some_rows, window, device, monkeypatch):
+    monkeypatch.setattr(decode, "FEW_HEADS", 16)
+    assert decode.fewest_alike(len(all_rows), 1) <= len(some_rows)
+    contexts = [100, 0, 16, 17, 65, 1, 130, 290] * 3
+    contexts[16:] = [95, 96, 97, 700, 768, 769, 800, 1]
+    batch = decode_batch(5, contexts, 3, 1, 16, 16, 52, device=device)
+    all_rows = list(all_rows)
+    together = paged_decode_triton(*arguments(rows_of(batch, all_rows)), 0.25, window, config=TINY)
+    apart = paged_decode_triton(*arguments(rows_of(batch, some_rows)), 0.25, window, config=TINY)
+    assert torch.equal(apart, together[[all_rows.index(row) for row in some_rows]])
+
+
+@pytest.mark.parametrize("few_heads", [30, 60])
+def test_a_large_batch_equals_torch_attention(few_heads, device, monkeypatch):
+    """More rows than are searched at once, cut into one to twelve splits."""
+    monkeypatch.setattr(decode, "FEW_HEADS", few_heads)
+    contexts = [3, 95, 96, 0, 64, 160, 161, 31] * 5
+    contexts[7], contexts[31], contexts[38] = 390, 768, 800
+    batch = decode_batch(7, contexts, 2, 1, 16, 16, 50, device=device)
+    got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(programs_per_sm=1)).cpu()
+    torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
 
 
 def test_a_result_does_not_depend_on_how_many_pages_a_row_may_have(device):
@@ -99,32 +120,13 @@ def test_a_result_does_not_depend_on_how_many_pages_a_row_may_have(device):
     assert torch.equal(narrow_out, wide_out)
 
 
-def test_more_rows_than_a_search_block(device):
-    contexts = [3] * 70
-    contexts[7], contexts[31], contexts[68] = 0, 80, 40
-    batch = decode_batch(7, contexts, 1, 1, 16, 16, 5, device=device)
-    got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(programs_per_sm=1)).cpu()
-    torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
-
-
 def test_rows_of_many_splits_are_folded_over_several_levels(device):
-    """80, 65 and 9 slices of 16 tokens: 40, 33 and 5 splits, in trees of three and two levels."""
-    config = DecodeConfig(16, split_tokens=16, max_splits=64, num_warps=1, num_stages=2, programs_per_sm=2)
-    batch = decode_batch(8, [1280, 1025, 130, 16], 3, 1, 16, 16, 90, device=device)
+    """64, 62 and 8 splits of 16 tokens or, for the longest row, 32."""
+    config = TINY._replace(max_splits=64)
+    batch = decode_batch(8, [1025, 990, 130, 2047], 3, 1, 16, 16, 128, device=device)
     together = paged_decode_triton(*arguments(batch), 0.25, config=config)
     expected = attention_by_sdpa(batch, 0.25)
     torch.testing.assert_close(together.cpu().double(), expected, atol=1e-5, rtol=1e-4)
-    alone = paged_decode_triton(
-        batch.q[1:2],
-        batch.k_cache,
-        batch.v_cache,
-        batch.page_table,
-        batch.row_ids[1:2],
-        batch.context_len[1:2],
-        0.25,
-        config=config,
-    )
-    assert torch.equal(alone[0], together[1])
 
 
 def test_calls_share_their_counters_and_leave_zeros(device):
@@ -132,7 +134,7 @@ def test_calls_share_their_counters_and_leave_zeros(device):
         decode_batch(9, [290, 0, 17], 4, 2, 16, 4, 80, device=device),
         decode_batch(10, [100] * 4, 4, 2, 16, 4, 80, device=device),
     ]
-    arrivals = torch.zeros(num_arrivals(4, 2, torch.device(device)), dtype=torch.int32, device=device)
+    arrivals = torch.zeros(num_arrivals(4, 2), dtype=torch.int32, device=device)
     for batch in (*batches, batches[0]):
         shared = paged_decode_triton(*arguments(batch), 0.25, arrivals=arrivals, config=TINY)
         assert torch.equal(shared, paged_decode_triton(*arguments(batch), 0.25, config=TINY))
