@@ -269,15 +269,16 @@ def _all_reduce_kernel(
 
 
 def all_reduce(x: Tensor, regions: Regions, config: AllReduceConfig) -> None:
-    """Put the sum of all ranks' x, contiguous [T, M], in its place; `config.shots` is 1 or 2."""
+    """Put the sum of all ranks' x, contiguous [T, M], at a multiple of 16 bytes, in its place; `config.shots`
+    is 1 or 2."""
     _launch(x, x, x, x, x, 0.0, regions, config, norm=False)
 
 
 def all_reduce_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, regions: Regions, config: AllReduceConfig
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of residual + the sum of all ranks' x, both contiguous [T, M], with weight [M]; returns
-    (normed, residual + sum). `config.shots` is 1 or 2."""
+    """RMSNorm of residual + the sum of all ranks' x, both contiguous [T, M], at multiples of 16 bytes, with
+    weight [M]; returns (normed, residual + sum). `config.shots` is 1 or 2."""
     y, new_residual = torch.empty_like(x), torch.empty_like(x)
     _launch(x, residual, weight, y, new_residual, eps, regions, config, norm=True)
     return y, new_residual
@@ -299,6 +300,7 @@ def _launch(
     num_ranks = regions.addresses.shape[0]
     assert x.is_contiguous()
     assert residual.is_contiguous()
+    assert x.data_ptr() % 16 == residual.data_ptr() % 16 == 0
     assert num_ranks <= MAX_RANKS
     assert x.numel() * x.element_size() <= regions.capacity
     if num_rows == 0:

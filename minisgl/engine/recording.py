@@ -83,7 +83,9 @@ def record_steps(
         Exception: what torch or Triton say, with `config.must_compile` or `config.strict_compile`.
     """
     buckets = buckets_of(config)
-    early_starts = can_start_early(device) and not config.kernel  # others' may have the names of ours
+    # Kernels of others may have the names of ours; behind sums of NCCL's nobody has tried it.
+    ours = not config.kernel and (ranks is None or ranks.memory is not None)
+    early_starts = can_start_early(device) and ours
     recorder = GraphRecorder(early_starts=early_starts) if buckets.num_graphs else None
     step = DecodeStep(model, rows)
     decode = prefill = None
