@@ -20,7 +20,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_all_reduce_kernel": None,
     "_linear_kernel": None,
     "_norm_router_kernel": None,
-    "_paged_decode_kernel": None,
+    "_paged_decode_kernel": "_rope_store_kernel",
     "_pairs_down_kernel": "_pairs_up_kernel",
     "_pairs_up_kernel": None,
     "_rms_norm_kernel": None,

@@ -214,7 +214,6 @@ def _paged_decode_kernel(
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    num_rows = after_predecessor(num_rows, EARLY)
     G: tl.constexpr = H // K
     ONE_PAGE: tl.constexpr = S % BLOCK_N == 0
     group = tl.arange(0, BLOCK_G)
@@ -257,8 +256,6 @@ def _paged_decode_kernel(
         low = begin + (split << log_tokens)
         high = tl.where(split == num_splits - 1, length, low + (1 << log_tokens))
         pages_ptr = page_table_ptr + line.to(tl.int64) * page_table_stride
-        k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
-        v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
         # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
         # pipeline half its depth. Further ahead, and Triton would not pipeline the loop at all.
@@ -267,6 +264,11 @@ def _paged_decode_kernel(
         if window > 0:
             ahead = tl.maximum(ahead, start)
         next_page = tl.load(pages_ptr + ahead // S, low < high, other=0)
+        # q, keys and values are from the kernel before, lengths and pages are not. Every row has a unit, so
+        # some program waits.
+        kv_head = after_predecessor(kv_head, EARLY)
+        k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
+        v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
         heads = kv_head * G + group
         q_mask = (lanes < D)[:, None] & (group < G)[None, :]
         q_offsets = row.to(tl.int64) * q_row_stride + heads[None, :] * q_head_stride + lanes[:, None]
