@@ -72,7 +72,9 @@ def early_edges(
     arriving = Counter(edge.target for edge in edges)
 
     def is_early(source: str | None, target: str | None) -> bool:
-        return source is not None and target in early and early[target] in (None, source)
+        if source is None or target is None or target not in early:
+            return False
+        return early[target] in (None, source)
 
     return [
         edge
