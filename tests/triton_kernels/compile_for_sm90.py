@@ -105,6 +105,7 @@ def compile_instead_of_launching(case: str):
             "cp_async": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
             "waits": ptx.count("griddepcontrol.wait"),
             "before_wait": len(MEMORY.findall(ptx.partition("griddepcontrol.wait")[0])),
+            "triggers_before_wait": "griddepcontrol.launch" in ptx.partition("griddepcontrol.wait")[0],
             **resources(compiled.asm["cubin"]),
             "seconds": round(time.perf_counter() - begin, 1),
         }
