@@ -62,7 +62,7 @@ MAX_SPLITS = 64
 class DecodeConfig(NamedTuple):
     """A launch configuration of paged_decode; the first three fields change the last bits of results."""
 
-    block_n: int  # keys per tile; at least 16 for each warp
+    block_n: int  # keys per tile; at least 16
     split_tokens: int  # a multiple of block_n and a power of two
     few_split_tokens: int  # the same where rows * KV heads <= FEW_HEADS; at most split_tokens
     max_splits: int  # per row; at most MAX_SPLITS
