@@ -5,10 +5,9 @@ layers with a window the tokens inside it, of experts those that the router sent
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minisgl.benchmark.kernel_timing import Ceilings
@@ -108,16 +107,23 @@ def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
     """
     counts: list[int] = []
 
-    def count(layer: Any, arguments: tuple[Tensor, Tensor]) -> None:
-        x, slot_mapping = arguments
-        logits = torch.nn.functional.linear(x[slot_mapping >= 0], layer.router)
-        counts.append(logits.topk(layer.config.experts_per_token, dim=1).indices.unique().numel())
+    def counting(fused_moe: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def count(
+            x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, *rest: bool
+        ) -> Tensor:
+            routed = logits[logits.amax(1) > float("-inf")]
+            counts.append(routed.topk(top_k, dim=1).indices.unique().numel())
+            return fused_moe(x, logits, gate_up, down, top_k, *rest)
 
-    hooks = [layer.register_forward_pre_hook(count) for layer in runner.model.expert_layers()]
+        return count
+
+    layers = [(layer, layer.kernels) for layer in runner.model.expert_layers()]
     try:
-        if hooks:
+        for layer, kernels in layers:
+            layer.kernels = kernels._replace(fused_moe=counting(kernels.fused_moe))
+        if layers:
             run()
     finally:
-        for hook in hooks:
-            hook.remove()
+        for layer, kernels in layers:
+            layer.kernels = kernels
     return sum(counts) / len(counts) if counts else 0.0

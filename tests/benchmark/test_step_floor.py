@@ -12,6 +12,7 @@ from minisgl.benchmark.step_floor import Costs, Work, experts_hit
 from minisgl.config import ExpertsConfig
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.layers.moe import MoeMLP
+from minisgl.layers.norm import RMSNorm
 
 COSTS = Costs(
     block_parameters=1000,
@@ -56,6 +57,8 @@ def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_a
         layer.router.copy_(torch.eye(8))  # a token goes to the experts of its two largest values
         nn.init.zeros_(layer.gate_up)
         nn.init.zeros_(layer.down)
+    norm = RMSNorm(8, 1e-6, torch.float32, torch.device("cpu"))
+    nn.init.ones_(norm.weight)
     model = SimpleNamespace(expert_layers=lambda: layers)
     runner = cast(ModelRunner, SimpleNamespace(model=model))
 
@@ -63,8 +66,11 @@ def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_a
         return torch.stack([torch.eye(8)[first] + torch.eye(8)[second] for first, second in pairs])
 
     def run() -> None:
-        layers[0](tokens((0, 1), (1, 2), (5, 6)), torch.tensor([3, 4, -1], dtype=torch.int32))
-        layers[1](tokens((0, 1), (2, 3), (4, 7)), torch.tensor([3, 4, 5], dtype=torch.int32))
+        for layer, x, slots in (
+            (layers[0], tokens((0, 1), (1, 2), (5, 6)), [3, 4, -1]),
+            (layers[1], tokens((0, 1), (2, 3), (4, 7)), [3, 4, 5]),
+        ):
+            layer.forward_add(x, torch.zeros_like(x), norm, torch.tensor(slots, dtype=torch.int32))
 
     assert experts_hit(runner, run) == (3 + 6) / 2
     layers.clear()
