@@ -157,16 +157,17 @@ def main() -> int:
     batches = tuple(map(int, arguments.batches.split(",")))
     prefills = tuple(map(int, arguments.prefills.split(",")))
     points = Points(batches, (arguments.context,), prefills, (0,), arguments.steps)
+    settings = {"model": arguments.model, "steps": arguments.steps, "num_prompts": arguments.num_prompts}
     rows = []
     with model_folder(base, cache_dir=None, progress=no_progress) as folder:
         for name in arguments.modes.split(","):
             row = measure_mode(name, replace(base, **MODES[name]), points, workload, folder)
             rows.append(row)
             print(format_table([row]), flush=True)
+            # After every mode: an interruption loses only the one that runs.
+            report = make_report("modes", arguments=settings, metrics={}, tables={"modes": rows})
+            deliver(report, OutputSettings(out=arguments.out, commit=arguments.commit), sys.stdout)
     print(f"\n{format_table(rows)}")
-    settings = {"model": arguments.model, "steps": arguments.steps, "num_prompts": arguments.num_prompts}
-    report = make_report("modes", arguments=settings, metrics={}, tables={"modes": rows})
-    deliver(report, OutputSettings(out=arguments.out, commit=arguments.commit), sys.stdout)
     return 0 if all(row["nan_changes_nothing"] for row in rows) else 1
 
 
