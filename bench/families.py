@@ -35,8 +35,8 @@ from minisgl.attention.backends import select
 from minisgl.attention.interface import AttentionInputs
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.engine.compiled import compiled_block
+from minisgl.hf_config import read_model_config
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import STANDARD_DEVIATION

@@ -32,8 +32,8 @@ from minisgl.benchmark.step import Points, measure_steps
 from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.hf_config import read_model_config
 from minisgl.messages import AddRequest
-from minisgl.model_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir

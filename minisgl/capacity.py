@@ -22,7 +22,7 @@ from minisgl.engine.memory import (
 )
 from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
 

@@ -24,14 +24,14 @@ from minisgl.config import (
     MIB,
     DeviceFacts,
     EngineConfig,
-    ModelConfig,
     ResolvedConfig,
     attention_place,
     resolve_engine_config,
     with_cache_dir,
 )
 from minisgl.errors import MinisglError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
+from minisgl.model_config import ModelConfig
 from minisgl.parallel.sizes import possible_sizes, rank_sizes
 from minisgl.weights.sources import resolve_model_folder
 

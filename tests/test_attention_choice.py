@@ -3,8 +3,9 @@
 import pytest
 
 from minisgl.attention_choice import NAMES, Backends, Place, available, choose, obstacle, parse
-from minisgl.config import DeviceFacts, EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
+from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.errors import ConfigError
+from minisgl.model_config import ModelConfig
 
 H200 = Place("cuda", (9, 0), "0.6.14", "bfloat16", 32, 8, 128, 16)
 MODEL = ModelConfig(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from minisgl.config import (
     DeviceFacts,
     EngineConfig,
-    ModelConfig,
     ResolvedConfig,
     ServerConfig,
     check_engine_config,
@@ -22,6 +21,7 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.flags import fields_of
+from minisgl.model_config import ModelConfig
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -18,7 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("minisgl", "triton_kernels", "compile_cache")
 
 SEAMS = {"errors", "log", "request", "config", "messages", "transport"}
-ENGINE_SIDE = {"kvcache", "scheduler", "parallel", "layers", "attention", "models", "weights", "model_config"}
+ENGINE_SIDE = {
+    "kvcache",
+    "scheduler",
+    "parallel",
+    "layers",
+    "attention",
+    "models",
+    "weights",
+    "model_config",
+    "hf_config",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # the bottom: what everyone may know
@@ -27,8 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fields": {"errors"},
     "request": {"errors", "log", "fields"},
     "attention_choice": {"errors"},
-    "config": {"errors", "log", "attention_choice"},
-    "model_config": {"errors", "log", "config"},
+    "model_config": set(),
+    "config": {"errors", "log", "attention_choice", "model_config"},
+    "hf_config": {"errors", "model_config"},
     "messages": {"request"},
     "transport": {"messages", "errors", "log"},
     # what decides: no torch
@@ -37,11 +48,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # what computes
     "triton_kernels": set(),
     "compile_cache": set(),
-    "parallel": {"errors", "log", "config", "model_config", "triton_kernels"},
+    "parallel": {"errors", "log", "model_config", "hf_config", "triton_kernels"},
     "attention": {"errors", "log", "attention_choice", "triton_kernels"},
-    "layers": {"errors", "log", "config", "triton_kernels", "attention"},
-    "models": {"errors", "log", "config", "parallel", "layers", "attention", "triton_kernels"},
-    "weights": {"errors", "log", "config", "parallel"},
+    "layers": {"errors", "log", "model_config", "triton_kernels", "attention"},
+    "models": {"errors", "log", "model_config", "parallel", "layers", "attention", "triton_kernels"},
+    "weights": {"errors", "log", "model_config", "parallel"},
     "engine": SEAMS | ENGINE_SIDE | {"attention_choice", "triton_kernels", "compile_cache", "__init__"},
     # what talks to people: no torch
     "text": {"errors", "log", "fields"},
@@ -57,12 +68,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention_choice",
         "config",
         "model_config",
+        "hf_config",
         "weights",
         "parallel",
         "engine",
         "__init__",
     },
-    "capacity": {"errors", "config", "model_config", "models", "parallel", "engine"},
+    "capacity": {"errors", "config", "model_config", "hf_config", "models", "parallel", "engine"},
     "benchmark": SEAMS
     | {
         "text",
@@ -73,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kvcache",
         "weights",
         "model_config",
+        "hf_config",
         "parallel",
     }
     | {"server", "__init__"},
@@ -99,7 +112,19 @@ NARROWER: dict[tuple[str, str], set[str]] = {
 """Where only these modules of a folder may be imported."""
 
 TORCH_FREE = (
-    SEAMS | {"kvcache", "scheduler", "text", "server", "model_config", "offline", "flags", "shell", "cli"}
+    SEAMS
+    | {
+        "kvcache",
+        "scheduler",
+        "text",
+        "server",
+        "model_config",
+        "hf_config",
+        "offline",
+        "flags",
+        "shell",
+        "cli",
+    }
 ) | {"fields", "attention_choice", "__init__", "__main__"}
 HEAVY = {"torch", "transformers", "triton"}
 

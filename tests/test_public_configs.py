@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig
 
-from minisgl.config import ModelConfig, RopeScaling
 from minisgl.errors import ModelError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
+from minisgl.model_config import ModelConfig, RopeScaling
 
 SIZES = {
     "hidden_size": 4096,

@@ -34,7 +34,7 @@ from minisgl.benchmark.report import (
 )
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
 from minisgl.benchmark.step_floor import Work, costs_of, experts_hit
-from minisgl.config import EngineConfig, ModelConfig
+from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.device import find_device_facts, peak_host_bytes
 from minisgl.engine.engine import Engine
@@ -44,7 +44,8 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.stages import load_ms
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.errors import ConfigError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
+from minisgl.model_config import ModelConfig
 from minisgl.parallel.sizes import rank_sizes
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
 from minisgl.weights.progress import Progress

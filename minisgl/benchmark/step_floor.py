@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from minisgl.benchmark.kernel_timing import Ceilings
-from minisgl.config import ModelConfig
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.model_config import ModelConfig
 
 
 class Work(NamedTuple):

@@ -14,7 +14,6 @@ from minisgl.attention_choice import TRITON, obstacle
 from minisgl.config import (
     DeviceFacts,
     EngineConfig,
-    ModelConfig,
     ResolvedConfig,
     attention_place,
     resolve_engine_config,
@@ -24,7 +23,8 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.rank import Rendezvous, build_rank
 from minisgl.engine.stages import OnStage, Stages
 from minisgl.errors import ConfigError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
+from minisgl.model_config import ModelConfig
 from minisgl.parallel.sizes import rank_sizes
 
 logger = logging.getLogger(__name__)

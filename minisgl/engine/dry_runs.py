@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minisgl.config import ModelConfig, ResolvedConfig
+from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import buckets_of
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.memory import estimate_activation_bytes
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minisgl.config import DTYPE_BYTES, GIB, MIB, ModelConfig, ResolvedConfig
+from minisgl.config import GIB, MIB, ResolvedConfig
 from minisgl.engine.logits import SLICE_ROWS, LogitTables
 from minisgl.errors import ConfigError
+from minisgl.model_config import DTYPE_BYTES, ModelConfig
 
 CPU_POOL_BYTES = 1 * GIB
 LIBRARY_RESERVE_BYTES = GIB // 2

@@ -20,7 +20,7 @@ from minisgl.engine.follower_link import START_TIMEOUT_S, FollowerConfig
 from minisgl.engine.node_link import Connection, Hello, RankEnded, Welcome, connect, model_digest
 from minisgl.engine.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
 
 logger = logging.getLogger(__name__)
 

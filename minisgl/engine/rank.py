@@ -20,7 +20,7 @@ from minisgl.attention.backends import build_backend
 from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
 from minisgl.attention_choice import parse
-from minisgl.config import ModelConfig, ResolvedConfig
+from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import buckets_of
 from minisgl.engine.compiled import KernelCompilations, import_compiler
@@ -44,6 +44,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.stages import Stages
 from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes

@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from minisgl.config import ExpertsConfig
 from minisgl.layers.norm import RMSNorm
+from minisgl.model_config import ExpertsConfig
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
 

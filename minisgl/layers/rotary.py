@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl.config import ModelConfig, RopeScaling
 from minisgl.errors import ModelError
+from minisgl.model_config import ModelConfig, RopeScaling
 
 
 def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, local: bool = False) -> Tensor:

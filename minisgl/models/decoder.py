@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs
-from minisgl.config import ModelConfig
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import FusedLinear, Linear
@@ -21,6 +20,7 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
+from minisgl.model_config import ModelConfig
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
 """`call_block`, or what computes the same."""

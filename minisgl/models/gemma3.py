@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs
-from minisgl.config import ModelConfig
 from minisgl.layers.mlp import GeluMLP
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder, SelfAttention, make_norm
 
 

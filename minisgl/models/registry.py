@@ -10,8 +10,8 @@ import torch
 
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Attend
-from minisgl.config import ModelConfig
 from minisgl.errors import ModelError
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.gemma3 import build_gemma3
 from minisgl.parallel.sizes import rank_sizes, vocabulary_rows
@@ -26,7 +26,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "Qwen3ForCausalLM": Decoder,
     "Qwen3MoeForCausalLM": Decoder,
 }
-"""The same names as `minisgl.model_config.FAMILIES`, which a test holds together."""
+"""The same names as `minisgl.hf_config.FAMILIES`, which a test holds together."""
 
 
 def build_model(

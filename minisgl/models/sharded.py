@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minisgl.config import ModelConfig
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Block, Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.collectives import RankSum, all_gather

@@ -5,9 +5,9 @@ Promise: every rank gets the same sizes, so all run the same step on tensors of 
 
 from dataclasses import replace
 
-from minisgl.config import ModelConfig
 from minisgl.errors import ConfigError
-from minisgl.model_config import EXPERT_TILE
+from minisgl.hf_config import EXPERT_TILE
+from minisgl.model_config import ModelConfig
 
 
 def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minisgl.config import ModelConfig
 from minisgl.errors import ModelError
+from minisgl.model_config import ModelConfig
 from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from minisgl.benchmark.kernel_timing import Ceilings
 from minisgl.benchmark.step_floor import Costs, Work, experts_hit
-from minisgl.config import ExpertsConfig
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.model_config import ExpertsConfig
 
 COSTS = Costs(
     block_parameters=1000,

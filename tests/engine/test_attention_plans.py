@@ -24,8 +24,8 @@ from minisgl.engine import build, recording
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import HostPageTable
+from minisgl.hf_config import read_model_config
 from minisgl.messages import AddRequest
-from minisgl.model_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
 

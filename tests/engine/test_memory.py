@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.config import GIB, DeviceFacts, EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
+from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.memory import check_weights_fit, page_bytes, plan_memory, special_steps_bytes
 from minisgl.errors import ConfigError
+from minisgl.model_config import ModelConfig
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.config import DeviceFacts, EngineConfig, ModelConfig, resolve_engine_config
+from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets
 from minisgl.engine.inputs import HostPageTable, Stager, build_prefill
 from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.recording import _record_prefill
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan

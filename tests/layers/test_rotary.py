@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from minisgl.config import ModelConfig, RopeScaling
 from minisgl.errors import ModelError
 from minisgl.layers.rotary import make_cos_sin
+from minisgl.model_config import ModelConfig, RopeScaling
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -12,10 +12,10 @@ from tiny_models import VOCAB_SIZE, PagedRunner, int32, load_ours, logits_of, ra
 
 from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import Attend, AttentionInputs
-from minisgl.config import ExpertsConfig, ModelConfig
 from minisgl.engine.compiled import compiled_block
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.model_config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder, MakeBlock
 from minisgl.models.gemma3 import Gemma3Block
 from minisgl.weights.dummy import fill_dummy

@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
+from minisgl.hf_config import FAMILIES, ROPE_TYPES
 from minisgl.messages import AddRequest
-from minisgl.model_config import FAMILIES, ROPE_TYPES
 from minisgl.models.decoder import Decoder
 from minisgl.request import SamplingParams
 

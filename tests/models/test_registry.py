@@ -8,7 +8,7 @@ import torch
 from tiny_models import random_model
 
 from minisgl.errors import ConfigError, ModelError
-from minisgl.model_config import FAMILIES, read_model_config
+from minisgl.hf_config import FAMILIES, read_model_config
 from minisgl.models.registry import BUILDERS, build_model
 
 

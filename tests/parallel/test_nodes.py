@@ -20,13 +20,14 @@ import torch
 from test_ranks import LIMIT_S, _gone, add, alive, build, run_to_the_end
 from tiny_models import random_model
 
-from minisgl.config import EngineConfig, ModelConfig, ResolvedConfig, resolve_engine_config
+from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine import node_link
 from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
 from minisgl.engine.node_link import Hello, NodeListener, RankEnded, Welcome, connect
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.model_config import read_model_config
+from minisgl.hf_config import read_model_config
+from minisgl.model_config import ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from minisgl.engine import follower_link, rank_processes
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import ConfigError, EngineDeadError
+from minisgl.hf_config import read_model_config
 from minisgl.messages import AddRequest
-from minisgl.model_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
 from minisgl.weights.progress import no_progress

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.compiled import compiled_block
 from minisgl.engine.memory import bytes_of
+from minisgl.hf_config import read_model_config
 from minisgl.layers.attention import Attention
-from minisgl.model_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
 from minisgl.models.sharded import ShardedTensors, share_out

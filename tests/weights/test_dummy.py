@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minisgl.attention.backends import select
-from minisgl.config import ModelConfig
+from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.weights.dummy import fill_dummy
 

@@ -16,9 +16,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from minisgl.config import RopeScaling
 from minisgl.errors import ModelError
-from minisgl.model_config import FAMILIES, Windows, read_model_config
+from minisgl.hf_config import FAMILIES, Windows, read_model_config
+from minisgl.model_config import RopeScaling
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
