@@ -51,7 +51,7 @@ from triton_kernels.tuning import tuned
 
 MAX_RANKS = 16
 MAX_PROGRAMS = 128
-"""Fewer than a GPU has multiprocessors, so that all of them run at once."""
+"""So few that all run at once: an H200 has 132 multiprocessors, smaller GPUs' hold several programs each."""
 
 # Places in a region: MAX_PROGRAMS counts of calls, whether this rank is released, the two buffers.
 _RELEASED = tl.constexpr(MAX_PROGRAMS)

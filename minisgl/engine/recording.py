@@ -84,7 +84,7 @@ def record_steps(
     """
     buckets = buckets_of(config)
     # Kernels of others may have the names of ours; behind sums of NCCL's nobody has tried it.
-    ours = not config.kernel and (ranks is None or ranks.memory is not None)
+    ours = not config.kernel and (ranks is None or ranks.sums_are_ours)
     early_starts = can_start_early(device) and ours
     recorder = GraphRecorder(early_starts=early_starts) if buckets.num_graphs else None
     step = DecodeStep(model, rows)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from minisgl.parallel.mesh import Ranks
+from minisgl.parallel.regions import SharedMemory
 from triton_kernels.all_reduce import (
     AllReduceConfig,
     Regions,
@@ -74,7 +75,7 @@ class RankSum(nn.Module):
             logger.warning(
                 "the ranks' GPUs or tuning tables differ, so NCCL does all sums, which takes longer"
             )
-            self.addresses = None
+            self._leave_memory(ranks.memory)
             return
         works, expected = True, ranks.size * (ranks.size + 1) // 2
         for config, x in inputs.items():
@@ -89,7 +90,12 @@ class RankSum(nn.Module):
             works = ranks.memory.has_settled() and bool((total == expected).all())
         if not ranks.minimum(works):
             logger.warning("sums through memory that the GPUs share don't work here, so NCCL does them all")
-            self.addresses = None
+            self._leave_memory(ranks.memory)
+
+    def _leave_memory(self, memory: SharedMemory) -> None:
+        """From now on through the process group."""
+        self.addresses = None
+        memory.in_use = False
 
     def forward(self, x: Tensor) -> Tensor:
         """x, contiguous [T, M], becomes the sum of all ranks' x."""

@@ -50,6 +50,11 @@ class Ranks:
         return self.mesh.get_group().group_name
 
     @property
+    def sums_are_ours(self) -> bool:
+        """Whether small sums go through `memory`, by our kernel."""
+        return self.memory is not None and self.memory.in_use
+
+    @property
     def regions(self) -> Regions | None:
         """Of `memory`."""
         return None if self.memory is None else self.memory.regions

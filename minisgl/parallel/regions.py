@@ -23,7 +23,11 @@ SETTLE_S = 30
 
 
 class SharedMemory:
-    """A rank's region and where it finds those of the others; all hold as long as this object lives."""
+    """A rank's region and where it finds those of the others; all hold as long as this object lives.
+
+    Attributes:
+        in_use: sums go through it; False as soon as it turns out that they can't.
+    """
 
     def __init__(self, group: str, rank: int, size: int, device: torch.device) -> None:
         self._region = symmetric_memory.empty(region_bytes(CAPACITY, size), dtype=torch.uint8, device=device)
@@ -33,6 +37,7 @@ class SharedMemory:
         handle = symmetric_memory.rendezvous(self._region, group)  # pyright: ignore[reportArgumentType]
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         self.regions = Regions(addresses, rank, CAPACITY)
+        self.in_use = True
         # Made now: allocating while a kernel waits for a rank that is gone might wait, too.
         self._stream = torch.cuda.Stream(device)
         self._release_flag = release_flag(self._region)

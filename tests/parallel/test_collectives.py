@@ -29,6 +29,7 @@ class Memory:
 
     def __init__(self, regions: Regions) -> None:
         self.regions = regions
+        self.in_use = True
 
     def has_settled(self) -> bool:
         return True
@@ -59,14 +60,14 @@ def add_up(ranks: Ranks, memory: torch.Tensor, norm: bool, broken: bool) -> dict
     collectives.logger.addFilter(lambda record: said.append(record) or True)
     rank_sum = RankSum(ranks)
     rank_sum.prepare(ranks, 48, torch.float32, eps=EPS if norm else None)
-    prepared, results = list(calls), []
+    prepared, results, ours = list(calls), [], ranks.sums_are_ours
     calls.clear()
     for num_rows in (1, 4, 5):
         x = torch.full((num_rows, 48), ranks.rank + 1.0)
         residual, weight = torch.arange(48.0).expand(num_rows, 48).contiguous(), torch.linspace(1, 2, 48)
         y, total = rank_sum.norm(x, residual, weight, EPS) if norm else (x, rank_sum(x))
         results.append((y.numpy(), total.numpy()))
-    return {"prepared": prepared, "calls": calls, "said": len(said), "results": results}
+    return {"prepared": prepared, "calls": calls, "said": len(said), "ours": ours, "results": results}
 
 
 @pytest.mark.parametrize(("norm", "broken"), [(True, False), (False, False), (True, True)])
@@ -75,7 +76,7 @@ def test_sums_that_the_kernel_can_not_do_go_another_way(norm: bool, broken: bool
     for one in seen:
         assert one["prepared"] == [1], "the default is the same for so few bytes"
         assert one["calls"] == ([] if broken else [1, 4])
-        assert one["said"] == broken
+        assert (one["said"], one["ours"]) == (broken, not broken)
         for num_rows, (y, total) in zip((1, 4, 5), one["results"], strict=True):
             expected = torch.full((num_rows, 48), 3.0)
             if norm:
@@ -91,4 +92,4 @@ def test_ranks_whose_tables_differ_leave_sums_to_the_process_group(tmp_path: Pat
         return add_up(ranks, memory, True, False)
 
     for seen in run_on_ranks(2, tmp_path, add_up_by_unlike_tables, shared_memory()):
-        assert (seen["prepared"], seen["calls"], seen["said"]) == ([], [], 1)
+        assert (seen["prepared"], seen["calls"], seen["said"], seen["ours"]) == ([], [], 1, False)
