@@ -148,7 +148,7 @@ def _as_bits(values, BITS: tl.constexpr):
 @triton.jit
 def _place(addresses_ptr, rank, offset, BITS: tl.constexpr):
     """An address in the region of a rank."""
-    pointer = tl.pointer_type(BITS)  # pyright: ignore[reportArgumentType]
+    pointer = tl.pointer_type(BITS)  # pyright: ignore[reportArgumentType] (a constexpr, not a dtype, to it)
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(pointer), 16)
 
 

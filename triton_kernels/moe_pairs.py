@@ -108,15 +108,15 @@ def _pairs_up_kernel(
                 gate = _load_tile(gate_ptrs, rows, lanes, i * BLOCK_K, F, M, EVEN)
                 up = _load_tile(gate_ptrs + F * M, rows, lanes, i * BLOCK_K, F, M, EVEN)
                 gates = gates + (gate,)  # noqa: RUF005 (the compiler knows no star)
-                ups = ups + (up,)  # noqa: RUF005
+                ups = ups + (up,)  # noqa: RUF005 (as above)
             gate_sum = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
             up_sum = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
             for i in tl.static_range(STEPS):
                 if i + AHEAD < STEPS:
                     gate = _load_tile(gate_ptrs, rows, lanes, (i + AHEAD) * BLOCK_K, F, M, EVEN)
                     up = _load_tile(gate_ptrs + F * M, rows, lanes, (i + AHEAD) * BLOCK_K, F, M, EVEN)
-                    gates = gates + (gate,)  # noqa: RUF005
-                    ups = ups + (up,)  # noqa: RUF005
+                    gates = gates + (gate,)  # noqa: RUF005 (as above)
+                    ups = ups + (up,)  # noqa: RUF005 (as above)
                 x_ptrs = x_ptr + token * x_stride + i * BLOCK_K + lanes
                 x = tl.load(x_ptrs) if EVEN else tl.load(x_ptrs, i * BLOCK_K + lanes < M, other=0.0)
                 x = x.to(tl.float32)[None, :]
@@ -151,7 +151,7 @@ def _down_sum(
         if i + AHEAD < TOP_K * STEPS:
             ptrs = matrices[(i + AHEAD) // STEPS]
             tile = _load_tile(ptrs, rows, lanes, (i + AHEAD) % STEPS * BLOCK_K, M, F, EVEN)
-            tiles = tiles + (tile,)  # noqa: RUF005
+            tiles = tiles + (tile,)  # noqa: RUF005 (as above)
         k0 = i % STEPS * BLOCK_K
         ptrs = hidden_ptrs + (i // STEPS * F + k0)
         hidden = tl.load(ptrs) if EVEN else tl.load(ptrs, k0 + lanes < F, other=0.0)
@@ -199,12 +199,12 @@ def _pairs_down_kernel(
                 total += mass
             tile_ptrs = down_ptr + expert.to(tl.int64) * (M * F) + rows[:, None] * F + lanes[None, :]
             matrices = matrices + (tile_ptrs,)  # noqa: RUF005 (the compiler knows no star)
-            masses = masses + (mass,)  # noqa: RUF005
+            masses = masses + (mass,)  # noqa: RUF005 (as above)
         tiles = ()
         wanted = tl.where(somewhere, rows, M)
         for i in tl.static_range(AHEAD):
             tile = _load_tile(matrices[i // STEPS], wanted, lanes, i % STEPS * BLOCK_K, M, F, False)
-            tiles = tiles + (tile,)  # noqa: RUF005
+            tiles = tiles + (tile,)  # noqa: RUF005 (as above)
         token = after_predecessor(token, EARLY)
         out = tl.zeros([BLOCK_N], tl.float32)
         if somewhere:
