@@ -2,7 +2,7 @@
 
     all_reduce(x)                 s = round(sum over ranks of x)
     all_reduce_norm(x, r, w)      s = round(round(sum over ranks of x) + r)
-                                  y = w * round(s / sqrt(mean(s^2) + eps));  returns (y, s)
+                                  y = round(w * s / sqrt(mean(s^2) + eps));  returns (y, s)
 
 N ranks, each with a GPU of its own; T rows, M width. Sums are float32 in the order of the ranks, so all of
 them get the same bits. T may be 0; then, as everywhere, all ranks must call with the same T.
@@ -256,8 +256,7 @@ def _all_reduce_kernel(
             tl.store(sum_ptr + at, total, mask)
             total = total.to(tl.float32)
             mean_square = tl.sum(total * total) / width
-            normed = total * tl.rsqrt(mean_square + eps)
-            y = normed.to(dtype).to(tl.float32) * weight
+            y = total * tl.rsqrt(mean_square + eps) * weight
             tl.store(y_ptr + at, y.to(dtype), mask)
         else:
             tl.store(sum_ptr + at, total, mask)
