@@ -1,7 +1,7 @@
 """The norm before a mixture of experts and its router, in one launch for the few rows of a decode step.
 
     s[t]          = round(x[t] + residual[t])
-    y[t]          = weight * round(s[t] / sqrt(mean(s[t]^2) + eps))
+    y[t]          = round(weight * s[t] / sqrt(mean(s[t]^2) + eps))
     logits[t, e]  = sum over m of y[t, m] * router[e, m];    -inf for a token without a slot, which is padding
 
 T tokens, M model width, E experts. Float32 inside, `round` being that to x's dtype, as in rms_norm.py; the
@@ -36,7 +36,6 @@ def add_rms_norm_router_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What add_rms_norm_router means, in plain torch."""
     y, new_residual = add_rms_norm_reference(x, residual, weight, eps)
-    y = y.to(x.dtype)
     return y, new_residual, masked_logits(linear_reference(y, router), slot_mapping)
 
 
@@ -79,8 +78,7 @@ def _norm_router_kernel(
     total = (x + r).to(dtype)
     wide = total.to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=0) / width
-    normed = (wide * tl.rsqrt(mean_square + eps)).to(dtype)
-    y = (normed.to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    y = (wide * tl.rsqrt(mean_square + eps) * weight.to(tl.float32)).to(dtype)
     logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1)
     # Not before: programs of the next kernel that come while others of this one run land unevenly.
     logits = let_next_start(logits, EARLY)
@@ -133,5 +131,4 @@ def add_rms_norm_router(
     if x.device.type == "cuda" and x.shape[0] <= MAX_ROWS:
         return add_rms_norm_router_triton(x, residual, weight, eps, router, slot_mapping)
     y, new_residual = add_rms_norm(x, residual, weight, eps)
-    y = y.to(x.dtype)
     return y, new_residual, masked_logits(linear(y, router), slot_mapping)

@@ -1,11 +1,12 @@
 """RMSNorm, alone and with the residual add in front of it; one read and one write of every element.
 
-    rms_norm(x, w)         y = w * round(x / sqrt(mean(x^2) + eps))
-    add_rms_norm(x, r, w)  s = round(x + r);  y = w * round(s / sqrt(mean(s^2) + eps));  returns (y, s)
+    rms_norm(x, w)         y = round(w * x / sqrt(mean(x^2) + eps))
+    add_rms_norm(x, r, w)  s = round(x + r);  y = round(w * s / sqrt(mean(s^2) + eps));  returns (y, s)
 
 T rows (tokens, or tokens times heads for q/k norm), M width. The arithmetic is float32; `round` is the
-rounding to the dtype of x, at the places where Hugging Face's Llama rounds. Any M up to 65,536, T may be
-0, rows may be strided (a slice of a wider tensor), elements of a row lie next to each other.
+rounding to the dtype of x. (Hugging Face's Llama rounds before it multiplies with w, too: half as precise.
+Its Gemma does not.) w may be of another dtype than x. Any M up to 65,536, T may be 0, rows may be strided (a
+slice of a wider tensor), elements of a row lie next to each other.
 
 Cost: 2*T*M elements moved for rms_norm, 4*T*M for add_rms_norm, about 4 FLOP an element: memory bound.
 """
@@ -42,7 +43,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """What rms_norm means, in plain torch."""
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -71,10 +72,8 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, columns < width, other=0.0)
     mean_square = tl.sum(x * x, axis=1) / width
-    normed = x * tl.rsqrt(mean_square + eps)[:, None]
-    dtype = y_ptr.dtype.element_ty
-    y = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
-    tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(dtype), mask)
+    y = x * tl.rsqrt(mean_square + eps)[:, None] * weight.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -105,8 +104,7 @@ def _add_rms_norm_kernel(
     tl.store(new_residual_ptr + rows[:, None] * width + columns[None, :], total, mask)
     total = total.to(tl.float32)
     mean_square = tl.sum(total * total, axis=1) / width
-    normed = total * tl.rsqrt(mean_square + eps)[:, None]
-    y = normed.to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
+    y = total * tl.rsqrt(mean_square + eps)[:, None] * weight.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(dtype), mask)
 
 

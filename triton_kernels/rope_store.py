@@ -1,17 +1,16 @@
 """From the qkv projection to attention: normalise and rotate q and k, store k and v in the pool, in one pass.
 
     slot = slot_mapping; (a, b) = the halves of a head's D elements, (c, s) = those of cos_sin[positions[t]]
-    normed(x, w)  = round(w * round(x / sqrt(mean(x^2) + eps)))         only where a weight w is given (Qwen3)
+    normed(x, w)  = w * x / sqrt(mean(x^2) + eps)                       only where a weight w is given (Qwen3)
     rotated(x)    = (a*c - b*s, b*c + a*s)                              (Llama's rotate-half pairing)
     q[t, h]                       = rotated(normed(qkv[t, h], wq))      0 <= h < H
     k_cache[page, offset, kh]     = rotated(normed(qkv[t, H + kh], wk)) page, offset = divmod(slot[t], S)
     v_cache[page, offset, kh]     = qkv[t, H + K + kh]
 
 T new tokens, H query heads, K KV heads, D head dim (even), P pages, S page size. Float32 inside, one rounding
-of q and k; a norm adds its two, `round` being that to the dtype of qkv, where Hugging Face's Qwen3 rounds. A
-token with slot_mapping -1 (padding) is not stored; its q is still written (rotated as at position 0, so that
-a padding token's position is never trusted). T may be 0. qkv rows and the pools' page, token and head strides
-are free; the elements of a head lie next to each other.
+of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not stored; its q is still written
+(rotated as at position 0, so that a padding token's position is never trusted). T may be 0. qkv rows and the
+pools' page, token and head strides are free; the elements of a head lie next to each other.
 
 Scaling of the angles (linear, dynamic, Llama 3, YaRN) is in the table; YaRN's attention factor is too, as a
 factor on both halves of its rows. A rotation of only part of a head is not: the table covers all D elements.
@@ -52,14 +51,13 @@ def rope_store_reference(
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
 
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x.to(table.dtype)
         if weight is None:
             return x
-        wide = x if x.dtype == torch.float64 else x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
 
     def rotated(x: Tensor) -> Tensor:
-        a, b = x.to(table.dtype).chunk(2, dim=-1)
+        a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 
     slots = slot_mapping[stored].long()
@@ -70,12 +68,10 @@ def rope_store_reference(
 
 
 @triton.jit
-def _normed(a, b, weight_a, weight_b, D: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of heads [N, D] given as halves a and b, rounded as Hugging Face rounds; float32."""
+def _normed(a, b, weight_a, weight_b, D: tl.constexpr, eps: tl.constexpr):
+    """RMSNorm of heads [N, D] given as halves a and b; float32."""
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-    a = (a * scale).to(dtype).to(tl.float32) * weight_a.to(tl.float32)[None, :]
-    b = (b * scale).to(dtype).to(tl.float32) * weight_b.to(tl.float32)[None, :]
-    return a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    return a * scale * weight_a.to(tl.float32)[None, :], b * scale * weight_b.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -140,7 +136,7 @@ def _rope_store_kernel(
     if Q_NORM:
         weight_a = tl.load(q_norm_ptr + lanes, in_half, other=0.0)
         weight_b = tl.load(q_norm_ptr + half + lanes, in_half, other=0.0)
-        a, b = _normed(a, b, weight_a, weight_b, D, eps, dtype)
+        a, b = _normed(a, b, weight_a, weight_b, D, eps)
     q_out = q_ptr + token * (H * D) + q_offsets
     tl.store(q_out, (a * cos - b * sin).to(dtype), q_mask)
     tl.store(q_out + half, (b * cos + a * sin).to(dtype), q_mask)
@@ -154,7 +150,7 @@ def _rope_store_kernel(
         if K_NORM:
             weight_a = tl.load(k_norm_ptr + lanes, in_half, other=0.0)
             weight_b = tl.load(k_norm_ptr + half + lanes, in_half, other=0.0)
-            k_a, k_b = _normed(k_a, k_b, weight_a, weight_b, D, eps, dtype)
+            k_a, k_b = _normed(k_a, k_b, weight_a, weight_b, D, eps)
         k_out = k_cache_ptr + page * k_page_stride + offset * k_token_stride
         k_out += kv_heads[:, None] * k_head_stride + lanes[None, :]
         tl.store(k_out, (k_a * cos - k_b * sin).to(dtype).to(k_cache_ptr.dtype.element_ty), kv_mask)

@@ -10,7 +10,8 @@ from triton_kernels.registry import KERNELS
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32; the weight is allocated, not initialised.
+    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once; the weight is allocated,
+    not initialised.
 
     Args:
         less_one: checkpoints hold the weight less 1 (Gemma), which `add_one` makes good. It is float32 then:
@@ -35,12 +36,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, M] -> [N, M]."""
-        return self.kernels.rms_norm(x, self.weight, self.eps).to(x.dtype)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), each [N, M]."""
-        y, residual = self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
-        return y.to(x.dtype), residual
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_one(self) -> None:
         """Called once, when what the checkpoint holds is in place."""
