@@ -31,12 +31,15 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.linear_few import FEW_ROWS, gated_linear_triton, linear_triton
 from triton_kernels.silu_mul import silu_mul
 from triton_kernels.tuning import has_entry, tuned
 
 MOST_ROWS = 256
 LARGE_WEIGHT = 1 << 27
 """Elements of a weight that takes so long to read that a launch costs nothing beside it."""
+LEAST_OUTPUTS = 4096
+"""From so many outputs on, up to FEW_ROWS rows are linear_few.py's; measured on an H200."""
 SUM_BLOCK = 512
 
 
@@ -208,6 +211,10 @@ def is_for_many(x: Tensor, weight: Tensor, op: str) -> bool:
     )
 
 
+def _are_few(x: Tensor, num_outputs: int) -> bool:
+    return x.device.type == "cuda" and x.shape[0] <= FEW_ROWS and num_outputs >= LEAST_OUTPUTS
+
+
 def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
     num_rows, width = x.shape
     if num_rows > MOST_ROWS or width % 8 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
@@ -222,7 +229,9 @@ def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
 
 @torch.library.custom_op("minisgl::linear_many", mutates_args=())
 def linear_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear, by what the table says is fastest for these rows."""
+    """linear, by what is fastest for these rows."""
+    if _are_few(x, weight.shape[0]):
+        return linear_triton(x, weight, bias)
     return linear_many_with(x, weight, bias, config=_config(x, weight, "linear_many"))
 
 
@@ -233,7 +242,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("minisgl::gated_linear_many", mutates_args=())
 def gated_linear_many(x: Tensor, weight: Tensor) -> Tensor:
-    """gated_linear, by what the table says is fastest for these rows."""
+    """gated_linear, by what is fastest for these rows."""
+    if _are_few(x, weight.shape[0] // 2):
+        return gated_linear_triton(x, weight)
     return gated_linear_many_with(x, weight, config=_config(x, weight, "gated_linear_many"))
 
 

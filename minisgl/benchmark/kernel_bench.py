@@ -54,7 +54,7 @@ from minisgl.benchmark.token_problems import (
 from minisgl.errors import ConfigError
 from triton_kernels.advance_rows import advance_rows_triton
 from triton_kernels.fused_moe import fused_moe_triton
-from triton_kernels.linear import gated_linear_triton, linear_triton
+from triton_kernels.linear_few import gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.moe_route import route_triton
 from triton_kernels.norm_router import add_rms_norm_router_triton

@@ -39,7 +39,7 @@ from minisgl.benchmark.token_problems import (
 )
 from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_triton
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
-from triton_kernels.linear import default_linear_config, gated_linear_triton, linear_triton
+from triton_kernels.linear_few import default_linear_config, gated_linear_triton, linear_triton
 from triton_kernels.linear_many import LIBRARY, gated_linear_many_with, linear_many_with
 from triton_kernels.moe_gemm import GemmConfig
 from triton_kernels.moe_pairs import PairsConfig
@@ -254,7 +254,7 @@ def _linear(
     gated = op == "gated_linear"
     return TunableOp(
         op=op,
-        files=("linear.py",),
+        files=("linear_few.py",),
         by_size=False,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from minisgl.benchmark.model_shapes import ModelShape
 from triton_kernels.launch import ceil_div
-from triton_kernels.linear import LinearConfig, linear_stage_bytes
+from triton_kernels.linear_few import MAX_ROWS, LinearConfig, linear_stage_bytes
 from triton_kernels.linear_many import TiledConfig
 
 SHARED_BYTES = 227 * 1024
@@ -68,7 +68,7 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
         if not (gated and config.splits > 1)
         and (config.block_n == 64 or outputs / config.block_n <= MOST_PROGRAMS)
         and (config.block_n <= 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
-        and linear_stage_bytes(config, gated) * config.num_stages <= SHARED_BYTES
+        and linear_stage_bytes(config, MAX_ROWS, gated) * config.num_stages <= SHARED_BYTES
     ]
 
 

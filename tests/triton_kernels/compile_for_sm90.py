@@ -24,7 +24,7 @@ from triton_kernels import (
     advance_rows,
     all_reduce,
     fused_moe,
-    linear,
+    linear_few,
     linear_many,
     norm_router,
     paged_decode,
@@ -185,10 +185,17 @@ def cases():
     yield "silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336))
     for outputs, width in ((1024, 3072), (4096, 14336), (6144, 4096), (128256, 4096)):
         name, weight = f"{outputs}x{width}", empty(outputs, width)
-        yield "linear " + name, lambda w=weight: linear.linear_triton(empty(16, w.shape[1]), w)
+        for rows in (16, 32):
+            x = empty(rows, width)
+            yield f"linear {rows} to {name}", functools.partial(linear_few.linear_triton, x, weight)
     for outputs, width in ((6144, 1024), (28672, 4096)):
         name, weight = f"{outputs}x{width}", empty(outputs, width)
-        yield "gated_linear " + name, lambda w=weight: linear.gated_linear_triton(empty(16, w.shape[1]), w)
+        for rows in (16, 32):
+            x = empty(rows, width)
+            yield (
+                f"gated_linear {rows} to {name}",
+                functools.partial(linear_few.gated_linear_triton, x, weight),
+            )
     for rows, outputs, gated, tile in (
         (32, 6144, False, (32, 64, 64, 2, 4, 8)),
         (64, 4096, False, (64, 128, 64, 4, 4, 6)),

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from triton_kernels.linear import (
+from triton_kernels.linear import gated_linear, linear
+from triton_kernels.linear_few import (
+    FEW_ROWS,
     MAX_ROWS,
     LinearConfig,
     default_linear_config,
-    gated_linear,
     gated_linear_triton,
-    linear,
     linear_triton,
+    more_rows_config,
 )
 from triton_kernels.registry import with_replacements
 
@@ -24,6 +25,8 @@ CASES = [
     ((5, 33, 64), LinearConfig(64, 32, 4, 2)),
     ((MAX_ROWS, 130, 257), None),
     ((MAX_ROWS - 3, 130, 257), LinearConfig(16, 64, 2, 3)),
+    ((MAX_ROWS + 3, 130, 257), None),
+    ((FEW_ROWS, 130, 257), LinearConfig(16, 64, 2, 3)),
 ]
 SPLIT_CASES = [
     ((1, 40, 512), LinearConfig(8, 128, 4, 3, splits=4)),
@@ -56,7 +59,7 @@ def test_a_linear_layer_with_and_without_bias(size, config, device, dtype):
     added = bias if rows % 2 else None
     expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
     assert_close(linear_triton(x, weight, added, config), expected)
-    if config is None:  # on a GPU the same kernel
+    if config is None:  # on a GPU the same kernel, up to MAX_ROWS rows
         assert_close(linear(x, weight, added), expected)
 
 
@@ -100,9 +103,11 @@ def test_more_rows_than_the_kernel_takes_are_torchs(device):
 def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
     for outputs, width in itertools.product((64, 1024, 4096, 6144, 14336, 151936), (576, 1024, 4096)):
         config = default_linear_config(outputs, width, gated, shared_bytes)
-        tile = (2 if gated else 1) * config.block_n + MAX_ROWS
-        assert config.num_stages >= 1
-        assert 2 * config.block_k * tile * config.num_stages <= shared_bytes
+        for_more = more_rows_config(outputs, gated, shared_bytes)
+        for rows, chosen in ((MAX_ROWS, config), (FEW_ROWS, for_more)):
+            tile = (2 if gated else 1) * chosen.block_n + rows
+            assert chosen.num_stages >= 1
+            assert 2 * chosen.block_k * tile * chosen.num_stages <= shared_bytes
 
 
 def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):

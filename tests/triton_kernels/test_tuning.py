@@ -14,7 +14,7 @@ import triton
 from triton_kernels import (
     all_reduce,
     fused_moe,
-    linear,
+    linear_few,
     linear_many,
     paged_decode,
     paged_prefill,
@@ -206,8 +206,8 @@ CONFIGS = {
     "add_rms_norm": rms_norm.NormConfig,
     "silu_mul": silu_mul.SiluMulConfig,
     "fused_moe": fused_moe.MoeConfig,
-    "linear": linear.LinearConfig,
-    "gated_linear": linear.LinearConfig,
+    "linear": linear_few.LinearConfig,
+    "gated_linear": linear_few.LinearConfig,
     "linear_many": linear_many.TiledConfig,
     "gated_linear_many": linear_many.TiledConfig,
 }

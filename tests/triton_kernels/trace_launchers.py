@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from triton_kernels import (
     advance_rows,
-    linear,
+    linear_few,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -103,8 +103,8 @@ def main() -> None:
         dynamic=(0,),
     )
     trace("silu_mul", silu_mul.silu_mul_triton, x, dynamic=(0,))
-    trace("linear", linear.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
-    trace("gated_linear", linear.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
+    trace("linear", linear_few.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
+    trace("gated_linear", linear_few.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
     trace(
         "add_rms_norm_router",
         lambda x, w, slots: norm_router.add_rms_norm_router_triton(x, x, w, 1e-5, torch.randn(8, 64), slots),

@@ -1,0 +1,263 @@
+"""A linear layer, plain and gated, over few rows: 1 to FEW_ROWS.
+
+    linear_triton:        as linear.linear
+    gated_linear_triton:  as linear.gated_linear
+
+M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous.
+
+How: with so few rows reading the weights is all the work. BLOCK_N rows of w at a time go through a tensor
+core as its tall operand, the M rows of x as its narrow one; a program owns its outputs from the first k to
+the last, so there are no partial sums to merge, and small tiles give every multiprocessor enough loads in
+flight. Where outputs are few, the time is that of a program's products, each of which waits for the one
+before it: there the weight is the narrow operand, 8 or 16 outputs to a program, and the warps sum over
+different k.
+
+A row's result is the same to the last bit alone and in any batch of up to MAX_ROWS rows, and in any batch of
+more, where other configurations add in another order.
+
+Cost: N*K elements read: memory bound. 2*M*N*K FLOP.
+"""
+
+# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start, start_next_and_wait
+from triton_kernels.launch import ceil_div, max_shared_bytes
+from triton_kernels.tuning import tuned
+
+MAX_ROWS = 16
+FEW_ROWS = 32
+"""Programs are for MAX_ROWS or for FEW_ROWS rows; a row more costs those beyond nothing."""
+
+
+class LinearConfig(NamedTuple):
+    """A launch configuration of the kernels; one for all M up to MAX_ROWS: it changes the order of sums."""
+
+    block_n: int  # outputs per program
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1  # parts of block_k that are summed apart, each by one warp or some; 1 where gated
+
+
+def default_linear_config(num_outputs: int, width: int, gated: bool, shared_bytes: int) -> LinearConfig:
+    """The configuration used where no other is given; measured on an H200.
+
+    Args:
+        num_outputs: what the kernel writes for each row: N, or N / 2 when `gated`.
+        width: K.
+        shared_bytes: what a program may have; fewer stages where the wanted ones do not fit.
+    """
+    if num_outputs > 4096:
+        config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
+    elif gated:
+        config = LinearConfig(32, 128, 2, 8) if width <= 1024 else LinearConfig(32, 256, 2, 4)
+    elif num_outputs <= 1024:
+        config = LinearConfig(8, 256, 4, 8, splits=4)
+    elif num_outputs <= 2048:
+        config = LinearConfig(8, 512, 2, 5, splits=2)
+    elif width <= 1024:
+        config = LinearConfig(16, 128, 2, 8)
+    elif num_outputs < 4096:
+        config = LinearConfig(16, 512, 2, 4, splits=2)
+    else:
+        config = LinearConfig(16, 512, 2, 3)
+    return _that_fits(config, MAX_ROWS, gated, shared_bytes)
+
+
+def more_rows_config(num_outputs: int, gated: bool, shared_bytes: int) -> LinearConfig:
+    """The configuration for more than MAX_ROWS rows, as `default_linear_config`."""
+    return _that_fits(LinearConfig(64, 128, 4, 4 if gated else 6), FEW_ROWS, gated, shared_bytes)
+
+
+def _that_fits(config: LinearConfig, rows: int, gated: bool, shared_bytes: int) -> LinearConfig:
+    stage_bytes = linear_stage_bytes(config, rows, gated)
+    return config._replace(num_stages=max(1, min(config.num_stages, shared_bytes // stage_bytes)))
+
+
+def _config(x: Tensor, weight: Tensor, op: str) -> LinearConfig:
+    """The tuned configuration of the op of this name, or its default."""
+    gated = op == "gated_linear"
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    if x.shape[0] > MAX_ROWS:
+        return more_rows_config(num_outputs, gated, max_shared_bytes(x.device))
+    default = default_linear_config(num_outputs, weight.shape[1], gated, max_shared_bytes(x.device))
+    return tuned(default, op, x.device, x.dtype, exact=(weight.shape[0], weight.shape[1]), near=())
+
+
+def linear_stage_bytes(config: LinearConfig, rows: int, gated: bool) -> int:
+    """Shared memory that one pipeline stage takes in programs for `rows` rows, for elements of two bytes."""
+    return 2 * config.block_k * (config.block_n * (2 if gated else 1) + rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    x_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    OUT: tl.constexpr = N // 2 if GATED else N
+    EVEN: tl.constexpr = (K % BLOCK_K == 0) and (OUT % BLOCK_N == 0)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, BLOCK_M)
+    # Behind a gated layer comes a linear one, whose programs would be spread unevenly if they came while some
+    # of this kernel still run. What comes behind others is small: RoPE, a norm, a sum over ranks.
+    num_rows = after_predecessor(num_rows, EARLY) if GATED else start_next_and_wait(num_rows, EARLY)
+    there = rows < num_rows
+    x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]
+    w_ptrs = w_ptr + outputs[:, None].to(tl.int64) * K + lanes[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if EVEN:
+            w = tl.load(w_ptrs + k0)
+            x = tl.load(x_ptrs + k0, there[None, :], other=0.0)
+        else:
+            inside = (outputs < OUT)[:, None] & (lanes < K - k0)[None, :]
+            w = tl.load(w_ptrs + k0, inside, other=0.0)
+            x = tl.load(x_ptrs + k0, there[None, :] & (lanes < K - k0)[:, None], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                w = tl.load(w_ptrs + (OUT * K + k0))
+            else:
+                w = tl.load(w_ptrs + (OUT * K + k0), inside, other=0.0)
+            up = tl.dot(w, x, up, input_precision="ieee")
+    if GATED:
+        acc = let_next_start(acc, EARLY)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
+        acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+    y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & (outputs < OUT)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _split_linear_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    x_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Products are [splits, rows, part of k] x [splits, part of k, outputs]."""
+    PART: tl.constexpr = BLOCK_K // SPLITS
+    EVEN: tl.constexpr = (K % BLOCK_K == 0) and (N % BLOCK_N == 0)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, SPLITS)[:, None] * PART + tl.arange(0, PART)[None, :]
+    rows = tl.arange(0, BLOCK_M)
+    num_rows = start_next_and_wait(num_rows, EARLY)
+    there = rows < num_rows
+    x_ptrs = x_ptr + rows[None, :, None].to(tl.int64) * x_stride + lanes[:, None, :]
+    w_ptrs = w_ptr + outputs[None, None, :].to(tl.int64) * K + lanes[:, :, None]
+    acc = tl.zeros([SPLITS, BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        if EVEN:
+            w = tl.load(w_ptrs + k0)
+            x = tl.load(x_ptrs + k0, there[None, :, None], other=0.0)
+        else:
+            inside = lanes < K - k0
+            w = tl.load(w_ptrs + k0, inside[:, :, None] & (outputs < N)[None, None, :], other=0.0)
+            x = tl.load(x_ptrs + k0, inside[:, None, :] & there[None, :, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    y = tl.sum(acc, 0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + outputs, outputs < N, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + rows[:, None].to(tl.int64) * N + outputs[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), there[:, None] & (outputs < N)[None, :])
+
+
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
+) -> Tensor:
+    """The kernel, whatever the device; up to FEW_ROWS rows."""
+    config = config or _config(x, weight, "linear")
+    if config.splits > 1:
+        return _launch_split(x, weight, bias, config)
+    return _launch(x, weight, bias, False, config)
+
+
+def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
+    """The kernel, whatever the device; up to FEW_ROWS rows."""
+    return _launch(x, weight, None, True, config or _config(x, weight, "gated_linear"))
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: LinearConfig) -> Tensor:
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    _linear_kernel[(ceil_div(num_outputs, config.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        num_rows,
+        x.stride(0),
+        N=weight.shape[0],
+        K=width,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        BLOCK_M=MAX_ROWS if num_rows <= MAX_ROWS else FEW_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EARLY=can_start_early(x.device),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y
+
+
+def _launch_split(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> Tensor:
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0]
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    _split_linear_kernel[(ceil_div(num_outputs, config.block_n),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        num_rows,
+        x.stride(0),
+        N=num_outputs,
+        K=width,
+        HAS_BIAS=bias is not None,
+        BLOCK_M=MAX_ROWS if num_rows <= MAX_ROWS else FEW_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLITS=config.splits,
+        EARLY=can_start_early(x.device),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y
