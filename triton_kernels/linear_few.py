@@ -75,7 +75,11 @@ def default_linear_config(num_outputs: int, width: int, gated: bool, shared_byte
 
 def more_rows_config(num_outputs: int, gated: bool, shared_bytes: int) -> LinearConfig:
     """The configuration for more than MAX_ROWS rows, as `default_linear_config`."""
-    return _that_fits(LinearConfig(64, 128, 4, 4 if gated else 6), FEW_ROWS, gated, shared_bytes)
+    if num_outputs <= 1024 and not gated:
+        config = LinearConfig(8, 256, 4, 6, splits=4)
+    else:
+        config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
+    return _that_fits(config, FEW_ROWS, gated, shared_bytes)
 
 
 def _that_fits(config: LinearConfig, rows: int, gated: bool, shared_bytes: int) -> LinearConfig:

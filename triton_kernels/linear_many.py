@@ -1,4 +1,4 @@
-"""A linear layer, plain and gated, over the rows of a large decode batch: 17 to MOST_ROWS.
+"""A linear layer, plain and gated, over the rows of a larger decode batch: up to MOST_ROWS.
 
     linear_many:        as linear.linear
     gated_linear_many:  as linear.gated_linear
@@ -10,9 +10,10 @@ fetched by the copy engine (TMA) several steps ahead. Where outputs are too few 
 busy, SPLITS programs share the sum over k; their partial sums go through memory, and a second kernel adds
 them in order, so that results do not depend on timing.
 
-Which configuration is fastest, and whether torch's own product is, depends on shape and rows: the tuning
-table knows, and without an entry it is torch's. A row's result is the same to the last bit in any batch
-that has the same configuration; another configuration adds in another order.
+Up to FEW_ROWS rows are linear_few.py's. For more, which configuration is fastest, and whether torch's own
+product is, depends on shape and rows: the tuning table knows, and without an entry it is torch's. A row's
+result is the same to the last bit in any batch that has the same configuration; another configuration adds in
+another order.
 
 Cost: N*K elements read, x once for every BLOCK_N outputs: memory bound up to about 200 rows. 2*M*N*K FLOP.
 """
@@ -38,8 +39,6 @@ from triton_kernels.tuning import has_entry, tuned
 MOST_ROWS = 256
 LARGE_WEIGHT = 1 << 27
 """Elements of a weight that takes so long to read that a launch costs nothing beside it."""
-LEAST_OUTPUTS = 4096
-"""From so many outputs on, up to FEW_ROWS rows are linear_few.py's; measured on an H200."""
 SUM_BLOCK = 512
 
 
@@ -211,8 +210,8 @@ def is_for_many(x: Tensor, weight: Tensor, op: str) -> bool:
     )
 
 
-def _are_few(x: Tensor, num_outputs: int) -> bool:
-    return x.device.type == "cuda" and x.shape[0] <= FEW_ROWS and num_outputs >= LEAST_OUTPUTS
+def _are_few(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.shape[0] <= FEW_ROWS
 
 
 def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
@@ -230,7 +229,7 @@ def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
 @torch.library.custom_op("minisgl::linear_many", mutates_args=())
 def linear_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """linear, by what is fastest for these rows."""
-    if _are_few(x, weight.shape[0]):
+    if _are_few(x):
         return linear_triton(x, weight, bias)
     return linear_many_with(x, weight, bias, config=_config(x, weight, "linear_many"))
 
@@ -243,7 +242,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @torch.library.custom_op("minisgl::gated_linear_many", mutates_args=())
 def gated_linear_many(x: Tensor, weight: Tensor) -> Tensor:
     """gated_linear, by what is fastest for these rows."""
-    if _are_few(x, weight.shape[0] // 2):
+    if _are_few(x):
         return gated_linear_triton(x, weight)
     return gated_linear_many_with(x, weight, config=_config(x, weight, "gated_linear_many"))
 

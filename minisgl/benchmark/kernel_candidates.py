@@ -274,7 +274,7 @@ def _linear_many(
     build: Callable[..., Problem],
     launcher: Callable[..., Any],
 ) -> TunableOp:
-    """A linear layer over 17 to 256 rows, by a kernel or by torch's product."""
+    """A linear layer over 33 to 256 rows, by a kernel or by torch's product."""
     return TunableOp(
         op=op,
         files=("linear_many.py",),

@@ -73,7 +73,7 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
 
 
 def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[TiledConfig]:
-    """For `rows` from 17 to 256: tiles, each with the two numbers of splits that fill whole waves best."""
+    """For `rows` from 33 to 256: tiles, each with the two numbers of splits that fill whole waves best."""
     tiles = (
         (64, 64, 4, 8),
         (64, 64, 4, 5),
