@@ -4,7 +4,7 @@ Promise: a row and a lease belong to one request from `take` to `give_back`. The
 device's tables once, and nothing of a row that has changed hands since.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -50,13 +50,21 @@ class Holdings:
         """How many of the tokens, int32 [tokens], are cached."""
         return self._cache.match_length(tokens)
 
-    def take(self, request: Request, matchable: np.ndarray, running: Collection[Request]) -> bool:
+    def pages_to_come(self, running: Iterable[Request]) -> int:
+        """Pages that these requests will still take: for the rest of their feeds and some output of each."""
+        return sum(
+            self._pages_to_come(request, request.num_planned_tokens, len(request.lease.page_ids))
+            for request in running
+        )
+
+    def take(self, request: Request, matchable: np.ndarray, pages_to_come: int | None) -> bool:
         """Give a request a row and its cached prefix, if the rest fits beside what the running ones need.
 
         Args:
             matchable: the part of its feed that may come from the cache, int32 [tokens].
+            pages_to_come: `pages_to_come` of all that run; None = whatever it needs, it gets in.
         """
-        lease = self._lease_if_it_fits(request, matchable, running)
+        lease = self._lease_if_it_fits(request, matchable, pages_to_come)
         if lease is None:
             return False
         request.lease = lease
@@ -124,13 +132,11 @@ class Holdings:
         assert self.num_with_extras == with_extras, "num_with_extras is off"
 
     def _lease_if_it_fits(
-        self, request: Request, matchable: np.ndarray, running: Collection[Request]
+        self, request: Request, matchable: np.ndarray, pages_to_come: int | None
     ) -> Lease | None:
         lease = self._cache.admit(matchable)
-        if running:
-            needed = self._pages_to_come(request, 0, len(lease.page_ids))
-            for other in running:
-                needed += self._pages_to_come(other, other.num_planned_tokens, len(other.lease.page_ids))
+        if pages_to_come is not None:
+            needed = pages_to_come + self._pages_to_come(request, 0, len(lease.page_ids))
             if needed > self.num_available_pages:
                 self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
                 return None

@@ -189,8 +189,12 @@ class Scheduler:
             prefilling = [r for r in self._running if r.state is RequestState.PREFILL and not r.is_preempting]
             for request in prefilling:
                 budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
-            while budget > 0 and (request := self._admit_next()) is not None:
-                budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
+            if budget > 0 and self._may_admit:
+                # Counted once a step: what is fed below changes nobody else's need.
+                to_come = self._holdings.pages_to_come(self._running)
+                while budget > 0 and (request := self._admit_next(to_come)) is not None:
+                    budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
+                    to_come += self._holdings.pages_to_come([request])
 
         if not decode_rows and not chunks:
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
@@ -332,25 +336,33 @@ class Scheduler:
         request.steps_in_flight += 1
         return num_tokens
 
-    def _admit_next(self) -> Request | None:
-        """Give the next waiting request a row and its cached prefix; None = nobody can come in now."""
+    @property
+    def _may_admit(self) -> bool:
+        """Whether somebody waits who might get a row, and did not already find no room for these pages."""
         if not self._waiting or not self._holdings.has_free_row:
+            return False
+        return self._blocked_admission != (self._waiting[0].request_id, self._holdings.num_available_pages)
+
+    def _admit_next(self, pages_to_come: int) -> Request | None:
+        """Give the next waiting request a row and its cached prefix; None = nobody can come in now.
+
+        Args:
+            pages_to_come: that those who run will still take.
+        """
+        if not self._may_admit:
             return None
-        available = self._holdings.num_available_pages
         head = self._waiting[0]
-        if self._blocked_admission == (head.request_id, available):
-            return None
         window = [r for r in self._waiting[:PREFIX_WINDOW] if r.priority == head.priority]
         index = 0
         if len(window) > 1:
             matchable = map(self._prompt_logprobs.matchable, window)
             index = choose_waiting(list(map(self._holdings.match_length, matchable)), head.num_times_skipped)
-        taken = self._take(window[index])
+        taken = self._take(window[index], pages_to_come)
         if not taken and index:  # who comes first must not wait for room that another needs
             index = 0
-            taken = self._take(head)
+            taken = self._take(head, pages_to_come)
         if not taken:
-            self._blocked_admission = (head.request_id, available)
+            self._blocked_admission = (head.request_id, self._holdings.num_available_pages)
             return None
         request = window[index]
         self._blocked_admission = None
@@ -366,9 +378,10 @@ class Scheduler:
         request.move_to(RequestState.PREFILL)
         return request
 
-    def _take(self, request: Request) -> bool:
-        """Give a waiting request a row and its cached prefix, if the rest fits."""
-        return self._holdings.take(request, self._prompt_logprobs.matchable(request), self._running)
+    def _take(self, request: Request, pages_to_come: int) -> bool:
+        """Give a waiting request a row and its cached prefix, if the rest fits; alone it always gets in."""
+        matchable = self._prompt_logprobs.matchable(request)
+        return self._holdings.take(request, matchable, pages_to_come if self._running else None)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """A chunk is in the pool: share its full pages, and use the tree's where somebody was faster."""
