@@ -3,12 +3,13 @@
     python bench/tp_check.py --tp 2 4       # GPUs: four layers of an 8B's shape, random weights
     python bench/tp_check.py --device cpu   # a small model
 
-Each size generates greedily from the same prompts. Against one rank: the log probabilities of the prompts'
-tokens (bar: 0.1 at most, bfloat16), and milliseconds for a decode step at each batch. Every rank but 0, which
-has made the checkpoint, says how long it loaded and how much host memory it has had at most (bar: 1.3 times
-its share of the weights where that is 4 GB or more; beside less, the libraries' own counts too much). Then a
-rank is killed in the middle of a step (bar: an error within 5 s, no process left). Exit code 1 where a bar is
-missed.
+Against one rank: the log probabilities of prompts' tokens (bar: 0.1 at most, bfloat16). Decode steps against
+those: what they generate greedily is fed again as a prompt, by which no token may be less likely than the
+likeliest by more. Then milliseconds for a decode step at each batch. Every rank but 0, which has made the
+checkpoint, says how long it loaded and how much host memory it has had at most (bar: 1.3 times its share of
+the weights where that is 4 GB or more; beside less, the libraries' own counts too much). Then a rank is
+killed in the middle of a step (bar: an error within 5 s, no process left, the GPUs of all ranks but 0 as free
+as before). Exit code 1 where a bar is missed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,14 +31,16 @@ from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import EngineDeadError
 from minisgl.messages import AddRequest
-from minisgl.request import SamplingParams
+from minisgl.request import RequestOutput, SamplingParams
 from minisgl.weights.sources import default_cache_dir
 
 LARGEST_DIFFERENCE = 0.1
 LIMIT_S = 5.0
 MOST_HOST_MEMORY = 1.3
 JUDGED_BYTES = 4e9
+MOST_BYTES_LEFT = 1 << 30
 NUM_STEPS = 64
+NUM_DECODED = 24
 SHAPES = {"cuda": (4096, 14336, 32, 8, 128256), "cpu": (256, 512, 8, 2, 1001)}
 
 
@@ -62,6 +66,7 @@ def main() -> int:
         expected = None
         fine = True
         for tp in (1, *args.tp):
+            free_before = free_bytes_of_others(args.device, tp)
             began = time.perf_counter()
             engine = build_engine(replace(config, tp=tp), Path(folder), lambda name, duration_ms: None)
             print(f"tp {tp}: started in {time.perf_counter() - began:.1f} s", flush=True)
@@ -72,13 +77,19 @@ def main() -> int:
                 expected = logprobs if expected is None else expected
                 difference = float(np.abs(logprobs - expected).max())
                 fine &= difference <= LARGEST_DIFFERENCE
-                print(f"tp {tp}: log probabilities differ from one rank's by {difference:.4f} at most")
+                print(
+                    f"tp {tp}: log probabilities differ from one rank's by {difference:.4f} at most",
+                    flush=True,
+                )
                 for batch in args.batches:
+                    loss = largest_loss(engine, batch)
+                    fine &= loss <= LARGEST_DIFFERENCE
+                    print(f"tp {tp}: batch {batch}: decoded tokens are less likely by {loss:.4f} at most")
                     print(
                         f"tp {tp}: batch {batch}: {decode_step_ms(engine, batch):.3f} ms a step", flush=True
                     )
                 if tp > 1:
-                    fine &= lose_a_rank(engine)
+                    fine &= lose_a_rank(engine, free_before)
             finally:
                 engine.close()
     return 0 if fine else 1
@@ -121,8 +132,12 @@ def save_model(folder: Path, device: str, num_layers: int) -> None:
 
 
 def add(engine: Engine, request_id: int, num_tokens: int, params: SamplingParams) -> None:
-    prompt = (np.arange(num_tokens, dtype="<i4") * 31 + 7 * request_id) % 1000
-    engine.add(AddRequest(request_id=request_id, prompt_ids=prompt.tobytes(), params=params))
+    prompt_ids = prompt_of(request_id, num_tokens).tobytes()
+    engine.add(AddRequest(request_id=request_id, prompt_ids=prompt_ids, params=params))
+
+
+def prompt_of(request_id: int, num_tokens: int) -> np.ndarray:
+    return (np.arange(num_tokens, dtype="<i4") * 31 + 7 * request_id) % 1000
 
 
 def prompt_logprobs(engine: Engine) -> np.ndarray:
@@ -131,11 +146,36 @@ def prompt_logprobs(engine: Engine) -> np.ndarray:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
         add(engine, request_id, num_tokens, params)
     found: dict[int, list[float]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            for entry in output.prompt_logprobs or ():
-                found.setdefault(output.request_id, []).append(entry.logprob)
+    for output in all_outputs(engine):
+        found.setdefault(output.request_id, []).extend(one.logprob for one in output.prompt_logprobs or ())
     return np.concatenate([found[request_id] for request_id in sorted(found)])
+
+
+def all_outputs(engine: Engine) -> Iterator[RequestOutput]:
+    """Of all requests, to their end."""
+    while engine.has_work:
+        yield from engine.step()
+
+
+def largest_loss(engine: Engine, batch: int) -> float:
+    """By how much a decoded token is less likely than the likeliest, by log probabilities of prompts."""
+    engine.flush_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_DECODED, ignore_eos=True)
+    texts = {row: prompt_of(row, 20 + row % 7) for row in range(batch)}
+    starts = {row: len(text) for row, text in texts.items()}
+    for row, text in texts.items():
+        engine.add(AddRequest(request_id=row, prompt_ids=text.tobytes(), params=params))
+    for output in all_outputs(engine):
+        texts[output.request_id] = np.append(texts[output.request_id], output.token_ids).astype("<i4")
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    for row, text in texts.items():
+        engine.add(AddRequest(request_id=row, prompt_ids=text.tobytes(), params=params))
+    losses: dict[int, list[float]] = {row: [] for row in texts}
+    for output in all_outputs(engine):
+        entries = output.prompt_logprobs or ()
+        losses[output.request_id] += [one.top_logprobs[0] - one.logprob for one in entries]
+    # A prompt's first token has no log probability; of the generated ones, all have.
+    return max(max(losses[row][start - 1 :]) for row, start in starts.items())
 
 
 def decode_step_ms(engine: Engine, batch: int) -> float:
@@ -151,8 +191,13 @@ def decode_step_ms(engine: Engine, batch: int) -> float:
     return 1e3 * float(np.median(np.diff(ends)[NUM_STEPS // 2 :]))
 
 
-def lose_a_rank(engine: Engine) -> bool:
-    """Whether the end of the last rank ends the engine in time and leaves no process."""
+def free_bytes_of_others(device: str, tp: int) -> list[int]:
+    """Free memory of the GPUs of all ranks but 0."""
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(1, tp)] if device == "cuda" else []
+
+
+def lose_a_rank(engine: Engine, free_before: list[int]) -> bool:
+    """Whether the end of the last rank ends the engine in time and leaves no process and no memory taken."""
     assert engine._followers is not None
     pids = engine._followers.pids
     add(engine, 1, 64, SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
@@ -170,8 +215,10 @@ def lose_a_rank(engine: Engine) -> bool:
         print(f"{error}: after {took_s:.2f} s")
     engine.close()
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    print(f"processes left: {left or 'none'}", flush=True)
-    return took_s < LIMIT_S and not left
+    free = free_bytes_of_others(engine.config.device, engine.config.tp)
+    taken = max((before - now for before, now in zip(free_before, free, strict=True)), default=0)
+    print(f"processes left: {left or 'none'}; GPU memory left: {max(taken, 0) / 1e9:.2f} GB", flush=True)
+    return took_s < LIMIT_S and not left and taken < MOST_BYTES_LEFT
 
 
 if __name__ == "__main__":
