@@ -39,6 +39,7 @@ from minisgl.benchmark.workload import (
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.garbage import collect_once
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.messages import AddRequest, Status
 from minisgl.request import FinishReason, SamplingParams
@@ -96,7 +97,8 @@ def run_offline_bench(
     with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
         items = make_workload(settings, folder)
         begin = time.perf_counter()
-        engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
+        with collect_once():
+            engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
         start_s = time.perf_counter() - begin
     try:
         engine.record_graphs()

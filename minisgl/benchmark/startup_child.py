@@ -12,6 +12,7 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
+from minisgl.engine.garbage import collect_once
 from minisgl.errors import MinisglError
 
 PROMPT_TOKENS = 16
@@ -62,14 +63,15 @@ def tell(line: StageOver | StartFailed) -> None:
 def _start(order: StartOrder, arrived_at: float) -> None:
     if order.engine.compile_cache:
         keep_bytecode(Path(order.engine.compile_cache).expanduser())
-    import numpy as np
+    with collect_once():  # as a server's engine starts
+        import numpy as np
 
-    from minisgl.engine.build import build_engine
-    from minisgl.messages import AddRequest
-    from minisgl.request import SamplingParams
+        from minisgl.engine.build import build_engine
+        from minisgl.messages import AddRequest
+        from minisgl.request import SamplingParams
 
-    tell(StageOver("import torch and engine", 1e3 * (time.monotonic() - arrived_at)))
-    engine = build_engine(order.engine, Path(order.folder), lambda name, ms: tell(StageOver(name, ms)))
+        tell(StageOver("import torch and engine", 1e3 * (time.monotonic() - arrived_at)))
+        engine = build_engine(order.engine, Path(order.folder), lambda name, ms: tell(StageOver(name, ms)))
     began_at = time.monotonic()
     engine.add(
         AddRequest(

@@ -39,6 +39,7 @@ from minisgl.engine.build import build_engine
 from minisgl.engine.device import find_device_facts, peak_host_bytes
 from minisgl.engine.engine import Engine
 from minisgl.engine.follower_link import Started
+from minisgl.engine.garbage import collect_once
 from minisgl.engine.inputs import build_prefill
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.stages import load_ms
@@ -111,7 +112,8 @@ def run_step_bench(
             stages[stage] = duration_ms
             progress(stage, 1, 1)
 
-        engine = build_engine(engine_config, folder, on_stage)
+        with collect_once():
+            engine = build_engine(engine_config, folder, on_stage)
     peak_bytes = peak_host_bytes()
     try:
         ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)

@@ -25,6 +25,7 @@ from minisgl.engine.follower_link import (
     Started,
     TokenChecksum,
 )
+from minisgl.engine.garbage import collect_once
 from minisgl.engine.worker import end_with_the_parent
 from minisgl.errors import MinisglError
 from minisgl.log import setup_logging
@@ -63,23 +64,24 @@ def main() -> int:
 def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     if config.engine.compile_cache:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
-    # Lazy: torch takes seconds, and whatever it says should be reported.
-    from minisgl.engine.build import build_follower
-    from minisgl.engine.device import peak_host_bytes
-    from minisgl.engine.rank import Rendezvous
-    from minisgl.engine.stages import load_ms
-
     stages: dict[str, float] = {}
-    engine = build_follower(
-        config.engine,
-        Path(config.model_folder),
-        Rendezvous(
-            config.rank,
-            config.store,
-            lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),
-        ),
-        on_stage=stages.__setitem__,
-    )
+    with collect_once():
+        # Lazy: torch takes seconds, and whatever it says should be reported.
+        from minisgl.engine.build import build_follower
+        from minisgl.engine.device import peak_host_bytes
+        from minisgl.engine.rank import Rendezvous
+        from minisgl.engine.stages import load_ms
+
+        engine = build_follower(
+            config.engine,
+            Path(config.model_folder),
+            Rendezvous(
+                config.rank,
+                config.store,
+                lambda: socket.send(msgspec.msgpack.encode(Joining(config.rank))),
+            ),
+            on_stage=stages.__setitem__,
+        )
     logger.debug("start, in ms: %s", {name: round(duration_ms) for name, duration_ms in stages.items()})
     started = Started(config.rank, engine.weights_bytes, load_ms(stages), peak_host_bytes())
     if config.engine.dummy_weights:

@@ -21,6 +21,7 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
+from minisgl.engine.garbage import collect_once
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.log import setup_logging
 from minisgl.messages import (
@@ -99,17 +100,18 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
 
     if config.engine.compile_cache:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
-    # Lazy: torch takes seconds, and this is where they are counted.
-    from minisgl.engine.build import build_engine
+    with collect_once():
+        # Lazy: torch takes seconds, and this is where they are counted.
+        from minisgl.engine.build import build_engine
 
-    on_stage("import torch", (time.perf_counter() - started) * 1e3)
-    engine = build_engine(
-        config.engine,
-        Path(config.model_folder),
-        on_stage,
-        ipc_dir=Path(config.ipc_dir),
-        on_lost_rank=_end_soon,
-    )
+        on_stage("import torch", (time.perf_counter() - started) * 1e3)
+        engine = build_engine(
+            config.engine,
+            Path(config.model_folder),
+            on_stage,
+            ipc_dir=Path(config.ipc_dir),
+            on_lost_rank=_end_soon,
+        )
     try:
         _serve(engine, socket, stages)
     except BaseException:
