@@ -2,10 +2,11 @@
 
     python bench/gpu_profile.py --model llama-3.1-8b --batches 1,8,64,256 --out profile.json
     python bench/gpu_profile.py --model qwen3-0.6b --batches 1 --top 20
+    python bench/gpu_profile.py --model qwen3-32b --batches 64 --tp 2       # rank 0 of two
 
 Random weights and prompts; rows decode at about 1024 tokens of context through the real engine, scheduler and
 overlap included, while torch's profiler watches. For each batch: the time of a step, the longest time in
-which the GPU was idle, and the kernels by their share of a step.
+which the GPU was idle, and the kernels by their share of a step; sums over ranks with their waiting.
 """
 
 import argparse
@@ -109,12 +110,17 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,64,256")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tp", type=int, default=1, help="ranks, each with a GPU")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
-            model=arguments.model, dummy_weights=True, max_context_tokens=4096, profile_dir=folder
+            model=arguments.model,
+            dummy_weights=True,
+            max_context_tokens=4096,
+            profile_dir=folder,
+            tp=arguments.tp,
         )
         config = with_cache_dir(config, default_cache_dir())
         with model_folder(config, cache_dir=None, progress=no_progress) as model:
