@@ -185,10 +185,10 @@ def pack_prefill(
 
 
 def pack_row_inits(inits: tuple[RowInit, ...]) -> list[np.ndarray]:
-    """int32 [N] each: row, temperature, top_k, top_p, min_p (floats as bits), seed's low and high half."""
+    """int32 [N] each: row, temperature, top_k, top_p, min_p (floats as bits); and seed as bits, [2 * N]."""
     floats = np.array([(init.temperature, init.top_p, init.min_p) for init in inits], dtype=np.float32)
     temperature, top_p, min_p = floats.T.copy().view(np.int32)
-    seed = np.array([init.seed for init in inits], dtype="<i8").view("<i4").reshape(-1, 2)
+    seed = np.array([init.seed for init in inits], dtype="<i8").view("<i4")
     row = np.array([init.row for init in inits], dtype=np.int32)
     top_k = np.array([init.top_k for init in inits], dtype=np.int32)
-    return [row, temperature, top_k, top_p, min_p, seed[:, 0], seed[:, 1]]
+    return [row, temperature, top_k, top_p, min_p, seed]

@@ -67,9 +67,8 @@ class Rows(nn.Module):
 
     def init_rows(self, staged: list[Tensor]) -> None:
         """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""
-        row, temperature, top_k, top_p, min_p, seed_low, seed_high = staged
-        self.temperature[row] = temperature.view(torch.float32)
-        self.top_k[row] = top_k
-        self.top_p[row] = top_p.view(torch.float32)
-        self.min_p[row] = min_p.view(torch.float32)
-        self.seed[row] = (seed_high.long() << 32) | (seed_low.long() & 0xFFFFFFFF)
+        row, *values = staged
+        index = row.long()  # once: assignment to `table[row]` would convert it each time
+        tables = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        for table, value in zip(tables, values, strict=True):
+            table.index_copy_(0, index, value.view(table.dtype))
