@@ -124,9 +124,10 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         resolved,
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
-        activation_bytes=estimate_activation_bytes(model, resolved),
+        activation_bytes=estimate_activation_bytes(model, resolved, resolved.max_step_tokens),
         tables_bytes=bytes_of(Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)),
-        reserve_bytes=graph_reserve_bytes(buckets_of(resolved).num_graphs)
+        reserve_bytes=estimate_activation_bytes(model, resolved, resolved.max_graph_tokens)
+        + graph_reserve_bytes(buckets_of(resolved).num_graphs)
         + special_steps_bytes(model, resolved),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]

@@ -5,6 +5,7 @@ left to be decided; flags of the command line are generated from the fields and 
 (`minisgl/cli.py`).
 """
 
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from minisgl.model_config import DTYPE_BYTES, ModelConfig
 
 MIB = 1 << 20
 GIB = 1 << 30
-GRAPH_TOKENS = 2048
-"""Prefills up to this size are recorded by default: the host launches larger ones faster than they run."""
+LAUNCH_MULTIPLICATIONS = 120e9
+"""Multiply-adds of an H200 (600 TFLOP/s) in the time that launching a layer's kernels takes (0.4 ms)."""
 LARGEST = (1 << 31) - 1
 """Bound of counts that have no smaller one of their own."""
 SHORTEST_S = 0.01
@@ -81,9 +82,10 @@ class EngineConfig:
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests on cuda, unless torch is decode's attention backend, else 0."""
     max_graph_tokens: int | None = None
-    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured, and so do those that the
-    GPU needs longer for than the host for their launch. 0 = no such graphs. Auto: 2048 (at most
-    max_step_tokens) where decode has graphs, else 0."""
+    """Most prompt tokens of a step with a recorded CUDA graph; more run uncaptured, and so do steps that take
+    the GPU far longer than their launch takes the host. 0 = no such graphs. Auto: as many as may be worth it
+    by the model's size, at most max_step_tokens (8192 for Qwen3-0.6B, 1024 for Llama-3.1-8B), where decode
+    has graphs, else 0."""
     attention_backend: str | None = None
     """One of "triton", "flashinfer" (fa3 for prompts on Hopper GPUs, else fa2), "flashinfer-fa2",
     "flashinfer-fa3", "trtllm" (Blackwell GPUs) and "torch" (the plain reference, and what a CPU runs), or two
@@ -265,7 +267,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     can_record = on_cuda and attention.decode != TORCH
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
     can_record_prefill = max_graph_batch > 0 and attention.prefill == TRITON
-    auto_graph_tokens = min(max_step_tokens, GRAPH_TOKENS) if can_record_prefill else 0
+    auto_graph_tokens = _auto_graph_tokens(model, config.tp, max_step_tokens) if can_record_prefill else 0
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
         model=config.model,
@@ -522,6 +524,12 @@ def _is_kind(value: object, kind: Any) -> bool:
     if kind is float:
         kind = int | float
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _auto_graph_tokens(model: ModelConfig, tp: int, max_step_tokens: int) -> int:
+    """Where recording prefills can stop: what is not worth it below is found out by measuring."""
+    tokens = LAUNCH_MULTIPLICATIONS * tp / model.layer_weights_per_token
+    return min(max_step_tokens, 1 << math.ceil(math.log2(max(tokens, 1))))
 
 
 def _auto_dtype(model: ModelConfig, facts: DeviceFacts, on_cuda: bool) -> str:

@@ -109,6 +109,15 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
+    def layer_weights_per_token(self) -> int:
+        """Weights that a token is multiplied by in a layer: attention's, and the MLP's or its experts'."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        width = self.intermediate_size
+        if self.experts is not None:
+            width = self.experts.experts_per_token * self.experts.intermediate_size
+        return attention + 3 * self.hidden_size * width
+
+    @property
     def mlp_elements_per_token(self) -> int:
         """Elements between the two halves of the widest MLP of one token, and its experts' outputs."""
         if self.experts is None:

@@ -130,7 +130,7 @@ def test_decode_is_recorded_with_kernels_and_prompts_with_triton_only() -> None:
     assert config.attention_backend == "flashinfer-fa3,flashinfer-fa2"
     assert (config.max_graph_batch, config.max_graph_tokens, config.compile_mode) == (256, 0, "layers")
     config = resolve("triton,flashinfer")
-    assert (config.max_graph_batch, config.max_graph_tokens) == (256, 2048)
+    assert (config.max_graph_batch, config.max_graph_tokens) == (256, 8192)
     config = resolve("flashinfer,torch")
     assert (config.max_graph_batch, config.max_graph_tokens, config.compile_mode) == (0, 0, "off")
 

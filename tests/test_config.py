@@ -21,7 +21,7 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.flags import fields_of
-from minisgl.model_config import ModelConfig
+from minisgl.model_config import ExpertsConfig, ModelConfig
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -175,3 +175,30 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
 @given(some(ServerConfig))
 def test_any_server_setting_is_fine_or_our_error(values: dict[str, Any]) -> None:
     assert len(refusal(lambda: check_server_config(ServerConfig(**values)))) < 300
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "tp", "tokens"),
+    [
+        ({"hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8}, 0, 1, 8192),
+        ({"hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8}, 0, 1, 1024),
+        ({"hidden_size": 4096, "intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8}, 0, 4, 4096),
+        ({"hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64, "num_kv_heads": 8}, 0, 1, 256),
+        ({"hidden_size": 2048, "intermediate_size": 6144, "num_heads": 32, "num_kv_heads": 4}, 8, 1, 4096),
+    ],
+    ids=["qwen3-0.6b", "llama-3.1-8b", "llama-3.1-8b on four GPUs", "llama-3.1-70b", "qwen3-30b-a3b"],
+)
+def test_the_larger_a_model_the_shorter_the_prefills_that_are_recorded(
+    sizes: dict[str, int], experts: int, tp: int, tokens: int
+) -> None:
+    model = replace(MODEL, head_dim=128, **sizes)
+    if experts:
+        mixture = ExpertsConfig(
+            num_experts=128, experts_per_token=experts, intermediate_size=768, renormalize=True
+        )
+        model = replace(model, experts=mixture)
+    facts = DeviceFacts(has_cuda=True, compute_capability=(9, 0))
+    resolved = resolve_engine_config(EngineConfig(tp=tp), model, facts)
+    assert resolved.max_graph_tokens == tokens
+    small = resolve_engine_config(EngineConfig(tp=tp, max_step_tokens=256), model, facts)
+    assert small.max_graph_tokens == 256

@@ -43,14 +43,19 @@ def prefill_buckets(max_tokens: int, max_rows: int) -> tuple[PrefillBucket, ...]
     """Ascending buckets up to `max_tokens`; none if that is below 1.
 
     Up to 128 tokens by powers of two, where reading the weights is all the work; then with steps that pad
-    by a third at most, because padding is computed. A row takes a share of the sampling and of the head's
-    product: there is one for every 16 tokens, and at least 16.
+    by a half at most, and from 512 on by a quarter, because padding is computed. So are rows that are not
+    there: each costs a share of the head's product and of the sampling, and in every layer a program of
+    attention for each KV head, which finds nothing to do. There is one for every 32 tokens, 16 to 128 in all.
     """
     if max_tokens < 1:
         return ()
-    sizes = {16, 32, 64, 128, 192, 256, 384, *range(512, 1024, 128), *range(1024, max_tokens + 256, 256)}
+    sizes = {16, 32, 64, 128, 192, 256, 384}
+    power = 512
+    while power < max_tokens:
+        sizes.update(range(power, 2 * power, power // 4))
+        power *= 2
     sizes = sorted({size for size in sizes if size < max_tokens} | {max_tokens})
-    return tuple(PrefillBucket(size, min(max(16, -(-size // 16)), size, max_rows)) for size in sizes)
+    return tuple(PrefillBucket(size, min(max(16, size // 32), 128, size, max_rows)) for size in sizes)
 
 
 def prefill_bucket_for(

@@ -40,7 +40,7 @@ def measure_peaks(
     """Measured on CUDA with as many rows as there can be; a generous estimate on CPU."""
     num_rows = config.max_running_requests
     if device.type == "cpu":
-        return Peaks(estimate_activation_bytes(model_config, config), 0, 0)
+        return Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
     model.allocate_kv(1, config.page_size, dtype, device)
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     batch = padding_batch(num_rows, row_tokens, rows, device)

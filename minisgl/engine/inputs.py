@@ -54,6 +54,11 @@ class HostPageTable:
         """The row that belongs to nobody."""
         return self._table.shape[0] - 1
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a row has pages for, at most."""
+        return self._table.shape[1] * self._page_size
+
     def update(self, plan: StepPlan) -> PageTableChange | None:
         """Apply the plan's changes here and return them for the device; None = none."""
         if not plan.page_updates:

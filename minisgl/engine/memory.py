@@ -73,11 +73,12 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: Resolved
         )
 
 
-def estimate_activation_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """What the largest step takes beyond weights, pool and tables, generously, where it can't be measured."""
+def estimate_activation_bytes(model: ModelConfig, config: ResolvedConfig, num_tokens: int) -> int:
+    """What a step of so many tokens takes beyond weights, pool and tables, generously, where it can't be
+    measured."""
     per_token = 8 * model.hidden_size + 3 * model.mlp_elements_per_token
     logits = 3 * config.max_running_requests * model.vocab_size
-    return DTYPE_BYTES[config.dtype] * (config.max_step_tokens * per_token + logits)
+    return DTYPE_BYTES[config.dtype] * (num_tokens * per_token + logits)
 
 
 def graph_reserve_bytes(num_graphs: int) -> int:

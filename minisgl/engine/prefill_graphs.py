@@ -4,6 +4,9 @@ Launching a prefill kernel by kernel takes the host longer than a small one take
 depends on what the host knows of the batch: the attention kernels find a token's row in `row_start` on the
 device and have a grid that suits every batch of so many tokens and rows, so one recording serves them all.
 
+Padding is computed, too. So a batch takes a graph only where that is hardly longer than it would run, or than
+launching it would take the host; both times are measured at the start.
+
 Promise: a padded batch gives each row what it gets unpadded, up to the rounding of other matrix products;
 padding writes nowhere. A step without a fitting bucket is not ours and runs uncaptured.
 """
@@ -21,6 +24,13 @@ from minisgl.engine.compiled import Record
 from minisgl.engine.inputs import HostPageTable, PrefillBatch, Stager, pack_prefill
 from minisgl.scheduler.plan import Chunk
 
+WORTH_RECORDING = 2.0
+"""A graph may run this many times as long as a launch takes: the host of a server has other work, too."""
+PADDED = 1.05
+"""A graph may run this many times as long as its batch would uncaptured: it leaves the host free."""
+MEASURED_PROMPT_TOKENS = 1024
+"""Of a prompt that graphs are measured with; larger buckets get several."""
+
 
 class Recorded(NamedTuple):
     """One bucket's graph."""
@@ -37,6 +47,7 @@ class PrefillGraphs:
         record: how it is recorded.
         buckets: ascending; those that are not worth it are left out by `warm_up`.
         pages: only asked for the row that belongs to nobody.
+        vocab_size: token ids below it are measured with.
     """
 
     def __init__(
@@ -47,6 +58,7 @@ class PrefillGraphs:
         pages: HostPageTable,
         stager: Stager,
         device: torch.device,
+        vocab_size: int,
     ) -> None:
         self._step = step
         self._record = record
@@ -54,6 +66,9 @@ class PrefillGraphs:
         self._pages = pages
         self._stager = stager
         self._device = device
+        self._vocab_size = vocab_size
+        self._launch_us = 0
+        self._run_us: dict[int, int] = {}  # by tokens, ascending
         self._recorded: dict[PrefillBucket, Recorded] = {}
         self._wanted: PrefillBucket | None = None  # of the chunks before
 
@@ -61,42 +76,33 @@ class PrefillGraphs:
         self,
         first: Iterable[PrefillBucket],
         clock: Callable[[], float] = time.perf_counter,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[int], int] = int,
     ) -> None:
-        """Record these buckets, smallest first, as long as launching takes the host longer than they run.
+        """Record these buckets, smallest first, up to where launching is no matter.
 
-        The GPU is kept busy by larger ones however they are launched, and computing their padding would
-        cost time. Of the other buckets those are left to be recorded that this is true of as well, going by
-        the line between the measured ones on both sides. Only padding runs here.
+        Of the other buckets those are left to be recorded that are worth it by the line between the measured
+        ones on both sides. What runs here is stored nowhere.
 
         Args:
-            agree: whether all ranks find that a bucket is worth it: they must record the same ones.
+            agree: the least of all ranks' measured microseconds: they must decide alike.
         """
-        durations_s: dict[int, float] = {}  # by tokens
-        launch_s = 0.0
         for bucket in sorted(first):
             inputs, batch = self._padding(bucket)
             replay = self._record(lambda batch=batch: self._step(batch))
+            self._stager.overwrite(inputs, self._prompts(bucket))
             self._wait()
-            if not durations_s:  # the same for all
-                begin = clock()
-                self._step(batch)
-                launch_s = clock() - begin
-                self._wait()
-            durations_s[bucket.tokens] = min(self._duration_s(replay, clock) for _ in range(2))
-            if not agree(durations_s[bucket.tokens] <= launch_s):
+            if not self._run_us:  # the same for all
+                self._launch_us = agree(min(self._launch(batch, clock) for _ in range(3)))
+            self._run_us[bucket.tokens] = agree(min(self._duration(replay, clock) for _ in range(2)))
+            if not self._is_worth_recording(bucket):
                 break
             self._recorded[bucket] = Recorded(inputs, replay)
-        sizes, measured_s = list(durations_s), list(durations_s.values())
-
-        def is_worth_it(bucket: PrefillBucket) -> bool:
-            return float(np.interp(bucket.tokens, sizes, measured_s)) <= launch_s
-
-        between = [
-            bucket for bucket in self._buckets if bucket.tokens < sizes[-1] and bucket not in self._recorded
-        ]
-        left = [bucket for bucket in between if agree(is_worth_it(bucket))]
-        self._buckets = tuple(sorted([*self._recorded, *left]))
+        largest = max(self._run_us)
+        self._buckets = tuple(
+            bucket
+            for bucket in self._buckets
+            if bucket in self._recorded or (bucket.tokens < largest and self._is_worth_recording(bucket))
+        )
 
     @property
     def buckets(self) -> tuple[PrefillBucket, ...]:
@@ -129,7 +135,11 @@ class PrefillGraphs:
         num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
         if self.num_missing:
             self._wanted = prefill_bucket_for(num_tokens, len(chunks), self._buckets)
-        return prefill_bucket_for(num_tokens, len(chunks), self.buckets)
+        bucket = prefill_bucket_for(num_tokens, len(chunks), self.buckets)
+        if bucket is None:
+            return None
+        uncaptured_us = max(self._launch_us, self._run_us_of(num_tokens))
+        return bucket if self._run_us_of(bucket.tokens) <= PADDED * uncaptured_us else None
 
     def run(self, chunks: tuple[Chunk, ...], bucket: PrefillBucket, pages: HostPageTable) -> Tensor:
         """Feed the chunks; a token for each, int32 [at least len(chunks)], overwritten by the next replay."""
@@ -142,11 +152,41 @@ class PrefillGraphs:
         inputs, views = self._stager.buffer(pack_prefill((), self._pages, *bucket))
         return inputs, PrefillBatch(*views, max_query_len=bucket.tokens)
 
-    def _duration_s(self, replay: Callable[[], Tensor], clock: Callable[[], float]) -> float:
+    def _prompts(self, bucket: PrefillBucket) -> list[np.ndarray]:
+        """The arrays of a batch without padding, to measure with: random tokens, which are not stored."""
+        generator = np.random.default_rng(bucket.tokens)
+        longest = min(MEASURED_PROMPT_TOKENS, self._pages.max_tokens)
+        chunks: list[Chunk] = []
+        left = bucket.tokens
+        while left and len(chunks) < bucket.rows:
+            token_ids = generator.integers(0, self._vocab_size, min(left, longest)).astype("<i4")
+            chunks.append(Chunk(self._pages.padding_row, 0, token_ids.tobytes(), True))
+            left -= len(token_ids)
+        arrays = pack_prefill(tuple(chunks), self._pages, *bucket)
+        arrays[PrefillBatch._fields.index("slot_mapping")].fill(-1)
+        return arrays
+
+    def _is_worth_recording(self, bucket: PrefillBucket) -> bool:
+        return self._run_us_of(bucket.tokens) <= WORTH_RECORDING * self._launch_us
+
+    def _run_us_of(self, num_tokens: int) -> float:
+        """How long so many tokens take the device, by the line through what was measured."""
+        return float(np.interp(num_tokens, list(self._run_us), list(self._run_us.values())))
+
+    def _launch(self, batch: PrefillBatch, clock: Callable[[], float]) -> int:
+        """Microseconds that the host takes to launch the step kernel by kernel."""
+        begin = clock()
+        self._step(batch)
+        launched = clock()
+        self._wait()
+        return round(1e6 * (launched - begin))
+
+    def _duration(self, replay: Callable[[], Tensor], clock: Callable[[], float]) -> int:
+        """Microseconds that a graph runs."""
         begin = clock()
         replay()
         self._wait()
-        return clock() - begin
+        return round(1e6 * (clock() - begin))
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

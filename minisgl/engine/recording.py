@@ -99,7 +99,13 @@ def record_steps(
     if buckets.prefill:
         assert recorder is not None
         prefill = PrefillGraphs(
-            partial(prefill_step, model, rows), recorder.record, buckets.prefill, pages, stager, device
+            partial(prefill_step, model, rows),
+            recorder.record,
+            buckets.prefill,
+            pages,
+            stager,
+            device,
+            model.vocab_size,
         )
         prefill = _record_prefill(config, prefill, buckets.prefill, ranks)
         stages.done("record prefill")
@@ -192,7 +198,7 @@ def _record_prefill(
     sizes = first_sizes(bucket.tokens for bucket in buckets)
     first = [bucket for bucket in buckets if bucket.tokens in sizes]
     try:
-        graphs.warm_up(first, agree=bool if ranks is None else lambda worth: bool(ranks.minimum(worth)))
+        graphs.warm_up(first, agree=int if ranks is None else ranks.minimum)
     except Exception as error:
         if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
             raise
