@@ -7,8 +7,8 @@ Every rank but 0, which has made the checkpoint, says how long it loaded and how
 at most (bar: 1.3 times its share of the weights where that is 4 GB or more; beside less, the libraries' own
 counts too much). What decode steps generate greedily is fed again as a prompt, by which no token may be less
 likely than the likeliest by more than 0.2: twice the last bar, for both may be off. Then milliseconds for a
-decode step at each batch. A rank is killed in the middle of a step (bar: an error within 5 s, no process left,
-the GPUs of all ranks but 0 as free as before). At last one rank alone: the others' log probabilities of
+decode step at each batch. A rank is killed in the middle of a step (bar: an error within 5 s, no process
+left, the GPUs of all ranks but 0 as free as before). At last one rank alone: the others' log probabilities of
 prompts' tokens against its own (bar: 0.1 at most, bfloat16). Exit code 1 where a bar is missed.
 """
 

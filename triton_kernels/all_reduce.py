@@ -104,10 +104,10 @@ def release_flag(region: Tensor) -> Tensor:
 def default_all_reduce_config(num_bytes: int, width: int, num_ranks: int) -> AllReduceConfig:
     """The configuration used where no other is given or tuned."""
     num_warps = min(16, max(4, next_power_of_2(width) // 256))
-    # Between two ranks both ways send as much, and one shot waits once.
-    if num_ranks == 2 or num_bytes * (num_ranks - 1) <= 512 << 10:
-        return AllReduceConfig(1, num_warps)
-    return AllReduceConfig(2 if num_bytes <= 4 << 20 else 0, num_warps)
+    # Between two ranks both ways send as much, and one shot waits once. Between more it sends more, and a
+    # program reads a row of every rank for each of its own.
+    few = num_bytes * (num_ranks - 1) <= 512 << 10 and num_ranks * width <= 24 << 10
+    return AllReduceConfig(1 if num_ranks == 2 or few else 2, num_warps)
 
 
 def all_reduce_config(x: Tensor, num_ranks: int) -> AllReduceConfig:

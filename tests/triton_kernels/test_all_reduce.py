@@ -13,6 +13,7 @@ from triton_kernels.all_reduce import (
     all_reduce_norm_reference,
     all_reduce_reference,
     clear_region,
+    default_all_reduce_config,
     region_bytes,
     release_flag,
 )
@@ -91,3 +92,20 @@ def test_a_released_rank_waits_for_nobody() -> None:
     release_flag(memory[0]).fill_(1)
     for shots in (1, 2, 1):
         all_reduce(torch.ones((3, 48)), regions[0], AllReduceConfig(shots, 4))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_rows", "width", "shots"),
+    [
+        (2, 1, 8192, 1),
+        (2, 512, 8192, 1),
+        (4, 16, 4096, 1),
+        (4, 16, 5120, 1),
+        (4, 64, 4096, 2),
+        (4, 1, 8192, 2),
+    ],
+)
+def test_untuned_sums_go_the_way_that_was_faster_on_h200s(
+    num_ranks: int, num_rows: int, width: int, shots: int
+) -> None:
+    assert default_all_reduce_config(2 * num_rows * width, width, num_ranks).shots == shots
