@@ -1,6 +1,6 @@
 """Programmatic dependent launch: kernels that may start while the kernel before them still runs.
 
-A kernel of EARLY_KERNELS passes a number, on which all its loads of what other kernels write depend, through
+A kernel of EARLY_KERNELS passes a number, on which its loads of what other kernels write depend, through
 `after_predecessor`: programs may start while the predecessor ends, and see all that it stored afterwards.
 Whoever launches the kernels decides: without the launch attribute, or the edge in a CUDA graph, the
 instructions cost next to nothing and change nothing.
@@ -20,7 +20,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_all_reduce_kernel": None,
     "_linear_kernel": None,
     "_norm_router_kernel": None,
-    "_paged_decode_kernel": "_rope_store_kernel",
+    "_paged_decode_kernel": None,
     "_pairs_down_kernel": "_pairs_up_kernel",
     "_pairs_up_kernel": None,
     "_rms_norm_kernel": None,
@@ -29,9 +29,12 @@ EARLY_KERNELS: dict[str, str | None] = {
 }
 """Names of the kernels that may start early, each with the only kernel that may be before it; None = any.
 
-Behind any kernel, every program waits before it loads what others store, and stores itself. One that names
-the kernel before it may load earlier what that does not store, if that lets the next start no sooner than all
-of its programs have waited or ended: then everything before it has ended. At least one program must wait.
+Every program waits before it stores, and before it loads what others store, but for two exceptions. What was
+stored before the graph's last kernel of another name has begun may be loaded at any time: that one began when
+everything before it had ended, and no kernel begins before those in front of it have. In a decode step these
+are the step's inputs (positions, slots, lengths, the page table), behind which comes the embedding, torch's.
+And one that names the kernel before it may load what that does not store, if that lets the next start no
+sooner than all of its programs have waited or ended. At least one program of a kernel must wait.
 """
 
 

@@ -264,8 +264,7 @@ def _paged_decode_kernel(
         if window > 0:
             ahead = tl.maximum(ahead, start)
         next_page = tl.load(pages_ptr + ahead // S, low < high, other=0)
-        # q, keys and values are from the kernel before, lengths and pages are not. Every row has a unit, so
-        # some program waits.
+        # Lengths and pages are there since the step began. Every row has a unit, so some program waits.
         kv_head = after_predecessor(kv_head, EARLY)
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride

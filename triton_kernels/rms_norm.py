@@ -65,12 +65,12 @@ def _rms_norm_kernel(
     BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    columns = tl.arange(0, BLOCK_M)
+    weight = tl.load(weight_ptr + columns, columns < width, other=0.0)  # no kernel writes it
     num_rows = between_kernels(num_rows, EARLY)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, columns < width, other=0.0)
     mean_square = tl.sum(x * x, axis=1) / width
     y = x * tl.rsqrt(mean_square + eps)[:, None] * weight.to(tl.float32)[None, :]
     tl.store(y_ptr + rows[:, None] * width + columns[None, :], y.to(y_ptr.dtype.element_ty), mask)
@@ -92,13 +92,13 @@ def _add_rms_norm_kernel(
     BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    columns = tl.arange(0, BLOCK_M)
+    weight = tl.load(weight_ptr + columns, columns < width, other=0.0)  # no kernel writes it
     num_rows = between_kernels(num_rows, EARLY)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_M)
     mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
     r = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask, other=0.0)
-    weight = tl.load(weight_ptr + columns, columns < width, other=0.0)
     dtype = y_ptr.dtype.element_ty
     total = (x + r.to(tl.float32)).to(dtype)
     tl.store(new_residual_ptr + rows[:, None] * width + columns[None, :], total, mask)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.early_start import between_kernels, can_start_early
+from triton_kernels.early_start import can_start_early, start_next_and_wait
 from triton_kernels.launch import ceil_div, next_power_of_2
 
 
@@ -108,12 +108,25 @@ def _rope_store_kernel(
 ):
     """One token's first half of the query heads and k, or its second half and v."""
     token = tl.program_id(0) // 2 if PARTS_FIRST else tl.program_id(0)
-    token = between_kernels(token, EARLY).to(tl.int64)
     part = tl.program_id(0) % 2 if PARTS_FIRST else tl.program_id(1)
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     lanes = tl.arange(0, BLOCK_HALF)
     in_half = lanes < half
+    # Before the wait: weights, a table, and what is there since the step began. The row of the table is found
+    # by another load, and then comes from memory.
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    position = tl.where(slot < 0, 0, position)
+    cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
+    if Q_NORM:
+        q_weight_a = tl.load(q_norm_ptr + lanes, in_half, other=0.0)
+        q_weight_b = tl.load(q_norm_ptr + half + lanes, in_half, other=0.0)
+    if K_NORM:
+        k_weight_a = tl.load(k_norm_ptr + lanes, in_half, other=0.0)
+        k_weight_b = tl.load(k_norm_ptr + half + lanes, in_half, other=0.0)
+    token = start_next_and_wait(token, EARLY).to(tl.int64)
     heads = part * HALF_H + tl.arange(0, BLOCK_H)
     kv_heads = tl.arange(0, BLOCK_K)
     q_mask = ((tl.arange(0, BLOCK_H) < HALF_H) & (heads < H))[:, None] & in_half[None, :]
@@ -123,20 +136,13 @@ def _rope_store_kernel(
     row_ptr = qkv_ptr + token * qkv_stride
     kv_row = row_ptr + (H + part * K) * D
     # Every load comes before the first store, which the compiler must not move a load across.
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    position = tl.load(positions_ptr + token).to(tl.int64)
     a = tl.load(row_ptr + q_offsets, q_mask, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + q_offsets + half, q_mask, other=0.0).to(tl.float32)
     kv_a = tl.load(kv_row + kv_offsets, kv_mask, other=0.0)
     kv_b = tl.load(kv_row + kv_offsets + half, kv_mask, other=0.0)
-    position = tl.where(slot < 0, 0, position)
-    cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
 
     if Q_NORM:
-        weight_a = tl.load(q_norm_ptr + lanes, in_half, other=0.0)
-        weight_b = tl.load(q_norm_ptr + half + lanes, in_half, other=0.0)
-        a, b = _normed(a, b, weight_a, weight_b, D, eps)
+        a, b = _normed(a, b, q_weight_a, q_weight_b, D, eps)
     q_out = q_ptr + token * (H * D) + q_offsets
     tl.store(q_out, (a * cos - b * sin).to(dtype), q_mask)
     tl.store(q_out + half, (b * cos + a * sin).to(dtype), q_mask)
@@ -148,9 +154,7 @@ def _rope_store_kernel(
         k_a = kv_a.to(tl.float32)
         k_b = kv_b.to(tl.float32)
         if K_NORM:
-            weight_a = tl.load(k_norm_ptr + lanes, in_half, other=0.0)
-            weight_b = tl.load(k_norm_ptr + half + lanes, in_half, other=0.0)
-            k_a, k_b = _normed(k_a, k_b, weight_a, weight_b, D, eps)
+            k_a, k_b = _normed(k_a, k_b, k_weight_a, k_weight_b, D, eps)
         k_out = k_cache_ptr + page * k_page_stride + offset * k_token_stride
         k_out += kv_heads[:, None] * k_head_stride + lanes[None, :]
         tl.store(k_out, (k_a * cos - k_b * sin).to(dtype).to(k_cache_ptr.dtype.element_ty), kv_mask)
