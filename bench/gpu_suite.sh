@@ -124,16 +124,16 @@ serve() {
 }
 
 tp() {
-    local model ranks layers=16 large=1,64,256 small=1,64
+    local model ranks large=1,64,256 small=1,64
     local points=(--contexts 1024 --prefills 128,2048 --prefixes 0)
     if [ "$DEVICE" = cpu ]; then
-        layers=4 large=1,2 small=1
+        large=1,2 small=1
         points=(--contexts 32 --prefills 16 --prefixes 0 --steps 3)
     fi
     if [ "$DEVICE" = cuda ]; then
         run "$PYTHON" bench/all_reduce.py --tp "$TP" --write --out "$OUT/all-reduce-tp$TP.json"
     fi
-    run "$PYTHON" bench/tp_check.py --tp "$TP" --device "$DEVICE" --layers "$layers"
+    run "$PYTHON" bench/tp_check.py --tp "$TP" --device "$DEVICE"
     for model in $TP_MODELS; do
         tp_step "$model" "$TP" "$large" "${points[@]}"
     done
