@@ -30,11 +30,11 @@ EARLY_KERNELS: dict[str, str | None] = {
 """Names of the kernels that may start early, each with the only kernel that may be before it; None = any.
 
 Every program waits before it stores, and before it loads what others store, but for two exceptions. What was
-stored before the graph's last kernel of another name has begun may be loaded at any time: that one began when
-everything before it had ended, and no kernel begins before those in front of it have. In a decode step these
-are the step's inputs (positions, slots, lengths, the page table), behind which comes the embedding, torch's.
-And one that names the kernel before it may load what that does not store, if that lets the next start no
-sooner than all of its programs have waited or ended. At least one program of a kernel must wait.
+stored before a kernel that is not named here may be loaded at any time behind it: it began when all before it
+had ended, and no kernel begins before those in front of it have begun. In a decode step these are the step's
+inputs (positions, slots, lengths, the page table): behind them comes the embedding, which is torch's. And one
+that names the kernel before it may load what that does not store, if that lets the next start no sooner than
+all of its programs have waited or ended. At least one program of a kernel must wait.
 """
 
 
@@ -67,6 +67,22 @@ def start_next_and_wait(number, EARLY: tl.constexpr):
             "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, $1;",
             "=r,r",
             [number],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return number
+
+
+@triton.jit
+def start_next_if_few(number, most: tl.constexpr, EARLY: tl.constexpr):
+    """`number`, int32; if it is at most `most`, the next kernel may start once all programs have begun."""
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.le.s32 p, $1, $2; @p griddepcontrol.launch_dependents; mov.b32 $0, $1;}",
+            "=r,r,r",
+            [number, most],
             dtype=tl.int32,
             is_pure=True,
             pack=1,

@@ -48,13 +48,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.early_start import after_predecessor, can_start_early
+from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
 from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
+_START_NEXT_HEADS = tl.constexpr(8)  # rows * KV heads up to which the next kernel may start at once
 FEW_HEADS = 192
 MAX_SPLITS = 64
 
@@ -219,6 +220,8 @@ def _paged_decode_kernel(
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
+    # So few units leave multiprocessors free for the programs of the next kernel; more, and it costs time.
+    num_rows = start_next_if_few(num_rows, _START_NEXT_HEADS // K, EARLY)
     few = num_rows * K <= FEW_HEADS
     log_split = tl.where(few, LOG_FEW_SPLIT, LOG_SPLIT)
     # The searches load in the kernel's own body, because torch.compile takes a tensor that is loaded in a
