@@ -29,6 +29,7 @@ from torch import Tensor
 
 from triton_kernels.early_start import can_start_early, start_next_and_wait
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.linear_few import MAX_ROWS
 
 
 def rope_store_reference(
@@ -99,6 +100,7 @@ def _rope_store_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
+    FEW: tl.constexpr,
     PARTS_FIRST: tl.constexpr,
     HALF_H: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -113,13 +115,13 @@ def _rope_store_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     lanes = tl.arange(0, BLOCK_HALF)
     in_half = lanes < half
-    # Before the wait: weights, a table, and what is there since the step began. The row of the table is found
-    # by another load, and then comes from memory.
+    # Before the wait: weights, a table, and what is there since the step began.
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
     position = tl.where(slot < 0, 0, position)
-    cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
+    if FEW:
+        cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
+        sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
     if Q_NORM:
         q_weight_a = tl.load(q_norm_ptr + lanes, in_half, other=0.0)
         q_weight_b = tl.load(q_norm_ptr + half + lanes, in_half, other=0.0)
@@ -140,6 +142,9 @@ def _rope_store_kernel(
     b = tl.load(row_ptr + q_offsets + half, q_mask, other=0.0).to(tl.float32)
     kv_a = tl.load(kv_row + kv_offsets, kv_mask, other=0.0)
     kv_b = tl.load(kv_row + kv_offsets + half, kv_mask, other=0.0)
+    if not FEW:  # here, because no other load can be issued while this one waits for the position
+        cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
+        sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
 
     if Q_NORM:
         a, b = _normed(a, b, q_weight_a, q_weight_b, D, eps)
@@ -186,6 +191,7 @@ def rope_store_triton(
     block_h = next_power_of_2(half_heads)
     # Which programs run side by side, as measured: a token's two with 8 KV heads, those of one part with 4.
     parts_first = num_kv_heads * head_dim >= 1024
+    few = True if num_tokens <= MAX_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     _rope_store_kernel[(2 * num_tokens, 1) if parts_first else (num_tokens, 2)](
         qkv,
         cos_sin,
@@ -210,6 +216,7 @@ def rope_store_triton(
         num_kv_heads,
         head_dim,
         page_size,
+        few,
         parts_first,
         half_heads,
         block_h,

@@ -232,19 +232,19 @@ def cases():
             empty(64, 48 * 128), empty(8192, 128, dtype=torch.float32), ints(64), ints(64), pool, pool
         ),
     )
-    yield (
-        "rope_store normed 32/4/128",
-        lambda: rope_store.rope_store_triton(
-            empty(64, 40 * 128),
+    for tokens in (2, 64):
+        call = functools.partial(
+            rope_store.rope_store_triton,
+            empty(tokens, 40 * 128),
             empty(8192, 128, dtype=torch.float32),
-            ints(64),
-            ints(64),
+            ints(tokens),
+            ints(tokens),
             empty(4096, 16, 4, 128),
             empty(4096, 16, 4, 128),
             empty(128),
             empty(128),
-        ),
-    )
+        )
+        yield f"rope_store normed 32/4/128, {tokens} tokens", call
     yield "decode 32/8/128 page 16", decode(32, 8, 128, 16)
     yield "decode 9/3/64 page 16 fp16", decode(9, 3, 64, 16, dtype=torch.float16)
     yield "decode 28/4/80 page 1 window softcap", decode(28, 4, 80, 1, window=1024, softcap=30.0)
