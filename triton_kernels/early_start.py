@@ -25,7 +25,10 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_pairs_up_kernel": None,
     "_rms_norm_kernel": None,
     "_rope_store_kernel": None,
+    "_silu_mul_kernel": None,
     "_split_linear_kernel": None,
+    "_sum_splits_kernel": None,
+    "_tiled_linear_kernel": None,
 }
 """Names of the kernels that may start early, each with the only kernel that may be before it; None = any.
 
@@ -124,3 +127,35 @@ def between_kernels(number, EARLY: tl.constexpr):
         )
     else:
         return number
+
+
+# The two below are for kernels that torch.compile does not see: it would take all their tensors for written.
+
+
+@triton.jit
+def let_next_start_here(number, EARLY: tl.constexpr):
+    """`number`, int32; once all programs are here, or have ended, the next kernel may start."""
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return number
+
+
+@triton.jit
+def fetch_into_l2(pointers):
+    """Asks for the lines of memory at `pointers`, and does not wait for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -5,10 +5,11 @@
 
 M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous; K a multiple of 8.
 
-How: BLOCK_N rows of w at a time are a tensor core's tall operand, BLOCK_M rows of x its narrow one, both
-fetched by the copy engine (TMA) several steps ahead. Where outputs are too few to keep all multiprocessors
-busy, SPLITS programs share the sum over k; their partial sums go through memory, and a second kernel adds
-them in order, so that results do not depend on timing.
+How: BLOCK_N rows of w at a time are a tensor core's tall operand, BLOCK_M rows of x its narrow one, or the
+other way round, both fetched by the copy engine (TMA) several steps ahead. The tall one has at least 64 rows:
+where outputs are few, x is it, so that more programs share them. Where they are too few even so to keep all
+multiprocessors busy, SPLITS programs share the sum over k; their partial sums go through memory, and a second
+kernel adds them in order, so that results do not depend on timing.
 
 Up to FEW_ROWS rows are linear_few.py's. For more, which configuration is fastest, and whether torch's own
 product is, depends on shape and rows: the tuning table knows, and without an entry it is torch's. A row's
@@ -31,6 +32,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels.early_start import (
+    after_predecessor,
+    between_kernels,
+    can_start_early,
+    fetch_into_l2,
+    let_next_start_here,
+)
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear_few import FEW_ROWS, gated_linear_triton, linear_triton
 from triton_kernels.silu_mul import silu_mul
@@ -40,6 +48,9 @@ MOST_ROWS = 256
 LARGE_WEIGHT = 1 << 27
 """Elements of a weight that takes so long to read that a launch costs nothing beside it."""
 SUM_BLOCK = 512
+_LINE = tl.constexpr(64)
+"""Inputs in a line of memory."""
+_LINES_AHEAD = tl.constexpr(8)
 
 
 class TiledConfig(NamedTuple):
@@ -51,15 +62,26 @@ class TiledConfig(NamedTuple):
     splits: int  # programs that share the sum over k
     num_warps: int
     num_stages: int
+    rows_tall: bool = False  # x is the tall operand: at least 64 rows per program, outputs from 16 on
 
 
 LIBRARY = TiledConfig(0, 0, 0, 0, 0, 0)
+
+
+@triton.jit
+def _product(w, x, acc, ROWS_TALL: tl.constexpr):
+    """acc and the product of w [outputs, k] and x [rows, k]: [rows, outputs] if ROWS_TALL, or transposed."""
+    if ROWS_TALL:
+        return tl.dot(x, w.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(w, x.T, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tiled_linear_kernel(
     x_desc,
     w_desc,
+    w_ptr,
     bias_ptr,
     y_ptr,
     num_rows,
@@ -71,6 +93,8 @@ def _tiled_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROWS_TALL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # Programs that read the same part of the weight follow each other.
     num_row_blocks = tl.cdiv(num_rows, BLOCK_M)
@@ -81,32 +105,41 @@ def _tiled_linear_kernel(
     blocks = tl.cdiv(K, BLOCK_K)
     blocks_each = tl.cdiv(blocks, SPLITS)
     first = split * blocks_each
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if EARLY:
+        # The weights' first lines, which no kernel writes, are on their way while the one before ends.
+        ahead_k = tl.minimum(first * BLOCK_K + tl.arange(0, _LINES_AHEAD) * _LINE, K - 1)
+        ahead_outputs = tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1).to(tl.int64)
+        fetch_into_l2(w_ptr + ahead_outputs[:, None] * K + ahead_k[None, :])
+        if GATED:
+            fetch_into_l2(w_ptr + (OUT + ahead_outputs)[:, None] * K + ahead_k[None, :])
+    row_start = after_predecessor(row_start, EARLY)
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if ROWS_TALL else [BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N] if ROWS_TALL else [BLOCK_N, BLOCK_M], tl.float32)
     for block in range(first, min(first + blocks_each, blocks)):
         # What lies beyond the rows and columns is fetched as zeros.
         x = x_desc.load([row_start, block * BLOCK_K])
         w = w_desc.load([output_start, block * BLOCK_K])
-        acc = tl.dot(w, x.T, acc, input_precision="ieee")
+        acc = _product(w, x, acc, ROWS_TALL)
         if GATED:
             w = w_desc.load([OUT + output_start, block * BLOCK_K])
-            up = tl.dot(w, x.T, up, input_precision="ieee")
-    outputs = output_start + tl.arange(0, BLOCK_N)
-    rows = row_start + tl.arange(0, BLOCK_M)
-    there = (rows < num_rows)[None, :] & (outputs < OUT)[:, None]
+            up = _product(w, x, up, ROWS_TALL)
+    row_start = let_next_start_here(row_start, EARLY)
+    outputs = tl.expand_dims(output_start + tl.arange(0, BLOCK_N), 0 if ROWS_TALL else 1)
+    rows = tl.expand_dims(row_start + tl.arange(0, BLOCK_M), 1 if ROWS_TALL else 0)
+    there = (rows < num_rows) & (outputs < OUT)
     if SPLITS > 1:  # y is the partial sums: float32 [SPLITS, M, N]
         N = 2 * OUT if GATED else OUT
-        places = (split * num_rows + rows)[None, :].to(tl.int64) * N + outputs[:, None]
+        places = (split * num_rows + rows).to(tl.int64) * N + outputs
         tl.store(y_ptr + places, acc, there)
         if GATED:
             tl.store(y_ptr + places + OUT, up, there)
     else:
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)
         if GATED:
             gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
             acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
-        y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
+        y_ptrs = y_ptr + rows.to(tl.int64) * OUT + outputs
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there)
 
 
@@ -121,9 +154,10 @@ def _sum_splits_kernel(
     GATED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     N = 2 * OUT if GATED else OUT
-    row = tl.program_id(0).to(tl.int64)
+    row = between_kernels(tl.program_id(0), EARLY).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = outputs < OUT
     acc = tl.zeros([BLOCK], tl.float32)
@@ -161,11 +195,17 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
     partial = y
     if splits > 1:
         partial = torch.empty((splits, num_rows, weight.shape[0]), dtype=torch.float32, device=x.device)
-    kind = {"HAS_BIAS": bias is not None, "GATED": gated, "SPLITS": splits}
+    kind = {
+        "HAS_BIAS": bias is not None,
+        "GATED": gated,
+        "SPLITS": splits,
+        "EARLY": can_start_early(x.device),
+    }
     tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
     _tiled_linear_kernel[(tiles * splits,)](
         TensorDescriptor.from_tensor(x, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+        weight,
         x if bias is None else bias,
         partial,
         num_rows,
@@ -174,6 +214,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
+        ROWS_TALL=config.rows_tall,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **kind,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div
 from triton_kernels.tuning import tuned
 
@@ -47,9 +48,15 @@ def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_mul_kernel(
-    gate_up_ptr, y_ptr, row_stride, width: tl.constexpr, BLOCK_F: tl.constexpr, GELU: tl.constexpr
+    gate_up_ptr,
+    y_ptr,
+    row_stride,
+    width: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    GELU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = between_kernels(tl.program_id(0), EARLY).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = columns < width
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
@@ -87,7 +94,14 @@ def _gated(gate_up: Tensor, config: SiluMulConfig | None, gelu: bool) -> Tensor:
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, ceil_div(width, config.block_f))
     _silu_mul_kernel[grid](
-        gate_up, y, gate_up.stride(0), width, config.block_f, gelu, num_warps=config.num_warps
+        gate_up,
+        y,
+        gate_up.stride(0),
+        width,
+        config.block_f,
+        gelu,
+        can_start_early(gate_up.device),
+        num_warps=config.num_warps,
     )
     return y
 

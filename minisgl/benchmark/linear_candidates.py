@@ -13,7 +13,7 @@ from triton_kernels.linear_many import TiledConfig
 SHARED_BYTES = 227 * 1024
 MULTIPROCESSORS = 132
 FEWEST_PROGRAMS, MOST_PROGRAMS = 48, 640
-"""For up to 16 rows: fewer leave most multiprocessors idle, more only start more often."""
+"""Programs of narrow tiles: fewer leave most multiprocessors idle, more only start more often."""
 LEAST_STEPS = 4
 """Steps over k that a split must have left."""
 
@@ -75,28 +75,33 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
 def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[TiledConfig]:
     """For `rows` from 33 to 256: tiles, each with the two numbers of splits that fill whole waves best."""
     tiles = (
-        (64, 64, 4, 8),
-        (64, 64, 4, 5),
-        (64, 128, 4, 4),
-        (128, 64, 4, 6),
-        (128, 64, 8, 4),
-        (128, 128, 8, 3),
-        (256, 64, 8, 4),
+        (64, 64, 4, 8, False),
+        (64, 64, 4, 5, False),
+        (64, 128, 4, 6, False),
+        (128, 64, 4, 6, False),
+        (128, 64, 8, 4, False),
+        (128, 128, 8, 3, False),
+        (256, 64, 8, 4, False),
+        (16, 128, 4, 8, True),
+        (32, 128, 4, 6, True),
+        (32, 64, 4, 8, True),
     )
     outputs = matrix.outputs // 2 if gated else matrix.outputs
-    block_m = max(32, min(rows, 128))
     found: list[TiledConfig] = []
-    for block_n, block_k, warps, stages in tiles:
+    for block_n, block_k, warps, stages, rows_tall in tiles:
+        block_m = max(64 if rows_tall else 32, min(rows, 128))
         weight_rows = 2 * block_n if gated else block_n
         stages = min(stages, SHARED_BYTES // (2 * block_k * (weight_rows + block_m)))
         # Sums that a thread holds: more than 128 leave too few registers.
         if stages < 2 or weight_rows * block_m > 128 * 32 * warps:
             continue
         tiles_there = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
+        if rows_tall and tiles_there > MOST_PROGRAMS:
+            continue
         most = matrix.width // (block_k * LEAST_STEPS)
         splits = [1] + [n for n in (2, 3, 4, 6, 8) if n <= most and n * tiles_there <= 2 * MULTIPROCESSORS]
         splits.sort(key=lambda n, tiles=tiles_there: -_share_of_waves(n * tiles))
-        found += [TiledConfig(block_m, block_n, block_k, n, warps, stages) for n in splits[:2]]
+        found += [TiledConfig(block_m, block_n, block_k, n, warps, stages, rows_tall) for n in splits[:2]]
     return list(dict.fromkeys(found))
 
 

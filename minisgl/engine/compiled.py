@@ -14,7 +14,7 @@ CUDA graph trees keep their state per thread.
 import importlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +33,12 @@ from minisgl.engine.inputs import row_ids_on
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
+from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.linear import MAX_ROWS
+from triton_kernels.paged_decode import FEW_HEADS
+
+EARLY_ROWS = 64
+"""Steps of more rows gain nothing by early starts: starts are a small part of them."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
@@ -203,19 +208,22 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def record(self, run: Callable[[], Tensor], *, early_starts: bool = False) -> Callable[[], Tensor]:
+    def record(
+        self, run: Callable[[], Tensor], *, early: Mapping[str, str | None] | None = None
+    ) -> Callable[[], Tensor]:
         """Run it, which compiles what is missing, then record it; what comes back replays it.
 
         Args:
-            early_starts: where the recorder may, too.
+            early: kernels that may start early, where the recorder may, too: some of EARLY_KERNELS.
 
         Raises:
             whatever `run` does; nothing is left recording then.
         """
-        early_starts = early_starts and self._can_start_early
+        if not self._can_start_early:
+            early = None
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph(keep_graph=early_starts)
+        graph = torch.cuda.CUDAGraph(keep_graph=early is not None)
         try:
             with torch.cuda.stream(self._stream):
                 run()
@@ -227,8 +235,8 @@ class GraphRecorder:
                 finally:
                     graph.capture_end()
                     _free_cublas_workspaces()
-                if early_starts:
-                    self._can_start_early = instantiate_with_early_starts(graph)
+                if early is not None:
+                    self._can_start_early = instantiate_with_early_starts(graph, early)
         finally:
             current.wait_stream(self._stream)  # also after a failure: the run before may still be going on
         self._graphs.append(graph)
@@ -278,9 +286,8 @@ class CapturedSteps:
 
     def record(self, row_ids: Tensor) -> None:
         num_rows = row_ids.shape[0]
-        # With more rows there is little to gain: the products are not ours.
         self._replays[num_rows] = self._recorder.record(
-            lambda: self.own_step(row_ids), early_starts=num_rows <= MAX_ROWS
+            lambda: self.own_step(row_ids), early=early_kernels(num_rows, self.own_step.num_kv_heads)
         )
 
     def replay(self, row_ids: Tensor) -> Tensor:
@@ -291,6 +298,19 @@ class CapturedSteps:
 
     def release(self) -> None:
         self._recorder.release()
+
+
+def early_kernels(num_rows: int, num_kv_heads: int) -> Mapping[str, str | None] | None:
+    """Those of EARLY_KERNELS that start early in a decode step of so many rows; None = each waits its turn.
+
+    In larger batches attention has a few long units for each multiprocessor, and those that are free before
+    others would get more of them.
+    """
+    if num_rows > EARLY_ROWS:
+        return None
+    if num_rows * num_kv_heads <= FEW_HEADS:
+        return EARLY_KERNELS
+    return {name: before for name, before in EARLY_KERNELS.items() if name != "_paged_decode_kernel"}
 
 
 def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep: bool = True) -> RunBlock:

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_kernels.early_start import EARLY_KERNELS
-
 logger = logging.getLogger(__name__)
 
 _KERNEL_NODE = 0
@@ -30,11 +28,12 @@ class Edge(NamedTuple):
     is_plain: bool = True  # the target starts when the source has ended
 
 
-def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph) -> bool:
-    """Change the edges in front of EARLY_KERNELS and instantiate; False = the driver can't, edges stay plain.
+def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph, early: Mapping[str, str | None]) -> bool:
+    """Change the edges in front of `early` kernels and instantiate; False = the driver can't, all stay plain.
 
     Args:
         graph: recorded with keep_graph, not instantiated.
+        early: some of early_start.EARLY_KERNELS.
 
     Raises:
         RuntimeError: the graph can't be instantiated as it was recorded either.
@@ -44,7 +43,7 @@ def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph) -> bool:
     try:
         driver = _Driver()
         handle = graph.raw_cuda_graph()
-        for edge in early_edges(driver.edges(handle), driver.kernel_name, EARLY_KERNELS):
+        for edge in early_edges(driver.edges(handle), driver.kernel_name, early):
             driver.replace(handle, edge, _PLAIN, _EARLY)
             changed.append(edge)
         graph.instantiate()

@@ -33,9 +33,9 @@ class DecodeStep(nn.Module):
         self.rows = rows
         self.run_block = run_block
         device = rows.page_table.device
-        num_kv_heads = max(layer.num_kv_heads for layer in model.attention_layers())
+        self.num_kv_heads = max(layer.num_kv_heads for layer in model.attention_layers())
         arrivals = torch.zeros(
-            num_arrivals(rows.max_rows + 1, num_kv_heads), dtype=torch.int32, device=device
+            num_arrivals(rows.max_rows + 1, self.num_kv_heads), dtype=torch.int32, device=device
         )
         self.register_buffer("arrivals", arrivals, persistent=False)
 

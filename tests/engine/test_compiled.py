@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine.compiled import CompiledDecode, early_kernels
 from minisgl.engine.rows import Rows
 from minisgl.errors import MinisglError
+from triton_kernels.early_start import EARLY_KERNELS
 
 CPU = torch.device("cpu")
 MAX_ROWS = 20
@@ -119,3 +120,12 @@ def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
     state = rows.read(torch.tensor([0, rows.max_rows], dtype=torch.int32))
     assert state.context_len.tolist() == [1, 1]
     assert state.slot_mapping.tolist() == [-1, -1]  # nothing is written
+
+
+def test_kernels_of_up_to_64_rows_start_early_and_attention_where_its_units_are_small() -> None:
+    assert early_kernels(24, 8) == EARLY_KERNELS
+    most = early_kernels(25, 8)
+    assert most is not None
+    assert most == early_kernels(64, 8)
+    assert EARLY_KERNELS.keys() - most.keys() == {"_paged_decode_kernel"}
+    assert early_kernels(80, 8) is None

@@ -57,7 +57,7 @@ class Graph:
 
 
 def instantiate(graph: Graph) -> bool:
-    return instantiate_with_early_starts(graph)  # pyright: ignore[reportArgumentType] (a stand-in)
+    return instantiate_with_early_starts(graph, EARLY)  # pyright: ignore[reportArgumentType] (a stand-in)
 
 
 def test_without_a_driver_a_graph_stays_as_it_is_and_a_warning_says_so(

@@ -46,7 +46,7 @@ TYPES = {
 }
 
 
-MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.c|atom\.|red\.)")
+MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.[bc]|atom\.|red\.)")
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -201,6 +201,8 @@ def cases():
         (64, 4096, False, (64, 128, 64, 4, 4, 6)),
         (256, 6144, False, (128, 128, 64, 2, 8, 5)),
         (64, 28672, True, (64, 128, 64, 1, 8, 4)),
+        (64, 6144, True, (64, 32, 128, 1, 4, 4, True)),
+        (64, 1024, False, (64, 32, 128, 4, 4, 6, True)),
     ):
         config = linear_many.TiledConfig(*tile)
         function = linear_many.gated_linear_many_with if gated else linear_many.linear_many_with

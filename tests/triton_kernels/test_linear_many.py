@@ -22,6 +22,8 @@ CASES = [
     ((33, 130, 264), TiledConfig(32, 64, 64, 3, 4, 3)),
     ((64, 40, 520), TiledConfig(64, 64, 64, 8, 4, 3)),
     ((70, 200, 136), TiledConfig(64, 128, 64, 1, 8, 2)),
+    ((67, 70, 136), TiledConfig(64, 16, 64, 1, 4, 3, rows_tall=True)),
+    ((33, 50, 264), TiledConfig(64, 32, 64, 3, 4, 3, rows_tall=True)),
 ]
 CPU = torch.device("cpu")
 
