@@ -35,7 +35,7 @@ from triton_kernels.tuning import tuned
 
 MAX_ROWS = 16
 FEW_ROWS = 32
-"""Programs are for MAX_ROWS or for FEW_ROWS rows; a row more costs those beyond nothing."""
+"""Programs are for MAX_ROWS rows, and where there are more for FEW_ROWS."""
 
 
 class LinearConfig(NamedTuple):
