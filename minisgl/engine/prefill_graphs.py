@@ -81,7 +81,7 @@ class PrefillGraphs:
         """Record these buckets, smallest first, up to where launching is no matter.
 
         Of the other buckets those are left to be recorded that are worth it by the line between the measured
-        ones on both sides. What runs here is stored nowhere.
+        ones on both sides. What runs here is stored in the scratch page only.
 
         Args:
             agree: the least of all ranks' measured microseconds: they must decide alike.
@@ -153,7 +153,10 @@ class PrefillGraphs:
         return inputs, PrefillBatch(*views, max_query_len=bucket.tokens)
 
     def _prompts(self, bucket: PrefillBucket) -> list[np.ndarray]:
-        """The arrays of a batch without padding, to measure with: random tokens, which are not stored."""
+        """The arrays of a batch without padding, to measure with: random tokens, stored in the scratch page.
+
+        Without a slot they would be padding, which goes to no expert.
+        """
         generator = np.random.default_rng(bucket.tokens)
         longest = min(MEASURED_PROMPT_TOKENS, self._pages.max_tokens)
         chunks: list[Chunk] = []
@@ -162,9 +165,7 @@ class PrefillGraphs:
             token_ids = generator.integers(0, self._vocab_size, min(left, longest)).astype("<i4")
             chunks.append(Chunk(self._pages.padding_row, 0, token_ids.tobytes(), True))
             left -= len(token_ids)
-        arrays = pack_prefill(tuple(chunks), self._pages, *bucket)
-        arrays[PrefillBatch._fields.index("slot_mapping")].fill(-1)
-        return arrays
+        return pack_prefill(tuple(chunks), self._pages, *bucket)
 
     def _is_worth_recording(self, bucket: PrefillBucket) -> bool:
         return self._run_us_of(bucket.tokens) <= WORTH_RECORDING * self._launch_us

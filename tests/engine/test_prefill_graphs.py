@@ -95,9 +95,12 @@ class Engine:
         return graphs
 
     def state(self) -> list[Tensor]:
-        """All that a step may write."""
-        pools = [[a.k_cache, a.v_cache] for a in self.model.attention_layers()]
-        return [self.rows.last_token, self.rows.context_len, *[pool for pair in pools for pool in pair]]
+        """All that a step may write but the scratch page."""
+        return [self.rows.last_token, self.rows.context_len, *[pool[1:] for pool in self.pools()]]
+
+    def pools(self) -> list[Tensor]:
+        """Keys and values of each layer, [P, S, K, D]."""
+        return [pool for a in self.model.attention_layers() for pool in (a.k_cache, a.v_cache)]
 
 
 def run_again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -124,6 +127,7 @@ def some_chunks(generator: random.Random, fed: list[int], most: int) -> tuple[Ch
 def test_a_padded_step_gives_each_row_what_it_gets_unpadded_and_writes_nothing_else(seed: int) -> None:
     plain, padded = Engine(), Engine()
     graphs = padded.graphs()
+    scratch = [pool[0].clone() for pool in padded.pools()]
     generator = random.Random(seed)
     fed = [0] * MAX_ROWS
     used = set()
@@ -142,11 +146,13 @@ def test_a_padded_step_gives_each_row_what_it_gets_unpadded_and_writes_nothing_e
         torch.testing.assert_close(padded.logits[: len(chunks)], plain.logits, rtol=0, atol=1e-4)
         for ours, theirs in zip(padded.state(), plain.state(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, equal_nan=True)
+    for pool, before in zip(padded.pools(), scratch, strict=True):
+        torch.testing.assert_close(pool[0], before, rtol=0, atol=0, equal_nan=True)
     assert len(used) > 1
 
 
 @torch.inference_mode()
-def test_warming_up_writes_nothing() -> None:
+def test_warming_up_writes_to_the_scratch_page_only() -> None:
     engine = Engine()
     before = [tensor.clone() for tensor in engine.state()]
     engine.graphs()
@@ -261,22 +267,23 @@ def test_ranks_that_measure_other_times_decide_alike() -> None:
     assert graphs.buckets == buckets[:2]
 
 
-def test_graphs_are_measured_on_prompts_without_padding_that_are_stored_nowhere() -> None:
+def test_graphs_are_measured_on_tokens_that_have_a_slot_and_so_experts() -> None:
     engine = Engine()
     longest = PAGES_PER_ROW * PAGE_SIZE
     bucket = PrefillBucket(longest + 10, 4)
-    launched: list[tuple[int, list[int], int, int]] = []
+    launched: list[tuple[list[int], list[int], int, int]] = []
 
     def step(batch: PrefillBatch) -> Tensor:
         queries = batch.row_start.diff().tolist()
         ids = batch.token_ids.tolist()
-        launched.append((int(batch.slot_mapping.max()), queries, min(ids), max(ids)))
+        slots = batch.slot_mapping.unique().tolist()
+        launched.append((slots, queries, min(ids), max(ids)))
         return batch.row_ids
 
     graphs = PrefillGraphs(step, run_again, (bucket,), engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     graphs.warm_up([bucket])
-    stored, queries, least, greatest = launched[-1]
-    assert (stored, queries) == (-1, [longest, 10, 0, 0])
+    slots, queries, least, greatest = launched[-1]
+    assert (slots, queries) == (list(range(PAGE_SIZE)), [longest, 10, 0, 0])
     assert 0 <= least < greatest < VOCAB_SIZE
 
 
