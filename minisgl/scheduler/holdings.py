@@ -104,6 +104,7 @@ class Holdings:
         """Take row and pages from a request that no launched step uses; what was computed stays cached."""
         tokens = request.tokens()
         self._cache.release(request.lease, tokens, min(request.num_planned_tokens, len(tokens)))
+        self._row_inits = [init for init in self._row_inits if init.row != request.row]
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
         self._free_rows.append(request.row)
         self.num_with_extras -= request.changes_logits or request.wants_logprobs

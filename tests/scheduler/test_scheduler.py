@@ -561,6 +561,23 @@ def test_the_sampling_parameters_reach_the_row() -> None:
     assert plan.row_inits[1].seed != plan.row_inits[2].seed
 
 
+def test_a_row_that_changes_hands_twice_before_a_step_is_set_up_for_the_last_only() -> None:
+    scheduler, executor, _ = build(num_pages=5, prefix_cache=False, max_rows=2)
+    scheduler.add(0, np.arange(4, 18, dtype=np.int32), SamplingParams())
+    first = scheduler.plan()
+    assert first is not None
+    scheduler.abort(0)  # its step is in flight and keeps all pages
+    for request_id, temperature in ((1, 0.5), (2, 0.25)):
+        scheduler.add(request_id, prompt_of(4, 5), SamplingParams(temperature=temperature))
+        assert scheduler.plan() is None  # it got a row, but there is no page
+        if request_id == 1:
+            scheduler.abort(1)
+    scheduler.apply(first, executor.execute(first))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert [(init.row, init.temperature) for init in plan.row_inits] == [(plan.chunks[0].row, 0.25)]
+
+
 def test_a_small_head_is_not_blocked_by_a_larger_request_with_a_better_prefix() -> None:
     scheduler, executor, _ = build(num_pages=41, page_size=4, max_rows=8, output_reserve_tokens=0)
     hot = list(range(4, 44))
