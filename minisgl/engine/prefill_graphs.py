@@ -165,7 +165,10 @@ class PrefillGraphs:
             token_ids = generator.integers(0, self._vocab_size, min(left, longest)).astype("<i4")
             chunks.append(Chunk(self._pages.padding_row, 0, token_ids.tobytes(), True))
             left -= len(token_ids)
-        return pack_prefill(tuple(chunks), self._pages, *bucket)
+        arrays = pack_prefill(tuple(chunks), self._pages, *bucket)
+        # The last page may reach beyond the context, where RoPE's table ends.
+        arrays[PrefillBatch._fields.index("positions")].fill(0)
+        return arrays
 
     def _is_worth_recording(self, bucket: PrefillBucket) -> bool:
         return self._run_us_of(bucket.tokens) <= WORTH_RECORDING * self._launch_us

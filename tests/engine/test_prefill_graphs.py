@@ -271,19 +271,19 @@ def test_graphs_are_measured_on_tokens_that_have_a_slot_and_so_experts() -> None
     engine = Engine()
     longest = PAGES_PER_ROW * PAGE_SIZE
     bucket = PrefillBucket(longest + 10, 4)
-    launched: list[tuple[list[int], list[int], int, int]] = []
+    launched: list[tuple[list[int], int, list[int], int, int]] = []
 
     def step(batch: PrefillBatch) -> Tensor:
         queries = batch.row_start.diff().tolist()
         ids = batch.token_ids.tolist()
         slots = batch.slot_mapping.unique().tolist()
-        launched.append((slots, queries, min(ids), max(ids)))
+        launched.append((slots, int(batch.positions.max()), queries, min(ids), max(ids)))
         return batch.row_ids
 
     graphs = PrefillGraphs(step, run_again, (bucket,), engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     graphs.warm_up([bucket])
-    slots, queries, least, greatest = launched[-1]
-    assert (slots, queries) == (list(range(PAGE_SIZE)), [longest, 10, 0, 0])
+    slots, position, queries, least, greatest = launched[-1]
+    assert (slots, position, queries) == (list(range(PAGE_SIZE)), 0, [longest, 10, 0, 0])
     assert 0 <= least < greatest < VOCAB_SIZE
 
 
