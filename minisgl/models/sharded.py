@@ -101,8 +101,7 @@ class SummingNorm(nn.Module):
         """(norm(sum of x + residual), sum of x + residual), each [T, M]; x is lost."""
         if self.norm.kernels.add_rms_norm is not KERNELS.add_rms_norm:  # somebody's own, for an experiment
             return self.norm.forward_add(self.rank_sum(x), residual)
-        y, residual = self.rank_sum.norm(x, residual, self.norm.weight, self.norm.eps)
-        return y.to(x.dtype), residual
+        return self.rank_sum.norm(x, residual, self.norm.weight, self.norm.eps)
 
 
 class SummedLayer(nn.Module):

@@ -196,15 +196,15 @@ def cases():
                 f"gated_linear {rows} to {name}",
                 functools.partial(linear_few.gated_linear_triton, x, weight),
             )
-    for rows, outputs, gated, tile in (
-        (32, 6144, False, (32, 64, 64, 2, 4, 8)),
-        (64, 4096, False, (64, 128, 64, 4, 4, 6)),
-        (256, 6144, False, (128, 128, 64, 2, 8, 5)),
-        (64, 28672, True, (64, 128, 64, 1, 8, 4)),
-        (64, 6144, True, (64, 32, 128, 1, 4, 4, True)),
-        (64, 1024, False, (64, 32, 128, 4, 4, 6, True)),
+    tiled = linear_many.TiledConfig
+    for rows, outputs, gated, config in (
+        (32, 6144, False, tiled(32, 64, 64, 2, 4, 8)),
+        (64, 4096, False, tiled(64, 128, 64, 4, 4, 6)),
+        (256, 6144, False, tiled(128, 128, 64, 2, 8, 5)),
+        (64, 28672, True, tiled(64, 128, 64, 1, 8, 4)),
+        (64, 6144, True, tiled(64, 32, 128, 1, 4, 4, rows_tall=True)),
+        (64, 1024, False, tiled(64, 32, 128, 4, 4, 6, rows_tall=True)),
     ):
-        config = linear_many.TiledConfig(*tile)
         function = linear_many.gated_linear_many_with if gated else linear_many.linear_many_with
         call = functools.partial(function, empty(rows, 4096), empty(outputs, 4096), config=config)
         yield f"{'gated_' if gated else ''}linear_many {rows}x4096 to {outputs}", call
