@@ -9,7 +9,8 @@ Promise: where the GPU has no such launches (before Hopper), nothing of it is in
 https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html
 """
 
-# pyright: reportCallIssue=false
+# Calling a function of a kernel looks like calling an object; a constexpr is a plain value inside of one.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -47,6 +48,21 @@ def can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+_WAIT = tl.constexpr("griddepcontrol.wait; ")
+_START_NEXT = tl.constexpr("griddepcontrol.launch_dependents; ")
+
+
+@triton.jit
+def _behind(instructions: tl.constexpr, number, EARLY: tl.constexpr, PURE: tl.constexpr):
+    """`number`, int32, when the instructions have run."""
+    if EARLY:
+        return tl.inline_asm_elementwise(
+            instructions + "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=PURE, pack=1
+        )
+    else:
+        return number
+
+
 @triton.jit
 def after_predecessor(number, EARLY: tl.constexpr):
     """`number`, int32, as soon as the kernel before this one has ended.
@@ -54,28 +70,19 @@ def after_predecessor(number, EARLY: tl.constexpr):
     Declared pure, as all of these, because torch.compile takes every argument of a kernel with other inline
     assembly for written. So only what depends on the result is sure to come afterwards.
     """
-    if EARLY:
-        return tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return number
+    return _behind(_WAIT, number, EARLY, PURE=True)
 
 
 @triton.jit
 def start_next_and_wait(number, EARLY: tl.constexpr):
     """`after_predecessor`, and the next kernel may start before that: where it is of few small programs."""
-    if EARLY:
-        return tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, $1;",
-            "=r,r",
-            [number],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return number
+    return _behind(_START_NEXT + _WAIT, number, EARLY, PURE=True)
+
+
+@triton.jit
+def between_kernels(number, EARLY: tl.constexpr):
+    """`after_predecessor`, and the next kernel may start right then: for kernels of few small programs."""
+    return _behind(_WAIT + _START_NEXT, number, EARLY, PURE=True)
 
 
 @triton.jit
@@ -113,39 +120,13 @@ def let_next_start(values, EARLY: tl.constexpr):
         return values
 
 
-@triton.jit
-def between_kernels(number, EARLY: tl.constexpr):
-    """`after_predecessor`, and the next kernel may start right then: for kernels of few small programs."""
-    if EARLY:
-        return tl.inline_asm_elementwise(
-            "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-            "=r,r",
-            [number],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return number
-
-
 # The two below are for kernels that torch.compile does not see: it would take all their tensors for written.
 
 
 @triton.jit
 def let_next_start_here(number, EARLY: tl.constexpr):
     """`number`, int32; once all programs are here, or have ended, the next kernel may start."""
-    if EARLY:
-        return tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-            "=r,r",
-            [number],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        return number
+    return _behind(_START_NEXT, number, EARLY, PURE=False)
 
 
 @triton.jit

@@ -206,10 +206,7 @@ def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
 ) -> Tensor:
     """The kernel, whatever the device; up to FEW_ROWS rows."""
-    config = config or _config(x, weight, "linear")
-    if config.splits > 1:
-        return _launch_split(x, weight, bias, config)
-    return _launch(x, weight, bias, False, config)
+    return _launch(x, weight, bias, False, config or _config(x, weight, "linear"))
 
 
 def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
@@ -221,7 +218,11 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    _linear_kernel[(ceil_div(num_outputs, config.block_n),)](
+    if config.splits > 1:
+        kernel, kind = _split_linear_kernel, {"SPLITS": config.splits}
+    else:
+        kernel, kind = _linear_kernel, {"GATED": gated}
+    kernel[(ceil_div(num_outputs, config.block_n),)](
         x,
         weight,
         x if bias is None else bias,
@@ -231,37 +232,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
         N=weight.shape[0],
         K=width,
         HAS_BIAS=bias is not None,
-        GATED=gated,
         BLOCK_M=MAX_ROWS if num_rows <= MAX_ROWS else FEW_ROWS,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         EARLY=can_start_early(x.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )
-    return y
-
-
-def _launch_split(x: Tensor, weight: Tensor, bias: Tensor | None, config: LinearConfig) -> Tensor:
-    num_rows, width = x.shape
-    num_outputs = weight.shape[0]
-    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    _split_linear_kernel[(ceil_div(num_outputs, config.block_n),)](
-        x,
-        weight,
-        x if bias is None else bias,
-        y,
-        num_rows,
-        x.stride(0),
-        N=num_outputs,
-        K=width,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=MAX_ROWS if num_rows <= MAX_ROWS else FEW_ROWS,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLITS=config.splits,
-        EARLY=can_start_early(x.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **kind,
     )
     return y
