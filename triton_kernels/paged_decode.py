@@ -18,10 +18,12 @@ of a row are the leaves of a tree: eight are folded from left to right to a node
 to the row. So a row's result depends on the row and on which side of FEW_HEADS the batch is, to the last bit,
 and on nothing else.
 
-A unit of work is one (split, KV head). A fixed number of programs takes the units in turn, so one captured
-grid serves all lengths: first the full splits, each found by a prefix sum over context_len, then the last one
-of each row, for which no search is needed. There are more programs than the GPU holds: the hardware starts
-one where another ends, which evens out units of unequal length.
+A unit of work is one (split, KV head): first the full splits, each found by a prefix sum over context_len,
+then the last one of each row, for which no search is needed. A fixed number of programs takes them, so one
+captured grid serves all lengths: each begins with the unit of its own number, and when it is done takes the
+next that nobody has, which evens out units of unequal length. It does so best where the longest rows come
+first. In larger batches a multiprocessor gets only as many programs as keep the memory busy: where it had
+more, they would all have a unit at once, and nobody would be free to even anything out.
 
 A program is one warp where one has registers enough: nothing waits at barriers, and while one program changes
 units the others keep the memory busy. A tile is never masked in memory: a lane beyond the unit's end reads
@@ -69,7 +71,8 @@ class DecodeConfig(NamedTuple):
     max_splits: int  # per row; at most MAX_SPLITS
     num_warps: int
     num_stages: int
-    programs_per_sm: int  # to be launched, not only resident: the others start where one ends
+    programs_per_sm: int
+    few_programs_per_sm: int  # the same where rows * KV heads <= FEW_HEADS
 
 
 def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> DecodeConfig:
@@ -82,7 +85,14 @@ def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> D
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
     return DecodeConfig(
-        block_n, 1024, 128, MAX_SPLITS, num_warps, num_stages=4, programs_per_sm=24 // num_warps
+        block_n,
+        split_tokens=1024,
+        few_split_tokens=128,
+        max_splits=MAX_SPLITS,
+        num_warps=num_warps,
+        num_stages=4,
+        programs_per_sm=max(1, 4 // num_warps),
+        few_programs_per_sm=24 // num_warps,
     )
 
 
@@ -232,7 +242,9 @@ def _paged_decode_kernel(
         lengths = tl.load(context_len_ptr + rows, rows < num_rows, other=0)
         _, _, _, splits = _row_cuts(lengths, log_split, window, MAX_SPLITS, DOUBLINGS, BLOCK_N)
         num_full += tl.sum(splits - 1, 0)
-    for unit in range(tl.program_id(0), (num_full + num_rows) * K, tl.num_programs(0)):
+    num_units = (num_full + num_rows) * K
+    unit = tl.program_id(0)
+    while unit < num_units:
         # The row's full split that the unit is, or else its last: row 0's comes after all full ones.
         target = unit // K
         row = target - num_full
@@ -315,10 +327,19 @@ def _paged_decode_kernel(
             top = new_top
         mass = tl.sum(masses, 0)
 
+        # The first counter counts how often programs asked for more: once for each unit, the last resets it.
+        next_unit = num_units
+        if num_units > tl.num_programs(0):
+            asked_ptr = arrivals_ptr + (kv_head - unit % K)  # + 0, which is known after the wait
+            num_asked = tl.atomic_add(asked_ptr, 1, sem="relaxed", scope="gpu")
+            next_unit = tl.num_programs(0) + num_asked
+            if num_asked == num_units - 1:
+                tl.store(asked_ptr, 0)
+
         # Up the tree, as far as this program is the last to arrive. A node's state goes where the first of
         # those it was folded from lay, `apart` places from the next node's.
         first_place = (row.to(tl.int64) * K + kv_head) * tl.where(few, ROW_FEW_SPLITS, ROW_SPLITS)
-        arrivals_here = arrivals_ptr + first_place
+        arrivals_here = arrivals_ptr + 1 + first_place
         acc_here = partial_acc_ptr + first_place * (G * D)
         sum_here = partial_sum_ptr + first_place * (2 * G)
         apart = 1
@@ -361,6 +382,7 @@ def _paged_decode_kernel(
             done = acc / tl.where(mass > 0, mass, 1.0)[None, :]
             out_offsets = (row.to(tl.int64) * H + heads)[None, :] * D + lanes[:, None]
             tl.store(out_ptr + out_offsets, done.to(out_ptr.dtype.element_ty), q_mask)
+        unit = next_unit
 
 
 def paged_decode_triton(
@@ -392,17 +414,22 @@ def paged_decode_triton(
     row_splits = min(config.max_splits, ceil_div(max_tokens, config.split_tokens))
     row_few_splits = min(config.max_splits, ceil_div(max_tokens, config.few_split_tokens))
     doublings = (ceil_div(max_tokens, config.few_split_tokens * config.max_splits) - 1).bit_length()
-    max_units = num_kv_heads * max(
-        num_rows * row_splits, min(num_rows, FEW_HEADS // num_kv_heads) * row_few_splits
-    )
+    few_rows = FEW_HEADS // num_kv_heads
+    max_units = num_kv_heads * max(num_rows * row_splits, min(num_rows, few_rows) * row_few_splits)
+    # 1 or 0, without a branch: torch.compile has one code for any number of rows.
+    are_few = min(max(few_rows + 1 - num_rows, 0), 1)
+    more = config.few_programs_per_sm - config.programs_per_sm
+    num_programs = multiprocessors * (config.programs_per_sm + are_few * more)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
     partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
     if arrivals is None:
-        arrivals = torch.zeros((max_units,), dtype=torch.int32, device=q.device)
-    elif not torch.compiler.is_compiling() and arrivals.shape[0] < max_units:
-        raise ValueError(f"this batch takes {max_units} arrivals, got {arrivals.shape[0]}; see num_arrivals")
-    _paged_decode_kernel[(min(multiprocessors * config.programs_per_sm, max_units),)](
+        arrivals = torch.zeros((1 + max_units,), dtype=torch.int32, device=q.device)
+    elif not torch.compiler.is_compiling() and arrivals.shape[0] <= max_units:
+        raise ValueError(
+            f"this batch takes {1 + max_units} arrivals, got {arrivals.shape[0]}; see num_arrivals"
+        )
+    _paged_decode_kernel[(min(num_programs, max_units),)](
         q,
         k_cache,
         v_cache,
@@ -451,7 +478,7 @@ def paged_decode_triton(
 
 def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
     """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
-    return num_kv_heads * num_rows * MAX_SPLITS
+    return 1 + num_kv_heads * num_rows * MAX_SPLITS
 
 
 def fewest_alike(num_rows: int, num_kv_heads: int) -> int:

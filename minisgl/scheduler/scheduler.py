@@ -27,6 +27,7 @@ from minisgl.scheduler.policy import PREFIX_WINDOW, choose_waiting, prefill_budg
 logger = logging.getLogger(__name__)
 
 _seniority = attrgetter("seniority")
+_num_planned_tokens = attrgetter("num_planned_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,6 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a launched step is applied."""
-        decode_rows: list[int] = []
         sampled: list[Request] = []
         # Oldest first: who needs a page takes it from the youngest, which comes later in this loop.
         for request in self._running.copy():
@@ -175,8 +175,10 @@ class Scheduler:
                 continue
             request.num_planned_tokens = num_planned + 1
             request.steps_in_flight += 1
-            decode_rows.append(request.row)
             sampled.append(request)
+        # Longest first: so decode attention shares out best. The order stays until one comes or goes.
+        sampled.sort(key=_num_planned_tokens, reverse=True)
+        decode_rows = tuple([request.row for request in sampled])
 
         chunks: list[Chunk] = []
         launched_chunks: list[tuple[Request, int]] = []
@@ -208,9 +210,9 @@ class Scheduler:
             step_id=self._num_plans,
             row_inits=row_inits,
             page_updates=page_updates,
-            decode_rows=tuple(decode_rows),
+            decode_rows=decode_rows,
             chunks=tuple(chunks),
-            sampled_rows=tuple([request.row for request in sampled]) if chunks else tuple(decode_rows),
+            sampled_rows=tuple([request.row for request in sampled]) if chunks else decode_rows,
             decode_extras=decode_extras,
             chunk_extras=chunk_extras,
         )

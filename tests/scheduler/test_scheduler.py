@@ -448,7 +448,7 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None: 
     assert tokens_of(outputs, 1) == executor.model.expected_tokens(prompt.tolist(), 2, 1)
 
 
-def test_the_batch_is_ordered_by_seniority_not_by_identity() -> None:  # trap 13
+def test_rows_of_one_length_are_ordered_by_seniority_not_by_identity() -> None:  # trap 13
     orders = []
     for _ in range(2):
         scheduler, executor, _ = build()
@@ -462,6 +462,27 @@ def test_the_batch_is_ordered_by_seniority_not_by_identity() -> None:  # trap 13
             scheduler.apply(plan, executor.execute(plan))
         orders.append(plans)
     assert orders[0] == orders[1]
+
+
+def test_the_longest_rows_decode_first_and_their_order_lasts() -> None:
+    lengths = {1: 3, 2: 7, 3: 5, 4: 7}
+    scheduler, executor, _ = build()
+    for request_id, length in lengths.items():
+        params = SamplingParams(max_tokens=4, seed=request_id)
+        scheduler.add(request_id, prompt_of(*[request_id] * length), params)
+    first = scheduler.plan()
+    assert first is not None
+    row_of = dict(zip(lengths, first.sampled_rows, strict=True))
+    scheduler.apply(first, executor.execute(first))
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan is not None
+        assert plan.decode_rows == tuple(row_of[request_id] for request_id in (2, 4, 3, 1))
+        scheduler.apply(plan, executor.execute(plan))
+    outputs = scheduler.take_outputs()
+    for request_id, length in lengths.items():
+        expected = executor.model.expected_tokens([request_id] * length, 4, request_id)
+        assert tokens_of(outputs, request_id) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ TINY = DecodeConfig(
     num_warps=1,
     num_stages=2,
     programs_per_sm=2,
+    few_programs_per_sm=3,
 )
 """Splits of 64 tokens, in small batches of 16; of more in rows of more than 12 splits."""
 
@@ -108,7 +109,8 @@ def test_a_large_batch_equals_torch_attention(few_heads, device, monkeypatch):
     contexts = [3, 95, 96, 0, 64, 160, 161, 31] * 5
     contexts[7], contexts[31], contexts[38] = 390, 768, 800
     batch = decode_batch(7, contexts, 2, 1, 16, 16, 50, device=device)
-    got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(programs_per_sm=1)).cpu()
+    config = TINY._replace(programs_per_sm=1, few_programs_per_sm=1)
+    got = paged_decode_triton(*arguments(batch), 0.25, config=config).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
 
 
