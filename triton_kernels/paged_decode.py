@@ -12,18 +12,17 @@ of 8, S any power of two. q's rows and heads and the pools' pages, tokens and he
 elements of a head lie next to each other.
 
 How: a row is cut into splits of `split_tokens`, or of twice, four times ... as many where there would be more
-than `max_splits`; the last one takes what is left over, up to half of another. Where all rows together have
-up to FEW_HEADS KV heads, splits are of `few_split_tokens` instead, or most of the GPU would idle. The splits
-of a row are the leaves of a tree: eight are folded from left to right to a node, eight nodes to the next, up
-to the row. So a row's result depends on the row and on which side of FEW_HEADS the batch is, to the last bit,
-and on nothing else.
+than `max_splits`; the last one takes what is left over, up to half of another. Splits are longer in larger
+batches, which have enough of them: they double with each of TIERS that the batch exceeds. The splits of a row
+are the leaves of a tree: eight are folded from left to right to a node, eight nodes to the next, up to the
+row. So a row's result depends on the row and on the batch's tier, to the last bit, and on nothing else.
 
 A unit of work is one (split, KV head): first the full splits, each found by a prefix sum over context_len,
 then the last one of each row, for which no search is needed. A fixed number of programs takes them, so one
 captured grid serves all lengths: each begins with the unit of its own number, and when it is done takes the
 next that nobody has, which evens out units of unequal length. It does so best where the longest rows come
-first. In larger batches a multiprocessor gets only as many programs as keep the memory busy: where it had
-more, they would all have a unit at once, and nobody would be free to even anything out.
+first. Above the second tier a multiprocessor gets only as many programs as keep the memory busy: where it
+had more, they would all have a unit at once, and nobody would be free to even anything out.
 
 A program is one warp where one has registers enough: nothing waits at barriers, and while one program changes
 units the others keep the memory busy. A tile is never masked in memory: a lane beyond the unit's end reads
@@ -58,7 +57,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
 _START_NEXT_HEADS = tl.constexpr(8)  # rows * KV heads up to which the next kernel may start at once
-FEW_HEADS = 192
+TIERS = (64 * 128, 192 * 128, 320 * 128)
+"""Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
 MAX_SPLITS = 64
 
 
@@ -66,13 +66,13 @@ class DecodeConfig(NamedTuple):
     """A launch configuration of paged_decode; the first three fields change the last bits of results."""
 
     block_n: int  # keys per tile; at least 16
-    split_tokens: int  # a multiple of block_n and a power of two
-    few_split_tokens: int  # the same where rows * KV heads <= FEW_HEADS; at most split_tokens
+    split_tokens: int  # of the smallest batches; a multiple of block_n and a power of two
     max_splits: int  # per row; at most MAX_SPLITS
     num_warps: int
     num_stages: int
-    programs_per_sm: int
-    few_programs_per_sm: int  # the same where rows * KV heads <= FEW_HEADS
+    few_programs_per_sm: int  # up to the second of TIERS
+    some_programs_per_sm: int  # up to the third
+    many_programs_per_sm: int
 
 
 def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> DecodeConfig:
@@ -84,15 +84,16 @@ def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> D
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
+    wide = 128 / next_power_of_2(head_dim)  # what a program has on its way is in proportion to a head's bytes
     return DecodeConfig(
         block_n,
-        split_tokens=1024,
-        few_split_tokens=128,
+        split_tokens=128,
         max_splits=MAX_SPLITS,
         num_warps=num_warps,
         num_stages=4,
-        programs_per_sm=max(1, 4 // num_warps),
         few_programs_per_sm=24 // num_warps,
+        some_programs_per_sm=max(1, int(5 * wide)),
+        many_programs_per_sm=max(1, int(4 * wide)),
     )
 
 
@@ -212,12 +213,12 @@ def _paged_decode_kernel(
     D: tl.constexpr,
     S: tl.constexpr,
     LOG_SPLIT: tl.constexpr,
-    LOG_FEW_SPLIT: tl.constexpr,
-    FEW_HEADS: tl.constexpr,
+    TIER_ROWS_1: tl.constexpr,
+    TIER_ROWS_2: tl.constexpr,
+    TIER_ROWS_3: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
-    ROW_SPLITS: tl.constexpr,
-    ROW_FEW_SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -232,8 +233,8 @@ def _paged_decode_kernel(
     keys = tl.arange(0, BLOCK_N)
     # So few units leave multiprocessors free for the programs of the next kernel; more, and it costs time.
     num_rows = start_next_if_few(num_rows, _START_NEXT_HEADS // K, EARLY)
-    few = num_rows * K <= FEW_HEADS
-    log_split = tl.where(few, LOG_FEW_SPLIT, LOG_SPLIT)
+    log_split = LOG_SPLIT + (num_rows > TIER_ROWS_1).to(tl.int32)
+    log_split += (num_rows > TIER_ROWS_2).to(tl.int32) + (num_rows > TIER_ROWS_3).to(tl.int32)
     # The searches load in the kernel's own body, because torch.compile takes a tensor that is loaded in a
     # function, and then decides where to store, for one that is written.
     num_full = tl.program_id(0) * 0
@@ -338,7 +339,8 @@ def _paged_decode_kernel(
 
         # Up the tree, as far as this program is the last to arrive. A node's state goes where the first of
         # those it was folded from lay, `apart` places from the next node's.
-        first_place = (row.to(tl.int64) * K + kv_head) * tl.where(few, ROW_FEW_SPLITS, ROW_SPLITS)
+        row_splits = tl.minimum((MAX_TOKENS + (1 << log_split) - 1) >> log_split, MAX_SPLITS)
+        first_place = (row.to(tl.int64) * K + kv_head) * row_splits
         arrivals_here = arrivals_ptr + 1 + first_place
         acc_here = partial_acc_ptr + first_place * (G * D)
         sum_here = partial_sum_ptr + first_place * (2 * G)
@@ -411,15 +413,22 @@ def paged_decode_triton(
     max_tokens = page_table.shape[1] * page_size
     if window > 0:
         max_tokens = min(max_tokens, window + config.block_n)
-    row_splits = min(config.max_splits, ceil_div(max_tokens, config.split_tokens))
-    row_few_splits = min(config.max_splits, ceil_div(max_tokens, config.few_split_tokens))
-    doublings = (ceil_div(max_tokens, config.few_split_tokens * config.max_splits) - 1).bit_length()
-    few_rows = FEW_HEADS // num_kv_heads
-    max_units = num_kv_heads * max(num_rows * row_splits, min(num_rows, few_rows) * row_few_splits)
-    # 1 or 0, without a branch: torch.compile has one code for any number of rows.
-    are_few = min(max(few_rows + 1 - num_rows, 0), 1)
-    more = config.few_programs_per_sm - config.programs_per_sm
-    num_programs = multiprocessors * (config.programs_per_sm + are_few * more)
+    doublings = (ceil_div(max_tokens, config.split_tokens * config.max_splits) - 1).bit_length()
+    first, second, third = tier_rows(num_kv_heads, head_dim)
+    # In calculations without a branch: torch.compile has one code for any number of rows.
+    max_units = num_kv_heads * max(
+        min(num_rows, first) * min(config.max_splits, ceil_div(max_tokens, config.split_tokens)),
+        min(num_rows, second) * min(config.max_splits, ceil_div(max_tokens, 2 * config.split_tokens)),
+        min(num_rows, third) * min(config.max_splits, ceil_div(max_tokens, 4 * config.split_tokens)),
+        num_rows * min(config.max_splits, ceil_div(max_tokens, 8 * config.split_tokens)),
+    )
+    not_many = min(max(third + 1 - num_rows, 0), 1)
+    are_few = min(max(second + 1 - num_rows, 0), 1)
+    num_programs = multiprocessors * (
+        config.many_programs_per_sm
+        + not_many * (config.some_programs_per_sm - config.many_programs_per_sm)
+        + are_few * (config.few_programs_per_sm - config.some_programs_per_sm)
+    )
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
     partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
@@ -458,12 +467,12 @@ def paged_decode_triton(
         head_dim,
         page_size,
         config.split_tokens.bit_length() - 1,
-        config.few_split_tokens.bit_length() - 1,
-        FEW_HEADS,
+        first,
+        second,
+        third,
         config.max_splits,
+        max_tokens,
         doublings,
-        row_splits,
-        row_few_splits,
         _block_g(group),
         config.block_n,
         next_power_of_2(head_dim),
@@ -481,10 +490,14 @@ def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
     return 1 + num_kv_heads * num_rows * MAX_SPLITS
 
 
-def fewest_alike(num_rows: int, num_kv_heads: int) -> int:
+def tier_rows(num_kv_heads: int, head_dim: int) -> list[int]:
+    """The most rows that a batch below each of TIERS has."""
+    return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in TIERS]
+
+
+def fewest_alike(num_rows: int, num_kv_heads: int, head_dim: int) -> int:
     """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows."""
-    few_rows = FEW_HEADS // num_kv_heads
-    return 1 if num_rows <= few_rows else few_rows + 1
+    return 1 + max((rows for rows in tier_rows(num_kv_heads, head_dim) if rows < num_rows), default=0)
 
 
 def paged_decode(

@@ -190,19 +190,19 @@ def _norm_candidates(shape: ModelShape) -> list[NormConfig]:
 def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
     """One way to cut rows: it changes the last bits of results."""
     tiles = (
-        (16, 1, 3, 4, 24),
-        (16, 1, 3, 5, 24),
-        (16, 1, 4, 3, 24),
-        (16, 1, 4, 4, 12),
-        (16, 1, 4, 4, 24),
-        (16, 1, 4, 8, 24),
-        (16, 1, 5, 4, 24),
-        (32, 2, 3, 4, 12),
-        (32, 2, 4, 2, 12),
+        (16, 1, 3, 24, 6, 4),
+        (16, 1, 3, 24, 8, 5),
+        (16, 1, 4, 24, 5, 3),
+        (16, 1, 4, 24, 6, 4),
+        (16, 1, 4, 24, 8, 8),
+        (16, 1, 4, 12, 6, 4),
+        (16, 1, 5, 24, 6, 4),
+        (32, 2, 3, 12, 3, 2),
+        (32, 2, 4, 12, 3, 2),
     )
     return [
-        DecodeConfig(block_n, 1024, 128, 64, warps, stages, programs, few_programs)
-        for block_n, warps, stages, programs, few_programs in tiles
+        DecodeConfig(block_n, 128, 64, warps, stages, few, some, many)
+        for block_n, warps, stages, few, some, many in tiles
     ]
 
 

@@ -35,10 +35,12 @@ from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.linear import MAX_ROWS
-from triton_kernels.paged_decode import FEW_HEADS
 
 EARLY_ROWS = 64
 """Steps of more rows gain nothing by early starts: starts are a small part of them."""
+EARLY_ATTENTION_HEADS = 192
+"""Rows times KV heads up to which attention starts early. In larger batches it has a few long units for each
+multiprocessor, and those that are free before others would get more of them."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
@@ -301,14 +303,10 @@ class CapturedSteps:
 
 
 def early_kernels(num_rows: int, num_kv_heads: int) -> Mapping[str, str | None] | None:
-    """Those of EARLY_KERNELS that start early in a decode step of so many rows; None = each waits its turn.
-
-    In larger batches attention has a few long units for each multiprocessor, and those that are free before
-    others would get more of them.
-    """
+    """Those of EARLY_KERNELS that start early in a step of so many rows; None = each waits its turn."""
     if num_rows > EARLY_ROWS:
         return None
-    if num_rows * num_kv_heads <= FEW_HEADS:
+    if num_rows * num_kv_heads <= EARLY_ATTENTION_HEADS:
         return EARLY_KERNELS
     return {name: before for name, before in EARLY_KERNELS.items() if name != "_paged_decode_kernel"}
 

@@ -19,15 +19,15 @@ from triton_kernels.paged_decode import (
 
 TINY = DecodeConfig(
     block_n=16,
-    split_tokens=64,
-    few_split_tokens=16,
+    split_tokens=16,
     max_splits=12,
     num_warps=1,
     num_stages=2,
-    programs_per_sm=2,
     few_programs_per_sm=3,
+    some_programs_per_sm=2,
+    many_programs_per_sm=1,
 )
-"""Splits of 64 tokens, in small batches of 16; of more in rows of more than 12 splits."""
+"""Splits of 16 tokens, in larger batches of 32, 64 and 128; of more in rows of more than 12 splits."""
 
 
 def arguments(batch: PagedBatch):
@@ -87,12 +87,18 @@ def rows_of(batch: PagedBatch, rows: list[int]) -> PagedBatch:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize(
     ("all_rows", "some_rows"),
-    [(range(8), [7]), (range(8), [5, 6, 1, 7]), (range(24), [*range(23, 6, -1)])],
-    ids=["alone", "few", "many"],
+    [
+        (range(8), [7]),
+        (range(8), [5, 6, 1, 7]),
+        (range(12), [*range(11, 2, -1)]),
+        (range(16), [*range(13)]),
+        (range(24), [*range(23, 6, -1)]),
+    ],
+    ids=["alone", "few", "more", "some", "many"],
 )
 def test_a_row_is_the_same_to_the_last_bit_in_other_company(all_rows, some_rows, window, device, monkeypatch):
-    monkeypatch.setattr(decode, "FEW_HEADS", 16)
-    assert decode.fewest_alike(len(all_rows), 1) <= len(some_rows)
+    monkeypatch.setattr(decode, "TIERS", (8 * 16, 12 * 16, 16 * 16))
+    assert decode.fewest_alike(len(all_rows), 1, 16) <= len(some_rows)
     contexts = [100, 0, 16, 17, 65, 1, 130, 290] * 3
     contexts[16:] = [95, 96, 97, 700, 768, 769, 800, 1]
     batch = decode_batch(5, contexts, 3, 1, 16, 16, 52, device=device)
@@ -102,15 +108,14 @@ def test_a_row_is_the_same_to_the_last_bit_in_other_company(all_rows, some_rows,
     assert torch.equal(apart, together[[all_rows.index(row) for row in some_rows]])
 
 
-@pytest.mark.parametrize("few_heads", [30, 60])
-def test_a_large_batch_equals_torch_attention(few_heads, device, monkeypatch):
-    """More rows than are searched at once, cut into one to twelve splits."""
-    monkeypatch.setattr(decode, "FEW_HEADS", few_heads)
+@pytest.mark.parametrize("tiers", [(10, 20, 30), (30, 39, 40), (20, 40, 60), (60, 70, 80)])
+def test_a_large_batch_equals_torch_attention(tiers, device, monkeypatch):
+    """40 rows in each tier, more than are searched at once, cut into one to twelve splits."""
+    monkeypatch.setattr(decode, "TIERS", tuple(rows * 16 for rows in tiers))
     contexts = [3, 95, 96, 0, 64, 160, 161, 31] * 5
     contexts[7], contexts[31], contexts[38] = 390, 768, 800
     batch = decode_batch(7, contexts, 2, 1, 16, 16, 50, device=device)
-    config = TINY._replace(programs_per_sm=1, few_programs_per_sm=1)
-    got = paged_decode_triton(*arguments(batch), 0.25, config=config).cpu()
+    got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(few_programs_per_sm=1)).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
 
 
