@@ -22,7 +22,9 @@ then the last one of each row, for which no search is needed. A fixed number of 
 captured grid serves all lengths: each begins with the unit of its own number, and when it is done takes the
 next that nobody has, which evens out units of unequal length. It does so best where the longest rows come
 first. Above the second tier a multiprocessor gets only as many programs as keep the memory busy: where it
-had more, they would all have a unit at once, and nobody would be free to even anything out.
+had more, they would all have a unit at once, and nobody would be free to even anything out. In smaller
+batches there are more programs than the GPU holds: those that wait for a place start when no unit is left to
+take.
 
 A program is one warp where one has registers enough: nothing waits at barriers, and while one program changes
 units the others keep the memory busy. A tile is never masked in memory: a lane beyond the unit's end reads
@@ -35,7 +37,8 @@ upwards. Nobody waits for anybody. The counters are zeros before and after a cal
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
 Scratch: D + 2 floats for each head and a counter for each KV head, for each split that the page table has
-room for (at most `max_splits` a row); what rows with several splits need of it is written and read.
+room for (at most `max_splits` a row), and one counter more; what rows with several splits need of it is
+written and read.
 """
 
 # Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
@@ -84,16 +87,18 @@ def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> D
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
-    wide = 128 / next_power_of_2(head_dim)  # what a program has on its way is in proportion to a head's bytes
+    few = 24 // num_warps
+    # Measured with heads of 64, 128 and 256: the less a program has on its way, the more of them.
+    share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
     return DecodeConfig(
         block_n,
         split_tokens=128,
         max_splits=MAX_SPLITS,
         num_warps=num_warps,
         num_stages=4,
-        few_programs_per_sm=24 // num_warps,
-        some_programs_per_sm=max(1, int(5 * wide)),
-        many_programs_per_sm=max(1, int(4 * wide)),
+        few_programs_per_sm=few,
+        some_programs_per_sm=min(few, max(2, int(5 * share))),
+        many_programs_per_sm=min(few, max(2, int(4 * share))),
     )
 
 
@@ -217,7 +222,7 @@ def _paged_decode_kernel(
     TIER_ROWS_2: tl.constexpr,
     TIER_ROWS_3: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    MAX_TOKENS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -233,8 +238,9 @@ def _paged_decode_kernel(
     keys = tl.arange(0, BLOCK_N)
     # So few units leave multiprocessors free for the programs of the next kernel; more, and it costs time.
     num_rows = start_next_if_few(num_rows, _START_NEXT_HEADS // K, EARLY)
-    log_split = LOG_SPLIT + (num_rows > TIER_ROWS_1).to(tl.int32)
-    log_split += (num_rows > TIER_ROWS_2).to(tl.int32) + (num_rows > TIER_ROWS_3).to(tl.int32)
+    tier = (num_rows > TIER_ROWS_1).to(tl.int32) + (num_rows > TIER_ROWS_2).to(tl.int32)
+    tier += (num_rows > TIER_ROWS_3).to(tl.int32)
+    log_split = LOG_SPLIT + tier
     # The searches load in the kernel's own body, because torch.compile takes a tensor that is loaded in a
     # function, and then decides where to store, for one that is written.
     num_full = tl.program_id(0) * 0
@@ -339,7 +345,7 @@ def _paged_decode_kernel(
 
         # Up the tree, as far as this program is the last to arrive. A node's state goes where the first of
         # those it was folded from lay, `apart` places from the next node's.
-        row_splits = tl.minimum((MAX_TOKENS + (1 << log_split) - 1) >> log_split, MAX_SPLITS)
+        row_splits = tl.minimum((MOST_SPLITS + (1 << tier) - 1) >> tier, MAX_SPLITS)
         first_place = (row.to(tl.int64) * K + kv_head) * row_splits
         arrivals_here = arrivals_ptr + 1 + first_place
         acc_here = partial_acc_ptr + first_place * (G * D)
@@ -414,13 +420,16 @@ def paged_decode_triton(
     if window > 0:
         max_tokens = min(max_tokens, window + config.block_n)
     doublings = (ceil_div(max_tokens, config.split_tokens * config.max_splits) - 1).bit_length()
+    # Splits that a row may have in the first tier; in the others half, a quarter, an eighth. Beyond eight times
+    # the maximum it does not matter how many: all longer page tables have one code.
+    most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
     first, second, third = tier_rows(num_kv_heads, head_dim)
     # In calculations without a branch: torch.compile has one code for any number of rows.
     max_units = num_kv_heads * max(
-        min(num_rows, first) * min(config.max_splits, ceil_div(max_tokens, config.split_tokens)),
-        min(num_rows, second) * min(config.max_splits, ceil_div(max_tokens, 2 * config.split_tokens)),
-        min(num_rows, third) * min(config.max_splits, ceil_div(max_tokens, 4 * config.split_tokens)),
-        num_rows * min(config.max_splits, ceil_div(max_tokens, 8 * config.split_tokens)),
+        min(num_rows, first) * min(config.max_splits, most_splits),
+        min(num_rows, second) * min(config.max_splits, ceil_div(most_splits, 2)),
+        min(num_rows, third) * min(config.max_splits, ceil_div(most_splits, 4)),
+        num_rows * min(config.max_splits, ceil_div(most_splits, 8)),
     )
     not_many = min(max(third + 1 - num_rows, 0), 1)
     are_few = min(max(second + 1 - num_rows, 0), 1)
@@ -471,7 +480,7 @@ def paged_decode_triton(
         second,
         third,
         config.max_splits,
-        max_tokens,
+        most_splits,
         doublings,
         _block_g(group),
         config.block_n,
@@ -491,7 +500,7 @@ def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
 
 
 def tier_rows(num_kv_heads: int, head_dim: int) -> list[int]:
-    """The most rows that a batch below each of TIERS has."""
+    """The most rows of a batch that does not exceed each of TIERS."""
     return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in TIERS]
 
 

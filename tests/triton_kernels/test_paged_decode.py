@@ -115,7 +115,8 @@ def test_a_large_batch_equals_torch_attention(tiers, device, monkeypatch):
     contexts = [3, 95, 96, 0, 64, 160, 161, 31] * 5
     contexts[7], contexts[31], contexts[38] = 390, 768, 800
     batch = decode_batch(7, contexts, 2, 1, 16, 16, 50, device=device)
-    got = paged_decode_triton(*arguments(batch), 0.25, config=TINY._replace(few_programs_per_sm=1)).cpu()
+    config = TINY._replace(few_programs_per_sm=1, some_programs_per_sm=1)
+    got = paged_decode_triton(*arguments(batch), 0.25, config=config).cpu()
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
 
 
@@ -145,6 +146,20 @@ def test_calls_share_their_counters_and_leave_zeros(device):
     for batch in (*batches, batches[0]):
         shared = paged_decode_triton(*arguments(batch), 0.25, arrivals=arrivals, config=TINY)
         assert torch.equal(shared, paged_decode_triton(*arguments(batch), 0.25, config=TINY))
+        assert not arrivals.any()
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 5])
+def test_there_may_be_as_many_units_as_programs_or_others(more, device, monkeypatch):
+    """Units are taken from one counter, which is zero again afterwards, whoever asked last."""
+    monkeypatch.setattr(decode, "num_multiprocessors", lambda device: 2)
+    config = TINY._replace(few_programs_per_sm=4)
+    contexts = [[10] * (8 + more), [0] * (8 + more)]
+    arrivals = torch.zeros(num_arrivals(8 + more, 1), dtype=torch.int32, device=device)
+    for context in (*contexts, contexts[0]):
+        batch = decode_batch(12, context, 2, 1, 16, 16, 2, device=device)
+        got = paged_decode_triton(*arguments(batch), 0.25, arrivals=arrivals, config=config).cpu()
+        torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
         assert not arrivals.any()
 
 
