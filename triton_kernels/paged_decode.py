@@ -420,8 +420,8 @@ def paged_decode_triton(
     if window > 0:
         max_tokens = min(max_tokens, window + config.block_n)
     doublings = (ceil_div(max_tokens, config.split_tokens * config.max_splits) - 1).bit_length()
-    # Splits that a row may have in the first tier; in the others half, a quarter, an eighth. Beyond eight times
-    # the maximum it does not matter how many: all longer page tables have one code.
+    # Splits that a row may have in the first tier; in the others half, a quarter, an eighth. Beyond eight
+    # times the maximum it does not matter how many: all longer page tables have one code.
     most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
     first, second, third = tier_rows(num_kv_heads, head_dim)
     # In calculations without a branch: torch.compile has one code for any number of rows.
