@@ -1,0 +1,62 @@
+"""The scheduler with the real KV manager and a fake engine whose tokens betray any wrong page."""
+
+import numpy as np
+
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import RequestOutput
+from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.simulator import FakeExecutor, FakeModel
+
+EOS = 3
+
+
+def prompt_of(*tokens: int) -> np.ndarray:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def build(
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_rows: int = 8,
+    max_step_tokens: int = 32,
+    chunk_tokens: int = 32,
+    mixed_step_tokens: int = 16,
+    max_context_tokens: int | None = None,
+    prefix_cache: bool = True,
+    eos_one_in: int = 0,
+    output_reserve_tokens: int = 64,
+    vocab_size: int = 50,
+) -> tuple[Scheduler, FakeExecutor, KVCacheManager]:
+    cache = KVCacheManager(num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
+    config = SchedulerConfig(
+        max_rows=max_rows,
+        max_step_tokens=max_step_tokens,
+        chunk_tokens=chunk_tokens,
+        mixed_step_tokens=mixed_step_tokens,
+        max_context_tokens=max_context_tokens or (num_pages - 1) * page_size,
+        vocab_size=vocab_size,
+        output_reserve_tokens=output_reserve_tokens,
+        eos_token_ids=(EOS,),
+    )
+    model = FakeModel(vocab_size=vocab_size, eos_token_id=EOS, eos_one_in=eos_one_in)
+    executor = FakeExecutor(model, num_pages=num_pages, page_size=page_size, max_rows=max_rows)
+    return Scheduler(config, cache), executor, cache
+
+
+def drain(scheduler: Scheduler, executor: FakeExecutor, max_steps: int = 10_000) -> list[RequestOutput]:
+    """Run serially to the end."""
+    outputs = scheduler.take_outputs()
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            return outputs
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.apply(plan, executor.execute(plan))
+        scheduler.check_invariants()
+        outputs += scheduler.take_outputs()
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def tokens_of(outputs: list[RequestOutput], request_id: int) -> list[int]:
+    return [token for output in outputs if output.request_id == request_id for token in output.token_ids]
