@@ -425,12 +425,11 @@ def paged_decode_triton(
     most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
     first, second, third = tier_rows(num_kv_heads, head_dim)
     # In calculations without a branch: torch.compile has one code for any number of rows.
-    max_units = num_kv_heads * max(
-        min(num_rows, first) * min(config.max_splits, most_splits),
-        min(num_rows, second) * min(config.max_splits, ceil_div(most_splits, 2)),
-        min(num_rows, third) * min(config.max_splits, ceil_div(most_splits, 4)),
-        num_rows * min(config.max_splits, ceil_div(most_splits, 8)),
-    )
+    units = [
+        min(num_rows, rows) * min(config.max_splits, ceil_div(most_splits, 1 << tier))
+        for tier, rows in enumerate((first, second, third, num_rows))
+    ]
+    max_units = num_kv_heads * max(*units)
     not_many = min(max(third + 1 - num_rows, 0), 1)
     are_few = min(max(second + 1 - num_rows, 0), 1)
     num_programs = multiprocessors * (
