@@ -11,11 +11,17 @@ outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <=
 of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided; the D
 elements of a head lie next to each other.
 
-How: a row is cut into splits of `split_tokens`, or of twice, four times ... as many where there would be more
-than `max_splits`; the last one takes what is left over, up to half of another. Splits are longer in larger
-batches, which have enough of them: they double with each of TIERS that the batch exceeds. The splits of a row
-are the leaves of a tree: eight are folded from left to right to a node, eight nodes to the next, up to the
-row. So a row's result depends on the row and on the batch's tier, to the last bit, and on nothing else.
+rope_paged_decode begins one op earlier, with what the qkv projection yields: it does what rope_store does
+with the rows' new tokens, and then what is above. A program makes the queries that it needs, and the one
+with a row's newest token makes and stores that one's key and value, which no other looks at. That saves a
+launch, and q's way through memory.
+
+How: a row is cut into splits of `split_tokens`, or of twice, four times ... as many where there would be
+more than `max_splits`; the last one takes what is left over, up to half of another. Splits are longer in
+larger batches, which have enough of them: they double with each of the tiers that the batch exceeds. The
+splits of a row are the leaves of a tree: eight are folded from left to right to a node, eight nodes to the
+next, up to the row. So a row's result depends on the row and on the batch's tier, to the last bit, and on
+nothing else.
 
 A unit of work is one (split, KV head): first the full splits, each found by a prefix sum over context_len,
 then the last one of each row, for which no search is needed. A fixed number of programs takes them, so one
@@ -26,10 +32,10 @@ had more, they would all have a unit at once, and nobody would be free to even a
 batches there are more programs than the GPU holds: those that wait for a place start when no unit is left to
 take.
 
-A program is one warp where one has registers enough: nothing waits at barriers, and while one program changes
-units the others keep the memory busy. A tile is never masked in memory: a lane beyond the unit's end reads
-its last token, whose weight there is 0. The query heads are the columns of both products (scores are [keys,
-heads], outputs [head dim, heads]): tensor cores take 8 columns, but 16 rows.
+A program is one warp where one has registers enough and there are many: nothing waits at barriers, and
+while one program changes units the others keep the memory busy. A tile is never masked in memory: a lane
+beyond the unit's end reads its last token, whose weight there is 0. The query heads are the columns of both
+products (scores are [keys, heads], outputs [head dim, heads]): tensor cores take 8 columns, but 16 rows.
 
 One kernel does it all. A program that is done with a unit leaves its softmax state in memory and counts its
 arrival at the tree's node above; the one that arrives last finds all states there, folds them and goes on
@@ -54,6 +60,8 @@ from torch import Tensor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
+from triton_kernels.linear_few import MAX_ROWS
+from triton_kernels.rope_store import rope_store_reference
 from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -62,7 +70,11 @@ _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
 _START_NEXT_HEADS = tl.constexpr(8)  # rows * KV heads up to which the next kernel may start at once
 TIERS = (64 * 128, 192 * 128, 320 * 128)
 """Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
+FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
+"""The same where `four_warps_share`; there is none larger."""
 MAX_SPLITS = 64
+FEW_ROWS = MAX_ROWS
+"""Rows up to which the configuration may be another one; torch.compile compiles for so many rows anyway."""
 
 
 class DecodeConfig(NamedTuple):
@@ -73,16 +85,23 @@ class DecodeConfig(NamedTuple):
     max_splits: int  # per row; at most MAX_SPLITS
     num_warps: int
     num_stages: int
-    few_programs_per_sm: int  # up to the second of TIERS
+    few_programs_per_sm: int  # up to the second of the batch's tiers
     some_programs_per_sm: int  # up to the third
     many_programs_per_sm: int
 
 
-def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> DecodeConfig:
+def default_decode_config(
+    head_dim: int, element_size: int, group: int = 4, num_kv_heads: int = 8, few_rows: bool = False
+) -> DecodeConfig:
     """The configuration used where no other is given, as measured on an H200.
 
     One warp where the outputs of a KV head's query heads leave it enough registers.
+
+    Args:
+        few_rows: for batches of up to FEW_ROWS.
     """
+    if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
+        return DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
     num_warps = max(1, next_power_of_2(head_dim) * _block_g(group) // 1024)
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
@@ -100,6 +119,15 @@ def default_decode_config(head_dim: int, element_size: int, group: int = 4) -> D
         some_programs_per_sm=min(few, max(2, int(5 * share))),
         many_programs_per_sm=min(few, max(2, int(4 * share))),
     )
+
+
+def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
+    """Whether four warps share a unit in batches of up to FEW_ROWS.
+
+    With few KV heads there are fewer units than places for programs, and with many query heads to each of
+    them a unit is much work: so a unit's end comes sooner. Measured with heads of 128.
+    """
+    return num_kv_heads <= 4 < group and head_dim == 128 and element_size == 2
 
 
 def _block_g(group: int) -> int:
@@ -191,6 +219,11 @@ def _load_state(acc_ptr, sum_ptr, place, there, lanes, group, G: tl.constexpr, D
 @triton.jit(do_not_specialize=["num_rows"])
 def _paged_decode_kernel(
     q_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     k_cache_ptr,
     v_cache_ptr,
     page_table_ptr,
@@ -213,6 +246,10 @@ def _paged_decode_kernel(
     scale: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
+    ROPE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    eps: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -232,6 +269,7 @@ def _paged_decode_kernel(
     EARLY: tl.constexpr,
 ):
     G: tl.constexpr = H // K
+    HALF: tl.constexpr = D // 2
     ONE_PAGE: tl.constexpr = S % BLOCK_N == 0
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
@@ -286,14 +324,56 @@ def _paged_decode_kernel(
         if window > 0:
             ahead = tl.maximum(ahead, start)
         next_page = tl.load(pages_ptr + ahead // S, low < high, other=0)
-        # Lengths and pages are there since the step began. Every row has a unit, so some program waits.
+        if ROPE:
+            # A lane's partner is the element that it is rotated with.
+            partner = tl.where(lanes < HALF, lanes + HALF, lanes - HALF)
+            partner = tl.max_contiguous(tl.multiple_of(partner, HALF & -HALF), HALF & -HALF)
+            slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+            position = tl.load(positions_ptr + row).to(tl.int64)
+            angles_ptr = cos_sin_ptr + tl.where(slot < 0, 0, position) * D
+            cos = tl.load(angles_ptr + lanes % HALF, lanes < D, other=0.0)
+            sin = tl.load(angles_ptr + HALF + lanes % HALF, lanes < D, other=0.0)
+            sin = tl.where(lanes < HALF, -sin, sin)
+            if Q_NORM:
+                q_weight = tl.load(q_norm_ptr + lanes, lanes < D, other=0.0).to(tl.float32)
+                q_weight_of_partner = tl.load(q_norm_ptr + partner, lanes < D, other=0.0).to(tl.float32)
+            if K_NORM:
+                k_weight = tl.load(k_norm_ptr + lanes, lanes < D, other=0.0).to(tl.float32)
+                k_weight_of_partner = tl.load(k_norm_ptr + partner, lanes < D, other=0.0).to(tl.float32)
+        # All of that is there since the step began. Every row has a unit, so some program waits.
         kv_head = after_predecessor(kv_head, EARLY)
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
         heads = kv_head * G + group
         q_mask = (lanes < D)[:, None] & (group < G)[None, :]
-        q_offsets = row.to(tl.int64) * q_row_stride + heads[None, :] * q_head_stride + lanes[:, None]
-        q = tl.load(q_ptr + q_offsets, q_mask, other=0.0)
+        row_ptr = q_ptr + row.to(tl.int64) * q_row_stride
+        q = tl.load(row_ptr + (heads[None, :] * q_head_stride + lanes[:, None]), q_mask, other=0.0)
+        if ROPE:
+            q_partner = tl.load(row_ptr + (heads[None, :] * D + partner[:, None]), q_mask, other=0.0)
+            is_new = (lanes < D) & (split == num_splits - 1) & (slot >= 0)
+            new_ptr = row_ptr + (H + kv_head) * D
+            new_k = tl.load(new_ptr + lanes, is_new, other=0.0).to(tl.float32)
+            new_k_partner = tl.load(new_ptr + partner, is_new, other=0.0).to(tl.float32)
+            new_v = tl.load(new_ptr + K * D + lanes, is_new, other=0.0)
+            x = q.to(tl.float32)
+            x_partner = q_partner.to(tl.float32)
+            if Q_NORM:
+                factor = tl.rsqrt(tl.sum(x * x, 0) / D + eps)[None, :]
+                x = x * factor * q_weight[:, None]
+                x_partner = x_partner * factor * q_weight_of_partner[:, None]
+            if K_NORM:
+                k_factor = tl.rsqrt(tl.sum(new_k * new_k, 0) / D + eps)
+                new_k = new_k * k_factor * k_weight
+                new_k_partner = new_k_partner * k_factor * k_weight_of_partner
+            q = (x * cos[:, None] + x_partner * sin[:, None]).to(q.dtype)
+            new_k = (new_k * cos + new_k_partner * sin).to(q.dtype)
+            new_page = tl.maximum(slot, 0) // S
+            place_in_page = tl.maximum(slot, 0) % S
+            k_to = k_head_ptr + (new_page * k_page_stride + place_in_page * k_token_stride) + lanes
+            v_to = v_head_ptr + (new_page * v_page_stride + place_in_page * v_token_stride) + lanes
+            tl.store(k_to, new_k.to(k_cache_ptr.dtype.element_ty), is_new)
+            tl.store(v_to, new_v.to(v_cache_ptr.dtype.element_ty), is_new)
+            tl.debug_barrier()  # all threads have stored what the loop loads
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         masses = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # of the keys of a tile: summed up at the end
         acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
@@ -393,6 +473,17 @@ def _paged_decode_kernel(
         unit = next_unit
 
 
+class _Rope(NamedTuple):
+    """What rope_paged_decode takes besides."""
+
+    cos_sin: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    q_norm_weight: Tensor | None = None
+    k_norm_weight: Tensor | None = None
+    eps: float = 1e-6
+
+
 def paged_decode_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -405,13 +496,19 @@ def paged_decode_triton(
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
     config: DecodeConfig | None = None,
+    rope: _Rope | None = None,
 ) -> Tensor:
-    """The kernel, whatever the device."""
-    num_rows, num_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_cache.shape
+    """The kernel, whatever the device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written."""
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    num_rows = q.shape[0]
+    num_heads = q.shape[1] if rope is None else q.shape[1] // head_dim - 2 * num_kv_heads
     group = num_heads // num_kv_heads
+    few_rows = True if num_rows <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
+    tiers = TIERS
+    if few_rows and four_warps_share(head_dim, q.element_size(), group, num_kv_heads):
+        tiers = FEW_TIERS
     if config is None:
-        default = default_decode_config(head_dim, q.element_size(), group)
+        default = default_decode_config(head_dim, q.element_size(), group, num_kv_heads, few_rows)
         exact, near = (head_dim, group), (num_kv_heads, page_size)
         config = tuned(default, "paged_decode", q.device, q.dtype, exact, near)
     multiprocessors = num_multiprocessors(q.device)
@@ -423,7 +520,7 @@ def paged_decode_triton(
     # Splits that a row may have in the first tier; in the others half, a quarter, an eighth. Beyond eight
     # times the maximum it does not matter how many: all longer page tables have one code.
     most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
-    first, second, third = tier_rows(num_kv_heads, head_dim)
+    first, second, third = tier_rows(num_kv_heads, head_dim, tiers)
     # In calculations without a branch: torch.compile has one code for any number of rows.
     units = [
         min(num_rows, rows) * min(config.max_splits, ceil_div(most_splits, 1 << tier))
@@ -437,6 +534,8 @@ def paged_decode_triton(
         + not_many * (config.some_programs_per_sm - config.many_programs_per_sm)
         + are_few * (config.few_programs_per_sm - config.some_programs_per_sm)
     )
+    # Without `rope` the kernel has no use for the first three and the norms: any tensor does.
+    cos_sin, positions, slot_mapping, q_norm, k_norm, eps = rope or _Rope(q, row_ids, row_ids)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
     partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
@@ -448,6 +547,11 @@ def paged_decode_triton(
         )
     _paged_decode_kernel[(min(num_programs, max_units),)](
         q,
+        cos_sin,
+        positions,
+        slot_mapping,
+        q if q_norm is None else q_norm,
+        q if k_norm is None else k_norm,
         k_cache,
         v_cache,
         page_table,
@@ -460,7 +564,7 @@ def paged_decode_triton(
         num_rows,
         page_table.stride(0),
         q.stride(0),
-        q.stride(1),
+        head_dim if rope is not None else q.stride(1),
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -470,6 +574,10 @@ def paged_decode_triton(
         scale,
         window,
         softcap,
+        rope is not None,
+        q_norm is not None,
+        k_norm is not None,
+        eps,
         num_heads,
         num_kv_heads,
         head_dim,
@@ -493,19 +601,46 @@ def paged_decode_triton(
     return out
 
 
+def rope_paged_decode_triton(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    scale: float,
+    window: int = 0,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    arrivals: Tensor | None = None,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    """The kernel, whatever the device."""
+    rope = _Rope(cos_sin, positions, slot_mapping, q_norm_weight, k_norm_weight, eps)
+    where = (page_table, row_ids, context_len, scale, window)
+    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals=arrivals, config=config, rope=rope)
+
+
 def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
     """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
     return 1 + num_kv_heads * num_rows * MAX_SPLITS
 
 
-def tier_rows(num_kv_heads: int, head_dim: int) -> list[int]:
-    """The most rows of a batch that does not exceed each of TIERS."""
-    return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in TIERS]
+def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> list[int]:
+    """The most rows of a batch that does not exceed each of `tiers`."""
+    return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in tiers]
 
 
 def fewest_alike(num_rows: int, num_kv_heads: int, head_dim: int) -> int:
     """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows."""
-    return 1 + max((rows for rows in tier_rows(num_kv_heads, head_dim) if rows < num_rows), default=0)
+    changes = [FEW_ROWS]
+    for tiers in (TIERS, FEW_TIERS):
+        changes += tier_rows(num_kv_heads, head_dim, tiers)
+    return 1 + max((rows for rows in changes if rows < num_rows), default=0)
 
 
 def paged_decode(
@@ -534,3 +669,33 @@ def paged_decode(
     return paged_decode_triton(
         q, k_cache, v_cache, page_table, row_ids, context_len, scale, window, softcap, arrivals
     )
+
+
+def rope_paged_decode(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    scale: float,
+    window: int = 0,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    arrivals: Tensor | None = None,
+) -> Tensor:
+    """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
+
+    Arguments as theirs. Token r is the last of row r's context_len[r], and its slot the place of that in the
+    page table; a token that is not stored (slot -1) must be of a row with context_len 0.
+    """
+    new_tokens = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache)
+    where = (page_table, row_ids, context_len, scale, window)
+    norms = (q_norm_weight, k_norm_weight, eps)
+    if qkv.device.type == "cpu":
+        return paged_decode_reference(rope_store_reference(*new_tokens, *norms), k_cache, v_cache, *where)
+    return rope_paged_decode_triton(*new_tokens, *where, *norms, arrivals)

@@ -56,13 +56,26 @@ class Backend(NamedTuple):
     num_bytes: int = 0  # of the device's memory that it holds
 
 
+class Pair(NamedTuple):
+    """An `Attend` of two: one for prompts and one for decode steps."""
+
+    prefill: Attend
+    decode: Attend
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """As the one whose turn it is."""
+        attend = self.decode if inputs.is_decode else self.prefill
+        return attend(q, k_cache, v_cache, inputs, scale, window)
+
+
 def pair(prefill: Backend, decode: Backend) -> Backend:
     """One backend for prompts and one for decode steps."""
-
-    def attend(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, window: int = 0
-    ) -> Tensor:
-        run = decode.attend if inputs.is_decode else prefill.attend
-        return run(q, k_cache, v_cache, inputs, scale, window)
-
-    return Backend(attend, prefill.plan_prefill, decode.plan_decode)
+    return Backend(Pair(prefill.attend, decode.attend), prefill.plan_prefill, decode.plan_decode)

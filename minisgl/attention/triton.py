@@ -5,7 +5,7 @@ T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
 
 from torch import Tensor
 
-from minisgl.attention.interface import AttentionInputs
+from minisgl.attention.interface import Attend, AttentionInputs, Pair
 from triton_kernels.registry import KERNELS, Kernels
 
 
@@ -24,3 +24,8 @@ def attend(
         return kernels.paged_decode(q, k_cache, v_cache, *where, scale, window, arrivals=inputs.arrivals)
     rows = (*where, inputs.row_start, inputs.max_query_len)
     return kernels.paged_prefill(q, k_cache, v_cache, *rows, scale, window)
+
+
+def decodes_by_ours(attend_: Attend) -> bool:
+    """Whether decode steps attend by our kernel, which can do what comes before attention, too."""
+    return (attend_.decode if isinstance(attend_, Pair) else attend_) is attend

@@ -12,7 +12,9 @@ from torch import Tensor
 from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
 from triton_kernels.paged_decode import fewest_alike, num_arrivals, paged_decode_reference
 from triton_kernels.paged_prefill import paged_prefill_reference
+from triton_kernels.rope_store import rope_store_reference
 
+EPS = 1e-6
 LONGEST_TOKENS = 131072
 """What a row of the page tables holds, as in an engine that serves long contexts."""
 
@@ -84,6 +86,56 @@ def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dty
 
     moved = shape.kv_bytes * dtype.itemsize / 2
     return Problem("paged_decode", shape.label, num_rows, moved, shape.flop, arguments, int(moved), check)
+
+
+def rope_decode_problem(
+    shape: AttentionShape, normed: bool, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """`decode_problem` from qkv [R, (H + 2K) * D] on, whose keys and values no pool has yet.
+
+    Args:
+        normed: q and k are normalised.
+    """
+    k_cache, v_cache, sets = attention_sets(shape, device, dtype)
+    scale = shape.head_dim**-0.5
+    num_rows, head_dim, kv_heads = len(shape.contexts), shape.head_dim, shape.kv_heads
+    width = (shape.heads + 2 * kv_heads) * head_dim
+    counters = torch.zeros(num_arrivals(num_rows, kv_heads), dtype=torch.int32, device=device)
+    angles = torch.rand((max(shape.contexts), head_dim // 2), device=device) * 7
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    norms = tuple(torch.randn((2, head_dim), device=device, dtype=dtype)) if normed else (None, None)
+    arguments = []
+    for one in sets:
+        last = one.context_len - 1
+        pages = one.page_table[one.row_ids.long(), last.long() // shape.page_size]
+        slots = pages * shape.page_size + last % shape.page_size
+        qkv = torch.randn((num_rows, width), device=device, dtype=dtype)
+        where = (*one[1:4], scale, 0)
+        arguments.append((qkv, cos_sin, last, slots, k_cache, v_cache, *where, *norms, EPS, counters))
+
+    def check(function: Any) -> float:
+        qkv, _, positions, slots = arguments[0][:4]
+        poison(qkv.nbytes, device)
+        newest = [pool.flatten(0, 1) for pool in (k_cache, v_cache)]
+        for pool in newest:
+            pool[slots.long()] = math.nan
+        got = function(*arguments[0])
+        stored = torch.zeros((2, num_rows, 1, kv_heads, head_dim), dtype=torch.float64, device=device)
+        places = torch.arange(num_rows, dtype=torch.int32, device=device)
+        wide: list[Any] = [None if weight is None else weight.double() for weight in norms]
+        options: list[Any] = [*stored, *wide, EPS]
+        q = rope_store_reference(qkv.double(), cos_sin.double(), positions, places, *options)
+        expected = paged_decode_reference(q.float(), k_cache, v_cache, *sets[0][1:4], scale)
+        errors = [
+            relative_error(pool[slots.long()], exact[:, 0])
+            for pool, exact in zip(newest, stored, strict=True)
+        ]
+        return max(relative_error(got, expected), *errors)
+
+    moved = shape.kv_bytes * dtype.itemsize / 2
+    return Problem(
+        "rope_paged_decode", shape.label, num_rows, moved, shape.flop, arguments, int(moved), check
+    )
 
 
 def prefill_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:

@@ -19,6 +19,7 @@ from minisgl.benchmark.attention_problems import (
     decode_problem,
     decode_shape,
     prefill_problem,
+    rope_decode_problem,
 )
 from minisgl.benchmark.kernel_baselines import flashinfer_calls, has_flashinfer, inductor_calls
 from minisgl.benchmark.kernel_timing import (
@@ -58,7 +59,7 @@ from triton_kernels.linear_few import gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.moe_route import route_triton
 from triton_kernels.norm_router import add_rms_norm_router_triton
-from triton_kernels.paged_decode import paged_decode_triton
+from triton_kernels.paged_decode import paged_decode_triton, rope_paged_decode_triton
 from triton_kernels.paged_prefill import paged_prefill_triton
 from triton_kernels.registry import KERNELS, with_replacements
 from triton_kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -82,6 +83,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 OTHERS: dict[str, Callable[..., Any]] = {
     "gelu_tanh_mul": gelu_tanh_mul_triton,
     "add_rms_norm_router": add_rms_norm_router_triton,
+    "rope_paged_decode": rope_paged_decode_triton,
     "moe_route": route_triton,
     "advance_rows": advance_rows_triton,
     "linear_many": linear_many,
@@ -318,6 +320,8 @@ def _cases_of(shape: ModelShape, on_gpu: bool) -> Iterator[BenchCase]:
         yield BenchCase(
             "paged_decode", attention.label, functools.partial(decode_problem, attention), attention
         )
+        build = functools.partial(rope_decode_problem, attention, shape.qk_norm)
+        yield BenchCase("rope_paged_decode", attention.label, build)
     for attention in _prefill_shapes(shape, on_gpu):
         yield BenchCase(
             "paged_prefill", attention.label, functools.partial(prefill_problem, attention), attention

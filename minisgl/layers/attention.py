@@ -5,13 +5,16 @@ heads, D head dim, P pages, S page size.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs
+from minisgl.attention.triton import decodes_by_ours
 from minisgl.layers.norm import RMSNorm
+from triton_kernels.paged_decode import rope_paged_decode
 from triton_kernels.registry import KERNELS
 
 
@@ -71,12 +74,20 @@ class Attention(nn.Module):
         Args:
             q_norm, k_norm: both or neither; normalise each head's D elements before the rotation.
         """
-        norms = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        q = self.kernels.rope_store(
-            qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache, *norms
-        )
-        out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale, self.window)
+        norms: tuple[Any, ...] = ()
+        if q_norm is not None and k_norm is not None:
+            norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+        new_tokens = (qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
+        if inputs.is_decode and self._decodes_in_one_op():
+            where = (inputs.page_table, inputs.row_ids, inputs.context_len, self.scale, self.window)
+            out = rope_paged_decode(*new_tokens, *where, *norms, arrivals=inputs.arrivals)
+        else:
+            q = self.kernels.rope_store(*new_tokens, *norms)
+            out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale, self.window)
         return out.view(-1, self.num_heads * self.head_dim)
+
+    def _decodes_in_one_op(self) -> bool:
+        return self.kernels.rope_store is KERNELS.rope_store and decodes_by_ours(self.attend)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

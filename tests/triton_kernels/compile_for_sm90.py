@@ -126,13 +126,24 @@ def attention_inputs(heads: int, kv_heads: int, head_dim: int, page: int, tokens
     pool = empty(4096, page, kv_heads, head_dim, dtype=dtype)
     qkv = empty(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
-    return q, pool, torch.empty_like(pool), ints(257, 2048), ints(64), ints(64)
+    return q, pool, torch.empty_like(pool), ints(257, 2048), ints(tokens), ints(tokens)
 
 
 def decode(heads: int, kv_heads: int, head_dim: int, page: int, **options):
     dtype = options.pop("dtype", torch.bfloat16)
     inputs = attention_inputs(heads, kv_heads, head_dim, page, 64, dtype)
     return lambda: paged_decode.paged_decode_triton(*inputs, 0.1, **options)
+
+
+def rope_decode(heads: int, kv_heads: int, head_dim: int, rows: int, normed: bool):
+    _, k_cache, v_cache, *where = attention_inputs(heads, kv_heads, head_dim, 16, rows)
+    norm = empty(head_dim) if normed else None
+    table = empty(8192, head_dim, dtype=torch.float32)
+    qkv = empty(rows, (heads + 2 * kv_heads) * head_dim)
+    inputs = (qkv, table, ints(rows), ints(rows), k_cache, v_cache, *where)
+    return lambda: paged_decode.rope_paged_decode_triton(
+        *inputs, scale=0.1, q_norm_weight=norm, k_norm_weight=norm
+    )
 
 
 def prefill(heads: int, kv_heads: int, head_dim: int, page: int, **options):
@@ -252,6 +263,10 @@ def cases():
     yield "decode 28/4/80 page 1 window softcap", decode(28, 4, 80, 1, window=1024, softcap=30.0)
     yield "decode 16/1/256 page 256", decode(16, 1, 256, 256)
     yield "decode 32/8/128 float32", decode(32, 8, 128, 16, dtype=torch.float32)
+    yield "rope_decode 32/8/128", rope_decode(32, 8, 128, 64, normed=False)
+    yield "rope_decode 32/4/128 normed", rope_decode(32, 4, 128, 64, normed=True)
+    yield "rope_decode 32/4/128 normed, few rows", rope_decode(32, 4, 128, 2, normed=True)
+    yield "rope_decode 9/3/64", rope_decode(9, 3, 64, 64, normed=False)
     yield "prefill 32/8/128 page 16", prefill(32, 8, 128, 16)
     yield "prefill 9/3/64 page 16 fp16", prefill(9, 3, 64, 16, dtype=torch.float16)
     yield "prefill 28/4/80 page 1 window softcap", prefill(28, 4, 80, 1, window=1024, softcap=30.0)

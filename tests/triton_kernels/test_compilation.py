@@ -17,7 +17,7 @@ LOAD_EARLY = {
     "_add_rms_norm_kernel": "its weight",
     "_all_reduce_kernel": "its weight",
     "_norm_router_kernel": "weights",
-    "_paged_decode_kernel": "the step's lengths and page table",
+    "_paged_decode_kernel": "the step's lengths, page table, positions and slots, a table and weights",
     "_pairs_down_kernel": "logits, which are older than the kernel before, and weights",
     "_rms_norm_kernel": "its weight",
     "_rope_store_kernel": "the step's positions and slots, a table and weights",
@@ -128,6 +128,14 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "rope_store": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "rope_store normed": ["k_cache_ptr", "q_ptr", "v_cache_ptr"],
         "paged_decode": ["arrivals_ptr", "out_ptr", "partial_acc_ptr", "partial_sum_ptr"],
+        "rope_paged_decode": [
+            "arrivals_ptr",
+            "k_cache_ptr",
+            "out_ptr",
+            "partial_acc_ptr",
+            "partial_sum_ptr",
+            "v_cache_ptr",
+        ],
         "paged_prefill": ["out_ptr"],
         "sample": [
             "above_mass_ptr",

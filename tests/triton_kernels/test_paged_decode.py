@@ -1,5 +1,6 @@
 """Decode attention: the reference against torch's own attention, the kernel against the reference."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from triton_kernels.paged_decode import (
     paged_decode,
     paged_decode_reference,
     paged_decode_triton,
+    rope_paged_decode,
+    rope_paged_decode_triton,
 )
+from triton_kernels.rope_store import rope_store_reference
 
 TINY = DecodeConfig(
     block_n=16,
@@ -168,3 +172,69 @@ def test_too_few_counters_are_refused(device):
     few = torch.zeros(7, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="num_arrivals"):
         paged_decode_triton(*arguments(batch), 0.25, arrivals=few, config=TINY)
+
+
+def slots_of_newest(batch: PagedBatch) -> torch.Tensor:
+    """int32 [R]: the slot of each row's last token; -1 where the row has none."""
+    page_size = batch.k_cache.shape[1]
+    rows = zip(batch.row_ids.tolist(), batch.context_len.tolist(), strict=True)
+    slots = [
+        int(batch.page_table[row, (length - 1) // page_size]) * page_size + (length - 1) % page_size
+        if length
+        else -1
+        for row, length in rows
+    ]
+    return torch.tensor(slots, dtype=torch.int32, device=batch.q.device)
+
+
+@settings(max_examples=30)
+@given(
+    contexts=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    group=st.sampled_from([1, 3, 8]),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 16, 24]),
+    page_size=st.sampled_from([1, 4, 16, 64]),
+    window=st.sampled_from([0, 1, 33]),
+    norms=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
+    is_kernel=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
+    contexts, group, kv_heads, head_dim, page_size, window, norms, is_kernel, seed
+):
+    device = "cuda" if is_kernel and torch.cuda.is_available() else "cpu"
+    heads = group * kv_heads
+    shape = (heads, kv_heads, head_dim, page_size, -(-150 // page_size))
+    batch = decode_batch(seed, contexts, *shape, device=device)
+    slots = slots_of_newest(batch)
+    stored = slots[slots >= 0].long()
+    for pool in (batch.k_cache, batch.v_cache):  # nobody has stored them yet
+        pool.flatten(0, 1)[stored] = float("nan")
+    rng = torch.Generator().manual_seed(seed)
+    qkv = torch.randn((len(contexts), (heads + 2 * kv_heads) * head_dim), generator=rng).to(device)
+    cos_sin = torch.randn((200, head_dim), generator=rng).to(device)
+    positions = torch.where(batch.context_len > 0, batch.context_len + 7, 10**6).int()
+    weights = [torch.randn(head_dim, generator=rng).to(device) if norm else None for norm in norms]
+
+    pools = batch.k_cache.double(), batch.v_cache.double()
+    options: list[Any] = [*pools, *(None if weight is None else weight.double() for weight in weights), 1e-5]
+    q = rope_store_reference(qkv.double(), cos_sin.double(), positions, slots, *options)
+    expected = attention_by_sdpa(batch._replace(q=q, k_cache=pools[0], v_cache=pools[1]), 0.25, window)
+    caches = batch.k_cache, batch.v_cache
+    where = batch.page_table, batch.row_ids, batch.context_len
+    run: Any = functools.partial(rope_paged_decode_triton, config=TINY) if is_kernel else rope_paged_decode
+    got = run(qkv, cos_sin, positions, slots, *caches, *where, 0.25, window, *weights, 1e-5)
+    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-4, rtol=1e-4)
+    for pool, expected_pool in zip(caches, pools, strict=True):
+        torch.testing.assert_close(pool.double(), expected_pool, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_rows", [3, 17])
+def test_few_kv_heads_with_many_queries_each(num_rows, device):
+    """The default configuration, which is another one for few rows."""
+    batch = decode_batch(
+        11, [300, 0, 129, *[5] * 14][:num_rows], 12, 2, 128, 16, 20, dtype=torch.float16, device=device
+    )
+    expected = attention_by_sdpa(batch, 0.1)
+    got = paged_decode_triton(*arguments(batch), 0.1).cpu().double()
+    assert (got - expected).norm() <= 2e-3 * expected.norm()

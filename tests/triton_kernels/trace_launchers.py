@@ -168,6 +168,20 @@ def main() -> None:
         dynamic=(0, 4, 5),
     )
     trace(
+        "rope_paged_decode",
+        lambda weights, *args: paged_decode.rope_paged_decode_triton(
+            *args, scale=0.1, q_norm_weight=weights[0], k_norm_weight=weights[1]
+        ),
+        torch.randn(2, 64),
+        torch.randn(6, 10 * 64),
+        torch.randn(50, 64),
+        ints(6),
+        ints(6),
+        *pools,
+        *rows,
+        dynamic=(1, 3, 4, 8, 9),
+    )
+    trace(
         "paged_prefill",
         lambda *args: paged_prefill.paged_prefill_triton(*args, max_query_len=9, scale=0.1),
         torch.randn(21, 6, 64),
