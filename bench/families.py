@@ -284,7 +284,8 @@ def decode_logits(model: Decoder, token_ids: Tensor, run_block: RunBlock, *, rec
         context,
         slot,
         torch.arange(3, dtype=torch.int32, device=device),
-        1,
+        max_query_len=1,
+        is_decode=True,
     )
 
     def step() -> Tensor:
