@@ -125,7 +125,8 @@ def _linear_kernel(
     lanes = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
     # Behind a gated layer comes a linear one, whose programs would be spread unevenly if they came while some
-    # of this kernel still run. What comes behind others is small: RoPE, a norm, a sum over ranks.
+    # of this kernel still run. Behind others come a norm or a sum over ranks, which are small, or attention,
+    # which has much to look up before it waits.
     num_rows = after_predecessor(num_rows, EARLY) if GATED else start_next_and_wait(num_rows, EARLY)
     there = rows < num_rows
     x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]
