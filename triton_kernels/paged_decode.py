@@ -7,9 +7,9 @@
 
 R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV heads, G = H / K
 query heads per KV head, D head dim, P pages, S page size. A row with context_len 0 yields zeros. Memory
-outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D <= 256 and a multiple
-of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided; the D
-elements of a head lie next to each other.
+outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D from 16 to 256 and a
+multiple of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided;
+the D elements of a head lie next to each other.
 
 rope_paged_decode begins one op earlier, with what the qkv projection yields: it does what rope_store does
 with the rows' new tokens, and then what is above. A program makes the queries that it needs, and the one
@@ -18,10 +18,10 @@ launch, and q's way through memory.
 
 How: a row is cut into splits of `split_tokens`, or of twice, four times ... as many where there would be
 more than `max_splits`; the last one takes what is left over, up to half of another. Splits are longer in
-larger batches, which have enough of them: they double with each of the tiers that the batch exceeds. The
-splits of a row are the leaves of a tree: eight are folded from left to right to a node, eight nodes to the
-next, up to the row. So a row's result depends on the row and on the batch's tier, to the last bit, and on
-nothing else.
+larger batches, which have enough of them: they double with each of the tiers that the batch exceeds; where
+another configuration begins, they begin anew. The splits of a row are the leaves of a tree: eight are folded
+from left to right to a node, eight nodes to the next, up to the row. So a row's result depends on the row,
+the configuration and the batch's tier, to the last bit, and on nothing else (`fewest_alike`).
 
 A unit of work is one (split, KV head): first the full splits, each found by a prefix sum over context_len,
 then the last one of each row, for which no search is needed. A fixed number of programs takes them, so one
@@ -498,19 +498,24 @@ def paged_decode_triton(
     config: DecodeConfig | None = None,
     rope: _Rope | None = None,
 ) -> Tensor:
-    """The kernel, whatever the device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written."""
+    """The kernel, whatever the device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written.
+
+    Without a config it is the tuned one, but for the batches in which `four_warps_share`.
+    """
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_rows = q.shape[0]
     num_heads = q.shape[1] if rope is None else q.shape[1] // head_dim - 2 * num_kv_heads
     group = num_heads // num_kv_heads
     few_rows = True if num_rows <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     tiers = TIERS
-    if few_rows and four_warps_share(head_dim, q.element_size(), group, num_kv_heads):
-        tiers = FEW_TIERS
     if config is None:
-        default = default_decode_config(head_dim, q.element_size(), group, num_kv_heads, few_rows)
-        exact, near = (head_dim, group), (num_kv_heads, page_size)
-        config = tuned(default, "paged_decode", q.device, q.dtype, exact, near)
+        shape = (head_dim, q.element_size(), group, num_kv_heads)
+        config = default_decode_config(*shape, few_rows)
+        if few_rows and four_warps_share(*shape):
+            tiers = FEW_TIERS
+        else:
+            exact, near = (head_dim, group), (num_kv_heads, page_size)
+            config = tuned(config, "paged_decode", q.device, q.dtype, exact, near)
     multiprocessors = num_multiprocessors(q.device)
     # The most that the page table has room for.
     max_tokens = page_table.shape[1] * page_size
@@ -635,11 +640,15 @@ def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> 
     return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in tiers]
 
 
-def fewest_alike(num_rows: int, num_kv_heads: int, head_dim: int) -> int:
-    """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows."""
-    changes = [FEW_ROWS]
-    for tiers in (TIERS, FEW_TIERS):
-        changes += tier_rows(num_kv_heads, head_dim, tiers)
+def fewest_alike(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> int:
+    """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows.
+
+    Where no config is given.
+    """
+    changes = tier_rows(num_kv_heads, head_dim, TIERS)
+    if four_warps_share(head_dim, element_size, num_heads // num_kv_heads, num_kv_heads):
+        few = tier_rows(num_kv_heads, head_dim, FEW_TIERS)
+        changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
     return 1 + max((rows for rows in changes if rows < num_rows), default=0)
 
 
@@ -691,7 +700,7 @@ def rope_paged_decode(
     """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
 
     Arguments as theirs. Token r is the last of row r's context_len[r], and its slot the place of that in the
-    page table; a token that is not stored (slot -1) must be of a row with context_len 0.
+    page table. One that is not stored (slot -1) is not seen: its row sees what the pools hold.
     """
     new_tokens = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache)
     where = (page_table, row_ids, context_len, scale, window)

@@ -3,6 +3,8 @@
 T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from minisgl.attention.interface import Attend, AttentionInputs, Pair
@@ -27,5 +29,6 @@ def attend(
 
 
 def decodes_by_ours(attend_: Attend) -> bool:
-    """Whether decode steps attend by our kernel, which can do what comes before attention, too."""
-    return (attend_.decode if isinstance(attend_, Pair) else attend_) is attend
+    """Whether decode steps come to `attend`, with whatever kernels."""
+    chosen = attend_.decode if isinstance(attend_, Pair) else attend_
+    return (chosen.func if isinstance(chosen, partial) else chosen) is attend

@@ -18,6 +18,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
+from triton_kernels.paged_decode import FEW_ROWS
 
 
 class Peaks(NamedTuple):
@@ -37,7 +38,10 @@ def measure_peaks(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Peaks:
-    """Measured on CUDA with as many rows as there can be; a generous estimate on CPU."""
+    """Measured on CUDA with as many rows as there can be; a generous estimate on CPU.
+
+    Few rows decode, too: some of their kernels are others, which are compiled so before the engine serves.
+    """
     num_rows = config.max_running_requests
     if device.type == "cpu":
         return Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
@@ -45,9 +49,11 @@ def measure_peaks(
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     batch = padding_batch(num_rows, row_tokens, rows, device)
     plans.padding_prefill(num_rows, row_tokens)
-    plans.decode((), num_rows)
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
     decode = DecodeStep(model, rows)
+    for count in (min(num_rows, FEW_ROWS), num_rows):
+        plans.decode((), count)
+        decode(row_ids[:count])
     recorded_bytes = 0
     for bucket in buckets_of(config).prefill[-1:]:
         row_tokens = -(-bucket.tokens // bucket.rows)
@@ -77,15 +83,16 @@ def warm_up_prefill(
 ) -> None:
     """Compile the kernels of a prefill step, for chunks of one token and of up to `max_tokens`.
 
-    Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other),
-    the powers of two for the launch configurations that depend on the number of tokens.
+    Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other) and for
+    the launch configurations of few and of more rows, the powers of two for those that depend on the number
+    of tokens.
     """
 
     def run(num_rows: int, row_tokens: int) -> None:
         plans.padding_prefill(num_rows, row_tokens)
         prefill_step(model, rows, padding_batch(num_rows, row_tokens, rows, device))
 
-    for num_rows in (1, 3, 16):
+    for num_rows in (1, 3, FEW_ROWS, FEW_ROWS + 1):
         for row_tokens in (1, 3, 16):
             run(num_rows, row_tokens)
     row_tokens = 32

@@ -87,7 +87,11 @@ class Attention(nn.Module):
         return out.view(-1, self.num_heads * self.head_dim)
 
     def _decodes_in_one_op(self) -> bool:
-        return self.kernels.rope_store is KERNELS.rope_store and decodes_by_ours(self.attend)
+        both_are_ours = (self.kernels.rope_store, self.kernels.paged_decode) == (
+            KERNELS.rope_store,
+            KERNELS.paged_decode,
+        )
+        return both_are_ours and decodes_by_ours(self.attend)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """The attention layer: which of the ways through a decode step it takes, and that all come to the same."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,3 +80,7 @@ def test_our_decode_steps_take_one_op_unless_one_of_its_two_is_replaced(
     assert called(PLAIN) == called(Pair(OURS, PLAIN)) == called(OURS, is_decode=False) == []
     assert called(OURS, rope_store=theirs) == ["store"]
     assert called(noted("attend", OURS)) == ["attend"]
+    assert called(partial(OURS, kernels=KERNELS._replace(paged_prefill=pytest.fail))) == ["both"]
+    theirs = noted("decode", KERNELS.paged_decode)
+    kernels = KERNELS._replace(paged_decode=theirs)
+    assert called(partial(OURS, kernels=kernels), paged_decode=theirs) == ["decode"]

@@ -102,7 +102,7 @@ def rows_of(batch: PagedBatch, rows: list[int]) -> PagedBatch:
 )
 def test_a_row_is_the_same_to_the_last_bit_in_other_company(all_rows, some_rows, window, device, monkeypatch):
     monkeypatch.setattr(decode, "TIERS", (8 * 16, 12 * 16, 16 * 16))
-    assert decode.fewest_alike(len(all_rows), 1, 16) <= len(some_rows)
+    assert decode.fewest_alike(len(all_rows), 3, 1, 16, 4) <= len(some_rows)
     contexts = [100, 0, 16, 17, 65, 1, 130, 290] * 3
     contexts[16:] = [95, 96, 97, 700, 768, 769, 800, 1]
     batch = decode_batch(5, contexts, 3, 1, 16, 16, 52, device=device)
@@ -192,28 +192,31 @@ def slots_of_newest(batch: PagedBatch) -> torch.Tensor:
     contexts=st.lists(st.integers(0, 150), min_size=1, max_size=5),
     group=st.sampled_from([1, 3, 8]),
     kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([8, 16, 24]),
+    head_dim=st.sampled_from([16, 24, 40]),
     page_size=st.sampled_from([1, 4, 16, 64]),
     window=st.sampled_from([0, 1, 33]),
     norms=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
+    is_padded=st.booleans(),
     is_kernel=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
-    contexts, group, kv_heads, head_dim, page_size, window, norms, is_kernel, seed
+    contexts, group, kv_heads, head_dim, page_size, window, norms, is_padded, is_kernel, seed
 ):
     device = "cuda" if is_kernel and torch.cuda.is_available() else "cpu"
     heads = group * kv_heads
     shape = (heads, kv_heads, head_dim, page_size, -(-150 // page_size))
     batch = decode_batch(seed, contexts, *shape, device=device)
     slots = slots_of_newest(batch)
+    if is_padded:  # as the engine does: the row sees what lies there, and stores nothing
+        slots[-1] = -1
     stored = slots[slots >= 0].long()
     for pool in (batch.k_cache, batch.v_cache):  # nobody has stored them yet
         pool.flatten(0, 1)[stored] = float("nan")
     rng = torch.Generator().manual_seed(seed)
     qkv = torch.randn((len(contexts), (heads + 2 * kv_heads) * head_dim), generator=rng).to(device)
     cos_sin = torch.randn((200, head_dim), generator=rng).to(device)
-    positions = torch.where(batch.context_len > 0, batch.context_len + 7, 10**6).int()
+    positions = torch.where(slots >= 0, batch.context_len + 7, 10**6).int()
     weights = [torch.randn(head_dim, generator=rng).to(device) if norm else None for norm in norms]
 
     pools = batch.k_cache.double(), batch.v_cache.double()
@@ -238,3 +241,21 @@ def test_few_kv_heads_with_many_queries_each(num_rows, device):
     expected = attention_by_sdpa(batch, 0.1)
     got = paged_decode_triton(*arguments(batch), 0.1).cpu().double()
     assert (got - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("heads", "boundaries"), [((32, 4, 128, 2), [2, 16, 48, 80]), ((32, 8, 128, 2), [8, 24, 40])]
+)
+def test_fewest_alike_names_where_results_change(heads, boundaries):
+    found = [rows for rows in range(1, 200) if decode.fewest_alike(rows + 1, *heads) == rows + 1]
+    assert found == boundaries
+
+
+def test_few_rows_of_the_default_configuration_are_alike(device):
+    batch = decode_batch(
+        12, [300, 1, 129, 700, 17, 40], 12, 2, 128, 16, 48, dtype=torch.float16, device=device
+    )
+    together = paged_decode_triton(*arguments(batch), 0.1)
+    assert decode.fewest_alike(6, 12, 2, 128, 2) == 5
+    rows = [5, 3, 0, 2, 1]
+    assert torch.equal(paged_decode_triton(*arguments(rows_of(batch, rows)), 0.1), together[rows])
