@@ -254,7 +254,10 @@ class Engine:
         return (decode.num_recompiles if decode else 0) + (kernels.num_compiled if kernels else 0)
 
     def close(self) -> None:
-        """Wait for launched steps, let go of them and of the compile cache. Open requests get no answer."""
+        """Wait for launched steps, let go of them and of the compile cache. Open requests get no answer.
+
+        What is closed may be closed again.
+        """
         try:
             while self._launched:
                 self.runner.collect(self._launched.popleft())
@@ -267,7 +270,8 @@ class Engine:
                 self._ranks.leave()  # when the others do
             if self._followers is not None:
                 self._followers.close()
-            if self._compile_cache is not None:
+            compile_cache, self._compile_cache = self._compile_cache, None
+            if compile_cache is not None:
                 if self._num_compiled > self._num_sealed:
-                    seal(self._compile_cache)
-                self._compile_cache.close()
+                    seal(compile_cache)
+                compile_cache.close()

@@ -56,6 +56,7 @@ def test_what_was_compiled_while_serving_is_sealed_at_the_end(folder: Path, cach
     cache.seal.side_effect = lambda: cache.close.assert_not_called()
     engine._recorded = engine._recorded._replace(kernels=Mock(num_compiled=1, count=1))
     engine.close()
+    engine.close()  # as whoever closes an engine that a lost rank has closed
     assert cache.seal.call_count == 2
     cache.close.assert_called_once_with()
 
