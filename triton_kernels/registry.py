@@ -1,7 +1,7 @@
 """Which function runs for each op: ours, or one of somebody's own for an experiment.
 
-Promise: a `Kernels` is complete and never changes; the layers hold one and call its fields, so choosing
-costs nothing when they run.
+Promise: a `Kernels` is complete and never changes; the layers hold one and call its fields, or in place of
+several that are all ours an op that does the work of them, so choosing costs nothing when they run.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """`--kernel op=module:function`: puts somebody's own function in an op's place, for an experiment.
 
-Promise: called once, between building a model and compiling it; afterwards nothing knows that a function is
-not ours.
+Promise: called once, between building a model and compiling it; afterwards only layers with a kernel of ours
+that does the work of several ops look whether those are ours.
 """
 
 import functools
