@@ -10,7 +10,7 @@ import torch
 from minisgl.attention import torch as torch_backend
 from minisgl.attention import triton as triton_backend
 from minisgl.attention.flashinfer import AttentionShape, Copy, FlashinferDecode, FlashinferPrefill
-from minisgl.attention.interface import Attend, Backend, pair
+from minisgl.attention.interface import Attend, Backend, KernelAttend, pair
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.attention_choice import FA2, FA3, TORCH, TRITON, TRTLLM, Backends
 from minisgl.errors import ConfigError
@@ -18,7 +18,10 @@ from triton_kernels.launch import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 
-STATELESS: dict[str, Attend] = {TRITON: triton_backend.attend, TORCH: torch_backend.attend}
+STATELESS: dict[str, Attend] = {
+    TRITON: KernelAttend(triton_backend.attend),
+    TORCH: torch_backend.attend,
+}
 """Those that need to know nothing but their arguments."""
 
 

@@ -3,11 +3,9 @@
 T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
 """
 
-from functools import partial
-
 from torch import Tensor
 
-from minisgl.attention.interface import Attend, AttentionInputs, Pair
+from minisgl.attention.interface import AttentionInputs
 from triton_kernels.registry import KERNELS, Kernels
 
 
@@ -26,9 +24,3 @@ def attend(
         return kernels.paged_decode(q, k_cache, v_cache, *where, scale, window, arrivals=inputs.arrivals)
     rows = (*where, inputs.row_start, inputs.max_query_len)
     return kernels.paged_prefill(q, k_cache, v_cache, *rows, scale, window)
-
-
-def decodes_by_ours(attend_: Attend) -> bool:
-    """Whether decode steps come to `attend`, with whatever kernels."""
-    chosen = attend_.decode if isinstance(attend_, Pair) else attend_
-    return (chosen.func if isinstance(chosen, partial) else chosen) is attend

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import Attend, AttentionInputs
-from minisgl.attention.triton import decodes_by_ours
+from minisgl.attention.interface import Attend, AttentionInputs, decodes_by_kernels
 from minisgl.layers.norm import RMSNorm
 from triton_kernels.paged_decode import rope_paged_decode
 from triton_kernels.registry import KERNELS
@@ -48,6 +47,7 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.attend = attend
+        self.decodes_by_kernels = decodes_by_kernels(attend)
         self.kernels = KERNELS
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(0, 1, num_kv_heads, head_dim), persistent=False)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
             KERNELS.rope_store,
             KERNELS.paged_decode,
         )
-        return both_are_ours and decodes_by_ours(self.attend)
+        return both_are_ours and self.decodes_by_kernels
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.attention import torch as torch_backend
 from minisgl.attention import triton as triton_backend
-from minisgl.attention.interface import Attend, AttentionInputs, Pair
+from minisgl.attention.backends import select
+from minisgl.attention.interface import Attend, AttentionInputs, KernelAttend, Pair
 from minisgl.layers import attention as attention_layer
 from minisgl.layers.attention import Attention
 from minisgl.layers.norm import RMSNorm
@@ -17,7 +17,7 @@ from triton_kernels.registry import KERNELS
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 6, 2, 8, 4
 CONTEXTS = torch.tensor([5, 0, 16, 1], dtype=torch.int32)
 PAGES = torch.arange(16, dtype=torch.int32).view(4, 4)
-OURS, PLAIN = triton_backend.attend, torch_backend.attend
+OURS, PLAIN = select("triton"), select("torch")
 
 
 def decoded(attend: Attend, *, normed: bool, is_decode: bool = True, **kernels: Any) -> list[torch.Tensor]:
@@ -80,7 +80,9 @@ def test_our_decode_steps_take_one_op_unless_one_of_its_two_is_replaced(
     assert called(PLAIN) == called(Pair(OURS, PLAIN)) == called(OURS, is_decode=False) == []
     assert called(OURS, rope_store=theirs) == ["store"]
     assert called(noted("attend", OURS)) == ["attend"]
-    assert called(partial(OURS, kernels=KERNELS._replace(paged_prefill=pytest.fail))) == ["both"]
+    kernels = KERNELS._replace(paged_prefill=pytest.fail)
+    assert called(KernelAttend(partial(triton_backend.attend, kernels=kernels))) == ["both"]
     theirs = noted("decode", KERNELS.paged_decode)
     kernels = KERNELS._replace(paged_decode=theirs)
-    assert called(partial(OURS, kernels=kernels), paged_decode=theirs) == ["decode"]
+    attend = KernelAttend(partial(triton_backend.attend, kernels=kernels))
+    assert called(attend, paged_decode=theirs) == ["decode"]
