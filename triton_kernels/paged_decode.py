@@ -58,81 +58,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.decode_config import DecodeConfig, block_g, choose_config
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
-from triton_kernels.linear_few import MAX_ROWS
 from triton_kernels.rope_store import rope_store_reference
-from triton_kernels.tuning import tuned
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
 _START_NEXT_HEADS = tl.constexpr(8)  # rows * KV heads up to which the next kernel may start at once
-TIERS = (64 * 128, 192 * 128, 320 * 128)
-"""Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
-FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
-"""The same where `four_warps_share`; there is none larger."""
-MAX_SPLITS = 64
-FEW_ROWS = MAX_ROWS
-"""Rows up to which the configuration may be another one; torch.compile compiles for so many rows anyway."""
-
-
-class DecodeConfig(NamedTuple):
-    """A launch configuration of paged_decode; the first three fields change the last bits of results."""
-
-    block_n: int  # keys per tile; at least 16
-    split_tokens: int  # of the smallest batches; a multiple of block_n and a power of two
-    max_splits: int  # per row; at most MAX_SPLITS
-    num_warps: int
-    num_stages: int
-    few_programs_per_sm: int  # up to the second of the batch's tiers
-    some_programs_per_sm: int  # up to the third
-    many_programs_per_sm: int
-
-
-def default_decode_config(
-    head_dim: int, element_size: int, group: int = 4, num_kv_heads: int = 8, few_rows: bool = False
-) -> DecodeConfig:
-    """The configuration used where no other is given, as measured on an H200.
-
-    One warp where the outputs of a KV head's query heads leave it enough registers.
-
-    Args:
-        few_rows: for batches of up to FEW_ROWS.
-    """
-    if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
-        return DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
-    num_warps = max(1, next_power_of_2(head_dim) * _block_g(group) // 1024)
-    block_n = min(32, 16 * num_warps)
-    if element_size == 4:  # no tensor cores: a product's sums need more registers
-        num_warps, block_n = 4, 16
-    few = 24 // num_warps
-    # Measured with heads of 64, 128 and 256: the less a program has on its way, the more of them.
-    share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
-    return DecodeConfig(
-        block_n,
-        split_tokens=128,
-        max_splits=MAX_SPLITS,
-        num_warps=num_warps,
-        num_stages=4,
-        few_programs_per_sm=few,
-        some_programs_per_sm=min(few, max(2, int(5 * share))),
-        many_programs_per_sm=min(few, max(2, int(4 * share))),
-    )
-
-
-def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
-    """Whether four warps share a unit in batches of up to FEW_ROWS.
-
-    With few KV heads there are fewer units than places for programs, and with many query heads to each of
-    them a unit is much work: so a unit's end comes sooner. Measured with heads of 128.
-    """
-    return num_kv_heads <= 4 < group and head_dim == 128 and element_size == 2
-
-
-def _block_g(group: int) -> int:
-    """Columns of the tensor-core tiles: a KV head's query heads, rounded up."""
-    return 8 if group <= 8 else 16
 
 
 def paged_decode_reference(
@@ -473,13 +407,13 @@ def _paged_decode_kernel(
         unit = next_unit
 
 
-class _Rope(NamedTuple):
-    """What rope_paged_decode takes besides."""
+class Rope(NamedTuple):
+    """What rope_paged_decode takes for the rows' new tokens, as rope_store does."""
 
-    cos_sin: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    q_norm_weight: Tensor | None = None
+    cos_sin: Tensor  # float32 [max_position, D]
+    positions: Tensor  # int32 [R]
+    slot_mapping: Tensor  # int32 [R]; -1 = store nothing
+    q_norm_weight: Tensor | None = None  # [D]; None = no norm
     k_norm_weight: Tensor | None = None
     eps: float = 1e-6
 
@@ -496,26 +430,18 @@ def paged_decode_triton(
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
     config: DecodeConfig | None = None,
-    rope: _Rope | None = None,
+    rope: Rope | None = None,
 ) -> Tensor:
     """The kernel, whatever the device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written.
 
-    Without a config it is the tuned one, but for the batches in which `four_warps_share`.
+    Without a config it is `choose_config`'s.
     """
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_rows = q.shape[0]
     num_heads = q.shape[1] if rope is None else q.shape[1] // head_dim - 2 * num_kv_heads
     group = num_heads // num_kv_heads
-    few_rows = True if num_rows <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
-    tiers = TIERS
-    if config is None:
-        shape = (head_dim, q.element_size(), group, num_kv_heads)
-        config = default_decode_config(*shape, few_rows)
-        if few_rows and four_warps_share(*shape):
-            tiers = FEW_TIERS
-        else:
-            exact, near = (head_dim, group), (num_kv_heads, page_size)
-            config = tuned(config, "paged_decode", q.device, q.dtype, exact, near)
+    shape = (num_heads, num_kv_heads, head_dim, page_size)
+    config, (first, second, third) = choose_config(q, *shape, config)
     multiprocessors = num_multiprocessors(q.device)
     # The most that the page table has room for.
     max_tokens = page_table.shape[1] * page_size
@@ -525,7 +451,6 @@ def paged_decode_triton(
     # Splits that a row may have in the first tier; in the others half, a quarter, an eighth. Beyond eight
     # times the maximum it does not matter how many: all longer page tables have one code.
     most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
-    first, second, third = tier_rows(num_kv_heads, head_dim, tiers)
     # In calculations without a branch: torch.compile has one code for any number of rows.
     units = [
         min(num_rows, rows) * min(config.max_splits, ceil_div(most_splits, 1 << tier))
@@ -540,7 +465,7 @@ def paged_decode_triton(
         + are_few * (config.few_programs_per_sm - config.some_programs_per_sm)
     )
     # Without `rope` the kernel has no use for the first three and the norms: any tensor does.
-    cos_sin, positions, slot_mapping, q_norm, k_norm, eps = rope or _Rope(q, row_ids, row_ids)
+    cos_sin, positions, slot_mapping, q_norm, k_norm, eps = rope or Rope(q, row_ids, row_ids)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
     partial_sum = torch.empty((max_units, 2, group), dtype=torch.float32, device=q.device)
@@ -594,7 +519,7 @@ def paged_decode_triton(
         config.max_splits,
         most_splits,
         doublings,
-        _block_g(group),
+        block_g(group),
         config.block_n,
         next_power_of_2(head_dim),
         _BLOCK_R,
@@ -604,52 +529,6 @@ def paged_decode_triton(
         num_stages=config.num_stages,
     )
     return out
-
-
-def rope_paged_decode_triton(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    row_ids: Tensor,
-    context_len: Tensor,
-    scale: float,
-    window: int = 0,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    arrivals: Tensor | None = None,
-    config: DecodeConfig | None = None,
-) -> Tensor:
-    """The kernel, whatever the device."""
-    rope = _Rope(cos_sin, positions, slot_mapping, q_norm_weight, k_norm_weight, eps)
-    where = (page_table, row_ids, context_len, scale, window)
-    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals=arrivals, config=config, rope=rope)
-
-
-def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
-    """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
-    return 1 + num_kv_heads * num_rows * MAX_SPLITS
-
-
-def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> list[int]:
-    """The most rows of a batch that does not exceed each of `tiers`."""
-    return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in tiers]
-
-
-def fewest_alike(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> int:
-    """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows.
-
-    Where no config is given.
-    """
-    changes = tier_rows(num_kv_heads, head_dim, TIERS)
-    if four_warps_share(head_dim, element_size, num_heads // num_kv_heads, num_kv_heads):
-        few = tier_rows(num_kv_heads, head_dim, FEW_TIERS)
-        changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
-    return 1 + max((rows for rows in changes if rows < num_rows), default=0)
 
 
 def paged_decode(
@@ -682,9 +561,7 @@ def paged_decode(
 
 def rope_paged_decode(
     qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
+    rope: Rope,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
@@ -692,9 +569,6 @@ def rope_paged_decode(
     context_len: Tensor,
     scale: float,
     window: int = 0,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
     arrivals: Tensor | None = None,
 ) -> Tensor:
     """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
@@ -702,9 +576,8 @@ def rope_paged_decode(
     Arguments as theirs. Token r is the last of row r's context_len[r], and its slot the place of that in the
     page table. One that is not stored (slot -1) is not seen: its row sees what the pools hold.
     """
-    new_tokens = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache)
     where = (page_table, row_ids, context_len, scale, window)
-    norms = (q_norm_weight, k_norm_weight, eps)
     if qkv.device.type == "cpu":
-        return paged_decode_reference(rope_store_reference(*new_tokens, *norms), k_cache, v_cache, *where)
-    return rope_paged_decode_triton(*new_tokens, *where, *norms, arrivals)
+        q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:])
+        return paged_decode_reference(q, k_cache, v_cache, *where)
+    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals=arrivals, rope=rope)

@@ -10,7 +10,7 @@ import torch
 from minisgl.attention import torch as torch_backend
 from minisgl.attention import triton as triton_backend
 from minisgl.attention.flashinfer import AttentionShape, Copy, FlashinferDecode, FlashinferPrefill
-from minisgl.attention.interface import Attend, Backend, KernelAttend, pair
+from minisgl.attention.interface import Attend, Backend, Pair, pair
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.attention_choice import FA2, FA3, TORCH, TRITON, TRTLLM, Backends
 from minisgl.errors import ConfigError
@@ -19,7 +19,7 @@ from triton_kernels.launch import num_multiprocessors
 logger = logging.getLogger(__name__)
 
 STATELESS: dict[str, Attend] = {
-    TRITON: KernelAttend(triton_backend.attend),
+    TRITON: Pair(triton_backend.attend, triton_backend.attend, decodes_by_kernels=True),
     TORCH: torch_backend.attend,
 }
 """Those that need to know nothing but their arguments."""

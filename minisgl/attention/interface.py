@@ -56,29 +56,13 @@ class Backend(NamedTuple):
     num_bytes: int = 0  # of the device's memory that it holds
 
 
-class KernelAttend(NamedTuple):
-    """An `Attend` by our kernels: a decode step that would call it may begin at qkv (`rope_paged_decode`)."""
-
-    attend: Attend
-
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """`attend`."""
-        return self.attend(q, k_cache, v_cache, inputs, scale, window)
-
-
 class Pair(NamedTuple):
     """An `Attend` of two: one for prompts and one for decode steps."""
 
     prefill: Attend
     decode: Attend
+    decodes_by_kernels: bool = False
+    """decode is by our kernels: a step that would call it may begin at qkv (`rope_paged_decode`)."""
 
     def __call__(
         self,
@@ -96,9 +80,10 @@ class Pair(NamedTuple):
 
 def pair(prefill: Backend, decode: Backend) -> Backend:
     """One backend for prompts and one for decode steps."""
-    return Backend(Pair(prefill.attend, decode.attend), prefill.plan_prefill, decode.plan_decode)
+    attend = Pair(prefill.attend, decode.attend, decodes_by_kernels(decode.attend))
+    return Backend(attend, prefill.plan_prefill, decode.plan_decode)
 
 
 def decodes_by_kernels(attend: Attend) -> bool:
     """Whether decode steps attend by our kernels."""
-    return isinstance(attend.decode if isinstance(attend, Pair) else attend, KernelAttend)
+    return isinstance(attend, Pair) and attend.decodes_by_kernels

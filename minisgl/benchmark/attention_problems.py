@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
-from triton_kernels.paged_decode import fewest_alike, num_arrivals, paged_decode_reference
+from triton_kernels.decode_config import fewest_alike, num_arrivals
+from triton_kernels.paged_decode import Rope, paged_decode_reference
 from triton_kernels.paged_prefill import paged_prefill_reference
 from triton_kernels.rope_store import rope_store_reference
 
@@ -111,11 +112,11 @@ def rope_decode_problem(
         pages = one.page_table[one.row_ids.long(), last.long() // shape.page_size]
         slots = pages * shape.page_size + last % shape.page_size
         qkv = torch.randn((num_rows, width), device=device, dtype=dtype)
-        where = (*one[1:4], scale, 0)
-        arguments.append((qkv, cos_sin, last, slots, k_cache, v_cache, *where, *norms, EPS, counters))
+        rope = Rope(cos_sin, last, slots, *norms, eps=EPS)
+        arguments.append((qkv, rope, k_cache, v_cache, *one[1:4], scale, 0, counters))
 
     def check(function: Any) -> float:
-        qkv, _, positions, slots = arguments[0][:4]
+        qkv, (_, positions, slots, *_) = arguments[0][:2]
         poison(qkv.nbytes, device)
         newest = [pool.flatten(0, 1) for pool in (k_cache, v_cache)]
         for pool in newest:

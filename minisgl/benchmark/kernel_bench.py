@@ -59,7 +59,7 @@ from triton_kernels.linear_few import gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.moe_route import route_triton
 from triton_kernels.norm_router import add_rms_norm_router_triton
-from triton_kernels.paged_decode import paged_decode_triton, rope_paged_decode_triton
+from triton_kernels.paged_decode import paged_decode_triton, rope_paged_decode
 from triton_kernels.paged_prefill import paged_prefill_triton
 from triton_kernels.registry import KERNELS, with_replacements
 from triton_kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -83,7 +83,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 OTHERS: dict[str, Callable[..., Any]] = {
     "gelu_tanh_mul": gelu_tanh_mul_triton,
     "add_rms_norm_router": add_rms_norm_router_triton,
-    "rope_paged_decode": rope_paged_decode_triton,
+    "rope_paged_decode": rope_paged_decode,
     "moe_route": route_triton,
     "advance_rows": advance_rows_triton,
     "linear_many": linear_many,

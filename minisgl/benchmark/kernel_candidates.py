@@ -37,13 +37,14 @@ from minisgl.benchmark.token_problems import (
     rms_norm_problem,
     silu_mul_problem,
 )
+from triton_kernels.decode_config import DecodeConfig, default_decode_config
 from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_triton
 from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
 from triton_kernels.linear_few import default_linear_config, gated_linear_triton, linear_triton
 from triton_kernels.linear_many import LIBRARY, gated_linear_many_with, linear_many_with
 from triton_kernels.moe_gemm import GemmConfig
 from triton_kernels.moe_pairs import PairsConfig
-from triton_kernels.paged_decode import DecodeConfig, default_decode_config, paged_decode_triton
+from triton_kernels.paged_decode import paged_decode_triton
 from triton_kernels.paged_prefill import PrefillConfig, default_prefill_config, paged_prefill_triton
 from triton_kernels.paged_prefill_hopper import (
     HopperPrefillConfig,
@@ -306,7 +307,7 @@ TUNABLE = {
     for tunable in (
         TunableOp(
             op="paged_decode",
-            files=("paged_decode.py",),
+            files=("paged_decode.py", "decode_config.py"),
             by_size=False,
             exact=_attention_exact,
             near=_attention_near,

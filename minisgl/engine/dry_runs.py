@@ -18,7 +18,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
-from triton_kernels.paged_decode import FEW_ROWS
+from triton_kernels.decode_config import FEW_ROWS
 
 
 class Peaks(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from minisgl.attention import triton as triton_attention
-from minisgl.attention.interface import KernelAttend
+from minisgl.attention.interface import Pair
 from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.layers.attention import Attention
@@ -33,7 +33,8 @@ def replace_kernels(model: nn.Module, rows: Rows, specs: tuple[str, ...]) -> Non
     except ValueError as error:
         raise ConfigError(f"--kernel: {error}") from error
     # One function for all layers, which torch.compile would otherwise compile one by one.
-    attend = KernelAttend(functools.partial(triton_attention.attend, kernels=kernels))
+    by_kernels = functools.partial(triton_attention.attend, kernels=kernels)
+    attend = Pair(by_kernels, by_kernels, decodes_by_kernels=True)
     module: Any
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):

@@ -14,7 +14,7 @@ from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
-from triton_kernels.paged_decode import num_arrivals
+from triton_kernels.decode_config import num_arrivals
 from triton_kernels.read_rows import RowState
 
 

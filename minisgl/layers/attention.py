@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs, decodes_by_kernels
 from minisgl.layers.norm import RMSNorm
-from triton_kernels.paged_decode import rope_paged_decode
+from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
 
 
@@ -77,13 +77,14 @@ class Attention(nn.Module):
         norms: tuple[Any, ...] = ()
         if q_norm is not None and k_norm is not None:
             norms = (q_norm.weight, k_norm.weight, q_norm.eps)
-        new_tokens = (qkv, cos_sin, positions, inputs.slot_mapping, self.k_cache, self.v_cache)
+        pools = (self.k_cache, self.v_cache)
         if inputs.is_decode and self._decodes_in_one_op():
+            rope = Rope(cos_sin, positions, inputs.slot_mapping, *norms)
             where = (inputs.page_table, inputs.row_ids, inputs.context_len, self.scale, self.window)
-            out = rope_paged_decode(*new_tokens, *where, *norms, arrivals=inputs.arrivals)
+            out = rope_paged_decode(qkv, rope, *pools, *where, inputs.arrivals)
         else:
-            q = self.kernels.rope_store(*new_tokens, *norms)
-            out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale, self.window)
+            q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, *pools, *norms)
+            out = self.attend(q, *pools, inputs, self.scale, self.window)
         return out.view(-1, self.num_heads * self.head_dim)
 
     def _decodes_in_one_op(self) -> bool:

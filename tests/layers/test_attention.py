@@ -8,7 +8,7 @@ import torch
 
 from minisgl.attention import triton as triton_backend
 from minisgl.attention.backends import select
-from minisgl.attention.interface import Attend, AttentionInputs, KernelAttend, Pair
+from minisgl.attention.interface import Attend, AttentionInputs, Backend, Pair, pair
 from minisgl.layers import attention as attention_layer
 from minisgl.layers.attention import Attention
 from minisgl.layers.norm import RMSNorm
@@ -18,6 +18,10 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 6, 2, 8, 4
 CONTEXTS = torch.tensor([5, 0, 16, 1], dtype=torch.int32)
 PAGES = torch.arange(16, dtype=torch.int32).view(4, 4)
 OURS, PLAIN = select("triton"), select("torch")
+
+
+def both(prefill: Attend, decode: Attend) -> Attend:
+    return pair(Backend(prefill), Backend(decode)).attend
 
 
 def decoded(attend: Attend, *, normed: bool, is_decode: bool = True, **kernels: Any) -> list[torch.Tensor]:
@@ -51,7 +55,7 @@ def decoded(attend: Attend, *, normed: bool, is_decode: bool = True, **kernels: 
 @pytest.mark.parametrize("normed", [False, True])
 def test_all_ways_through_a_decode_step_are_the_same(normed: bool) -> None:
     expected = decoded(PLAIN, normed=normed)
-    for attend in (OURS, Pair(PLAIN, OURS), Pair(OURS, PLAIN)):
+    for attend in (OURS, both(PLAIN, OURS), both(OURS, PLAIN)):
         torch.testing.assert_close(decoded(attend, normed=normed), expected)
 
 
@@ -76,13 +80,15 @@ def test_our_decode_steps_take_one_op_unless_one_of_its_two_is_replaced(
         attention_layer, "rope_paged_decode", noted("both", attention_layer.rope_paged_decode)
     )
     theirs = noted("store", KERNELS.rope_store)
-    assert called(OURS) == called(Pair(PLAIN, OURS)) == ["both"]
-    assert called(PLAIN) == called(Pair(OURS, PLAIN)) == called(OURS, is_decode=False) == []
+    assert called(OURS) == called(both(PLAIN, OURS)) == ["both"]
+    assert called(PLAIN) == called(both(OURS, PLAIN)) == called(OURS, is_decode=False) == []
     assert called(OURS, rope_store=theirs) == ["store"]
     assert called(noted("attend", OURS)) == ["attend"]
     kernels = KERNELS._replace(paged_prefill=pytest.fail)
-    assert called(KernelAttend(partial(triton_backend.attend, kernels=kernels))) == ["both"]
+    by_kernels = partial(triton_backend.attend, kernels=kernels)
+    assert called(Pair(by_kernels, by_kernels, decodes_by_kernels=True)) == ["both"]
     theirs = noted("decode", KERNELS.paged_decode)
     kernels = KERNELS._replace(paged_decode=theirs)
-    attend = KernelAttend(partial(triton_backend.attend, kernels=kernels))
+    by_kernels = partial(triton_backend.attend, kernels=kernels)
+    attend = Pair(by_kernels, by_kernels, decodes_by_kernels=True)
     assert called(attend, paged_decode=theirs) == ["decode"]

@@ -140,10 +140,8 @@ def rope_decode(heads: int, kv_heads: int, head_dim: int, rows: int, normed: boo
     norm = empty(head_dim) if normed else None
     table = empty(8192, head_dim, dtype=torch.float32)
     qkv = empty(rows, (heads + 2 * kv_heads) * head_dim)
-    inputs = (qkv, table, ints(rows), ints(rows), k_cache, v_cache, *where)
-    return lambda: paged_decode.rope_paged_decode_triton(
-        *inputs, scale=0.1, q_norm_weight=norm, k_norm_weight=norm
-    )
+    rope = paged_decode.Rope(table, ints(rows), ints(rows), norm, norm)
+    return lambda: paged_decode.paged_decode_triton(qkv, k_cache, v_cache, *where, scale=0.1, rope=rope)
 
 
 def prefill(heads: int, kv_heads: int, head_dim: int, page: int, **options):

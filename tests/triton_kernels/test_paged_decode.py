@@ -1,6 +1,5 @@
 """Decode attention: the reference against torch's own attention, the kernel against the reference."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -9,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
 
-import triton_kernels.paged_decode as decode
+import triton_kernels.decode_config as decode
+import triton_kernels.paged_decode as paged_decode_file
+from triton_kernels.decode_config import DecodeConfig, num_arrivals
 from triton_kernels.paged_decode import (
-    DecodeConfig,
-    num_arrivals,
+    Rope,
     paged_decode,
     paged_decode_reference,
     paged_decode_triton,
     rope_paged_decode,
-    rope_paged_decode_triton,
 )
 from triton_kernels.rope_store import rope_store_reference
 
@@ -156,7 +155,7 @@ def test_calls_share_their_counters_and_leave_zeros(device):
 @pytest.mark.parametrize("more", [-1, 0, 1, 5])
 def test_there_may_be_as_many_units_as_programs_or_others(more, device, monkeypatch):
     """Units are taken from one counter, which is zero again afterwards, whoever asked last."""
-    monkeypatch.setattr(decode, "num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(paged_decode_file, "num_multiprocessors", lambda device: 2)
     config = TINY._replace(few_programs_per_sm=4)
     contexts = [[10] * (8 + more), [0] * (8 + more)]
     arrivals = torch.zeros(num_arrivals(8 + more, 1), dtype=torch.int32, device=device)
@@ -225,8 +224,11 @@ def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
     expected = attention_by_sdpa(batch._replace(q=q, k_cache=pools[0], v_cache=pools[1]), 0.25, window)
     caches = batch.k_cache, batch.v_cache
     where = batch.page_table, batch.row_ids, batch.context_len
-    run: Any = functools.partial(rope_paged_decode_triton, config=TINY) if is_kernel else rope_paged_decode
-    got = run(qkv, cos_sin, positions, slots, *caches, *where, 0.25, window, *weights, 1e-5)
+    rope = Rope(cos_sin, positions, slots, *weights, eps=1e-5)
+    if is_kernel:
+        got = paged_decode_triton(qkv, *caches, *where, 0.25, window, config=TINY, rope=rope)
+    else:
+        got = rope_paged_decode(qkv, rope, *caches, *where, 0.25, window)
     torch.testing.assert_close(got.cpu().double(), expected, atol=1e-4, rtol=1e-4)
     for pool, expected_pool in zip(caches, pools, strict=True):
         torch.testing.assert_close(pool.double(), expected_pool, atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -169,8 +169,8 @@ def main() -> None:
     )
     trace(
         "rope_paged_decode",
-        lambda weights, *args: paged_decode.rope_paged_decode_triton(
-            *args, scale=0.1, q_norm_weight=weights[0], k_norm_weight=weights[1]
+        lambda weights, qkv, table, positions, slots, *args: paged_decode.paged_decode_triton(
+            qkv, *args, scale=0.1, rope=paged_decode.Rope(table, positions, slots, weights[0], weights[1])
         ),
         torch.randn(2, 64),
         torch.randn(6, 10 * 64),

@@ -1,0 +1,128 @@
+"""How decode attention is launched: its configurations, and where a batch gets another one.
+
+All of this decides the last bits of results; see triton_kernels/paged_decode.py. R rows of the batch, H query
+heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from triton_kernels.launch import next_power_of_2
+from triton_kernels.linear_few import MAX_ROWS
+from triton_kernels.tuning import tuned
+
+TIERS = (64 * 128, 192 * 128, 320 * 128)
+"""Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
+FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
+"""The same where `four_warps_share`; there is none larger."""
+MAX_SPLITS = 64
+FEW_ROWS = MAX_ROWS
+"""Rows up to which the configuration may be another one; torch.compile compiles for so many rows anyway."""
+
+
+class DecodeConfig(NamedTuple):
+    """A launch configuration of paged_decode; the first three fields change the last bits of results."""
+
+    block_n: int  # keys per tile; at least 16
+    split_tokens: int  # of the smallest batches; a multiple of block_n and a power of two
+    max_splits: int  # per row; at most MAX_SPLITS
+    num_warps: int
+    num_stages: int
+    few_programs_per_sm: int  # up to the second of the batch's tiers
+    some_programs_per_sm: int  # up to the third
+    many_programs_per_sm: int
+
+
+def choose_config(
+    x: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    config: DecodeConfig | None = None,
+) -> tuple[DecodeConfig, list[int]]:
+    """The configuration of a batch, and the most rows of each of its tiers but the last.
+
+    Args:
+        x: [R, ...], the batch's queries or what they are made of.
+        config: what the caller wants; None = the tuned one, but for the batches in which `four_warps_share`.
+    """
+    if config is not None:
+        return config, tier_rows(num_kv_heads, head_dim, TIERS)
+    few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
+    group = num_heads // num_kv_heads
+    shape = (head_dim, x.element_size(), group, num_kv_heads)
+    config = default_decode_config(*shape, few_rows)
+    if few_rows and four_warps_share(*shape):
+        return config, tier_rows(num_kv_heads, head_dim, FEW_TIERS)
+    exact, near = (head_dim, group), (num_kv_heads, page_size)
+    config = tuned(config, "paged_decode", x.device, x.dtype, exact, near)
+    return config, tier_rows(num_kv_heads, head_dim, TIERS)
+
+
+def default_decode_config(
+    head_dim: int, element_size: int, group: int = 4, num_kv_heads: int = 8, few_rows: bool = False
+) -> DecodeConfig:
+    """The configuration used where no other is given, as measured on an H200.
+
+    One warp where the outputs of a KV head's query heads leave it enough registers.
+
+    Args:
+        few_rows: for batches of up to FEW_ROWS.
+    """
+    if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
+        return DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
+    num_warps = max(1, next_power_of_2(head_dim) * block_g(group) // 1024)
+    block_n = min(32, 16 * num_warps)
+    if element_size == 4:  # no tensor cores: a product's sums need more registers
+        num_warps, block_n = 4, 16
+    few = 24 // num_warps
+    # Measured with heads of 64, 128 and 256: the less a program has on its way, the more of them.
+    share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
+    return DecodeConfig(
+        block_n,
+        split_tokens=128,
+        max_splits=MAX_SPLITS,
+        num_warps=num_warps,
+        num_stages=4,
+        few_programs_per_sm=few,
+        some_programs_per_sm=min(few, max(2, int(5 * share))),
+        many_programs_per_sm=min(few, max(2, int(4 * share))),
+    )
+
+
+def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
+    """Whether four warps share a unit in batches of up to FEW_ROWS.
+
+    With few KV heads there are fewer units than places for programs, and with many query heads to each of
+    them a unit is much work: so a unit's end comes sooner. Measured with heads of 128.
+    """
+    return num_kv_heads <= 4 < group and head_dim == 128 and element_size == 2
+
+
+def block_g(group: int) -> int:
+    """Columns of the tensor-core tiles: a KV head's query heads, rounded up."""
+    return 8 if group <= 8 else 16
+
+
+def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
+    """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
+    return 1 + num_kv_heads * num_rows * MAX_SPLITS
+
+
+def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> list[int]:
+    """The most rows of a batch that does not exceed each of `tiers`."""
+    return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in tiers]
+
+
+def fewest_alike(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> int:
+    """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows.
+
+    Where no config is given.
+    """
+    changes = tier_rows(num_kv_heads, head_dim, TIERS)
+    if four_warps_share(head_dim, element_size, num_heads // num_kv_heads, num_kv_heads):
+        few = tier_rows(num_kv_heads, head_dim, FEW_TIERS)
+        changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
+    return 1 + max((rows for rows in changes if rows < num_rows), default=0)
