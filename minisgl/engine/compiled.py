@@ -407,23 +407,22 @@ def import_compiler() -> None:
 
 
 class KernelCompilations:
-    """Counts Triton kernels outside torch.compile, from here on.
+    """Counts Triton kernels from here on.
 
     Attributes:
-        count: those that a launch waited for, compiled or read from disk; while serving it should be none.
-        num_compiled: those of them that were compiled, because no former start did.
+        count: those that a launch waited for, compiled or read from disk, without torch.compile's; while
+            serving it should be none.
+        num_compiled: all that were compiled in this process, because no former start did.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.num_compiled = 0
-        self._was_on_disk = False  # the one compiled or read last, also by torch.compile
         knobs.runtime.jit_post_compile_hook = self._note
         knobs.compilation.listener = self._note_compilation
 
     def _note(self, *, is_manual_warmup: bool = False, **_: object) -> None:
-        self.count += 1
-        self.num_compiled += not self._was_on_disk
+        self.count += not is_manual_warmup
 
     def _note_compilation(self, *, cache_hit: bool, **_: object) -> None:
-        self._was_on_disk = cache_hit
+        self.num_compiled += not cache_hit

@@ -3,21 +3,25 @@
 Promise: nothing real is touched: all rows are the padding row, all new tokens go to no slot.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from minisgl.attention.interface import AttentionInputs
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import buckets_of
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.memory import estimate_activation_bytes
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.side_by_side import compiled_side_by_side
+from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.model_config import ModelConfig
-from minisgl.models.decoder import Decoder
+from minisgl.models.decoder import Block, Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
 
 
@@ -47,10 +51,13 @@ def measure_peaks(
         return Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
     model.allocate_kv(1, config.page_size, dtype, device)
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
+    decode = DecodeStep(model, rows)
+    # Several ranks wait for each other in the middle of a step; a reference may take indices from a kernel.
+    if config.tp == 1 and not config.kernel:
+        compile_ahead(config, decode, plans, device)
     batch = padding_batch(num_rows, row_tokens, rows, device)
     plans.padding_prefill(num_rows, row_tokens)
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
-    decode = DecodeStep(model, rows)
     for count in (min(num_rows, FEW_ROWS), num_rows):
         plans.decode((), count)
         decode(row_ids[:count])
@@ -64,6 +71,49 @@ def measure_peaks(
         peak_bytes(lambda: decode(row_ids), device),
         recorded_bytes,
     )
+
+
+def compile_ahead(
+    config: ResolvedConfig, decode: DecodeStep, plans: AttentionPlans, device: torch.device
+) -> None:
+    """Compile the kernels of all dry runs side by side. No index comes from a kernel, as none runs."""
+    model, rows, num_rows = decode.model, decode.rows, config.max_running_requests
+    sizes = [(num_rows, min(config.max_step_tokens // num_rows, config.max_context_tokens))]
+    sizes += [(bucket.rows, -(-bucket.tokens // bucket.rows)) for bucket in buckets_of(config).prefill[-1:]]
+    sizes += warm_up_sizes(min(config.chunk_tokens, config.max_context_tokens))
+    run_block = first_of_each_kind(model)
+    with compiled_side_by_side(os.cpu_count() or 1):
+        for size in sizes:
+            plans.padding_prefill(*size)
+            prefill_step(model, rows, padding_batch(*size, rows, device), run_block)
+        for count in (min(num_rows, FEW_ROWS), num_rows):
+            plans.decode((), count)
+            row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
+            zeros = torch.zeros_like(row_ids)
+            state = rows.read(row_ids)._replace(context_len=zeros, slot_mapping=zeros - 1)
+            logits = model(zeros, zeros, decode.inputs(row_ids, state), run_block=run_block)
+            sample_and_advance(rows, row_ids, state, logits, zeros)
+
+
+def first_of_each_kind(model: Decoder) -> RunBlock:
+    """Runs the model's blocks without those whose kernels an earlier one has launched."""
+    first: dict[object, nn.Module] = {}
+    for block in model.layers:
+        assert isinstance(block, Block)
+        first.setdefault((block.self_attn.attention.window, type(block.mlp)), block)
+    kept = set(first.values())
+
+    def run_block(
+        block: nn.Module,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        return call_block(block, x, residual, positions, cos_sin, inputs) if block in kept else (x, residual)
+
+    return run_block
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -81,25 +131,29 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def warm_up_prefill(
     model: Decoder, rows: Rows, plans: AttentionPlans, max_tokens: int, device: torch.device
 ) -> None:
-    """Compile the kernels of a prefill step, for chunks of one token and of up to `max_tokens`.
+    """Compile the kernels of a prefill step, for chunks of one token and of up to `max_tokens`."""
+    run_block = first_of_each_kind(model)
+    for size in warm_up_sizes(max_tokens):
+        plans.padding_prefill(*size)
+        prefill_step(model, rows, padding_batch(*size, rows, device), run_block)
+    torch.cuda.synchronize(device)
+
+
+def warm_up_sizes(max_tokens: int) -> list[tuple[int, int]]:
+    """(rows, tokens of each) of a prefill's warm-up, for chunks of up to `max_tokens`.
 
     Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other) and for
     the launch configurations of few and of more rows, the powers of two for those that depend on the number
     of tokens.
     """
-
-    def run(num_rows: int, row_tokens: int) -> None:
-        plans.padding_prefill(num_rows, row_tokens)
-        prefill_step(model, rows, padding_batch(num_rows, row_tokens, rows, device))
-
-    for num_rows in (1, 3, FEW_ROWS, FEW_ROWS + 1):
-        for row_tokens in (1, 3, 16):
-            run(num_rows, row_tokens)
+    sizes = [
+        (num_rows, row_tokens) for num_rows in (1, 3, FEW_ROWS, FEW_ROWS + 1) for row_tokens in (1, 3, 16)
+    ]
     row_tokens = 32
     while row_tokens <= max_tokens:
-        run(1, row_tokens)
+        sizes.append((1, row_tokens))
         row_tokens *= 2
-    torch.cuda.synchronize(device)
+    return sizes
 
 
 def padding_batch(num_rows: int, row_tokens: int, rows: Rows, device: torch.device) -> PrefillBatch:

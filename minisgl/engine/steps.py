@@ -47,7 +47,12 @@ class DecodeStep(nn.Module):
     def logits(self, row_ids: Tensor) -> tuple[RowState, Tensor]:
         """What the tables hold for the rows, and the logits [R, V] of their next tokens."""
         state = self.rows.read(row_ids)
-        inputs = AttentionInputs(
+        inputs = self.inputs(row_ids, state)
+        return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
+
+    def inputs(self, row_ids: Tensor, state: RowState) -> AttentionInputs:
+        """Where the batch's rows live in the pool."""
+        return AttentionInputs(
             page_table=self.rows.page_table,
             row_ids=row_ids,
             context_len=state.context_len,
@@ -57,13 +62,12 @@ class DecodeStep(nn.Module):
             is_decode=True,
             arrivals=self.arrivals,
         )
-        return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
 
 
-def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch) -> Tensor:
+def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch, run_block: RunBlock = call_block) -> Tensor:
     """Feed chunks of prompts; a token for each row, int32 [R], to be ignored where a prompt goes on."""
     inputs = prefill_inputs(rows, batch)
-    logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index)
+    logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index, run_block)
     state = rows.read(batch.row_ids)
     return sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
 

@@ -136,9 +136,10 @@ def test_kernels_read_from_disk_were_not_compiled(kernels: KernelCompilations) -
     launched: Any = knobs.runtime.jit_post_compile_hook
     for cache_hit, is_launch in ((True, True), (False, True), (False, False), (True, True)):
         listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=cache_hit)
-        if is_launch:  # and not torch.compile, which has no other sizes to compile for
+        if is_launch:  # and not torch.compile
             launched(is_manual_warmup=False)
-    assert (kernels.count, kernels.num_compiled) == (3, 1)
+    launched(is_manual_warmup=True)
+    assert (kernels.count, kernels.num_compiled) == (3, 2)
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 3, 20, 100, 256, 300])

@@ -1,0 +1,96 @@
+"""Steps on padding: which blocks they run, and what they leave as it was."""
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.backends import select
+from minisgl.attention.interface import Backend
+from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
+from minisgl.engine.attention_plans import AttentionPlans
+from minisgl.engine.dry_runs import compile_ahead, first_of_each_kind, padding_batch
+from minisgl.engine.inputs import HostPageTable
+from minisgl.engine.rows import Rows
+from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.model_config import ExpertsConfig, ModelConfig
+from minisgl.models.decoder import Decoder
+from minisgl.models.registry import build_model
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+PAGES_PER_ROW = 16
+CONFIG = ModelConfig(
+    architecture="Qwen3MoeForCausalLM",
+    num_layers=6,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=61,
+    max_position=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    checkpoint_dtype="float32",
+    eos_token_ids=(),
+    bos_token_id=None,
+    windows=(3, 3, 0, 3, 0, 0),
+    experts=ExpertsConfig(
+        num_experts=4,
+        experts_per_token=2,
+        intermediate_size=16,
+        renormalize=True,
+        dense_layers=frozenset({0, 1, 2}),
+    ),
+)
+
+
+def small_model() -> Decoder:
+    model = build_model(CONFIG, attention_backend="torch", dtype=torch.float32, device="cpu")
+    model.allocate_kv(8, PAGE_SIZE, torch.float32, "cpu")
+    return model.requires_grad_(False)
+
+
+def test_one_block_runs_of_each_window_and_mlp() -> None:
+    model = small_model()
+    ran: list[int] = []
+
+    def note(index: int, block: nn.Module) -> None:
+        block.register_forward_pre_hook(lambda *_: ran.append(index))
+
+    for index, block in enumerate(model.layers):
+        note(index, block)
+    rows, _ = tables()
+    with torch.inference_mode():
+        prefill_step(model, rows, padding_batch(2, 3, rows, CPU), first_of_each_kind(model))
+    assert ran == [0, 2, 3, 4]
+
+
+def test_compiling_ahead_writes_nothing_but_padding() -> None:
+    model = small_model()
+    rows, plans = tables()
+    config = resolve_engine_config(
+        EngineConfig(
+            device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64, chunk_tokens=32
+        ),
+        CONFIG,
+        DeviceFacts(has_cuda=False),
+    )
+    before = [table.clone() for table in written(model, rows)]
+    with torch.inference_mode():
+        compile_ahead(config, DecodeStep(model, rows), plans, CPU)
+    for then, now in zip(before, written(model, rows), strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0)
+
+
+def tables() -> tuple[Rows, AttentionPlans]:
+    rows = Rows(6, PAGES_PER_ROW, PAGE_SIZE, CPU)
+    return rows, AttentionPlans(Backend(select("torch")), HostPageTable(6, PAGES_PER_ROW, PAGE_SIZE))
+
+
+def written(model: Decoder, rows: Rows) -> list[Tensor]:
+    """All that belongs to somebody and that a step may write."""
+    pools = [pool[1:] for a in model.attention_layers() for pool in (a.k_cache, a.v_cache)]
+    return [rows.last_token[:-1], rows.context_len[:-1], rows.page_table, *pools]
