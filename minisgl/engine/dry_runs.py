@@ -52,8 +52,7 @@ def measure_peaks(
     model.allocate_kv(1, config.page_size, dtype, device)
     row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
     decode = DecodeStep(model, rows)
-    # Several ranks wait for each other in the middle of a step; a reference may take indices from a kernel.
-    if config.tp == 1 and not config.kernel:
+    if not config.kernel:  # a reference may take indices from a kernel
         compile_ahead(config, decode, plans, device)
     batch = padding_batch(num_rows, row_tokens, rows, device)
     plans.padding_prefill(num_rows, row_tokens)
@@ -76,13 +75,16 @@ def measure_peaks(
 def compile_ahead(
     config: ResolvedConfig, decode: DecodeStep, plans: AttentionPlans, device: torch.device
 ) -> None:
-    """Compile the kernels of all dry runs side by side. No index comes from a kernel, as none runs."""
+    """Compile the kernels of all dry runs side by side. No index comes from a kernel, as none runs.
+
+    Several ranks must do it at the same time: NCCL adds up as ever.
+    """
     model, rows, num_rows = decode.model, decode.rows, config.max_running_requests
     sizes = [(num_rows, min(config.max_step_tokens // num_rows, config.max_context_tokens))]
     sizes += [(bucket.rows, -(-bucket.tokens // bucket.rows)) for bucket in buckets_of(config).prefill[-1:]]
     sizes += warm_up_sizes(min(config.chunk_tokens, config.max_context_tokens))
     run_block = first_of_each_kind(model)
-    with compiled_side_by_side(os.cpu_count() or 1):
+    with compiled_side_by_side(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
         for size in sizes:
             plans.padding_prefill(*size)
             prefill_step(model, rows, padding_batch(*size, rows, device), run_block)
