@@ -21,7 +21,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.side_by_side import compiled_side_by_side
 from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.model_config import ModelConfig
-from minisgl.models.decoder import Block, Decoder, RunBlock, call_block
+from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
 
 
@@ -50,21 +50,20 @@ def measure_peaks(
     if device.type == "cpu":
         return Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
     model.allocate_kv(1, config.page_size, dtype, device)
-    row_tokens = min(config.max_step_tokens // num_rows, config.max_context_tokens)
+    largest, *recorded = largest_prefills(config)
     decode = DecodeStep(model, rows)
-    if not config.kernel:  # a reference may take indices from a kernel
+    if not config.kernel:  # a replacement of one may take indices from another
         compile_ahead(config, decode, plans, device)
-    batch = padding_batch(num_rows, row_tokens, rows, device)
-    plans.padding_prefill(num_rows, row_tokens)
+    batch = padding_batch(*largest, rows, device)
+    plans.padding_prefill(*largest)
     row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
     for count in (min(num_rows, FEW_ROWS), num_rows):
         plans.decode((), count)
         decode(row_ids[:count])
     recorded_bytes = 0
-    for bucket in buckets_of(config).prefill[-1:]:
-        row_tokens = -(-bucket.tokens // bucket.rows)
-        recorded = padding_batch(bucket.rows, row_tokens, rows, device)
-        recorded_bytes = peak_bytes(lambda recorded=recorded: prefill_step(model, rows, recorded), device)
+    for size in recorded:
+        padding = padding_batch(*size, rows, device)
+        recorded_bytes = peak_bytes(lambda padding=padding: prefill_step(model, rows, padding), device)
     return Peaks(
         peak_bytes(lambda: prefill_step(model, rows, batch), device),
         peak_bytes(lambda: decode(row_ids), device),
@@ -80,9 +79,7 @@ def compile_ahead(
     Several ranks must do it at the same time: NCCL adds up as ever.
     """
     model, rows, num_rows = decode.model, decode.rows, config.max_running_requests
-    sizes = [(num_rows, min(config.max_step_tokens // num_rows, config.max_context_tokens))]
-    sizes += [(bucket.rows, -(-bucket.tokens // bucket.rows)) for bucket in buckets_of(config).prefill[-1:]]
-    sizes += warm_up_sizes(min(config.chunk_tokens, config.max_context_tokens))
+    sizes = largest_prefills(config) + warm_up_sizes(min(config.chunk_tokens, config.max_context_tokens))
     run_block = first_of_each_kind(model)
     with compiled_side_by_side(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
         for size in sizes:
@@ -97,12 +94,20 @@ def compile_ahead(
             sample_and_advance(rows, row_ids, state, logits, zeros)
 
 
+def largest_prefills(config: ResolvedConfig) -> list[tuple[int, int]]:
+    """(rows, tokens of each) of the largest prefill, and of the largest that is recorded, if any is."""
+    num_rows = config.max_running_requests
+    largest = (num_rows, min(config.max_step_tokens // num_rows, config.max_context_tokens))
+    recorded = buckets_of(config).prefill[-1:]
+    return [largest, *[(bucket.rows, -(-bucket.tokens // bucket.rows)) for bucket in recorded]]
+
+
 def first_of_each_kind(model: Decoder) -> RunBlock:
     """Runs the model's blocks without those whose kernels an earlier one has launched."""
     first: dict[object, nn.Module] = {}
-    for block in model.layers:
-        assert isinstance(block, Block)
-        first.setdefault((block.self_attn.attention.window, type(block.mlp)), block)
+    for block, attention in zip(model.layers, model.attention_layers(), strict=True):
+        shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+        first.setdefault((attention.window, shapes), block)
     kept = set(first.values())
 
     def run_block(

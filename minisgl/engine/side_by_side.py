@@ -5,31 +5,62 @@ by another thread. What follows reads memory that nobody wrote; so no index may 
 """
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
+_turn = threading.Lock()
+"""Who has it may change `JITFunction`."""
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile until they are told to stop: what waits fails then."""
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads, "compile")
+        self.stopped = False
+
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
+        """Run it in a thread."""
+
+        def run() -> Any:
+            if self.stopped:
+                raise RuntimeError("compiling was stopped")
+            return fn(*arguments, **options)
+
+        return super().submit(run)
+
 
 @contextmanager
 def compiled_side_by_side(num_threads: int) -> Iterator[None]:
-    """Inside, this thread's launches only compile; at the end, all they asked for is there.
+    """Inside, this thread's launches only compile; at the end, all they asked for is there that can be.
 
-    A kernel that can't be compiled is not told of here: its first launch does.
+    A kernel that can't be compiled is not told of here: its first launch does. After an exception, Ctrl-C
+    included, only what is being compiled is waited for.
     """
-    run = JITFunction.run
-    thread = threading.get_ident()
+    with _turn, _Compilers(num_threads) as compilers:
+        run, thread = JITFunction.run, threading.get_ident()
 
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        warmup = warmup or threading.get_ident() == thread
-        return run(self, *arguments, grid=grid, warmup=warmup, **options)
+        def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            warmup = warmup or threading.get_ident() == thread
+            return run(self, *arguments, grid=grid, warmup=warmup, **options)
 
-    with ThreadPoolExecutor(num_threads) as executor, AsyncCompileMode(executor, ignore_errors=True):
-        JITFunction.run = compile_only
+        mode = AsyncCompileMode(compilers, ignore_errors=True)
         try:
-            yield
-        finally:
-            JITFunction.run = run
+            with mode:
+                JITFunction.run = compile_only
+                try:
+                    yield
+                except BaseException:
+                    compilers.stopped = True
+                    raise
+                finally:
+                    JITFunction.run = run
+        except BaseException:
+            compilers.stopped = True
+            mode.__exit__(None, None, None)  # an exception in the middle of it leaves the mode on
+            raise

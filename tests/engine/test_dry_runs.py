@@ -1,5 +1,8 @@
 """Steps on padding: which blocks they run, and what they leave as it was."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +16,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.model_config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder
-from minisgl.models.registry import build_model
+from minisgl.models.registry import BUILDERS, build_model
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -47,8 +50,8 @@ CONFIG = ModelConfig(
 )
 
 
-def small_model() -> Decoder:
-    model = build_model(CONFIG, attention_backend="torch", dtype=torch.float32, device="cpu")
+def small_model(config: ModelConfig = CONFIG) -> Decoder:
+    model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
     model.allocate_kv(8, PAGE_SIZE, torch.float32, "cpu")
     return model.requires_grad_(False)
 
@@ -68,8 +71,10 @@ def test_one_block_runs_of_each_window_and_mlp() -> None:
     assert ran == [0, 2, 3, 4]
 
 
-def test_compiling_ahead_writes_nothing_but_padding() -> None:
-    model = small_model()
+@pytest.mark.parametrize("architecture", BUILDERS)
+def test_compiling_ahead_writes_nothing_but_padding(architecture: str) -> None:
+    experts = CONFIG.experts if architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM") else None
+    model = small_model(replace(CONFIG, architecture=architecture, experts=experts))
     rows, plans = tables()
     config = resolve_engine_config(
         EngineConfig(

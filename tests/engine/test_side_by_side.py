@@ -1,7 +1,12 @@
 """Kernels compiled side by side: launched by nobody, and there when they are launched."""
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
+from triton import AsyncCompileMode
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 from minisgl.engine.compiled import KernelCompilations
@@ -9,12 +14,80 @@ from minisgl.engine.side_by_side import compiled_side_by_side
 from triton_kernels.silu_mul import silu_mul_reference, silu_mul_triton
 
 
-def test_launches_are_as_ever_behind_an_error() -> None:
+def submit(run: Callable[[], object], name: str) -> None:
+    """Have it run as a kernel's compilation would."""
+    mode = active_mode.get()
+    assert mode is not None
+    mode.submit(name, run, lambda result: None)
+
+
+def test_behind_an_interrupt_launches_are_as_ever_and_what_waited_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = JITFunction.run
-    compiling = compiled_side_by_side(2)
+    begun, go_on = threading.Event(), threading.Event()
+    compiled: list[str] = []
+    leave = AsyncCompileMode.__exit__
+
+    def go_on_and_leave(self: AsyncCompileMode, *error: object) -> None:
+        go_on.set()
+        leave(self, *error)
+
+    def first() -> None:
+        begun.set()
+        go_on.wait()
+        compiled.append("first")
+
+    monkeypatch.setattr(AsyncCompileMode, "__exit__", go_on_and_leave)
+    compiling = compiled_side_by_side(1)
     compiling.__enter__()
     assert JITFunction.run is not run
-    assert not compiling.__exit__(RuntimeError, RuntimeError("out of luck"), None)
+    submit(first, "first")
+    submit(lambda: compiled.append("second"), "second")
+    begun.wait()
+    assert not compiling.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert compiled == ["first"]
+    assert JITFunction.run is run
+    assert active_mode.get() is None
+
+
+def test_an_interrupt_while_it_waits_for_the_last_kernels_leaves_nothing_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = JITFunction.run
+    leave = AsyncCompileMode.__exit__
+    calls: list[object] = []
+
+    def interrupt(self: AsyncCompileMode, *error: object) -> None:
+        calls.append(error)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        leave(self, *error)
+
+    monkeypatch.setattr(AsyncCompileMode, "__exit__", interrupt)
+    with pytest.raises(KeyboardInterrupt), compiled_side_by_side(1):
+        submit(lambda: None, "a kernel")
+    assert JITFunction.run is run
+    assert active_mode.get() is None
+    with compiled_side_by_side(1):
+        submit(lambda: None, "a kernel")
+    assert JITFunction.run is run
+
+
+def test_a_second_engine_waits_for_its_turn() -> None:
+    run = JITFunction.run
+    entered = threading.Event()
+
+    def enter() -> None:
+        with compiled_side_by_side(1):
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with compiled_side_by_side(1):
+        other.start()
+        assert not entered.wait(0.05)
+    other.join()
+    assert entered.is_set()
     assert JITFunction.run is run
 
 
