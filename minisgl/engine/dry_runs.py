@@ -5,22 +5,19 @@ Promise: nothing real is touched: all rows are the padding row, all new tokens g
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import AttentionInputs
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import buckets_of
 from minisgl.engine.inputs import PrefillBatch, Stager
-from minisgl.engine.memory import estimate_activation_bytes
 from minisgl.engine.rows import Rows
 from minisgl.engine.side_by_side import compiled_side_by_side
 from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
-from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
 
@@ -35,20 +32,16 @@ class Peaks(NamedTuple):
 
 def measure_peaks(
     config: ResolvedConfig,
-    model_config: ModelConfig,
     model: Decoder,
     rows: Rows,
     plans: AttentionPlans,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Peaks:
-    """Measured on CUDA with as many rows as there can be; a generous estimate on CPU.
+    """Measured on CUDA with as many rows as there can be.
 
     Few rows decode, too: some of their kernels are others, which are compiled so before the engine serves.
     """
-    num_rows = config.max_running_requests
-    if device.type == "cpu":
-        return Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
     model.allocate_kv(1, config.page_size, dtype, device)
     largest, *recorded = largest_prefills(config)
     decode = DecodeStep(model, rows)
@@ -56,8 +49,8 @@ def measure_peaks(
         compile_ahead(config, decode, plans, device)
     batch = padding_batch(*largest, rows, device)
     plans.padding_prefill(*largest)
-    row_ids = torch.full((num_rows,), rows.max_rows, dtype=torch.int32, device=device)
-    for count in (min(num_rows, FEW_ROWS), num_rows):
+    row_ids = torch.full((rows.max_rows,), rows.max_rows, dtype=torch.int32, device=device)
+    for count in decode_sizes(config):
         plans.decode((), count)
         decode(row_ids[:count])
     recorded_bytes = 0
@@ -78,20 +71,26 @@ def compile_ahead(
 
     Several ranks must do it at the same time: NCCL adds up as ever.
     """
-    model, rows, num_rows = decode.model, decode.rows, config.max_running_requests
+    model, rows = decode.model, decode.rows
     sizes = largest_prefills(config) + warm_up_sizes(min(config.chunk_tokens, config.max_context_tokens))
     run_block = first_of_each_kind(model)
     with compiled_side_by_side(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
         for size in sizes:
             plans.padding_prefill(*size)
             prefill_step(model, rows, padding_batch(*size, rows, device), run_block)
-        for count in (min(num_rows, FEW_ROWS), num_rows):
+        for count in decode_sizes(config):
             plans.decode((), count)
             row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
             zeros = torch.zeros_like(row_ids)
             state = rows.read(row_ids)._replace(context_len=zeros, slot_mapping=zeros - 1)
             logits = model(zeros, zeros, decode.inputs(row_ids, state), run_block=run_block)
             sample_and_advance(rows, row_ids, state, logits, zeros)
+
+
+def decode_sizes(config: ResolvedConfig) -> tuple[int, int]:
+    """Rows of the decode steps: few, and as many as there can be."""
+    num_rows = config.max_running_requests
+    return min(num_rows, FEW_ROWS), num_rows
 
 
 def largest_prefills(config: ResolvedConfig) -> list[tuple[int, int]]:
@@ -110,15 +109,8 @@ def first_of_each_kind(model: Decoder) -> RunBlock:
         first.setdefault((attention.window, shapes), block)
     kept = set(first.values())
 
-    def run_block(
-        block: nn.Module,
-        x: Tensor,
-        residual: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        inputs: AttentionInputs,
-    ) -> tuple[Tensor, Tensor]:
-        return call_block(block, x, residual, positions, cos_sin, inputs) if block in kept else (x, residual)
+    def run_block(block: nn.Module, x: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return call_block(block, x, residual, *others) if block in kept else (x, residual)
 
     return run_block
 

@@ -26,13 +26,14 @@ from minisgl.engine.buckets import buckets_of
 from minisgl.engine.compiled import KernelCompilations, import_compiler
 from minisgl.engine.compiled_code import open_compiled_code, seal
 from minisgl.engine.device import free_host_bytes, peak_host_bytes
-from minisgl.engine.dry_runs import measure_peaks
+from minisgl.engine.dry_runs import Peaks, measure_peaks
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.memory import (
     MemoryBudget,
     bytes_of,
     check_weights_fit,
+    estimate_activation_bytes,
     graph_reserve_bytes,
     plan_memory,
     special_steps_bytes,
@@ -309,9 +310,11 @@ def _plan_memory(
     tables_bytes: int,
     hardware: _Hardware,
 ) -> MemoryBudget:
-    peaks = measure_peaks(config, model_config, model, rows, plans, hardware.device, hardware.dtype)
     reserve_bytes = 0
-    if hardware.device.type == "cuda":
+    if hardware.device.type == "cpu":
+        peaks = Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
+    else:
+        peaks = measure_peaks(config, model, rows, plans, hardware.device, hardware.dtype)
         recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
         reserve_bytes = recorded_bytes + graph_reserve_bytes(buckets_of(config).num_graphs)
         reserve_bytes += special_steps_bytes(model_config, config)

@@ -1,19 +1,22 @@
 """Steps on padding: which blocks they run, and what they leave as it was."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from test_prefill_graphs import CONFIG as DENSE
 from torch import Tensor, nn
 
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
+from minisgl.engine import dry_runs
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.dry_runs import compile_ahead, first_of_each_kind, padding_batch
+from minisgl.engine.dry_runs import Peaks, first_of_each_kind, measure_peaks, padding_batch
 from minisgl.engine.inputs import HostPageTable
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.steps import prefill_step
 from minisgl.model_config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
@@ -21,24 +24,10 @@ from minisgl.models.registry import BUILDERS, build_model
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
 PAGES_PER_ROW = 16
-CONFIG = ModelConfig(
+CONFIG = replace(
+    DENSE,
     architecture="Qwen3MoeForCausalLM",
     num_layers=6,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=61,
-    max_position=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    qk_norm=True,
-    checkpoint_dtype="float32",
-    eos_token_ids=(),
-    bos_token_id=None,
     windows=(3, 3, 0, 3, 0, 0),
     experts=ExpertsConfig(
         num_experts=4,
@@ -72,21 +61,27 @@ def test_one_block_runs_of_each_window_and_mlp() -> None:
 
 
 @pytest.mark.parametrize("architecture", BUILDERS)
-def test_compiling_ahead_writes_nothing_but_padding(architecture: str) -> None:
+def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experts = CONFIG.experts if architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM") else None
     model = small_model(replace(CONFIG, architecture=architecture, experts=experts))
     rows, plans = tables()
-    config = resolve_engine_config(
-        EngineConfig(
-            device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64, chunk_tokens=32
-        ),
-        CONFIG,
-        DeviceFacts(has_cuda=False),
+    asked = EngineConfig(
+        device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64, chunk_tokens=32
     )
-    before = [table.clone() for table in written(model, rows)]
+    config = resolve_engine_config(asked, CONFIG, DeviceFacts(has_cuda=False))
+    tables_before = [table.clone() for table in written(rows)]
+
+    def count(run: Callable[[], Tensor], device: torch.device) -> int:
+        return len(run())
+
+    monkeypatch.setattr(dry_runs, "peak_bytes", count)
     with torch.inference_mode():
-        compile_ahead(config, DecodeStep(model, rows), plans, CPU)
-    for then, now in zip(before, written(model, rows), strict=True):
+        # On CUDA only; all but the memory is as here.
+        peaks = measure_peaks(replace(config, max_graph_tokens=64), model, rows, plans, CPU, torch.float32)
+    assert peaks == Peaks(rows.max_rows, rows.max_rows, rows.max_rows)
+    for then, now in zip(tables_before, written(rows), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0)
 
 
@@ -95,7 +90,6 @@ def tables() -> tuple[Rows, AttentionPlans]:
     return rows, AttentionPlans(Backend(select("torch")), HostPageTable(6, PAGES_PER_ROW, PAGE_SIZE))
 
 
-def written(model: Decoder, rows: Rows) -> list[Tensor]:
-    """All that belongs to somebody and that a step may write."""
-    pools = [pool[1:] for a in model.attention_layers() for pool in (a.k_cache, a.v_cache)]
-    return [rows.last_token[:-1], rows.context_len[:-1], rows.page_table, *pools]
+def written(rows: Rows) -> list[Tensor]:
+    """All of the tables that belongs to somebody and that a step may write."""
+    return [rows.last_token[:-1], rows.context_len[:-1], rows.page_table]
