@@ -4,11 +4,13 @@
 
 1. Logits of our decoder (bfloat16, Triton kernels) on the golden prompts and answers, against transformers
    in float32 on the same weights; transformers' own bfloat16 error beside it.
-2. Tokens that the engine generates (graphs, overlap): how far each is below the best one in float32.
+2. Tokens that the engine generates (graphs, overlap), all prompts at once, and prompt by prompt with decodes
+   that go with prompts wherever they may: how far each is below the best one in float32.
    Both bars: at most twice as far off as transformers in bfloat16 is.
 3. Prefill by replayed graph against the same prefill uncaptured, in every bucket, with NaN wherever nothing
    belongs: keys of the last layer, which depend on all before, and how far a chosen token is below the best.
-   Bars for what bfloat16 rounds away when matrix products have other shapes: 0.05 of a row, 0.2 deviations.
+   In a graph with room for decodes a row of one token decodes. Bars for what bfloat16 rounds away when matrix
+   products have other shapes: 0.05 of a row, 0.2 deviations.
 4. `minisgl serve` over loopback: golden prompts twice (the second time from the prefix cache), then a mixed
    load of every batch size; afterwards no recompilation and no missing graph.
 """
@@ -20,6 +22,7 @@ import re
 import subprocess
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.buckets import PrefillBucket
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.inputs import build_prefill
+from minisgl.engine.inputs import NO_DECODES, Decodes, build_prefill
 from minisgl.engine.steps import prefill_step
 from minisgl.messages import AddRequest
 from minisgl.request import SamplingParams
@@ -51,16 +54,34 @@ def gap(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor) -> float
     return float((best - logits.gather(1, chosen[:, None])[:, 0]).max())
 
 
-def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy tokens of all prompts in one batch."""
+def generate(
+    engine: Engine, prompts: list[list[int]], max_tokens: int, steps_between: int = 0
+) -> list[list[int]]:
+    """Greedy tokens of all prompts, which come with so many steps between them."""
     got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    for index, prompt in enumerate(prompts):
-        engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
-    while engine.has_work:
+
+    def step() -> None:
         for output in engine.step():
             got[output.request_id] += output.token_ids
+
+    for index, prompt in enumerate(prompts):
+        engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
+        for _ in range(steps_between):
+            step()
+    while engine.has_work:
+        step()
     return list(got.values())
+
+
+def generate_joined(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], int]:
+    """The same where decodes go with prompts wherever they may; and how many steps did."""
+    engine.flush_prefix_cache()
+    decode = engine.runner.decode_graphs
+    assert decode is not None, "decode was not recorded"
+    with unittest.mock.patch.object(decode, "duration_us", return_value=1e9):
+        answers = generate(engine, prompts, max_tokens, steps_between=3)
+    return answers, sum(record.graphs.joined for record in engine.timeline.records)
 
 
 @torch.inference_mode()
@@ -149,7 +170,14 @@ def _prefill(
         )
         if into is not None:
             assert runner.prefill_graphs is not None
-            return runner.prefill_graphs.run(chunks, into, runner.pages)[: len(chunks)].clone()
+            decodes = NO_DECODES
+            if into.decodes and chunks[0].num_new_tokens == 1:
+                runner.rows.last_token[0] = int(prompts[0][-1])
+                decodes = Decodes(*np.array([[0], [begin + 1]], dtype=np.int32))
+                chunks = chunks[1:]
+            tokens = runner.prefill_graphs.run(chunks, decodes, into, runner.pages)
+            places = [*range(len(decodes.rows)), *range(into.decodes, into.decodes + len(chunks))]
+            return tokens[places].clone()
         batch = build_prefill(chunks, runner.pages, runner.stager)
         return prefill_step(runner.model, runner.rows, batch)
 
@@ -172,13 +200,15 @@ def check_numbers(folder: Path) -> dict[str, Any]:
     cases = golden["cases"]
     config = EngineConfig(model=str(folder), max_running_requests=16, strict_compile=True)
     engine = build_engine(config, folder, lambda name, ms: print(f"  {name}: {ms:.0f} ms", flush=True))
-    answers = generate(engine, [case["prompt_ids"] for case in cases], golden["max_new_tokens"])
+    prompts = [case["prompt_ids"] for case in cases]
+    answers = generate(engine, prompts, golden["max_new_tokens"])
+    joined, num_joined = generate_joined(engine, prompts, golden["max_new_tokens"])
     load = transformers.AutoModelForCausalLM.from_pretrained
     precise: torch.nn.Module = load(folder, dtype=torch.float32, device_map="cuda").eval()
     coarse: torch.nn.Module = load(folder, dtype=torch.bfloat16, device_map="cuda").eval()
     worst = worst_peer = worst_gap = worst_peer_gap = 0.0
     same_tokens = 0
-    for case, answer in zip(cases, answers, strict=True):
+    for case, answer in zip(cases + cases, answers + joined, strict=True):
         prompt = case["prompt_ids"]
         tokens = prompt + answer
         ids = torch.tensor([tokens], device="cuda")
@@ -204,11 +234,13 @@ def check_numbers(folder: Path) -> dict[str, Any]:
         "logits_relative_error_of_transformers_bf16": worst_peer,
         "worst_gap_of_a_chosen_token": worst_gap,
         "worst_gap_of_transformers_bf16": worst_peer_gap,
-        "answers_equal_to_float32_golden": f"{same_tokens} of {len(cases)}",
+        "answers_equal_to_float32_golden": f"{same_tokens} of {2 * len(cases)}",
+        "steps_with_joined_decodes": num_joined,
         "prefill_graphs": graphs,
         "num_recompiles": status.num_recompiles,
         "num_graph_misses": status.num_graph_misses,
         "ok": graphs["ok"]
+        and num_joined > 0
         and worst <= 2 * worst_peer
         and worst_gap <= 2 * max(worst_peer_gap, 0.05)
         and status.num_recompiles == status.num_graph_misses == 0,

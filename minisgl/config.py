@@ -56,13 +56,18 @@ class EngineConfig:
     chunk_tokens: int | None = None
     """Longest part of one prompt fed in one step. Auto: max_step_tokens. Shorter = smoother decoding."""
     mixed_step_tokens: int | None = None
-    """Prompt tokens fed in a step that also decodes a request whose tokens are read as they come: bounds the
-    pause between two of them. All requests of a server are such, and LLM.stream's; the others' (LLM.generate,
-    chat) let prompts fill the step. Auto: 2048 on cuda, 128 on cpu (at most max_step_tokens)."""
+    """New tokens fed in a step that also decodes a request whose tokens are read as they come: bounds the
+    pause between two of them. Prompts get what the decodes leave, half of it at least. All requests of a
+    server are such, and LLM.stream's; the others' (LLM.generate, chat) let prompts fill the step. Auto: 2048
+    on cuda, 128 on cpu (at most max_step_tokens)."""
     page_size: int = 16
     """Tokens per KV page, a power of two from 1 to 256."""
     num_pages: int | None = None
     """KV pages in the pool. Auto: what fits in memory_fraction of the device's memory."""
+    join_decodes: bool = True
+    """Decodes go through the model with their step's prompts where the times measured at the start say that
+    this is faster than one after the other. Only where prompts have CUDA graphs, and not with flashinfer or
+    trtllm."""
     output_reserve_tokens: int = 64
     """Room that admitting a request leaves for the output of each running one, in tokens. When outputs
     are longer and the pool is full, the youngest request is preempted and computed again later."""
@@ -137,6 +142,7 @@ class ResolvedConfig:
     page_size: int
     num_pages: int | None
     """None = what fits, which takes a memory profile."""
+    join_decodes: bool
     output_reserve_tokens: int
     memory_fraction: float
     prefix_cache: bool
@@ -283,6 +289,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128)),
         page_size=config.page_size,
         num_pages=config.num_pages,
+        join_decodes=config.join_decodes and {*attention} <= {TRITON, TORCH},
         output_reserve_tokens=config.output_reserve_tokens,
         memory_fraction=config.memory_fraction,
         prefix_cache=config.prefix_cache,

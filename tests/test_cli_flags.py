@@ -26,9 +26,10 @@ SERVER = """
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
-    --dummy-weights --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
+    --dummy-weights --join-decodes --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
     --max-running-requests
-    --max-step-tokens --memory-fraction --mixed-step-tokens --model --nnodes --no-dummy-weights --no-overlap
+    --max-step-tokens --memory-fraction --mixed-step-tokens --model --nnodes --no-dummy-weights
+    --no-join-decodes --no-overlap
     --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --prefix-cache --profile-dir --rdzv --revision --seed --strict-compile --tokenizer --tp
@@ -56,13 +57,13 @@ BENCH_SERVE = """
     --served-model-name --slo --temperature --think-time-s --time-scale --timeout-s --tokenizer --tokens-from
     --turns --url --vocab-size --warmup --workload-seed
 """
-BENCH_STEP = "--batches --contexts --prefills --prefixes --steps"
+BENCH_STEP = "--batches --contexts --mixed --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"
 BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
 BENCH_SIMULATE = """
-    --against --chunk-tokens --length-scale --max-running-requests --max-step-tokens --mixed-step-tokens
-    --num-pages --num-requests --output-reserve-tokens --overlap --page-size --prefix-cache --step-report
-    --streamed --time-scale --trace --trace-format
+    --against --chunk-tokens --join-decodes --length-scale --max-running-requests --max-step-tokens
+    --mixed-step-tokens --num-pages --num-requests --output-reserve-tokens --overlap --page-size
+    --prefix-cache --step-report --streamed --time-scale --trace --trace-format
 """
 
 FLAGS = {

@@ -102,6 +102,8 @@ class StepBenchSettings:
     """New tokens of a prefill step, all of one prompt. Auto: 16,256,1024,4096 on cuda, 16,128 on cpu."""
     prefixes: str | None = None
     """Tokens that are there before those of a prefill step. Auto: 0,4096 on cuda, 0,256 on cpu."""
+    mixed: str | None = None
+    """New tokens of a prompt that steps feed beside the decodes of each batch and context. Auto: none."""
     steps: int | None = None
     """Steps timed for each decode point; prefill gets a third of them. Auto: 60 on cuda, 9 on cpu."""
 
@@ -150,11 +152,13 @@ class SimulateSettings:
     chunk_tokens: str | None = None
     """Longest part of one prompt per step (max_step_tokens)."""
     mixed_step_tokens: str | None = None
-    """Prompt tokens in a step that also decodes a streamed request (2048)."""
+    """New tokens in a step that also decodes a streamed request (2048)."""
     output_reserve_tokens: str | None = None
     """Room an admission leaves for the output of each running request (64)."""
     prefix_cache: str | None = None
     """Reuse of equal prefixes: on, off, or both as "on,off" (on)."""
+    join_decodes: str | None = None
+    """Decodes go through the model with a step's prompts where that is faster: on, off or both (on)."""
     overlap: str | None = None
     """Plan a step while the one before it runs: on, off or both (on)."""
     streamed: str | None = None

@@ -55,11 +55,12 @@ class Knobs(NamedTuple):
     num_pages: int = 32768
     page_size: int = 16
     prefix_cache: bool = True
+    join_decodes: bool = True
     overlap: bool = True
     streamed: bool = False
 
 
-BOOLEAN = ("prefix_cache", "overlap", "streamed")
+BOOLEAN = ("prefix_cache", "join_decodes", "overlap", "streamed")
 ON, OFF = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 """As the environment variables of the engine's own settings may say it."""
 LEAST = {"output_reserve_tokens": 0, "num_pages": 2}
@@ -247,6 +248,7 @@ def run_once(
         cost=cost,
         overlap=knobs.overlap,
         streamed=knobs.streamed,
+        join_decodes=knobs.join_decodes,
         on_served=lambda num: progress(name, num, len(arrivals)),
     )
     stats = scheduler.stats
@@ -364,6 +366,7 @@ def _base(settings: SimulateSettings, real: Report | None) -> Knobs:
     if real is None or not isinstance(engine, dict):
         return base
     known = {name: engine[name] for name in Knobs._fields if engine.get(name) is not None}
+    known.setdefault("join_decodes", False)  # reports without it are older than the setting
     num_pages = real.metrics.get("num_pages")
     if num_pages is not None:
         known["num_pages"] = int(num_pages) + 1  # the scratch page is none that requests can use

@@ -68,6 +68,7 @@ class Points(NamedTuple):
     prefills: tuple[int, ...]
     prefixes: tuple[int, ...]
     steps: int
+    mixed: tuple[int, ...] = ()
 
 
 AUTO = {
@@ -100,7 +101,7 @@ def run_step_bench(
     check_output(output)
     on_gpu = engine_config.device != "cpu" and find_device_facts().has_cuda
     points = read_points(settings, "cuda" if on_gpu else "cpu")
-    engine_config = _with_rows_for(engine_config, max(points.batches))
+    engine_config = _with_rows(engine_config, max(points.batches) + bool(points.mixed))
     progress = live_progress()
     # On a GPU before the engine, which leaves no memory for it.
     ceilings = _gpu_ceilings() if on_gpu else None
@@ -124,7 +125,7 @@ def run_step_bench(
             report.tables["ranks"] = _ranks([own, *engine.other_ranks()])
     finally:
         engine.close()
-    for name in ("decode", "prefill", "ranks"):
+    for name in ("decode", "prefill", "mixed", "ranks"):
         if report.tables.get(name):
             print(f"{name}\n{format_table(report.tables[name])}\n", file=out)
     if report.tables["left_out"]:
@@ -152,6 +153,7 @@ def read_points(settings: StepBenchSettings, device: str) -> Points:
         _numbers("--prefills", settings.prefills, auto.prefills, 1),
         _numbers("--prefixes", settings.prefixes, auto.prefixes, 0),
         steps,
+        _numbers("--mixed", settings.mixed, auto.mixed, 1),
     )
 
 
@@ -167,10 +169,11 @@ def measure_steps(
     engine.fill_pool()
     num_aside = 0  # compilations that no measured step needed
     samples: dict[str, list[float]] = {}
-    tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": [], "left_out": []}
+    tables: dict[str, list[dict[str, Cell]]] = {"decode": [], "prefill": [], "mixed": [], "left_out": []}
     decode_points = [(b, c) for b in points.batches for c in points.contexts]
     prefill_points = [(n, p) for n in points.prefills for p in points.prefixes]
-    num_points = len(decode_points) + len(prefill_points)
+    mixed_points = [(b, c, n) for b, c in decode_points for n in points.mixed]
+    num_points = len(decode_points) + len(prefill_points) + len(mixed_points)
     profiled_steps = PROFILED_STEPS if engine.config.tp > 1 and engine.config.device == "cuda" else 0
     for index, (batch, context) in enumerate(decode_points):
         progress("steps", index, num_points)
@@ -215,6 +218,26 @@ def measure_steps(
         row["prompt_tokens_per_s"] = 1e3 * num_tokens / statistics.median(times.wall_ms)
         tables["prefill"].append(row)
         samples[f"prefill_{num_tokens}on{prefix}_ms"] = times.wall_ms
+    for index, (batch, context, num_tokens) in enumerate(mixed_points, num_points - len(mixed_points)):
+        progress("steps", index, num_points)
+        num_steps = max(3, points.steps // 3)
+        room = max(context + num_steps + WARM_UP_STEPS + 2, num_tokens)
+        too_many = num_tokens > longest or batch + num_tokens > engine.config.max_step_tokens
+        if too_many or not _fits(engine, batch + 1, room):
+            tables["left_out"].append({"point": f"mixed {batch} x {context} + {num_tokens}"})
+            continue
+        _place_rows(engine, batch + 1, context, room)
+        token_ids = rng.integers(0, model_config.vocab_size, num_tokens).astype("<i4")
+        chunks = (Chunk(batch, 0, token_ids.tobytes(), True),)
+        rows = tuple(range(batch))
+        plan = StepPlan(0, (), (), rows, chunks, (*rows, batch), decode_lengths=(context + 1,) * batch)
+        times = _time(engine, plan, num_steps)
+        engine.collect(last := engine.launch(plan))
+        row = {"batch": batch, "context": context, "new_tokens": num_tokens, "joined": last.graphs.joined}
+        row |= {"graph_tokens": last.graphs.prefill_tokens, "wall_ms": statistics.median(times.wall_ms)}
+        row["device_ms"] = statistics.median(times.device_ms) if times.device_ms else None
+        tables["mixed"].append(row)
+        samples[f"mixed_{batch}x{context}+{num_tokens}_ms"] = times.wall_ms
     progress("steps", num_points, num_points)
     if not samples:
         raise ConfigError(
@@ -306,13 +329,14 @@ def _numbers(flag: str, text: str | None, auto: tuple[int, ...], least: int) -> 
     return tuple(dict.fromkeys(numbers))
 
 
-def _with_rows_for(config: EngineConfig, max_batch: int) -> EngineConfig:
-    """With as many rows as the largest batch, unless the user said how many."""
+def _with_rows(config: EngineConfig, num_rows: int) -> EngineConfig:
+    """With so many rows, unless the user said how many."""
     if config.max_running_requests is None:
-        return replace(config, max_running_requests=max_batch)
-    if config.max_running_requests < max_batch:
+        return replace(config, max_running_requests=num_rows)
+    if config.max_running_requests < num_rows:
         raise ConfigError(
-            f"--batches has {max_batch}, which --max-running-requests {config.max_running_requests} excludes"
+            f"the largest step has {num_rows} rows, which --max-running-requests "
+            f"{config.max_running_requests} excludes"
         )
     return config
 

@@ -1,10 +1,20 @@
 """Sizes of steps that have a recorded graph; everything between is padded up to the next one."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from minisgl.config import ResolvedConfig
+
+ALIGNMENT = 4
+"""Arrays of int32 begin at multiples of 16 bytes: Triton compiles other kernels for pointers that don't."""
+
+FIRST_TOKENS = 128
+"""From here on a prefill takes longer the more tokens it has, whatever the model."""
+
+JOINED = (32, 256)
+"""Decodes that may go with chunks in a graph: few and many. Where there is room for more than come, attention
+cuts their keys as if all had come, and the head and the sampling compute what is not there."""
 
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:
@@ -35,17 +45,32 @@ def first_sizes(sizes: Iterable[int]) -> frozenset[int]:
 class PrefillBucket(NamedTuple):
     """The most that one recorded prefill holds."""
 
-    tokens: int
-    rows: int
+    tokens: int  # of chunks and decodes together
+    rows: int  # of chunks
+    decodes: int = 0  # that go with them
 
 
-def prefill_buckets(max_tokens: int, max_rows: int) -> tuple[PrefillBucket, ...]:
+def align_up(count: int) -> int:
+    """So many int32 values that what lies behind them is aligned, too."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def align_down(count: int) -> int:
+    """As `align_up`, at most `count`."""
+    return count // ALIGNMENT * ALIGNMENT
+
+
+def prefill_buckets(max_tokens: int, max_rows: int, max_decodes: int = 0) -> tuple[PrefillBucket, ...]:
     """Ascending buckets up to `max_tokens`; none if that is below 1.
 
     Up to 128 tokens by powers of two, where reading the weights is all the work; then with steps that pad
     by a half at most, and from 512 on by a quarter, because padding is computed. So are rows that are not
     there: each costs a share of the head's product and of the sampling, and in every layer a program of
     attention for each KV head, which finds nothing to do. There is one for every 32 tokens, 16 to 128 in all.
+    Each size comes without decodes and with room for few and many.
+
+    Args:
+        max_decodes: that may go with chunks.
     """
     if max_tokens < 1:
         return ()
@@ -55,20 +80,31 @@ def prefill_buckets(max_tokens: int, max_rows: int) -> tuple[PrefillBucket, ...]
         sizes.update(range(power, 2 * power, power // 4))
         power *= 2
     sizes = sorted({size for size in sizes if size < max_tokens} | {max_tokens})
-    return tuple(PrefillBucket(size, min(max(16, size // 32), 128, size, max_rows)) for size in sizes)
+    return tuple(
+        PrefillBucket(size, min(max(16, size // 32), 128, size, max_rows), decodes)
+        for size in sizes
+        for decodes in sorted({0, *[align_down(min(most, max_decodes, size)) for most in JOINED]})
+    )
 
 
-def prefill_bucket_for(
-    num_tokens: int, num_rows: int, buckets: tuple[PrefillBucket, ...]
-) -> PrefillBucket | None:
-    """The smallest bucket that holds such a prefill.
+def first_prefills(buckets: Sequence[PrefillBucket]) -> list[PrefillBucket]:
+    """Those to record before serving, without room for decodes: the smallest, and of the `first_sizes` those
+    that are not all about reading the weights."""
+    sizes = first_sizes(bucket.tokens for bucket in buckets if bucket.tokens >= FIRST_TOKENS)
+    return [
+        bucket for bucket in buckets if bucket.tokens in {buckets[0].tokens, *sizes} and not bucket.decodes
+    ]
+
+
+def prefill_bucket_for(size: PrefillBucket, buckets: Iterable[PrefillBucket]) -> PrefillBucket | None:
+    """The smallest of ascending buckets that holds such a prefill.
 
     None when there is none, or when more than half of it (but for the smallest buckets) would be padding.
     """
     for bucket in buckets:
-        if bucket.tokens > max(64, 2 * num_tokens):
+        if bucket.tokens > max(64, 2 * size.tokens):
             break
-        if bucket.tokens >= num_tokens and bucket.rows >= num_rows:
+        if all(room >= needed for room, needed in zip(bucket, size, strict=True)):
             return bucket
     return None
 
@@ -84,9 +120,14 @@ class Buckets(NamedTuple):
         return len(self.decode) + len(self.prefill)
 
 
+def max_joined(config: ResolvedConfig) -> int:
+    """Decodes for which graphs of prefill have room, at most; 0 = none ever go with chunks."""
+    return align_up(min(JOINED[-1], config.max_running_requests)) if config.join_decodes else 0
+
+
 def buckets_of(config: ResolvedConfig) -> Buckets:
     """The buckets that the settings ask for."""
     return Buckets(
         decode_buckets(config.max_graph_batch),
-        prefill_buckets(config.max_graph_tokens, config.max_running_requests),
+        prefill_buckets(config.max_graph_tokens, config.max_running_requests, max_joined(config)),
     )

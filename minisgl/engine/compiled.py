@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -41,6 +42,9 @@ EARLY_ROWS = 64
 EARLY_ATTENTION_HEADS = 192
 """Rows times KV heads up to which attention starts early. In larger batches it has a few long units for each
 multiprocessor, and those that are free before others would get more of them."""
+
+MEASURED = 4
+"""Decode steps whose duration is measured at the start, about."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
@@ -108,6 +112,7 @@ class CompiledDecode:
         self._strict = strict
         self._max_rows = step.rows.max_rows
         self._row_ids: dict[int, Tensor] = {}
+        self._run_us: dict[int, int] = {}  # by rows, ascending
         self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
         self.num_recompiles = 0
         self.num_graph_misses = 0
@@ -121,18 +126,40 @@ class CompiledDecode:
         """`StepGraphs.release`."""
         self._graphs.release()
 
-    def warm_up(self, buckets: Iterable[int], on_bucket: Callable[[int, float], None]) -> None:
-        """Compile and record these buckets, largest first, with padding rows only.
+    def warm_up(
+        self,
+        buckets: Iterable[int],
+        on_bucket: Callable[[int, float], None],
+        clock: Callable[[], float] = time.perf_counter,
+        agree: Callable[[int], int] = int,
+    ) -> None:
+        """Compile and record these buckets, largest first, with padding rows only; then measure some.
 
         Calls `on_bucket(bucket, duration_ms)` after each, with the host's time.
+
+        Args:
+            agree: the least of all ranks' measured microseconds: they must decide alike.
         """
         for bucket in sorted(buckets, reverse=True):
             started = time.perf_counter()
             self._record(bucket)
             self._graphs.replay(self._row_ids[bucket])
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
-        if self._device.type == "cuda":  # not in between: the device runs while the host records the next
-            torch.cuda.synchronize(self._device)
+        self._wait()  # not in between: the device runs while the host records the next
+        for bucket in sorted(self._recorded[:: -max(1, len(self._recorded) // MEASURED)]):
+            self._plan((), bucket)
+            begin = clock()
+            self._graphs.replay(self._row_ids[bucket])
+            self._wait()
+            self._run_us[bucket] = agree(round(1e6 * (clock() - begin)))
+
+    def duration_us(self, num_rows: int) -> float:
+        """How long a step of so many rows takes, but for what grows with their keys, by `warm_up`'s
+        measurements and the lines between them; 0 = nothing was measured."""
+        bucket = self.bucket_of(num_rows)
+        if not self._run_us or bucket is None:
+            return 0.0
+        return float(np.interp(bucket, list(self._run_us), list(self._run_us.values())))
 
     @property
     def num_missing(self) -> int:
@@ -187,6 +214,10 @@ class CompiledDecode:
         self._graphs.record(row_ids)
         self._row_ids[bucket] = row_ids
         self._recorded = tuple(sorted(self._row_ids))
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _note_miss(self, what: str) -> None:
         self.num_graph_misses += 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import buckets_of
+from minisgl.engine.buckets import align_down, align_up, buckets_of, max_joined
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.rows import Rows
 from minisgl.engine.side_by_side import compiled_side_by_side
@@ -47,15 +47,15 @@ def measure_peaks(
     decode = DecodeStep(model, rows)
     if not config.kernel:  # a replacement of one may take indices from another
         compile_ahead(config, decode, plans, device)
-    batch = padding_batch(*largest, rows, device)
-    plans.padding_prefill(*largest)
+    batch = padding_batch(largest, rows, device)
+    plans.padding_prefill(largest.rows, largest.row_tokens)
     row_ids = torch.full((rows.max_rows,), rows.max_rows, dtype=torch.int32, device=device)
     for count in decode_sizes(config):
         plans.decode((), count)
         decode(row_ids[:count])
     recorded_bytes = 0
     for size in recorded:
-        padding = padding_batch(*size, rows, device)
+        padding = padding_batch(size, rows, device)
         recorded_bytes = peak_bytes(lambda padding=padding: prefill_step(model, rows, padding), device)
     return Peaks(
         peak_bytes(lambda: prefill_step(model, rows, batch), device),
@@ -72,12 +72,12 @@ def compile_ahead(
     Several ranks must do it at the same time: NCCL adds up as ever.
     """
     model, rows = decode.model, decode.rows
-    sizes = largest_prefills(config) + warm_up_sizes(min(config.chunk_tokens, config.max_context_tokens))
+    sizes = largest_prefills(config) + warm_up_sizes(config)
     run_block = first_of_each_kind(model)
     with compiled_side_by_side(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
         for size in sizes:
-            plans.padding_prefill(*size)
-            prefill_step(model, rows, padding_batch(*size, rows, device), run_block)
+            plans.padding_prefill(size.rows, size.row_tokens)
+            prefill_step(model, rows, padding_batch(size, rows, device), run_block)
         for count in decode_sizes(config):
             plans.decode((), count)
             row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
@@ -93,12 +93,29 @@ def decode_sizes(config: ResolvedConfig) -> tuple[int, int]:
     return min(num_rows, FEW_ROWS), num_rows
 
 
-def largest_prefills(config: ResolvedConfig) -> list[tuple[int, int]]:
-    """(rows, tokens of each) of the largest prefill, and of the largest that is recorded, if any is."""
+class DryPrefill(NamedTuple):
+    """A prefill of padding."""
+
+    rows: int
+    row_tokens: int  # of each of them
+    decodes: int = 0  # that go with them
+
+
+def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
+    """The largest prefill, and the largest that is recorded, if any is."""
     num_rows = config.max_running_requests
-    largest = (num_rows, min(config.max_step_tokens // num_rows, config.max_context_tokens))
     recorded = buckets_of(config).prefill[-1:]
-    return [largest, *[(bucket.rows, -(-bucket.tokens // bucket.rows)) for bucket in recorded]]
+    # Half of the rows may decode with the others, which share what they leave of the step.
+    decodes = align_down(num_rows // 2) if recorded and max_joined(config) else 0
+    num_chunks = num_rows - decodes
+    row_tokens = min((config.max_step_tokens - decodes) // num_chunks, config.max_context_tokens)
+    return [
+        DryPrefill(num_chunks, row_tokens, decodes),
+        *[
+            DryPrefill(size.rows, max(1, -(-(size.tokens - size.decodes) // size.rows)), size.decodes)
+            for size in recorded
+        ],
+    ]
 
 
 def first_of_each_kind(model: Decoder) -> RunBlock:
@@ -128,46 +145,53 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def warm_up_prefill(
-    model: Decoder, rows: Rows, plans: AttentionPlans, max_tokens: int, device: torch.device
+    config: ResolvedConfig, model: Decoder, rows: Rows, plans: AttentionPlans, device: torch.device
 ) -> None:
-    """Compile the kernels of a prefill step, for chunks of one token and of up to `max_tokens`."""
+    """Compile the kernels of a prefill step, for chunks of any length."""
     run_block = first_of_each_kind(model)
-    for size in warm_up_sizes(max_tokens):
-        plans.padding_prefill(*size)
-        prefill_step(model, rows, padding_batch(*size, rows, device), run_block)
+    for size in warm_up_sizes(config):
+        plans.padding_prefill(size.rows, size.row_tokens)
+        prefill_step(model, rows, padding_batch(size, rows, device), run_block)
     torch.cuda.synchronize(device)
 
 
-def warm_up_sizes(max_tokens: int) -> list[tuple[int, int]]:
-    """(rows, tokens of each) of a prefill's warm-up, for chunks of up to `max_tokens`.
+def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
+    """A prefill's warm-up.
 
     Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other) and for
     the launch configurations of few and of more rows, the powers of two for those that depend on the number
-    of tokens.
+    of tokens, and decodes as few and as many as there can be.
     """
     sizes = [
-        (num_rows, row_tokens) for num_rows in (1, 3, FEW_ROWS, FEW_ROWS + 1) for row_tokens in (1, 3, 16)
+        DryPrefill(num_rows, row_tokens)
+        for num_rows in (1, 3, FEW_ROWS, FEW_ROWS + 1)
+        for row_tokens in (1, 3, 16)
     ]
     row_tokens = 32
-    while row_tokens <= max_tokens:
-        sizes.append((1, row_tokens))
+    while row_tokens <= min(config.chunk_tokens, config.max_context_tokens):
+        sizes.append(DryPrefill(1, row_tokens))
         row_tokens *= 2
+    if buckets_of(config).prefill and max_joined(config):
+        sizes += [DryPrefill(1, 16, align_up(decodes)) for decodes in decode_sizes(config)]
     return sizes
 
 
-def padding_batch(num_rows: int, row_tokens: int, rows: Rows, device: torch.device) -> PrefillBatch:
-    """A prefill of `num_rows` chunks that are all padding: their keys lie in the scratch page."""
-    num_tokens = num_rows * row_tokens
-    row_start = np.arange(0, num_tokens + 1, row_tokens, dtype=np.int32)
+def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> PrefillBatch:
+    """A prefill that is all padding: its keys lie in the scratch page."""
+    num_rows, row_tokens, num_decodes = size
+    num_tokens = num_decodes + num_rows * row_tokens
+    row_start = np.arange(num_decodes, num_tokens + 1, row_tokens, dtype=np.int32)
+    context_len = np.full(num_decodes + num_rows, row_tokens, dtype=np.int32)
+    context_len[:num_decodes] = 1
     tensors = Stager(device).to_device(
         [
             np.zeros(num_tokens, dtype=np.int32),
             np.zeros(num_tokens, dtype=np.int32),
             np.full(num_tokens, -1, dtype=np.int32),
-            np.full(num_rows, rows.max_rows, dtype=np.int32),
-            np.full(num_rows, row_tokens, dtype=np.int32),
+            np.full(num_decodes + num_rows, rows.max_rows, dtype=np.int32),
+            context_len,
             row_start,
-            row_start[1:] - 1,
+            np.concatenate([np.arange(num_decodes, dtype=np.int32), row_start[1:] - 1]),
         ]
     )
-    return PrefillBatch(*tensors, max_query_len=row_tokens)
+    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes)

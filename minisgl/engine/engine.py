@@ -124,9 +124,10 @@ class Engine:
         plan = self._scheduler.plan()
         planned_s = time.perf_counter()
         if plan is not None:
-            self._launched.append(self.launch(plan))
+            step = self.launch(plan)
+            self._launched.append(step)
             launched_s = time.perf_counter()
-            self.timeline.launched(plan, self.runner.buckets_of(plan), begin_s, planned_s, launched_s)
+            self.timeline.launched(plan, step.graphs, begin_s, planned_s, launched_s)
             if self._recorded.late.is_due:
                 self.record_graph()  # here, where the device has work meanwhile
         # With overlap one step stays in flight while the next is planned; without a plan nothing can.

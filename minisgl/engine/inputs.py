@@ -3,7 +3,7 @@
 Promise: a staging buffer is not written again before the copy out of it is over (the copies are
 asynchronous on CUDA; an engine that forgets this reads garbage only under load).
 
-T new tokens, R rows of the batch, U page-table entries that change.
+T new tokens, R rows of the batch, C of them chunks, U page-table entries that change.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.engine.buckets import PrefillBucket, align_up
 from minisgl.scheduler.plan import SCRATCH_PAGE, Chunk, RowInit, StepPlan
+from triton_kernels.feed_last_tokens import LAST_TOKEN
 
 STAGING_BUFFERS = 21
 """A step makes up to seven copies; one step is being filled, two may be in flight."""
-
-ALIGNMENT = 4
-"""Staged arrays start at multiples of 16 bytes: Triton compiles another kernel for pointers that don't."""
 
 
 class PageTableChange(NamedTuple):
@@ -30,16 +29,37 @@ class PageTableChange(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """The chunks of a step as one ragged batch, on the device; the last tokens and rows may be padding."""
+    """A step's chunks as one ragged batch on the device, behind the decodes that go with them.
 
-    token_ids: Tensor  # int32 [T]
+    First come the decodes, a token each, then the chunks' tokens, then padding. Rows are `num_decodes` for
+    decodes, then C for chunks; the last of both may be padding.
+    """
+
+    token_ids: Tensor  # int32 [T]  LAST_TOKEN = what the row has sampled last
     positions: Tensor  # int32 [T]
     slot_mapping: Tensor  # int32 [T]  -1 = padding, not written
     row_ids: Tensor  # int32 [R]
     context_len: Tensor  # int32 [R]  this step's tokens included; 0 = padding
-    row_start: Tensor  # int32 [R + 1]; padding rows own no token, padding tokens belong to no row
+    row_start: Tensor  # int32 [C + 1]  of the chunks; padding rows own no token
     logit_index: Tensor  # int32 [R]  each row's last token; 0 = padding
     max_query_len: int
+    num_decodes: int = 0
+
+
+class Decodes(NamedTuple):
+    """Rows that decode with a step's chunks: each feeds its last token."""
+
+    rows: np.ndarray  # int32 [D]
+    lengths: np.ndarray  # int32 [D]  tokens in the pool, this step's included
+
+
+NO_DECODES = Decodes(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
+
+
+def decodes_of(plan: StepPlan) -> Decodes:
+    """The decodes of a plan with chunks."""
+    rows, lengths = np.array([plan.decode_rows, plan.decode_lengths], dtype=np.int32)
+    return Decodes(rows, lengths)
 
 
 class HostPageTable:
@@ -74,8 +94,8 @@ class HostPageTable:
         self._table.reshape(-1)[change.flat_index] = change.page_ids
         return change
 
-    def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
-        """int32 [T]: the pool's slot of each position of a row."""
+    def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32 [T]: the pool's slot of each position of a row, or of a row each."""
         return self._table[row, positions // self._page_size] * self._page_size + positions % self._page_size
 
     def pages_of(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,7 +162,7 @@ def row_ids_on(device: torch.device, rows: Sequence[int]) -> Tensor:
 
 
 def _packed(arrays: list[np.ndarray]) -> np.ndarray:
-    """One array of all of them, each from a multiple of ALIGNMENT on."""
+    """One array of all of them, each aligned."""
     starts = _starts(arrays)
     packed = np.zeros(starts[-1], dtype=np.int32)
     for array, start in zip(arrays, starts, strict=False):
@@ -157,34 +177,52 @@ def _views(packed: Tensor, arrays: list[np.ndarray]) -> list[Tensor]:
 
 def _starts(arrays: list[np.ndarray]) -> list[int]:
     """Where each array starts, and where the last one ends, padded."""
-    return [0, *np.cumsum([-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()]
+    return [0, *np.cumsum([align_up(len(array)) for array in arrays]).tolist()]
 
 
-def build_prefill(chunks: tuple[Chunk, ...], pages: HostPageTable, stager: Stager) -> PrefillBatch:
-    """The chunks as one batch without padding."""
-    lengths = [chunk.num_new_tokens for chunk in chunks]
-    tensors = stager.to_device(pack_prefill(chunks, pages, sum(lengths), len(lengths)))
-    return PrefillBatch(*tensors, max_query_len=max(lengths))
+def size_of(chunks: tuple[Chunk, ...], num_decodes: int = 0) -> PrefillBucket:
+    """What these chunks take with so many decodes, without padding."""
+    num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
+    return PrefillBucket(num_tokens + num_decodes, len(chunks), num_decodes)
+
+
+def build_prefill(
+    chunks: tuple[Chunk, ...], pages: HostPageTable, stager: Stager, decodes: Decodes = NO_DECODES
+) -> PrefillBatch:
+    """The decodes, then the chunks, as one batch with no more padding than alignment takes."""
+    size = size_of(chunks, len(decodes.rows))
+    room = align_up(size.decodes)
+    size = PrefillBucket(max(size.tokens, room), size.rows, room)
+    tensors = stager.to_device(pack_prefill(chunks, decodes, pages, size))
+    longest = max(chunk.num_new_tokens for chunk in chunks)
+    return PrefillBatch(*tensors, max_query_len=longest, num_decodes=room)
 
 
 def pack_prefill(
-    chunks: tuple[Chunk, ...], pages: HostPageTable, num_tokens: int, num_rows: int
+    chunks: tuple[Chunk, ...], decodes: Decodes, pages: HostPageTable, size: PrefillBucket
 ) -> list[np.ndarray]:
-    """The int32 arrays of a `PrefillBatch`, in its order, padded to so many tokens and rows."""
-    token_ids, positions, slots = np.zeros((3, num_tokens), dtype=np.int32)
+    """The int32 arrays of a `PrefillBatch`, in its order, padded to this size."""
+    num_rows = size.decodes + size.rows
+    token_ids, positions, slots = np.zeros((3, size.tokens), dtype=np.int32)
     slots.fill(-1)
     row_ids = np.full(num_rows, pages.padding_row, dtype=np.int32)
     context_len, logit_index = np.zeros((2, num_rows), dtype=np.int32)
-    row_start = np.zeros(num_rows + 1, dtype=np.int32)
-    end = 0
-    for row, chunk in enumerate(chunks):
+    row_start = np.empty(size.rows + 1, dtype=np.int32)
+    end = row_start[0] = len(decodes.rows)
+    token_ids[:end] = LAST_TOKEN
+    positions[:end] = decodes.lengths - 1
+    slots[:end] = pages.slots(decodes.rows, decodes.lengths - 1)
+    row_ids[:end], context_len[:end] = decodes
+    logit_index[:end] = np.arange(end)
+    for index, chunk in enumerate(chunks):
+        row = size.decodes + index
         begin, end = end, end + chunk.num_new_tokens
         length = chunk.num_computed_tokens + chunk.num_new_tokens
         token_ids[begin:end] = np.frombuffer(chunk.token_ids, dtype="<i4")
         positions[begin:end] = np.arange(chunk.num_computed_tokens, length, dtype=np.int32)
         slots[begin:end] = pages.slots(chunk.row, positions[begin:end])
         row_ids[row], context_len[row] = chunk.row, length
-        row_start[row + 1], logit_index[row] = end, end - 1
+        row_start[index + 1], logit_index[row] = end, end - 1
     row_start[len(chunks) + 1 :] = end
     return [token_ids, positions, slots, row_ids, context_len, row_start, logit_index]
 

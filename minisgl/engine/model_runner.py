@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import PrefillBucket
-from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits, row_ids_on
+from minisgl.engine.buckets import align_up
+from minisgl.engine.inputs import (
+    NO_DECODES,
+    HostPageTable,
+    Stager,
+    build_prefill,
+    decodes_of,
+    pack_row_inits,
+    row_ids_on,
+)
 from minisgl.engine.logits import LogitTables, pack_rules
+from minisgl.engine.prefill_graphs import UNCAPTURED, PrefillWay
 from minisgl.engine.recording import RecordedSteps
 from minisgl.engine.rows import Rows
 from minisgl.engine.special_steps import special_prefill
 from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.timeline import UsedGraphs
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, StepPlan, StepResult
 
@@ -46,6 +56,7 @@ class LaunchedStep:
     """A step on its way: where its tokens will be on the host, and the event that says they are."""
 
     plan: StepPlan
+    graphs: UsedGraphs
     tokens: list[HostTokens]  # all together in the order of plan.sampled_rows
     done: torch.cuda.Event | None
     prompt_logprobs: Tensor | None = None  # int32 [all chunks' targets, 2 + 2 * k]
@@ -76,7 +87,7 @@ class ModelRunner:
         self.plans = plans
         self.stager = stager
         self._decode = DecodeStep(model, rows)
-        self._compiled = recorded.decode
+        self.decode_graphs = recorded.decode
         self.prefill_graphs = recorded.prefill
         self._special_decode = recorded.special_decode
         self._logit_tables: LogitTables | None = None
@@ -92,7 +103,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step: the rows' updates, then decodes, then chunks."""
+        """Queue a step: the rows' updates, then decodes, then chunks, or both at once."""
         if plan.row_inits:
             self.rows.init_rows(self.stager.to_device(pack_row_inits(plan.row_inits)))
             if self._logit_tables is not None:
@@ -102,36 +113,41 @@ class ModelRunner:
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
             self.rows.page_table.view(-1).index_copy_(0, index.long(), page_ids)
+        way = self._choose(plan)
         tokens: list[HostTokens] = []
         prompt_logprobs = None
-        if plan.decode_rows:
+        decode_bucket = 0
+        if plan.decode_rows and not way.joined:
             if plan.decode_extras != PLAIN:
                 results = self._special_decode(plan.decode_rows, plan.decode_extras, self._logit_tables)
                 token_ids = results[: len(plan.decode_rows)]
-            elif self._compiled is not None:
-                token_ids = self._compiled(plan.decode_rows)[: len(plan.decode_rows)]
+            elif self.decode_graphs is not None:
+                token_ids = self.decode_graphs(plan.decode_rows)[: len(plan.decode_rows)]
             else:
                 row_ids = row_ids_on(self._device, plan.decode_rows)
                 self.plans.decode(plan.decode_rows, len(plan.decode_rows))
                 token_ids = self._decode(row_ids)
             tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))
+            if self.decode_graphs is not None:
+                decode_bucket = self.decode_graphs.bucket_of(len(plan.decode_rows)) or 0
         if plan.chunks:
-            token_ids, targets = self._prefill(plan)
+            token_ids, targets = self._prefill(plan, way)
             prompt_logprobs = None if targets is None else self._to_host(targets)
-            sampling = [place for place, chunk in enumerate(plan.chunks) if chunk.samples]
-            if sampling:
-                tokens.append(HostTokens(self._to_host(token_ids), sampling))
+            places = [place for place, chunk in enumerate(plan.chunks) if chunk.samples]
+            if way.joined:  # the decodes come first, and the chunks behind what there is room for
+                num_decodes = len(plan.decode_rows)
+                first_chunk = align_up(num_decodes) if way.bucket is None else way.bucket.decodes
+                places = [*range(num_decodes), *[first_chunk + place for place in places]]
+            elif way.bucket is not None:
+                places = [way.bucket.decodes + place for place in places]
+            if places:
+                tokens.append(HostTokens(self._to_host(token_ids), places))
         done = None
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(plan, tokens, done, prompt_logprobs)
-
-    def buckets_of(self, plan: StepPlan) -> tuple[int, int]:
-        """Rows of the graph that takes the plan's decodes, and tokens of the one for its chunks; 0 = none."""
-        decode = self._compiled.bucket_of(len(plan.decode_rows)) if self._compiled is not None else None
-        chunks = self._prefill_bucket(plan) if plan.chunks else None
-        return decode or 0 if plan.decode_rows else 0, chunks.tokens if chunks is not None else 0
+        graphs = UsedGraphs(decode_bucket, way.bucket.tokens if way.bucket is not None else 0, way.joined)
+        return LaunchedStep(plan, graphs, tokens, done, prompt_logprobs)
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait for a step."""
@@ -143,8 +159,19 @@ class ModelRunner:
             prompt_logprobs = tuple(np.split(step.prompt_logprobs.numpy(), ends[:-1]))
         return StepResult(token_ids, _join_logprobs(step.tokens), prompt_logprobs)
 
-    def _prefill(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """The results of the chunks' rows, at least len(chunks), and log probabilities of their targets."""
+    def _choose(self, plan: StepPlan) -> PrefillWay:
+        """How the plan's chunks run, and whether its decodes go with them."""
+        if self.prefill_graphs is None or not plan.chunks or _has_special_chunks(plan):
+            return UNCAPTURED
+        num_decodes = len(plan.decode_rows)
+        if not num_decodes or plan.decode_extras != PLAIN or self.decode_graphs is None:
+            return self.prefill_graphs.choose(plan.chunks)
+        return self.prefill_graphs.choose(
+            plan.chunks, num_decodes, self.decode_graphs.duration_us(num_decodes)
+        )
+
+    def _prefill(self, plan: StepPlan, way: PrefillWay) -> tuple[Tensor, Tensor | None]:
+        """The results of at least the rows of joined decodes and chunks, and log probabilities of targets."""
         chunks = plan.chunks
         self.plans.prefill(chunks)
         if _has_special_chunks(plan):
@@ -159,16 +186,11 @@ class ModelRunner:
                 sampling,
                 (places, target_ids) if len(places) else None,
             )
-        bucket = self._prefill_bucket(plan)
-        if self.prefill_graphs is None or bucket is None:
-            return prefill_step(self.model, self.rows, build_prefill(chunks, self.pages, self.stager)), None
-        return self.prefill_graphs.run(chunks, bucket, self.pages), None
-
-    def _prefill_bucket(self, plan: StepPlan) -> PrefillBucket | None:
-        """The graph that the plan's chunks run in; None = they run uncaptured."""
-        if self.prefill_graphs is None or _has_special_chunks(plan):
-            return None
-        return self.prefill_graphs.bucket_for(plan.chunks)
+        decodes = decodes_of(plan) if way.joined else NO_DECODES
+        if self.prefill_graphs is not None and way.bucket is not None:
+            return self.prefill_graphs.run(chunks, decodes, way.bucket, self.pages), None
+        batch = build_prefill(chunks, self.pages, self.stager, decodes)
+        return prefill_step(self.model, self.rows, batch), None
 
     def _to_host(self, results: Tensor) -> Tensor:
         if self._device.type == "cpu":

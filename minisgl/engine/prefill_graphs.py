@@ -5,7 +5,8 @@ depends on what the host knows of the batch: the attention kernels find a token'
 device and have a grid that suits every batch of so many tokens and rows, so one recording serves them all.
 
 Padding is computed, too. So a batch takes a graph only where that is hardly longer than it would run, or than
-launching it would take the host; both times are measured at the start.
+launching it would take the host; both times are measured at the start. They say, too, whether a step's
+decodes go through the model with its chunks: weights are read once then, and layers compute some tokens more.
 
 Promise: a padded batch gives each row what it gets unpadded, up to the rounding of other matrix products;
 padding writes nowhere. A step without a fitting bucket is not ours and runs uncaptured.
@@ -21,7 +22,15 @@ from torch import Tensor
 
 from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for
 from minisgl.engine.compiled import Record
-from minisgl.engine.inputs import HostPageTable, PrefillBatch, Stager, pack_prefill
+from minisgl.engine.inputs import (
+    NO_DECODES,
+    Decodes,
+    HostPageTable,
+    PrefillBatch,
+    Stager,
+    pack_prefill,
+    size_of,
+)
 from minisgl.scheduler.plan import Chunk
 
 WORTH_RECORDING = 2.0
@@ -30,6 +39,18 @@ PADDED = 1.05
 """A graph may run this many times as long as its batch would uncaptured: it leaves the host free."""
 MEASURED_PROMPT_TOKENS = 1024
 """Of a prompt that graphs are measured with; larger buckets get several."""
+
+
+class PrefillWay(NamedTuple):
+    """How a step's chunks run."""
+
+    bucket: PrefillBucket | None  # the graph's; None = uncaptured
+    joined: bool  # its decodes with them
+    duration_us: float  # of the step, but for what grows with the keys that decodes read
+
+
+UNCAPTURED = PrefillWay(None, False, 0.0)
+"""Where nothing is measured."""
 
 
 class Recorded(NamedTuple):
@@ -45,7 +66,8 @@ class PrefillGraphs:
     Args:
         step: a prefill step on the device, as `steps.prefill_step` without model and rows.
         record: how it is recorded.
-        buckets: ascending; those that are not worth it are left out by `warm_up`.
+        buckets: ascending; those that are not worth it are left out by `warm_up`. If none has room for
+            decodes, they never go with chunks.
         pages: only asked for the row that belongs to nobody.
         vocab_size: token ids below it are measured with.
     """
@@ -63,12 +85,14 @@ class PrefillGraphs:
         self._step = step
         self._record = record
         self._buckets = buckets
+        self._join_decodes = any(bucket.decodes for bucket in buckets)
         self._pages = pages
         self._stager = stager
         self._device = device
         self._vocab_size = vocab_size
         self._launch_us = 0
         self._run_us: dict[int, int] = {}  # by tokens, ascending
+        self._room_us: dict[int, int] = {0: 0}  # what room for so many decodes takes besides, ascending
         self._recorded: dict[PrefillBucket, Recorded] = {}
         self._wanted: PrefillBucket | None = None  # of the chunks before
 
@@ -97,11 +121,13 @@ class PrefillGraphs:
             if not self._is_worth_recording(bucket):
                 break
             self._recorded[bucket] = Recorded(inputs, replay)
+        if self._recorded:
+            self._measure_joined(max(self._recorded), clock, agree)
         largest = max(self._run_us)
         self._buckets = tuple(
             bucket
             for bucket in self._buckets
-            if bucket in self._recorded or (bucket.tokens < largest and self._is_worth_recording(bucket))
+            if bucket in self._recorded or (bucket.tokens <= largest and self._is_worth_recording(bucket))
         )
 
     @property
@@ -130,27 +156,61 @@ class PrefillGraphs:
         """Do with the graphs there are."""
         self._buckets = self.buckets
 
-    def bucket_for(self, chunks: tuple[Chunk, ...]) -> PrefillBucket | None:
-        """The bucket to run these chunks in; None = they are better run uncaptured."""
-        num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
-        if self.num_missing:
-            self._wanted = prefill_bucket_for(num_tokens, len(chunks), self._buckets)
-        bucket = prefill_bucket_for(num_tokens, len(chunks), self.buckets)
-        if bucket is None:
-            return None
-        uncaptured_us = max(self._launch_us, self._run_us_of(num_tokens))
-        return bucket if self._run_us_of(bucket.tokens) <= PADDED * uncaptured_us else None
+    def choose(self, chunks: tuple[Chunk, ...], num_decodes: int = 0, decode_us: float = 0.0) -> PrefillWay:
+        """How these chunks run best, and whether the step's decodes go with them.
 
-    def run(self, chunks: tuple[Chunk, ...], bucket: PrefillBucket, pages: HostPageTable) -> Tensor:
-        """Feed the chunks; a token for each, int32 [at least len(chunks)], overwritten by the next replay."""
+        Args:
+            num_decodes: that may go with them.
+            decode_us: how long they take before the chunks, but for what grows with their keys.
+        """
+        size = size_of(chunks)
+        way = self._way(size, False, before_us=decode_us)
+        if num_decodes and self._join_decodes and self._recorded:
+            all_size = size_of(chunks, num_decodes)
+            joined = self._way(all_size, True)
+            if joined.duration_us < way.duration_us:
+                size, way = all_size, joined
+        if self.num_missing:
+            self._wanted = prefill_bucket_for(size, self._buckets)
+        return way
+
+    def run(
+        self, chunks: tuple[Chunk, ...], decodes: Decodes, bucket: PrefillBucket, pages: HostPageTable
+    ) -> Tensor:
+        """Decode and feed the chunks. A token for each row, int32, overwritten by the next replay: those of
+        the chunks come from place `bucket.decodes` on."""
         recorded = self._recorded[bucket]
-        self._stager.overwrite(recorded.inputs, pack_prefill(chunks, pages, *bucket))
+        self._stager.overwrite(recorded.inputs, pack_prefill(chunks, decodes, pages, bucket))
         return recorded.replay()
+
+    def _way(self, size: PrefillBucket, joined: bool, before_us: float = 0.0) -> PrefillWay:
+        """With a graph or without, whichever is better; before_us: what the device does before."""
+        run_us = self._run_us_of(size)
+        bucket = prefill_bucket_for(size, self.buckets)
+        if bucket is not None:
+            graph_us = self._run_us_of(bucket)
+            if graph_us <= PADDED * max(self._launch_us, run_us):
+                return PrefillWay(bucket, joined, before_us + graph_us)
+        return PrefillWay(None, joined, max(self._launch_us, before_us + run_us))
+
+    def _measure_joined(
+        self, measured: PrefillBucket, clock: Callable[[], float], agree: Callable[[int], int]
+    ) -> None:
+        """Record the buckets that differ from a measured one by room for decodes, and measure this room."""
+        for bucket in self._buckets:
+            if bucket.decodes and bucket[:2] == measured[:2]:
+                inputs, batch = self._padding(bucket)
+                replay = self._record(lambda batch=batch: self._step(batch))
+                self._recorded[bucket] = Recorded(inputs, replay)
+                self._stager.overwrite(inputs, self._prompts(bucket))
+                self._wait()
+                run_us = agree(min(self._duration(replay, clock) for _ in range(2)))
+                self._room_us[bucket.decodes] = max(0, run_us - self._run_us[bucket.tokens])
 
     def _padding(self, bucket: PrefillBucket) -> tuple[Tensor, PrefillBatch]:
         """A batch that is all padding, and the packed memory it lies in."""
-        inputs, views = self._stager.buffer(pack_prefill((), self._pages, *bucket))
-        return inputs, PrefillBatch(*views, max_query_len=bucket.tokens)
+        inputs, views = self._stager.buffer(pack_prefill((), NO_DECODES, self._pages, bucket))
+        return inputs, PrefillBatch(*views, max_query_len=bucket.tokens, num_decodes=bucket.decodes)
 
     def _prompts(self, bucket: PrefillBucket) -> list[np.ndarray]:
         """The arrays of a batch without padding, to measure with: random tokens, stored in the scratch page.
@@ -165,17 +225,23 @@ class PrefillGraphs:
             token_ids = generator.integers(0, self._vocab_size, min(left, longest)).astype("<i4")
             chunks.append(Chunk(self._pages.padding_row, 0, token_ids.tobytes(), True))
             left -= len(token_ids)
-        arrays = pack_prefill(tuple(chunks), self._pages, *bucket)
+        arrays = pack_prefill(tuple(chunks), NO_DECODES, self._pages, bucket)
         # The last page may reach beyond the context, where RoPE's table ends.
         arrays[PrefillBatch._fields.index("positions")].fill(0)
         return arrays
 
     def _is_worth_recording(self, bucket: PrefillBucket) -> bool:
-        return self._run_us_of(bucket.tokens) <= WORTH_RECORDING * self._launch_us
+        return self._run_us_of(bucket) <= WORTH_RECORDING * self._launch_us
 
-    def _run_us_of(self, num_tokens: int) -> float:
-        """How long so many tokens take the device, by the line through what was measured."""
-        return float(np.interp(num_tokens, list(self._run_us), list(self._run_us.values())))
+    def _run_us_of(self, size: PrefillBucket) -> float:
+        """How long a batch of this size takes the device, but for what grows with its decodes' keys: by the
+        lines through what was measured, of which that over the tokens goes on as between the last two."""
+        room_us = float(np.interp(size.decodes, list(self._room_us), list(self._room_us.values())))
+        sizes, durations_us = list(self._run_us), list(self._run_us.values())
+        if size.tokens > sizes[-1] and len(sizes) > 1:
+            per_token_us = (durations_us[-1] - durations_us[-2]) / (sizes[-1] - sizes[-2])
+            return room_us + durations_us[-1] + per_token_us * (size.tokens - sizes[-1])
+        return room_us + float(np.interp(size.tokens, sizes, durations_us))
 
     def _launch(self, batch: PrefillBatch, clock: Callable[[], float]) -> int:
         """Microseconds that the host takes to launch the step kernel by kernel."""

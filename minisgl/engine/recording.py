@@ -16,7 +16,7 @@ import torch
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import PrefillBucket, buckets_of, first_sizes
+from minisgl.engine.buckets import PrefillBucket, buckets_of, first_prefills, first_sizes
 from minisgl.engine.compiled import (
     CapturedSteps,
     CompiledDecode,
@@ -94,7 +94,7 @@ def record_steps(
         decode = _record_decode(config, step, plans, recorder, buckets.decode, device, ranks)
         stages.done("compile and record decode")
     if device.type == "cuda":
-        warm_up_prefill(model, rows, plans, min(config.chunk_tokens, config.max_context_tokens), device)
+        warm_up_prefill(config, model, rows, plans, device)
         stages.done("compile prefill kernels")
     if buckets.prefill:
         assert recorder is not None
@@ -142,7 +142,7 @@ def _record_decode(
 ) -> CompiledDecode:
     """The decode step with its graphs, compiled if that can be done."""
     try:
-        return _record_graphs(config, step, plans, recorder, config.compile_mode, buckets, device)
+        return _record_graphs(config, step, plans, recorder, config.compile_mode, buckets, device, ranks)
     except Exception as error:
         if config.must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -155,7 +155,7 @@ def _record_decode(
         )
     # Not in the handler: there the error keeps what was recorded alive.
     recorder.release()
-    return _record_graphs(config, step, plans, recorder, "off", buckets, device)
+    return _record_graphs(config, step, plans, recorder, "off", buckets, device, ranks)
 
 
 def _record_graphs(
@@ -166,6 +166,7 @@ def _record_graphs(
     mode: str,
     buckets: tuple[int, ...],
     device: torch.device,
+    ranks: "Ranks | None",
 ) -> CompiledDecode:
     """The decode step, compiled as `mode` says, with graphs of the `first_sizes` of the buckets."""
     keep = not config.kernel
@@ -177,7 +178,8 @@ def _record_graphs(
         )
     compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile, plan=plans.decode)
     durations_ms: dict[int, float] = {}
-    compiled.warm_up(first_sizes(buckets), durations_ms.__setitem__)
+    agree = int if ranks is None else ranks.minimum
+    compiled.warm_up(first_sizes(buckets), durations_ms.__setitem__, agree=agree)
     slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]
     logger.info(
         "recorded %d decode graphs in %.1f s, most of it for %s",
@@ -195,10 +197,8 @@ def _record_prefill(
     ranks: "Ranks | None",
 ) -> PrefillGraphs | None:
     """The prefill step with its graphs; None where it can't be recorded, which is said."""
-    sizes = first_sizes(bucket.tokens for bucket in buckets)
-    first = [bucket for bucket in buckets if bucket.tokens in sizes]
     try:
-        graphs.warm_up(first, agree=int if ranks is None else ranks.minimum)
+        graphs.warm_up(first_prefills(buckets), agree=int if ranks is None else ranks.minimum)
     except Exception as error:
         if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
             raise

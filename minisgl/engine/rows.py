@@ -9,6 +9,7 @@ B = max_rows + 1 rows, C pages a row may have.
 import torch
 from torch import Tensor, nn
 
+from minisgl.engine.buckets import align_up
 from minisgl.scheduler.plan import SCRATCH_PAGE
 from triton_kernels.read_rows import RowState, read_rows
 from triton_kernels.registry import KERNELS
@@ -25,7 +26,7 @@ class Rows(nn.Module):
     top_p: Tensor  # float32 [B]
     min_p: Tensor  # float32 [B]
     seed: Tensor  # int64 [B]
-    counting: Tensor  # int32 [B + 1]  0, 1, 2, ...: row_start of a batch of decodes
+    counting: Tensor  # int32 [at least B + 1]  0, 1, 2, ...: row_start of a batch of decodes
 
     def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int, device: torch.device) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Rows(nn.Module):
         table("top_p", torch.float32)
         table("min_p", torch.float32)
         table("seed", torch.int64)
-        counting = torch.arange(num_lines + 1, dtype=torch.int32, device=device)
+        counting = torch.arange(align_up(num_lines) + 1, dtype=torch.int32, device=device)
         self.register_buffer("counting", counting)
         self.top_p.fill_(1.0)
 

@@ -52,7 +52,7 @@ def special_prefill(
     Returns:
         The rows' result, and of the targets int32 [N, 2 + 2 * k].
     """
-    x, residual = model.run_blocks(batch.token_ids, batch.positions, prefill_inputs(rows, batch))
+    x, residual = model.run_blocks(batch.token_ids, batch.positions, prefill_inputs(model, rows, batch))
     logits = model.head(x, residual, batch.logit_index)
     state = rows.read(batch.row_ids)
     counted = sampling > 0

@@ -9,12 +9,13 @@ R rows of the batch, T new tokens.
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import AttentionInputs
+from minisgl.attention.interface import AttentionInputs, JoinedDecodes
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals
+from triton_kernels.feed_last_tokens import feed_last_tokens
 from triton_kernels.read_rows import RowState
 
 
@@ -33,7 +34,7 @@ class DecodeStep(nn.Module):
         self.rows = rows
         self.run_block = run_block
         device = rows.page_table.device
-        self.num_kv_heads = max(layer.num_kv_heads for layer in model.attention_layers())
+        self.num_kv_heads = most_kv_heads(model)
         arrivals = torch.zeros(
             num_arrivals(rows.max_rows + 1, self.num_kv_heads), dtype=torch.int32, device=device
         )
@@ -52,36 +53,60 @@ class DecodeStep(nn.Module):
 
     def inputs(self, row_ids: Tensor, state: RowState) -> AttentionInputs:
         """Where the batch's rows live in the pool."""
-        return AttentionInputs(
-            page_table=self.rows.page_table,
-            row_ids=row_ids,
-            context_len=state.context_len,
-            slot_mapping=state.slot_mapping,
-            row_start=self.rows.counting[: row_ids.shape[0] + 1],
-            max_query_len=1,
-            is_decode=True,
-            arrivals=self.arrivals,
-        )
+        return decode_inputs(self.rows, row_ids, state.context_len, state.slot_mapping, self.arrivals)
 
 
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch, run_block: RunBlock = call_block) -> Tensor:
-    """Feed chunks of prompts; a token for each row, int32 [R], to be ignored where a prompt goes on."""
-    inputs = prefill_inputs(rows, batch)
+    """Feed chunks of prompts, and decode what goes with them; a token for each row, int32 [R], to be ignored
+    where a prompt goes on."""
+    if batch.num_decodes:
+        feed_last_tokens(batch.token_ids, batch.row_ids, batch.logit_index, rows.last_token, rows.max_rows)
+    inputs = prefill_inputs(model, rows, batch)
     logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index, run_block)
     state = rows.read(batch.row_ids)
     return sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
 
 
-def prefill_inputs(rows: Rows, batch: PrefillBatch) -> AttentionInputs:
+def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> AttentionInputs:
     """Where the batch's rows live in the pool."""
+    num_decodes = batch.num_decodes
+    decodes = None
+    if num_decodes:
+        lengths = batch.context_len[:num_decodes]
+        num_counters = num_arrivals(num_decodes, most_kv_heads(model))
+        arrivals = torch.zeros(num_counters, dtype=torch.int32, device=lengths.device)
+        row_ids, slots = batch.row_ids[:num_decodes], batch.slot_mapping[:num_decodes]
+        decodes = JoinedDecodes(decode_inputs(rows, row_ids, lengths, slots, arrivals), lengths > 0)
     return AttentionInputs(
         page_table=rows.page_table,
-        row_ids=batch.row_ids,
-        context_len=batch.context_len,
+        row_ids=batch.row_ids[num_decodes:],
+        context_len=batch.context_len[num_decodes:],
         slot_mapping=batch.slot_mapping,
         row_start=batch.row_start,
         max_query_len=batch.max_query_len,
+        decodes=decodes,
     )
+
+
+def decode_inputs(
+    rows: Rows, row_ids: Tensor, context_len: Tensor, slot_mapping: Tensor, arrivals: Tensor
+) -> AttentionInputs:
+    """Where rows that decode live in the pool; arguments as in `AttentionInputs`."""
+    return AttentionInputs(
+        page_table=rows.page_table,
+        row_ids=row_ids,
+        context_len=context_len,
+        slot_mapping=slot_mapping,
+        row_start=rows.counting[: row_ids.shape[0] + 1],
+        max_query_len=1,
+        is_decode=True,
+        arrivals=arrivals,
+    )
+
+
+def most_kv_heads(model: Decoder) -> int:
+    """Of a layer, as this rank has it."""
+    return max(layer.num_kv_heads for layer in model.attention_layers())
 
 
 def sample_and_advance(

@@ -15,6 +15,14 @@ CAPACITY = 4096
 HOST, DEVICE = 1, 2
 
 
+class UsedGraphs(NamedTuple):
+    """What a step ran in."""
+
+    decode_rows: int = 0  # of the graph that the decodes ran in; 0 = none
+    prefill_tokens: int = 0  # of the graph that the chunks ran in; 0 = none
+    joined: bool = False  # the decodes with the chunks
+
+
 class StepRecord(NamedTuple):
     """One step. Times are seconds of `time.perf_counter`, in the order in which they come."""
 
@@ -25,8 +33,7 @@ class StepRecord(NamedTuple):
     num_decodes: int
     num_chunks: int
     num_prompt_tokens: int
-    decode_bucket: int  # rows of the graph that the decodes ran in; 0 = none
-    prefill_bucket: int  # tokens of the graph that the chunks ran in; 0 = none
+    graphs: UsedGraphs
     waiting_s: float = 0.0  # the host begins to wait for the tokens
     collected_s: float = 0.0
     applied_s: float = 0.0
@@ -45,12 +52,12 @@ class Timeline:
         return list(self._records)
 
     def launched(
-        self, plan: StepPlan, buckets: tuple[int, int], begin_s: float, planned_s: float, launched_s: float
+        self, plan: StepPlan, graphs: UsedGraphs, begin_s: float, planned_s: float, launched_s: float
     ) -> None:
-        """A step is on its way; buckets: of its decodes and of its chunks."""
+        """A step is on its way."""
         num_prompt_tokens = plan.num_new_tokens - len(plan.decode_rows)
         counts = (len(plan.decode_rows), len(plan.chunks), num_prompt_tokens)
-        self._in_flight.append(StepRecord(plan.step_id, begin_s, planned_s, launched_s, *counts, *buckets))
+        self._in_flight.append(StepRecord(plan.step_id, begin_s, planned_s, launched_s, *counts, graphs))
 
     def applied(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
         """The oldest step on its way is over."""
@@ -98,10 +105,11 @@ def _events(record: StepRecord) -> list[dict[str, object]]:
     facts = {
         "step": record.step_id,
         "decodes": record.num_decodes,
-        "decode graph": record.decode_bucket,
+        "decode graph": record.graphs.decode_rows,
         "chunks": record.num_chunks,
         "prompt tokens": record.num_prompt_tokens,
-        "prefill graph": record.prefill_bucket,
+        "prefill graph": record.graphs.prefill_tokens,
+        "decodes with chunks": record.graphs.joined,
     }
     kinds = [
         kind for kind, count in (("decode", record.num_decodes), ("prefill", record.num_chunks)) if count

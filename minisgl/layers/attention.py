@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import Attend, AttentionInputs, decodes_by_kernels
+from minisgl.attention.interface import Attend, AttentionInputs, attend_with_decodes, decodes_by_kernels
 from minisgl.layers.norm import RMSNorm
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             out = rope_paged_decode(qkv, rope, *pools, *where, inputs.arrivals)
         else:
             q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, *pools, *norms)
-            out = self.attend(q, *pools, inputs, self.scale, self.window)
+            out = attend_with_decodes(self.attend, q, *pools, inputs, self.scale, self.window)
         return out.view(-1, self.num_heads * self.head_dim)
 
     def _decodes_in_one_op(self) -> bool:

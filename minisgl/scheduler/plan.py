@@ -83,6 +83,7 @@ class StepPlan(NamedTuple):
     sampled_rows: tuple[int, ...]  # decode_rows, then the rows of the chunks that sample
     decode_extras: Extras = PLAIN
     chunk_extras: Extras = PLAIN  # of the chunks that sample
+    decode_lengths: tuple[int, ...] = ()  # where there are chunks: the decode rows' tokens after this step
 
     @property
     def num_new_tokens(self) -> int:

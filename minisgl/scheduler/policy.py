@@ -14,11 +14,14 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 def prefill_budget_tokens(num_decoding: int, max_step_tokens: int, mixed_step_tokens: int | None) -> int:
     """Prompt tokens a step may feed beside `num_decoding` decodes.
 
-    Prompts may fill the step. Where a decode's token is waited for they get `mixed_step_tokens` at most, so
-    that the pause before it is bounded by one step of that size; None = nobody waits.
+    Prompts may fill the step. Where a decode's token is waited for they get what the decodes leave of
+    `mixed_step_tokens`, but half of it at least, so that the pause before it is bounded by one step of that
+    size; None = nobody waits.
     """
     room = max_step_tokens - num_decoding
-    return room if mixed_step_tokens is None else min(room, mixed_step_tokens)
+    if mixed_step_tokens is None:
+        return room
+    return min(room, max(mixed_step_tokens - num_decoding, mixed_step_tokens // 2, 1))
 
 
 def choose_waiting(match_lengths: Sequence[int], head_skips: int) -> int:

@@ -38,7 +38,7 @@ class SchedulerConfig:
     max_step_tokens: int
     chunk_tokens: int
     mixed_step_tokens: int
-    """Prompt tokens in a step that also decodes a streamed request."""
+    """New tokens in a step that also decodes a streamed request; prompts get half of them at least."""
     max_context_tokens: int
     """Prompt and output of one request; at most what the pool holds."""
     vocab_size: int
@@ -215,6 +215,7 @@ class Scheduler:
             sampled_rows=tuple([request.row for request in sampled]) if chunks else decode_rows,
             decode_extras=decode_extras,
             chunk_extras=chunk_extras,
+            decode_lengths=tuple(map(_num_planned_tokens, sampled[: len(decode_rows)])) if chunks else (),
         )
         self._num_plans += 1
         self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))

@@ -123,7 +123,8 @@ def test_a_simulation_of_a_real_run_makes_its_decisions(
     assert against["num_steps"] == 1.0
     assert "costs are made up" in capsys.readouterr().out
     assert (tmp_path / "s.svg").stat().st_size > 0
-    assert [one["streamed"] for one in read_report(out).arguments["simulated"]] == [False]
+    simulated = read_report(out).arguments["simulated"]
+    assert [(one["streamed"], one["join_decodes"]) for one in simulated] == [(False, True)]
 
 
 def test_a_run_from_before_there_were_requests_that_nobody_reads_is_simulated_as_it_was(
@@ -131,9 +132,11 @@ def test_a_run_from_before_there_were_requests_that_nobody_reads_is_simulated_as
 ) -> None:
     older, out = json.loads(offline_file.read_text(encoding="utf-8")), tmp_path / "s.json"
     del older["arguments"]["workload"]["streamed"]
+    del older["arguments"]["engine"]["join_decodes"]
     (tmp_path / "older.json").write_text(json.dumps(older), encoding="utf-8")
     assert main(["bench", "simulate", "--against", str(tmp_path / "older.json"), "--out", str(out)]) == 0
-    assert [one["streamed"] for one in read_report(out).arguments["simulated"]] == [True]
+    simulated = read_report(out).arguments["simulated"]
+    assert [(one["streamed"], one["join_decodes"]) for one in simulated] == [(True, False)]
 
 
 def test_the_default_workload_is_that_of_the_engines_it_is_compared_with() -> None:
@@ -221,6 +224,7 @@ def test_steps_are_timed_and_set_against_their_floor(tmp_path: Path, tiny: Path)
     out = tmp_path / "step.json"
     words = ["bench", "step", "--model", str(tiny), "--dummy-weights", *ENGINE, "--batches", "1,3"]
     words += ["--contexts", "8,60,9999", "--prefills", "5,17,80", "--prefixes", "0,30", "--steps", "3"]
+    words += ["--mixed", "5,120"]
     assert main([*words, "--out", str(out), "--plot", str(tmp_path / "step.png")]) == 0
     report = read_report(out)
     decode, prefill = report.tables["decode"], report.tables["prefill"]
@@ -228,7 +232,12 @@ def test_steps_are_timed_and_set_against_their_floor(tmp_path: Path, tiny: Path)
     assert [(row["new_tokens"], row["prefix"]) for row in prefill] == [
         (tokens, prefix) for tokens in (5, 17, 80) for prefix in (0, 30)
     ]
-    assert [row["point"] for row in report.tables["left_out"]] == ["decode 1 x 9999", "decode 3 x 9999"]
+    mixed = [(row["batch"], row["context"], row["new_tokens"]) for row in report.tables["mixed"]]
+    assert mixed == [
+        (batch, context, tokens) for batch in (1, 3) for context in (8, 60) for tokens in (5, 120)
+    ]
+    left_out = [row["point"] for row in report.tables["left_out"]]
+    assert left_out[:3] == ["decode 1 x 9999", "decode 3 x 9999", "mixed 1 x 9999 + 5"]
     assert all(len(values) == 3 for name, values in report.samples.items() if name.startswith("decode"))
     for row in [*decode, *prefill]:
         assert float(row["floor_ms"] or 0) > 0

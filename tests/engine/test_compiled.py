@@ -66,9 +66,11 @@ def test_warming_up_records_every_bucket_once_largest_first_with_padding_only() 
     graphs = Graphs()
     seen = []
     decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (a stand-in)
-    decode.warm_up(BUCKETS, lambda bucket, duration_ms: seen.append(bucket))
+    times = iter([0.0, 0.003, 1.0, 1.004, 2.0, 2.006, 3.0, 3.010])
+    decode.warm_up(BUCKETS, lambda bucket, duration_ms: seen.append(bucket), clock=lambda: next(times))
     assert seen == [16, 8, 4, 2]
-    assert graphs.replayed == [(MAX_ROWS,) * bucket for bucket in seen]
+    assert graphs.replayed == [(MAX_ROWS,) * bucket for bucket in (*seen, 2, 4, 8, 16)]
+    assert [decode.duration_us(rows) for rows in (1, 3, 8, 9, 17)] == [3000, 4000, 6000, 10000, 0]
     assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
 
 

@@ -292,11 +292,12 @@ def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
     monkeypatch.setattr(build, "resolve_engine_config", resolve)
     monkeypatch.setattr(recording, "GraphRecorder", Recorder)
     monkeypatch.setattr(recording, "first_sizes", lambda sizes: {max(sizes)})
+    monkeypatch.setattr(recording, "first_prefills", lambda buckets: buckets[-2:-1])
     monkeypatch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
     monkeypatch.setattr(late_recording, "PAUSE", 0)
     engine = started(tmp_path, **settings)
     num_missing = engine.num_missing_graphs
-    assert num_missing == len(decode_buckets(16)) - 1 + len(prefill_buckets(128, 16)) - 1
+    assert num_missing == len(decode_buckets(16)) - 1 + len(prefill_buckets(128, 16, 16)) - 2
     assert tokens_of(engine) == expected
     assert engine.num_missing_graphs == 0
     special = {extras for _, extras in engine.runner._special_decode._recorded}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets
-from minisgl.engine.inputs import HostPageTable, PrefillBatch, Stager, build_prefill
-from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.buckets import PrefillBucket, first_prefills, prefill_bucket_for, prefill_buckets
+from minisgl.engine.inputs import NO_DECODES, Decodes, HostPageTable, PrefillBatch, Stager, build_prefill
+from minisgl.engine.prefill_graphs import PrefillGraphs, PrefillWay
 from minisgl.engine.recording import _record_prefill
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
@@ -32,7 +32,7 @@ PAGE_SIZE = 4
 MAX_ROWS = 6
 PAGES_PER_ROW = 24
 VOCAB_SIZE = 61
-BUCKETS = prefill_buckets(80, MAX_ROWS)
+BUCKETS = prefill_buckets(80, MAX_ROWS, 8)
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
     num_layers=2,
@@ -108,6 +108,23 @@ def run_again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
+def some_decodes(generator: random.Random, fed: list[int], busy: set[int]) -> Decodes:
+    """One more token for some of the rows that have some and are not busy."""
+    free = [row for row in range(MAX_ROWS) if 0 < fed[row] < PAGES_PER_ROW * PAGE_SIZE and row not in busy]
+    rows = generator.sample(free, generator.randint(0, len(free)))
+    for row in rows:
+        fed[row] += 1
+    return Decodes(np.array(rows, dtype=np.int32), np.array([fed[row] for row in rows], dtype=np.int32))
+
+
+def as_chunks(decodes: Decodes, rows: Rows) -> tuple[Chunk, ...]:
+    """The same as prompts of one token, which the host knows."""
+    return tuple(
+        Chunk(row, length - 1, rows.last_token[row].numpy().astype("<i4").tobytes(), True)
+        for row, length in zip(decodes.rows.tolist(), decodes.lengths.tolist(), strict=True)
+    )
+
+
 def some_chunks(generator: random.Random, fed: list[int], most: int) -> tuple[Chunk, ...]:
     """Chunks of some rows, of at most so many tokens together, behind what the rows have been fed."""
     chunks = []
@@ -131,24 +148,30 @@ def test_a_padded_step_gives_each_row_what_it_gets_unpadded_and_writes_nothing_e
     generator = random.Random(seed)
     fed = [0] * MAX_ROWS
     used = set()
-    for _ in range(12):
-        chunks = some_chunks(generator, fed, 80)
+    num_decodes = 0
+    for _ in range(16):
+        chunks = some_chunks(generator, fed, 80 - MAX_ROWS)
         if not chunks:
             continue
-        bucket = graphs.bucket_for(chunks) or BUCKETS[-1]
+        decodes = some_decodes(generator, fed, {chunk.row for chunk in chunks})
+        num_decodes += len(decodes.rows)
+        bucket = graphs.choose(chunks, len(decodes.rows), 1.0).bucket or BUCKETS[-1]
         used.add(bucket)
-        expected = plain.step(build_prefill(chunks, plain.pages, Stager(CPU)))
-        tokens = graphs.run(chunks, bucket, padded.pages)
-        assert len(tokens) == bucket.rows
-        assert tokens[: len(chunks)].tolist() == expected.tolist()
+        one_by_one = as_chunks(decodes, plain.rows) + chunks
+        expected = plain.step(build_prefill(one_by_one, plain.pages, Stager(CPU)))
+        tokens = graphs.run(chunks, decodes, bucket, padded.pages)
+        assert len(tokens) == bucket.decodes + bucket.rows
         assert torch.isfinite(padded.logits).all(), "padding computes NaN"
-        assert padded.logits[: len(chunks)].std() > 0.1
-        torch.testing.assert_close(padded.logits[: len(chunks)], plain.logits, rtol=0, atol=1e-4)
+        places = [*range(len(decodes.rows)), *range(bucket.decodes, bucket.decodes + len(chunks))]
+        assert tokens[places].tolist() == expected.tolist()
+        assert padded.logits[places].std() > 0.1
+        torch.testing.assert_close(padded.logits[places], plain.logits, rtol=0, atol=1e-4)
         for ours, theirs in zip(padded.state(), plain.state(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4, equal_nan=True)
     for pool, before in zip(padded.pools(), scratch, strict=True):
         torch.testing.assert_close(pool[0], before, rtol=0, atol=0, equal_nan=True)
     assert len(used) > 1
+    assert num_decodes > 3
 
 
 @torch.inference_mode()
@@ -170,23 +193,44 @@ def test_every_prefill_up_to_the_largest_bucket_has_one_unless_it_is_many_short_
     assert all(bucket.rows <= min(bucket.tokens, max_rows) for bucket in buckets)
     for num_tokens in range(1, max_tokens + 1):
         for num_rows in (1, min(num_tokens, 16, max_rows), min(max(num_tokens // 32, 1), 128, max_rows)):
-            bucket = prefill_bucket_for(num_tokens, num_rows, buckets)
+            bucket = prefill_bucket_for(PrefillBucket(num_tokens, num_rows), buckets)
             assert bucket is not None, (num_tokens, num_rows)
             assert bucket.tokens >= num_tokens
             assert bucket.rows >= num_rows
             assert bucket.tokens <= max(128, 3 / 2 * num_tokens + 1) or num_rows > 1
-    assert prefill_bucket_for(max_tokens + 1, 1, buckets) is None
+    assert prefill_bucket_for(PrefillBucket(max_tokens + 1, 1), buckets) is None
 
 
 def test_many_short_chunks_get_more_padding_but_never_more_than_themselves() -> None:
     buckets = prefill_buckets(2048, 256)
-    assert prefill_bucket_for(30, 30, buckets) is None
-    assert prefill_bucket_for(600, 30, buckets) == PrefillBucket(1024, 32)
-    assert prefill_bucket_for(600, 40, buckets) is None
-    assert prefill_bucket_for(2048, 64, buckets) == PrefillBucket(2048, 64)
-    assert prefill_bucket_for(2048, 65, buckets) is None
+
+    def bucket_for(num_tokens: int, num_rows: int) -> PrefillBucket | None:
+        return prefill_bucket_for(PrefillBucket(num_tokens, num_rows), buckets)
+
+    assert bucket_for(30, 30) is None
+    assert bucket_for(600, 30) == PrefillBucket(1024, 32)
+    assert bucket_for(600, 40) is None
+    assert bucket_for(2048, 64) == PrefillBucket(2048, 64)
+    assert bucket_for(2048, 65) is None
     assert prefill_buckets(8192, 256)[-1] == PrefillBucket(8192, 128)
     assert prefill_buckets(0, 256) == ()
+
+
+def test_a_prefill_with_decodes_has_a_bucket_with_room_for_them() -> None:
+    buckets = prefill_buckets(2048, 256, 200)
+    assert buckets[:5] == ((16, 16, 0), (16, 16, 16), (32, 16, 0), (32, 16, 32), (64, 16, 0))
+    assert buckets[-3:] == ((2048, 64, 0), (2048, 64, 32), (2048, 64, 200))
+    assert prefill_bucket_for(PrefillBucket(100, 1, 0), buckets) == (128, 16, 0)
+    assert prefill_bucket_for(PrefillBucket(100, 1, 32), buckets) == (128, 16, 32)
+    assert prefill_bucket_for(PrefillBucket(100, 1, 99), buckets) == (128, 16, 128)
+    assert prefill_bucket_for(PrefillBucket(300, 9, 150), buckets) == (384, 16, 200)
+    assert prefill_bucket_for(PrefillBucket(300, 9, 201), buckets) is None
+    first = [bucket.tokens for bucket in first_prefills(buckets)]
+    assert first == [16, 128, 256, 512, 1024, 2048]
+    assert {bucket.decodes for bucket in first_prefills(buckets)} == {0}
+    assert {bucket.decodes % 4 for bucket in prefill_buckets(70, 256, 56)} == {0}, (
+        "what follows is not aligned"
+    )
 
 
 def ticks(*durations: float) -> Callable[[], float]:
@@ -209,7 +253,7 @@ def test_graphs_are_recorded_up_to_twice_the_time_that_launching_takes() -> None
         graphs.warm_up(buckets, clock=ticks(*launches, *runs))
     assert graphs.buckets == buckets[:2]
     assert graphs.num_missing == 0
-    assert graphs.bucket_for(chunk_of(33)) is None
+    assert graphs.choose(chunk_of(33)).bucket is None
 
 
 def test_a_graph_is_used_where_padding_costs_no_more_than_launching_would() -> None:
@@ -222,7 +266,7 @@ def test_a_graph_is_used_where_padding_costs_no_more_than_launching_would() -> N
     assert graphs.buckets == buckets
     expected = {1: buckets[0], 16: buckets[0], 17: buckets[1], 32: buckets[1], 64: buckets[2]}
     expected |= {33: None, 60: None, 61: buckets[2]}  # 60 tokens run in 16 ms, 5 % less than 16.8
-    assert {n: graphs.bucket_for(chunk_of(n)) for n in expected} == expected
+    assert {n: graphs.choose(chunk_of(n)).bucket for n in expected} == expected
 
 
 def test_sizes_between_measured_ones_are_judged_by_the_line_between_them_and_recorded_later() -> None:
@@ -235,8 +279,8 @@ def test_sizes_between_measured_ones_are_judged_by_the_line_between_them_and_rec
         graphs.warm_up([buckets[0], buckets[2], buckets[5]], clock=ticks(*durations))
         assert graphs.buckets == (buckets[0], buckets[2])
         assert graphs.num_missing == 2
-        assert graphs.bucket_for(chunk_of(62)) == buckets[2]
-        assert graphs.bucket_for(chunk_of(93)) is None
+        assert graphs.choose(chunk_of(62)).bucket == buckets[2]
+        assert graphs.choose(chunk_of(93)).bucket is None
         graphs.record_next()  # what the chunks before had use for
         assert graphs.buckets == (buckets[0], buckets[2], buckets[3])
         graphs.record_next()
@@ -244,9 +288,48 @@ def test_sizes_between_measured_ones_are_judged_by_the_line_between_them_and_rec
     assert graphs.num_missing == 0
     chunks = (Chunk(2, 0, np.arange(30, dtype="<i4").tobytes(), True),)
     with torch.inference_mode():
-        assert graphs.bucket_for(chunks) == buckets[1]
-        replayed = graphs.run(chunks, buckets[1], engine.pages)[:1]
+        assert graphs.choose(chunks).bucket == buckets[1]
+        replayed = graphs.run(chunks, NO_DECODES, buckets[1], engine.pages)[:1]
         assert torch.equal(replayed, engine.step(build_prefill(chunks, engine.pages, Stager(CPU))))
+
+
+def test_decodes_go_with_chunks_where_that_takes_less_time_than_one_after_the_other() -> None:
+    engine = Engine()
+    # A launch takes 6 ms. Runs: 16 tokens 4 ms, 32 tokens 6 ms, 64 tokens 9 ms; room for decodes 0.2 ms.
+    durations = (*[0.006] * 3, *[0.004] * 2, *[0.006] * 2, *[0.009] * 2, *[0.0092] * 2)
+    buckets = tuple(PrefillBucket(tokens, 4, decodes) for tokens in (16, 32, 64) for decodes in (0, 4))
+
+    def graphs_of(buckets: tuple[PrefillBucket, ...]) -> PrefillGraphs:
+        graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
+        with torch.inference_mode():
+            graphs.warm_up([PrefillBucket(tokens, 4) for tokens in (16, 32, 64)], clock=ticks(*durations))
+        return graphs
+
+    graphs = graphs_of(buckets)
+    assert graphs.buckets == (buckets[0], buckets[2], *buckets[4:])
+    # No small graph has room for decodes yet, so that they take a launch.
+    assert graphs.choose(chunk_of(15), 1, 2010.0) == (None, True, 6000.0)
+    assert graphs.choose(chunk_of(15), 1, 1990.0) == (PrefillBucket(16, 4), False, 5990.0)
+    assert graphs.choose(chunk_of(28), 4, 900.0).joined
+    with torch.inference_mode():
+        graphs.record_next()  # what the last would have liked
+    assert graphs.choose(chunk_of(28), 4, 210.0) == (PrefillBucket(32, 4, 4), True, 6200.0)
+    assert graphs.choose(chunk_of(28), 4, 190.0) == (PrefillBucket(32, 4), False, 6190.0)
+    assert graphs.choose(chunk_of(28)) == PrefillWay(PrefillBucket(32, 4), False, 6000.0)
+    with torch.inference_mode():
+        while graphs.num_missing:
+            graphs.record_next()
+    assert graphs.buckets == buckets
+    # Beside 15 tokens one more is free; beside 16 it takes the next bucket, 2 ms more.
+    assert graphs.choose(chunk_of(15), 1, 210.0) == (PrefillBucket(16, 4, 4), True, 4200.0)
+    assert graphs.choose(chunk_of(16), 1, 2210.0) == (PrefillBucket(32, 4, 4), True, 6200.0)
+    assert graphs.choose(chunk_of(16), 1, 2190.0) == (PrefillBucket(16, 4), False, 6190.0)
+    # More than 64 tokens have no graph; each token takes 94 us, and room for two decodes 100.
+    assert graphs.choose(chunk_of(64), 2, 290.0) == (None, True, 9287.5)
+    assert graphs.choose(chunk_of(64), 2, 280.0) == (PrefillBucket(64, 4), False, 9280.0)
+    assert not graphs_of(buckets[::2]).choose(chunk_of(15), 1, 9000.0).joined, (
+        "no bucket has room for decodes"
+    )
 
 
 def test_ranks_that_measure_other_times_decide_alike() -> None:
@@ -293,7 +376,7 @@ def test_a_model_that_takes_far_longer_than_its_launch_has_no_graphs() -> None:
     with torch.inference_mode():
         graphs.warm_up(BUCKETS, clock=ticks(*[0.010] * 3, *[0.030] * 2))
     assert graphs.buckets == ()
-    assert graphs.bucket_for(chunk_of(1)) is None
+    assert graphs.choose(chunk_of(1)).bucket is None
 
 
 def test_a_gpu_that_cannot_record_prefill_starts_without_and_says_so(

@@ -12,7 +12,7 @@ import pytest
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.timeline import Timeline
+from minisgl.engine.timeline import Timeline, UsedGraphs
 from minisgl.errors import ConfigError
 from minisgl.messages import AddRequest
 from minisgl.request import SamplingParams
@@ -34,9 +34,8 @@ NUM_OUTPUTS = 6
 
 def started(folder: Path, **settings: Any) -> Engine:
     (folder / "config.json").write_text(json.dumps(MODEL))
-    config = EngineConfig(
-        device="cpu", dtype="float32", dummy_weights=True, num_pages=40, chunk_tokens=16, **settings
-    )
+    settings = {"num_pages": 40, "chunk_tokens": 16} | settings
+    config = EngineConfig(device="cpu", dtype="float32", dummy_weights=True, **settings)
     return build_engine(config, folder, lambda name, duration_ms: None)
 
 
@@ -62,7 +61,7 @@ def test_every_step_has_a_record_and_the_records_add_up(engine: Engine) -> None:
     assert sum(record.num_prompt_tokens for record in records) == sum(LENGTHS)
     assert sum(record.num_chunks for record in records) >= len(LENGTHS) + 2  # chunks of 16
     assert sum(record.num_decodes for record in records) >= len(LENGTHS) * (NUM_OUTPUTS - 1)
-    assert {(record.decode_bucket, record.prefill_bucket) for record in records} == {(0, 0)}
+    assert {record.graphs for record in records} == {UsedGraphs()}
     for record in records:
         times = (record.begin_s, record.planned_s, record.launched_s)
         times += (record.waiting_s, record.collected_s, record.applied_s)
@@ -93,10 +92,11 @@ def test_the_trace_is_what_perfetto_reads(engine: Engine) -> None:
 def test_the_ring_keeps_the_last_steps() -> None:
     timeline = Timeline(capacity=3)
     for step in range(5):
-        timeline.launched(StepPlan(step, (), (), (0, 1), (), (0, 1)), (2, 0), step, step + 0.1, step + 0.2)
+        plan = StepPlan(step, (), (), (0, 1), (), (0, 1))
+        timeline.launched(plan, UsedGraphs(decode_rows=2), step, step + 0.1, step + 0.2)
         timeline.applied(step + 0.3, step + 0.4, step + 0.5)
     assert [record.step_id for record in timeline.records] == [2, 3, 4]
-    assert timeline.records[-1].decode_bucket == 2
+    assert timeline.records[-1].graphs == UsedGraphs(decode_rows=2)
 
 
 def test_a_profile_of_the_next_steps_is_written_where_the_operator_said(

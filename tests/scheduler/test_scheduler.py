@@ -5,6 +5,7 @@ import pytest
 from scheduler_rig import EOS, build, drain, prompt_of, tokens_of
 
 from minisgl.request import FinishReason, SamplingParams
+from minisgl.scheduler.policy import prefill_budget_tokens
 
 
 def test_abort_while_the_prefill_is_in_flight_retires_once() -> None:  # trap 1
@@ -152,7 +153,8 @@ def test_decodes_go_on_in_every_step_while_a_long_prompt_is_fed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("streamed", "num_prompt_tokens"), [([True], 8), ([False], 31), ([False, True], 8), ([False, False], 30)]
+    ("streamed", "num_prompt_tokens"),
+    [([True], 7), ([False], 31), ([False, True], 6), ([False, False], 30)],
 )
 def test_prompts_are_held_back_only_beside_decodes_that_somebody_reads(
     streamed: list[bool], num_prompt_tokens: int
@@ -170,6 +172,12 @@ def test_prompts_are_held_back_only_beside_decodes_that_somebody_reads(
         assert len(plan.decode_rows) == len(streamed)
         assert sum(chunk.num_new_tokens for chunk in plan.chunks) == num_prompt_tokens
         scheduler.apply(plan, executor.execute(plan))
+
+
+def test_decodes_leave_prompts_half_of_a_mixed_step_and_one_token_at_least() -> None:
+    assert [prefill_budget_tokens(n, 64, 8) for n in (1, 3, 4, 5, 60, 63)] == [7, 5, 4, 4, 4, 1]
+    assert prefill_budget_tokens(2, 64, 1) == 1
+    assert prefill_budget_tokens(10, 64, None) == 54
 
 
 def test_a_step_never_exceeds_its_token_budget() -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_rig import EOS, build, prompt_of
 
 from minisgl.request import FinishReason, SamplingParams
-from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.plan import Chunk, StepPlan
 from minisgl.scheduler.simulator import Arrival, StepCost, simulate
 
 
@@ -192,6 +192,20 @@ def test_simulated_time_is_the_sum_of_the_steps_and_of_waiting(overlap: bool) ->
     assert early.token_ms == [first_ms, first_ms + 11 + 0.5 * 3, first_ms + 2 * 11 + 0.5 * (3 + 4)]
     assert late.token_ms == [5000 + 100 + 2 * 3 + 0.25 * 6]
     assert late.finished_ms == late.token_ms[-1]
+
+
+def test_decodes_that_go_with_chunks_are_tokens_of_the_prefill_where_that_takes_less_time() -> None:
+    cost = StepCost(4.0, 0.5, 0.01, prefill_ms=3.0, per_prompt_token_ms=2.0, least_prefill_ms=9.0)
+    chunks = (Chunk(0, 0, bytes(4 * 2), True),)
+
+    def both(num_decodes: int) -> tuple[float, float]:
+        rows = tuple(range(1, 1 + num_decodes))
+        plan = StepPlan(0, (), (), rows, chunks, (*rows, 0), decode_lengths=(50,) * num_decodes)
+        return cost.step_ms(plan, 100), cost.step_ms(plan, 100, join_decodes=True)
+
+    assert both(1) == (4 + 0.5 + 1 + 9, 3 + 2 * 3 + 1)
+    assert both(6) == (4 + 3 + 1 + 9, 17)  # 3 + 2 * 8 + 1 = 20 would be more
+    assert cost.step_ms(StepPlan(0, (), (), (1,), (), (1,)), 100, join_decodes=True) == 5.5
 
 
 def test_the_chunks_of_a_step_take_a_least_time_together() -> None:

@@ -1,0 +1,141 @@
+"""Decodes that go through the model with their step's prompts: nobody can tell by the tokens.
+
+"Recorded" here is a function that runs again on the same tensors, which is all that a graph can do; and a
+decode step is said to take so long that decodes go with chunks wherever they may.
+"""
+
+import random
+from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_late_recording import Recorder
+from test_timeline import started
+
+from minisgl.config import ResolvedConfig, resolve_engine_config
+from minisgl.engine import build, recording
+from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine.engine import Engine
+from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.messages import AddRequest
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+
+LIMITS: dict[str, Any] = {
+    "max_running_requests": 10,
+    "max_step_tokens": 64,
+    "chunk_tokens": 40,
+    "page_size": 4,
+    "output_reserve_tokens": 0,
+}
+
+
+def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    """An engine with graphs that joins decodes wherever they may go with chunks."""
+
+    def resolve(*arguments: Any) -> ResolvedConfig:
+        return replace(resolve_engine_config(*arguments), max_graph_batch=10, max_graph_tokens=48)
+
+    warm_up = PrefillGraphs.warm_up
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "resolve_engine_config", resolve)
+        patch.setattr(recording, "GraphRecorder", Recorder)
+        patch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
+        engine = started(tmp_path, **LIMITS, **settings)
+    monkeypatch.setattr(CompiledDecode, "duration_us", lambda self, num_rows: 1e9)
+    return engine
+
+
+def some_requests(source: random.Random) -> list[AddRequest]:
+    """Requests of all kinds, some of which begin alike."""
+    common = [source.randrange(64) for _ in range(20)]
+    requests = []
+    for number in range(24):
+        prompt = [source.randrange(64) for _ in range(source.randrange(1, 40))]
+        if source.random() < 0.3:
+            prompt = common[: source.randrange(20)] + prompt
+        others = {19: {"frequency_penalty": 0.7}, 22: {"logprobs": 2}}.get(number, {})
+        asked = others or source.choice([{}, {"temperature": 0.0}, {"top_k": 5}])
+        params = SamplingParams(
+            **{"temperature": 0.8, "seed": number, "max_tokens": source.randrange(1, 20), **asked}
+        )  # pyright: ignore[reportArgumentType] (a mixed dict)
+        requests.append(AddRequest(number, np.array(prompt, dtype="<i4").tobytes(), params))
+    return requests
+
+
+def tokens_alone(engine: Engine, requests: list[AddRequest]) -> list[list[int]]:
+    """What each request gets when nobody else is there."""
+    tokens: list[list[int]] = []
+    for request in requests:
+        engine.add(request)
+        tokens.append([])
+        while engine.has_work:
+            for output in engine.step():
+                tokens[-1] += output.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_pages", [200, 24], ids=["roomy", "preempting"])
+def test_a_request_gets_the_tokens_that_it_gets_alone(
+    num_pages: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = started(tmp_path, **LIMITS, num_pages=200)
+    engine = joining(tmp_path, monkeypatch, overlap=overlap, num_pages=num_pages)
+    num_joined = num_in_graphs = num_aborted = 0
+    for seed in range(3):
+        source = random.Random(seed)
+        requests = some_requests(source)
+        expected = tokens_alone(plain, requests)
+        tokens: list[list[int]] = [[] for _ in requests]
+        ends: dict[int, RequestOutput] = {}
+        waiting = list(requests)
+        while waiting or engine.has_work:
+            for request in waiting[: source.randrange(3)]:
+                engine.add(request)
+                waiting.remove(request)
+            if source.random() < 0.08:
+                engine.abort(source.randrange(len(requests)))
+            for output in engine.step():
+                assert output.request_id not in ends, "an output after the last one"
+                tokens[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    ends[output.request_id] = output
+            engine.cache.check_invariants()
+        for number, output in ends.items():
+            if output.finish_reason is FinishReason.ABORT:
+                num_aborted += 1
+                assert tokens[number] == expected[number][: len(tokens[number])]
+            else:
+                assert tokens[number] == expected[number], f"request {number} of seed {seed}"
+        assert len(ends) == len(requests)
+    for record in engine.timeline.records:
+        if record.graphs.joined:
+            num_joined += 1
+            num_in_graphs += record.graphs.prefill_tokens > 0
+            assert record.num_decodes
+            assert record.num_chunks
+            assert not record.graphs.decode_rows
+    assert num_joined > 20
+    assert num_in_graphs > 5
+    assert num_aborted > 1
+    assert (engine.status(0).num_preemptions > 0) == (num_pages == 24)
+    plain.close()
+    engine.close()
+
+
+def test_whoever_does_not_want_it_gets_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = joining(tmp_path, monkeypatch, num_pages=200, join_decodes=False)
+    source = random.Random(0)
+    for request in some_requests(source):
+        engine.add(request)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert {record.graphs.joined for record in engine.timeline.records} == {False}
+    assert any(record.num_decodes and record.num_chunks for record in engine.timeline.records)
+    engine.close()
