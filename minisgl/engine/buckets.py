@@ -91,9 +91,8 @@ def first_prefills(buckets: Sequence[PrefillBucket]) -> list[PrefillBucket]:
     """Those to record before serving, without room for decodes: the smallest, and of the `first_sizes` those
     that are not all about reading the weights."""
     sizes = first_sizes(bucket.tokens for bucket in buckets if bucket.tokens >= FIRST_TOKENS)
-    return [
-        bucket for bucket in buckets if bucket.tokens in {buckets[0].tokens, *sizes} and not bucket.decodes
-    ]
+    sizes |= {buckets[0].tokens}
+    return [bucket for bucket in buckets if bucket.tokens in sizes and not bucket.decodes]
 
 
 def prefill_bucket_for(size: PrefillBucket, buckets: Iterable[PrefillBucket]) -> PrefillBucket | None:
