@@ -34,6 +34,7 @@ a tenth slower than the first.
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -55,6 +56,14 @@ _CONSUMER_REGISTERS = 232
 _PRODUCER_REGISTERS = 40
 _COLUMNS = 64  # of a box: 128 bytes, the widest that shared memory's swizzle takes
 _BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+# Gluon's names change: async_load is there since Triton 3.8, without the older name, reinterpret since 3.9.
+# thread_barrier became barrier in 3.7: both are what tl.debug_barrier is.
+_copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_copy_block = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 
 
 class HopperPrefillConfig(NamedTuple):
@@ -101,7 +110,7 @@ def _fetch_tiles(
     """
     BOXES: gl.constexpr = BLOCK_N // BOX
     num_tiles = (high - low + BLOCK_N - 1) // BLOCK_N
-    pieces = boxes._reinterpret(boxes.dtype, [boxes.shape[0] * BOX // 16, 16, 64], boxes.layout)
+    pieces = _reinterpret(boxes, boxes.dtype, [boxes.shape[0] * BOX // 16, 16, 64], boxes.layout)
     next_rows = _box_rows(pages_ptr, low, length, S, BOX, BOXES)
     for h in range(HEADS):
         column = (first_head + h) * head_stride
@@ -120,7 +129,7 @@ def _fetch_tiles(
             for i in gl.static_range(BOXES):
                 for slab in gl.static_range(SLABS):
                     box = boxes.index(first_box + (slab * BOXES + i))
-                    tma.async_copy_global_to_shared(desc, [rows[i], column + slab * 64], landed, box)
+                    _copy_box(desc, [rows[i], column + slab * 64], landed, box)
             if CLEAN:  # noqa: SIM102 (this one is decided by the compiler)
                 if ragged:
                     mbarrier.wait(full.index(STAGES), h & 1)
@@ -133,7 +142,7 @@ def _fetch_tiles(
                             tokens = pieces.index(last_box * (BOX // 16) + piece)
                             tokens.store(gl.where(filled[:, None], tokens.load(layout), 0.0))
                     fence_async_shared()
-                    gl.thread_barrier()
+                    tl.debug_barrier()
                     mbarrier.arrive(full.index(slot))
 
 
@@ -154,7 +163,7 @@ def _fetch_queries(
             mask = ((place < 64 // G * G) & (token < end))[:, None]
             offsets = token.to(gl.int64) * q_row_stride + ((first_head + h) * G + place % G) * q_head_stride
             for slab in gl.static_range(SLABS):
-                async_copy.async_copy_global_to_shared(
+                _copy_block(
                     slabs.index((buffer * 2 + group) * SLABS + slab),
                     q_ptr + offsets[:, None] + (slab * 64 + lanes)[None, :],
                     mask=mask,
@@ -162,7 +171,7 @@ def _fetch_queries(
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        tl.debug_barrier()
         mbarrier.arrive(full.index(buffer))
 
 
@@ -288,7 +297,7 @@ def _attend_group(
         acc = acc * gl.convert_layout(1.0 / mass, gl.SliceLayout(1, o_layout))[:, None]
         # By way of the queries' place, so that whole lines are written.
         q.store(acc.to(q.dtype))
-        gl.thread_barrier()
+        tl.debug_barrier()
         out = q.load(io_layout)
         place = gl.arange(0, 64, gl.SliceLayout(1, io_layout))
         lanes = gl.arange(0, D, gl.SliceLayout(0, io_layout))
@@ -296,7 +305,7 @@ def _attend_group(
         mask = ((place < BLOCK_Q * G) & (token < end))[:, None]
         offsets = (token.to(gl.int64) * H + (first_head + h) * G + place % G) * D
         gl.store(out_ptr + offsets[:, None] + lanes[None, :], out, mask=mask)
-        gl.thread_barrier()
+        tl.debug_barrier()
         mbarrier.arrive(q_empty.index(buffer))
 
 
@@ -388,10 +397,10 @@ def _paged_prefill_hopper_kernel(
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         k_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, BOX, 64], layout)
         v_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, BOX, 64], layout)
-        k_tiles = k_boxes._reinterpret(dtype, [STAGES, BLOCK_N, D], layout)
-        v_tiles = v_boxes._reinterpret(dtype, [STAGES, BLOCK_N, D], layout)
+        k_tiles = _reinterpret(k_boxes, dtype, [STAGES, BLOCK_N, D], layout)
+        v_tiles = _reinterpret(v_boxes, dtype, [STAGES, BLOCK_N, D], layout)
         q_slabs = gl.allocate_shared_memory(dtype, [Q_BUFFERS * 2 * SLABS, 64, 64], layout)
-        q_tiles = q_slabs._reinterpret(dtype, [Q_BUFFERS * 2, 64, D], layout)
+        q_tiles = _reinterpret(q_slabs, dtype, [Q_BUFFERS * 2, 64, D], layout)
         bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
         q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], bar_layout)
         q_empty = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], bar_layout)
