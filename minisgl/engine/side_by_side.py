@@ -5,12 +5,12 @@ by another thread. What follows reads memory that nobody wrote; so no index may 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 _turn = threading.Lock()
@@ -44,9 +44,12 @@ def compiled_side_by_side(num_threads: int) -> Iterator[None]:
     """
     with _turn, _Compilers(num_threads) as compilers:
         run, thread = JITFunction.run, threading.get_ident()
+        launched: dict[int, Any] = {}
 
         def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            warmup = warmup or threading.get_ident() == thread
+            if threading.get_ident() == thread:
+                launched[id(self)] = self
+                warmup = True
             return run(self, *arguments, grid=grid, warmup=warmup, **options)
 
         mode = AsyncCompileMode(compilers, ignore_errors=True)
@@ -64,3 +67,17 @@ def compiled_side_by_side(num_threads: int) -> Iterator[None]:
             compilers.stopped = True
             mode.__exit__(None, None, None)  # an exception in the middle of it leaves the mode on
             raise
+        finally:
+            _forget_uncompiled(launched.values())
+
+
+def _forget_uncompiled(functions: Iterable[Any]) -> None:
+    """Have the next launch compile what is not compiled.
+
+    Triton 3.7 and 3.8 keep a compilation that failed in its kernel's place: every launch raises its error.
+    """
+    for function in functions:
+        for kernels, *_ in function.device_caches.values():
+            for key, kernel in list(kernels.items()):
+                if isinstance(kernel, FutureKernel):
+                    del kernels[key]
