@@ -348,7 +348,9 @@ def _bracket_kernel(
                 below = (total - bound) / WIDTH
                 middle_low, middle_high = _bracket(sampled, measure, start, highest, whole - below)
                 heaviest = _weight(middle_high, largest, sharpness)
-                if below >= _ENOUGH * heaviest:
+                # In this order: interpreted, a constexpr times a tensor is a constexpr, with which since
+                # Triton 3.7 no tensor can be compared.
+                if below >= heaviest * _ENOUGH:
                     error = _MARGIN * tl.sqrt(below * heaviest)
                     low, _ = _bracket(sampled, measure, start, middle_high, whole - (below - error))
                     _, high = _bracket(sampled, measure, middle_low, highest, whole - (below + error))
