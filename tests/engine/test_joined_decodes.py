@@ -119,7 +119,7 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
             assert record.num_chunks
             assert not record.graphs.decode_rows
     assert num_joined > 20
-    assert num_in_graphs > 5
+    assert num_in_graphs > 3
     assert num_aborted > 1
     assert (engine.status(0).num_preemptions > 0) == (num_pages == 24)
     plain.close()
