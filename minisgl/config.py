@@ -66,8 +66,8 @@ class EngineConfig:
     """KV pages in the pool. Auto: what fits in memory_fraction of the device's memory."""
     join_decodes: bool = True
     """Decodes go through the model with their step's prompts where the times measured at the start say that
-    this is faster than one after the other. Only where prompts have CUDA graphs, and not with flashinfer or
-    trtllm."""
+    this is faster than one after the other. Only where both have CUDA graphs, with the attention backend
+    triton."""
     output_reserve_tokens: int = 64
     """Room that admitting a request leaves for the output of each running one, in tokens. When outputs
     are longer and the pool is full, the youngest request is preempted and computed again later."""
@@ -274,6 +274,8 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_graph_batch = given(config.max_graph_batch, max_running if can_record else 0)
     can_record_prefill = max_graph_batch > 0 and attention.prefill == TRITON
     auto_graph_tokens = _auto_graph_tokens(model, config.tp, max_step_tokens) if can_record_prefill else 0
+    max_graph_tokens = given(config.max_graph_tokens, auto_graph_tokens)
+    can_join = max_graph_batch > 0 and max_graph_tokens > 0 and max_running > 1 and {*attention} == {TRITON}
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
         model=config.model,
@@ -289,14 +291,14 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128)),
         page_size=config.page_size,
         num_pages=config.num_pages,
-        join_decodes=config.join_decodes and {*attention} <= {TRITON, TORCH},
+        join_decodes=config.join_decodes and can_join,
         output_reserve_tokens=config.output_reserve_tokens,
         memory_fraction=config.memory_fraction,
         prefix_cache=config.prefix_cache,
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
-        max_graph_tokens=given(config.max_graph_tokens, auto_graph_tokens),
+        max_graph_tokens=max_graph_tokens,
         attention_backend=str(attention),
         seed=config.seed,
         strict_compile=config.strict_compile,

@@ -8,10 +8,11 @@
 
 T new tokens, R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV
 heads, G = H / K query heads per KV head, D head dim, P pages, S page size. The new tokens' own k and v are
-already in the pools. Rows may own no token (padding rows), one (a decode row in a mixed batch), or more.
-Tokens from row_start[R] on are padding and yield zeros. Memory outside the seen tokens is never used (it may
-hold NaN). H a multiple of K, G <= 16, D <= 256 and a multiple of 8, S any power of two. q's rows and heads
-and the pools' pages, tokens and heads may be strided; the D elements of a head lie next to each other.
+already in the pools. Rows may own no token (padding rows), one or more. Tokens from row_start[R] on are
+padding and yield zeros; those before row_start[0] are nobody's, and what out has for them is not written.
+Memory outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D <= 256 and a
+multiple of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided;
+the D elements of a head lie next to each other.
 
 On a Hopper GPU the calls that paged_prefill_hopper.py takes run there; the kernel below is for all others
 and runs anywhere that Triton does, its interpreter included.

@@ -22,7 +22,7 @@ class AttentionInputs(NamedTuple):
     context_len: Tensor  # int32 [R]  keys each row sees, this step's included
     slot_mapping: Tensor  # int32 [T]  slot each new token's K/V goes to; -1 = padding, not written
     row_start: Tensor  # int32 [R + 1]
-    max_query_len: int  # most new tokens of a row; 1 = each row has one (T == R)
+    max_query_len: int  # most new tokens of a row; 1 = each row has one (T == R, unless there are `decodes`)
     is_decode: bool = False  # a decode step; prompts may come token by token, too
     arrivals: Tensor | None = None  # int32, zeros: what our decode kernel counts in, and leaves as it was
     decodes: "JoinedDecodes | None" = None  # rows that decode with the prompts of a batch

@@ -20,7 +20,7 @@ def attend(
 ) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
     where = (inputs.page_table, inputs.row_ids, inputs.context_len)
-    if inputs.max_query_len == 1:
+    if inputs.max_query_len == 1 and inputs.decodes is None:
         return kernels.paged_decode(q, k_cache, v_cache, *where, scale, window, arrivals=inputs.arrivals)
     rows = (*where, inputs.row_start, inputs.max_query_len)
     return kernels.paged_prefill(q, k_cache, v_cache, *rows, scale, window)

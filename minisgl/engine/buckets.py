@@ -9,6 +9,9 @@ from minisgl.config import ResolvedConfig
 ALIGNMENT = 4
 """Arrays of int32 begin at multiples of 16 bytes: Triton compiles other kernels for pointers that don't."""
 
+JOINED_TOKENS = 2048
+"""Steps of more hardly gain by it: what decodes read once more is a small part of them."""
+
 FIRST_TOKENS = 128
 """From here on a prefill takes longer the more tokens it has, whatever the model."""
 
@@ -67,7 +70,7 @@ def prefill_buckets(max_tokens: int, max_rows: int, max_decodes: int = 0) -> tup
     by a half at most, and from 512 on by a quarter, because padding is computed. So are rows that are not
     there: each costs a share of the head's product and of the sampling, and in every layer a program of
     attention for each KV head, which finds nothing to do. There is one for every 32 tokens, 16 to 128 in all.
-    Each size comes without decodes and with room for few and many.
+    Each size up to JOINED_TOKENS comes without decodes and with room for few and many.
 
     Args:
         max_decodes: that may go with chunks.
@@ -83,15 +86,20 @@ def prefill_buckets(max_tokens: int, max_rows: int, max_decodes: int = 0) -> tup
     return tuple(
         PrefillBucket(size, min(max(16, size // 32), 128, size, max_rows), decodes)
         for size in sizes
-        for decodes in sorted({0, *[align_down(min(most, max_decodes, size)) for most in JOINED]})
+        for decodes in sorted({0, *[_room(most, size, max_decodes) for most in JOINED]})
     )
 
 
+def _room(most: int, size: int, max_decodes: int) -> int:
+    """For how many decodes a bucket of this size has room."""
+    return align_down(min(most, size, max_decodes)) if size <= JOINED_TOKENS else 0
+
+
 def first_prefills(buckets: Sequence[PrefillBucket]) -> list[PrefillBucket]:
-    """Those to record before serving, without room for decodes: the smallest, and of the `first_sizes` those
-    that are not all about reading the weights."""
+    """Those to record before serving, without room for decodes: the smallest, the largest, and of the
+    `first_sizes` those that are not all about reading the weights."""
     sizes = first_sizes(bucket.tokens for bucket in buckets if bucket.tokens >= FIRST_TOKENS)
-    sizes |= {buckets[0].tokens}
+    sizes |= {buckets[0].tokens, buckets[-1].tokens}
     return [bucket for bucket in buckets if bucket.tokens in sizes and not bucket.decodes]
 
 
@@ -100,10 +108,12 @@ def prefill_bucket_for(size: PrefillBucket, buckets: Iterable[PrefillBucket]) ->
 
     None when there is none, or when more than half of it (but for the smallest buckets) would be padding.
     """
+    most_tokens = max(64, 2 * size.tokens)
     for bucket in buckets:
-        if bucket.tokens > max(64, 2 * size.tokens):
+        tokens, rows, decodes = bucket
+        if tokens > most_tokens:
             break
-        if all(room >= needed for room, needed in zip(bucket, size, strict=True)):
+        if tokens >= size.tokens and rows >= size.rows and decodes >= size.decodes:
             return bucket
     return None
 
@@ -121,7 +131,9 @@ class Buckets(NamedTuple):
 
 def max_joined(config: ResolvedConfig) -> int:
     """Decodes for which graphs of prefill have room, at most; 0 = none ever go with chunks."""
-    return align_up(min(JOINED[-1], config.max_running_requests)) if config.join_decodes else 0
+    if not config.join_decodes:
+        return 0
+    return align_up(min(JOINED[-1], config.max_running_requests - 1))  # one row has a chunk
 
 
 def buckets_of(config: ResolvedConfig) -> Buckets:

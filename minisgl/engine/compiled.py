@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -31,6 +30,7 @@ from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.buckets import bucket_for
 from minisgl.engine.early_starts import instantiate_with_early_starts
 from minisgl.engine.inputs import row_ids_on
+from minisgl.engine.measured import MeasuredDurations
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
@@ -112,7 +112,7 @@ class CompiledDecode:
         self._strict = strict
         self._max_rows = step.rows.max_rows
         self._row_ids: dict[int, Tensor] = {}
-        self._run_us: dict[int, int] = {}  # by rows, ascending
+        self._run_us = MeasuredDurations()  # by rows
         self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
         self.num_recompiles = 0
         self.num_graph_misses = 0
@@ -146,20 +146,26 @@ class CompiledDecode:
             self._graphs.replay(self._row_ids[bucket])
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
         self._wait()  # not in between: the device runs while the host records the next
-        for bucket in sorted(self._recorded[:: -max(1, len(self._recorded) // MEASURED)]):
-            self._plan((), bucket)
-            begin = clock()
-            self._graphs.replay(self._row_ids[bucket])
-            self._wait()
-            self._run_us[bucket] = agree(round(1e6 * (clock() - begin)))
+        with self._step.rows.measurable(self._step.model.vocab_size):
+            for bucket in sorted(self._recorded[:: -max(1, len(self._recorded) // MEASURED)]):
+                row_ids = self._row_ids[bucket]
+                row_ids.copy_(torch.arange(bucket, device=self._device) % self._max_rows)
+                self._run_us.add(bucket, agree(min(self._measure(bucket, clock) for _ in range(2))))
+                row_ids.fill_(self._max_rows)
+
+    def _measure(self, bucket: int, clock: Callable[[], float]) -> int:
+        """Microseconds of a step."""
+        self._plan((), bucket)
+        self._wait()
+        begin = clock()
+        self._graphs.replay(self._row_ids[bucket])
+        self._wait()
+        return round(1e6 * (clock() - begin))
 
     def duration_us(self, num_rows: int) -> float:
-        """How long a step of so many rows takes, but for what grows with their keys, by `warm_up`'s
-        measurements and the lines between them; 0 = nothing was measured."""
-        bucket = self.bucket_of(num_rows)
-        if not self._run_us or bucket is None:
-            return 0.0
-        return float(np.interp(bucket, list(self._run_us), list(self._run_us.values())))
+        """How long a step of so many rows takes, but for what grows with their keys, as `warm_up` measured;
+        where no graph holds them, how long the largest takes."""
+        return self._run_us.of(self.bucket_of(num_rows) or self._buckets[-1])
 
     @property
     def num_missing(self) -> int:

@@ -106,7 +106,7 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
     num_rows = config.max_running_requests
     recorded = buckets_of(config).prefill[-1:]
     # Half of the rows may decode with the others, which share what they leave of the step.
-    decodes = align_down(num_rows // 2) if recorded and max_joined(config) else 0
+    decodes = align_down(num_rows // 2) if max_joined(config) else 0
     num_chunks = num_rows - decodes
     row_tokens = min((config.max_step_tokens - decodes) // num_chunks, config.max_context_tokens)
     return [
@@ -171,7 +171,7 @@ def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
     while row_tokens <= min(config.chunk_tokens, config.max_context_tokens):
         sizes.append(DryPrefill(1, row_tokens))
         row_tokens *= 2
-    if buckets_of(config).prefill and max_joined(config):
+    if max_joined(config):
         sizes += [DryPrefill(1, 16, align_up(decodes)) for decodes in decode_sizes(config)]
     return sizes
 

@@ -31,6 +31,7 @@ from minisgl.engine.inputs import (
     pack_prefill,
     size_of,
 )
+from minisgl.engine.measured import MeasuredDurations
 from minisgl.scheduler.plan import Chunk
 
 WORTH_RECORDING = 2.0
@@ -91,9 +92,12 @@ class PrefillGraphs:
         self._device = device
         self._vocab_size = vocab_size
         self._launch_us = 0
-        self._run_us: dict[int, int] = {}  # by tokens, ascending
-        self._room_us: dict[int, int] = {0: 0}  # what room for so many decodes takes besides, ascending
+        self._joined_launch_us = 0
+        self._run_us = MeasuredDurations()  # by tokens
+        self._room_us = MeasuredDurations()  # by decodes: what room for them takes besides
+        self._room_us.add(0, 0)
         self._recorded: dict[PrefillBucket, Recorded] = {}
+        self._ascending: tuple[PrefillBucket, ...] = ()  # those that are recorded
         self._wanted: PrefillBucket | None = None  # of the chunks before
 
     def warm_up(
@@ -117,23 +121,22 @@ class PrefillGraphs:
             self._wait()
             if not self._run_us:  # the same for all
                 self._launch_us = agree(min(self._launch(batch, clock) for _ in range(3)))
-            self._run_us[bucket.tokens] = agree(min(self._duration(replay, clock) for _ in range(2)))
+            self._run_us.add(bucket.tokens, agree(min(self._duration(replay, clock) for _ in range(2))))
             if not self._is_worth_recording(bucket):
                 break
-            self._recorded[bucket] = Recorded(inputs, replay)
-        if self._recorded:
-            self._measure_joined(max(self._recorded), clock, agree)
-        largest = max(self._run_us)
+            self._keep(bucket, Recorded(inputs, replay))
+        self._measure_joined(clock, agree)
         self._buckets = tuple(
             bucket
             for bucket in self._buckets
-            if bucket in self._recorded or (bucket.tokens <= largest and self._is_worth_recording(bucket))
+            if bucket in self._recorded
+            or (bucket.tokens <= self._run_us.largest and self._is_worth_recording(bucket))
         )
 
     @property
     def buckets(self) -> tuple[PrefillBucket, ...]:
         """Those that are recorded, ascending."""
-        return tuple(sorted(self._recorded))
+        return self._ascending
 
     @property
     def num_missing(self) -> int:
@@ -150,7 +153,7 @@ class PrefillGraphs:
         missing = [bucket for bucket in self._buckets if bucket not in self._recorded]
         bucket = next((bucket for bucket in missing if bucket == self._wanted), missing[0])
         inputs, batch = self._padding(bucket)
-        self._recorded[bucket] = Recorded(inputs, self._record(lambda: self._step(batch)))
+        self._keep(bucket, Recorded(inputs, self._record(lambda: self._step(batch))))
 
     def give_up(self) -> None:
         """Do with the graphs there are."""
@@ -186,26 +189,37 @@ class PrefillGraphs:
     def _way(self, size: PrefillBucket, joined: bool, before_us: float = 0.0) -> PrefillWay:
         """With a graph or without, whichever is better; before_us: what the device does before."""
         run_us = self._run_us_of(size)
+        launch_us = self._joined_launch_us if joined else self._launch_us
         bucket = prefill_bucket_for(size, self.buckets)
         if bucket is not None:
             graph_us = self._run_us_of(bucket)
-            if graph_us <= PADDED * max(self._launch_us, run_us):
+            if graph_us <= PADDED * max(launch_us, run_us):
                 return PrefillWay(bucket, joined, before_us + graph_us)
-        return PrefillWay(None, joined, max(self._launch_us, before_us + run_us))
+        return PrefillWay(None, joined, max(launch_us, before_us + run_us))
 
-    def _measure_joined(
-        self, measured: PrefillBucket, clock: Callable[[], float], agree: Callable[[int], int]
-    ) -> None:
-        """Record the buckets that differ from a measured one by room for decodes, and measure this room."""
-        for bucket in self._buckets:
-            if bucket.decodes and bucket[:2] == measured[:2]:
-                inputs, batch = self._padding(bucket)
-                replay = self._record(lambda batch=batch: self._step(batch))
-                self._recorded[bucket] = Recorded(inputs, replay)
-                self._stager.overwrite(inputs, self._prompts(bucket))
-                self._wait()
-                run_us = agree(min(self._duration(replay, clock) for _ in range(2)))
-                self._room_us[bucket.decodes] = max(0, run_us - self._run_us[bucket.tokens])
+    def _keep(self, bucket: PrefillBucket, recorded: Recorded) -> None:
+        self._recorded[bucket] = recorded
+        self._ascending = tuple(sorted(self._recorded))
+
+    def _measure_joined(self, clock: Callable[[], float], agree: Callable[[int], int]) -> None:
+        """Record the largest buckets that differ from a recorded one by room for decodes alone, and measure
+        this room."""
+        rooms = [
+            bucket
+            for bucket in self._buckets
+            if bucket.decodes and bucket._replace(decodes=0) in self._recorded
+        ]
+        for bucket in rooms:
+            if bucket.tokens < rooms[-1].tokens:
+                continue
+            inputs, batch = self._padding(bucket)
+            replay = self._record(lambda batch=batch: self._step(batch))
+            self._keep(bucket, Recorded(inputs, replay))
+            self._stager.overwrite(inputs, self._prompts(bucket))
+            self._wait()
+            self._joined_launch_us = agree(min(self._launch(batch, clock) for _ in range(2)))
+            run_us = agree(min(self._duration(replay, clock) for _ in range(2)))
+            self._room_us.add(bucket.decodes, max(0, run_us - round(self._run_us.of(bucket.tokens))))
 
     def _padding(self, bucket: PrefillBucket) -> tuple[Tensor, PrefillBatch]:
         """A batch that is all padding, and the packed memory it lies in."""
@@ -234,14 +248,8 @@ class PrefillGraphs:
         return self._run_us_of(bucket) <= WORTH_RECORDING * self._launch_us
 
     def _run_us_of(self, size: PrefillBucket) -> float:
-        """How long a batch of this size takes the device, but for what grows with its decodes' keys: by the
-        lines through what was measured, of which that over the tokens goes on as between the last two."""
-        room_us = float(np.interp(size.decodes, list(self._room_us), list(self._room_us.values())))
-        sizes, durations_us = list(self._run_us), list(self._run_us.values())
-        if size.tokens > sizes[-1] and len(sizes) > 1:
-            per_token_us = (durations_us[-1] - durations_us[-2]) / (sizes[-1] - sizes[-2])
-            return room_us + durations_us[-1] + per_token_us * (size.tokens - sizes[-1])
-        return room_us + float(np.interp(size.tokens, sizes, durations_us))
+        """How long a batch of this size takes the device, but for what grows with its decodes' keys."""
+        return self._run_us.of(size.tokens) + self._room_us.of(size.decodes)
 
     def _launch(self, batch: PrefillBatch, clock: Callable[[], float]) -> int:
         """Microseconds that the host takes to launch the step kernel by kernel."""

@@ -6,6 +6,9 @@ nobody and is what padding rows use (length 0, all its pages the scratch page, g
 B = max_rows + 1 rows, C pages a row may have.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -65,6 +68,19 @@ class Rows(nn.Module):
             self.seed,
             self.page_size,
         )
+
+    @contextmanager
+    def measurable(self, vocab_size: int) -> Iterator[None]:
+        """Inside, all rows are about to decode their first token, in the scratch page. Nobody may have one.
+
+        Padding rows would go to no expert.
+        """
+        self.last_token.random_(0, vocab_size)
+        try:
+            yield
+        finally:
+            self.last_token.zero_()
+            self.context_len.zero_()
 
     def init_rows(self, staged: list[Tensor]) -> None:
         """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""

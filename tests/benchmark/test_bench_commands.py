@@ -124,7 +124,7 @@ def test_a_simulation_of_a_real_run_makes_its_decisions(
     assert "costs are made up" in capsys.readouterr().out
     assert (tmp_path / "s.svg").stat().st_size > 0
     simulated = read_report(out).arguments["simulated"]
-    assert [(one["streamed"], one["join_decodes"]) for one in simulated] == [(False, True)]
+    assert [(one["streamed"], one["join_decodes"]) for one in simulated] == [(False, False)]
 
 
 def test_a_run_from_before_there_were_requests_that_nobody_reads_is_simulated_as_it_was(

@@ -15,11 +15,16 @@ MAX_ROWS = 20
 BUCKETS = (2, 4, 8, 16)
 
 
+class Model:
+    vocab_size = 64
+
+
 class Step:
     """Stands in for the uncompiled step: each row's token is its id times ten."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self.rows = Rows(max_rows, 4, 16, CPU)
+        self.model = Model()
 
     def __call__(self, row_ids: Tensor) -> Tensor:
         return row_ids * 10
@@ -66,11 +71,22 @@ def test_warming_up_records_every_bucket_once_largest_first_with_padding_only() 
     graphs = Graphs()
     seen = []
     decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (a stand-in)
-    times = iter([0.0, 0.003, 1.0, 1.004, 2.0, 2.006, 3.0, 3.010])
-    decode.warm_up(BUCKETS, lambda bucket, duration_ms: seen.append(bucket), clock=lambda: next(times))
+    times = iter(
+        [0.0, 0.004, 1.0, 1.003, 2.0, 2.004, 3.0, 3.004, 4.0, 4.006, 5.0, 5.007, 6.0, 6.010, 7.0, 7.010]
+    )
+    agreed = []
+    decode.warm_up(
+        BUCKETS,
+        lambda bucket, duration_ms: seen.append(bucket),
+        clock=lambda: next(times),
+        agree=lambda duration_us: agreed.append(duration_us) or duration_us - 1000,
+    )
     assert seen == [16, 8, 4, 2]
-    assert graphs.replayed == [(MAX_ROWS,) * bucket for bucket in (*seen, 2, 4, 8, 16)]
-    assert [decode.duration_us(rows) for rows in (1, 3, 8, 9, 17)] == [3000, 4000, 6000, 10000, 0]
+    padding = [(MAX_ROWS,) * bucket for bucket in seen]
+    assert graphs.replayed == padding + [tuple(range(bucket)) for bucket in (2, 4, 8, 16) for _ in range(2)]
+    assert {tuple(row_ids.tolist()) for row_ids in graphs.recorded.values()} == set(padding)
+    assert agreed == [3000, 4000, 6000, 10000]
+    assert [decode.duration_us(rows) for rows in (1, 3, 8, 9, 17)] == [2000, 3000, 5000, 9000, 9000]
     assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
 
 

@@ -14,7 +14,15 @@ from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine import dry_runs
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import align_up
-from minisgl.engine.dry_runs import DryPrefill, Peaks, first_of_each_kind, measure_peaks, padding_batch
+from minisgl.engine.dry_runs import (
+    DryPrefill,
+    Peaks,
+    first_of_each_kind,
+    largest_prefills,
+    measure_peaks,
+    padding_batch,
+    warm_up_sizes,
+)
 from minisgl.engine.inputs import HostPageTable
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
@@ -80,11 +88,22 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
     monkeypatch.setattr(dry_runs, "peak_bytes", count)
     with torch.inference_mode():
         # On CUDA only; all but the memory is as here.
-        peaks = measure_peaks(replace(config, max_graph_tokens=64), model, rows, plans, CPU, torch.float32)
+        config = replace(config, max_graph_tokens=64, join_decodes=True)
+        peaks = measure_peaks(config, model, rows, plans, CPU, torch.float32)
     # A graph has room for as many decodes, too.
     assert peaks == Peaks(rows.max_rows, rows.max_rows, rows.max_rows + align_up(rows.max_rows))
     for then, now in zip(tables_before, written(rows), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0)
+
+
+def test_decodes_as_few_and_as_many_as_there_may_be_go_with_prompts_before_anybody_serves() -> None:
+    asked = EngineConfig(device="cpu", max_running_requests=99, max_step_tokens=200)
+    config = resolve_engine_config(asked, CONFIG, DeviceFacts(has_cuda=False))
+    assert {size.decodes for size in warm_up_sizes(config)} == {0}
+    joining = replace(config, max_graph_tokens=64, join_decodes=True)
+    # Decode attention has other kernels for up to 16 rows; what lies behind them has to be aligned.
+    assert {size.decodes for size in warm_up_sizes(joining)} == {0, 16, 100}
+    assert largest_prefills(joining)[0] == DryPrefill(rows=51, row_tokens=2, decodes=48)
 
 
 def tables() -> tuple[Rows, AttentionPlans]:

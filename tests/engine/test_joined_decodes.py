@@ -15,7 +15,8 @@ import pytest
 from test_late_recording import Recorder
 from test_timeline import started
 
-from minisgl.config import ResolvedConfig, resolve_engine_config
+from minisgl.attention.backends import select
+from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine import build, recording
 from minisgl.engine.compiled import CompiledDecode
 from minisgl.engine.engine import Engine
@@ -32,19 +33,31 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+def joining(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str = "torch",
+    max_graph_tokens: int = 48,
+    **settings: Any,
+) -> Engine:
     """An engine with graphs that joins decodes wherever they may go with chunks."""
 
     def resolve(*arguments: Any) -> ResolvedConfig:
-        return replace(resolve_engine_config(*arguments), max_graph_batch=10, max_graph_tokens=48)
+        resolved = resolve_engine_config(*arguments)
+        asked: EngineConfig = arguments[0]
+        return replace(
+            resolved, max_graph_batch=10, max_graph_tokens=max_graph_tokens, join_decodes=asked.join_decodes
+        )
 
     warm_up = PrefillGraphs.warm_up
     with monkeypatch.context() as patch:
         patch.setattr(build, "resolve_engine_config", resolve)
         patch.setattr(recording, "GraphRecorder", Recorder)
         patch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
-        engine = started(tmp_path, **LIMITS, **settings)
+        engine = started(tmp_path, **{**LIMITS, **settings})
     monkeypatch.setattr(CompiledDecode, "duration_us", lambda self, num_rows: 1e9)
+    for attention in engine.runner.model.attention_layers():
+        attention.attend = select(backend)
     return engine
 
 
@@ -53,7 +66,8 @@ def some_requests(source: random.Random) -> list[AddRequest]:
     common = [source.randrange(64) for _ in range(20)]
     requests = []
     for number in range(24):
-        prompt = [source.randrange(64) for _ in range(source.randrange(1, 40))]
+        length = source.choice((1, source.randrange(1, 40)))
+        prompt = [source.randrange(64) for _ in range(length)]
         if source.random() < 0.3:
             prompt = common[: source.randrange(20)] + prompt
         others = {19: {"frequency_penalty": 0.7}, 22: {"logprobs": 2}}.get(number, {})
@@ -77,13 +91,13 @@ def tokens_alone(engine: Engine, requests: list[AddRequest]) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "backend"), [(False, "torch"), (True, "torch"), (True, "triton")])
 @pytest.mark.parametrize("num_pages", [200, 24], ids=["roomy", "preempting"])
 def test_a_request_gets_the_tokens_that_it_gets_alone(
-    num_pages: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_pages: int, overlap: bool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = started(tmp_path, **LIMITS, num_pages=200)
-    engine = joining(tmp_path, monkeypatch, overlap=overlap, num_pages=num_pages)
+    engine = joining(tmp_path, monkeypatch, backend, overlap=overlap, num_pages=num_pages)
     num_joined = num_in_graphs = num_aborted = 0
     for seed in range(3):
         source = random.Random(seed)
@@ -118,10 +132,35 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
             assert record.num_decodes
             assert record.num_chunks
             assert not record.graphs.decode_rows
-    assert num_joined > 20
-    assert num_in_graphs > 3
+    assert num_joined > num_in_graphs
+    assert num_in_graphs > 5
     assert num_aborted > 1
     assert (engine.status(0).num_preemptions > 0) == (num_pages == 24)
+    plain.close()
+    engine.close()
+
+
+def test_many_decodes_go_with_a_chunk_of_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = started(tmp_path, **LIMITS, num_pages=200)
+    rows: dict[str, Any] = {"max_running_requests": 30, "num_pages": 200}
+    engine = joining(tmp_path, monkeypatch, "triton", max_graph_tokens=16, **rows)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    requests = [
+        AddRequest(number, np.full(1, (7 * number) % 64, dtype="<i4").tobytes(), params)
+        for number in range(30)
+    ]
+    expected = tokens_alone(plain, requests)
+    tokens: list[list[int]] = [[] for _ in requests]
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop(0))
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    assert tokens == expected
+    joined = [record for record in engine.timeline.records if record.graphs.joined]
+    uncaptured = [record.num_decodes for record in joined if not record.graphs.prefill_tokens]
+    assert max(uncaptured) > 16, "no graph has room for so many"
     plain.close()
     engine.close()
 

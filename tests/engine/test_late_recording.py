@@ -286,7 +286,9 @@ def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
     plain.close()
 
     def resolve(*arguments: Any) -> ResolvedConfig:
-        return replace(resolve_engine_config(*arguments), max_graph_batch=16, max_graph_tokens=128)
+        return replace(
+            resolve_engine_config(*arguments), max_graph_batch=16, max_graph_tokens=128, join_decodes=True
+        )
 
     warm_up = PrefillGraphs.warm_up
     monkeypatch.setattr(build, "resolve_engine_config", resolve)

@@ -228,6 +228,11 @@ def test_a_prefill_with_decodes_has_a_bucket_with_room_for_them() -> None:
     first = [bucket.tokens for bucket in first_prefills(buckets)]
     assert first == [16, 128, 256, 512, 1024, 2048]
     assert {bucket.decodes for bucket in first_prefills(buckets)} == {0}
+    small = [
+        [bucket.tokens for bucket in first_prefills(prefill_buckets(most, 256))] for most in (9, 48, 130)
+    ]
+    assert small == [[9], [16, 48], [16, 128, 130]]
+    assert max(bucket.tokens for bucket in prefill_buckets(8192, 256, 256) if bucket.decodes) == 2048
     assert {bucket.decodes % 4 for bucket in prefill_buckets(70, 256, 56)} == {0}, (
         "what follows is not aligned"
     )
@@ -296,7 +301,8 @@ def test_sizes_between_measured_ones_are_judged_by_the_line_between_them_and_rec
 def test_decodes_go_with_chunks_where_that_takes_less_time_than_one_after_the_other() -> None:
     engine = Engine()
     # A launch takes 6 ms. Runs: 16 tokens 4 ms, 32 tokens 6 ms, 64 tokens 9 ms; room for decodes 0.2 ms.
-    durations = (*[0.006] * 3, *[0.004] * 2, *[0.006] * 2, *[0.009] * 2, *[0.0092] * 2)
+    durations = (*[0.006] * 3, *[0.004] * 2, *[0.006] * 2, *[0.009] * 2)
+    durations += (0.008, 0.0065, *[0.0092] * 2)  # launched with decodes, 6.5 ms
     buckets = tuple(PrefillBucket(tokens, 4, decodes) for tokens in (16, 32, 64) for decodes in (0, 4))
 
     def graphs_of(buckets: tuple[PrefillBucket, ...]) -> PrefillGraphs:
@@ -308,8 +314,8 @@ def test_decodes_go_with_chunks_where_that_takes_less_time_than_one_after_the_ot
     graphs = graphs_of(buckets)
     assert graphs.buckets == (buckets[0], buckets[2], *buckets[4:])
     # No small graph has room for decodes yet, so that they take a launch.
-    assert graphs.choose(chunk_of(15), 1, 2010.0) == (None, True, 6000.0)
-    assert graphs.choose(chunk_of(15), 1, 1990.0) == (PrefillBucket(16, 4), False, 5990.0)
+    assert graphs.choose(chunk_of(15), 1, 2510.0) == (None, True, 6500.0)
+    assert graphs.choose(chunk_of(15), 1, 2490.0) == (PrefillBucket(16, 4), False, 6490.0)
     assert graphs.choose(chunk_of(28), 4, 900.0).joined
     with torch.inference_mode():
         graphs.record_next()  # what the last would have liked
@@ -348,6 +354,19 @@ def test_ranks_that_measure_other_times_decide_alike() -> None:
         graphs.warm_up(buckets, clock=ticks(*slow, *[0.050] * 2), agree=agree)
     assert asked == [10_000, 15_000, 30_000, 50_000]
     assert graphs.buckets == buckets[:2]
+
+
+def test_ranks_that_measure_other_times_join_alike() -> None:
+    buckets = tuple(PrefillBucket(16, 4, decodes) for decodes in (0, 4))
+    engine = Engine()
+    graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
+    least = iter([10_000, 4_000, 11_000, 4_300])
+    clock = ticks(*[0.020] * 3, *[0.005] * 2, *[0.030] * 2, *[0.009] * 2)
+    with torch.inference_mode():
+        graphs.warm_up(buckets[:1], clock=clock, agree=lambda value: next(least))
+    assert graphs.choose(chunk_of(15), 1, 310.0) == (buckets[1], True, 4300.0)
+    assert graphs.choose(chunk_of(17), 1, 2000.0) == (None, False, 10000.0)
+    assert graphs.choose(chunk_of(17), 1, 7001.0) == (None, True, 11000.0)
 
 
 def test_graphs_are_measured_on_tokens_that_have_a_slot_and_so_experts() -> None:

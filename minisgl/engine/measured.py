@@ -1,0 +1,35 @@
+"""Durations that were measured for some sizes, and the lines between them for all others."""
+
+from bisect import bisect_left, insort
+
+
+class MeasuredDurations:
+    """Microseconds by size."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []  # ascending
+        self._durations_us: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def largest(self) -> int:
+        """Size that was measured."""
+        return self._sizes[-1]
+
+    def add(self, size: int, duration_us: int) -> None:
+        """A measurement."""
+        if size not in self._durations_us:
+            insort(self._sizes, size)
+        self._durations_us[size] = duration_us
+
+    def of(self, size: int) -> float:
+        """By the line between the measured sizes on both sides, beyond the last by that before it; below the
+        first what that took; 0 if nothing was measured."""
+        if len(self._sizes) < 2 or size <= self._sizes[0]:
+            return float(self._durations_us[self._sizes[0]]) if self._sizes else 0.0
+        index = min(bisect_left(self._sizes, size), len(self._sizes) - 1)
+        low, high = self._sizes[index - 1], self._sizes[index]
+        low_us, high_us = self._durations_us[low], self._durations_us[high]
+        return low_us + (high_us - low_us) * (size - low) / (high - low)
