@@ -35,6 +35,7 @@ from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.early_start import EARLY_KERNELS
+from triton_kernels.launch import ceil_div
 from triton_kernels.linear import MAX_ROWS
 
 EARLY_ROWS = 64
@@ -44,7 +45,7 @@ EARLY_ATTENTION_HEADS = 192
 multiprocessor, and those that are free before others would get more of them."""
 
 MEASURED = 4
-"""Decode steps whose duration is measured at the start, about."""
+"""Decode steps whose duration is measured at the start, at most."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
@@ -147,14 +148,15 @@ class CompiledDecode:
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
         self._wait()  # not in between: the device runs while the host records the next
         with self._step.rows.measurable(self._step.model.vocab_size):
-            for bucket in sorted(self._recorded[:: -max(1, len(self._recorded) // MEASURED)]):
+            for bucket in sorted(self._recorded[:: -ceil_div(len(self._recorded), MEASURED)]):
                 row_ids = self._row_ids[bucket]
                 row_ids.copy_(torch.arange(bucket, device=self._device) % self._max_rows)
                 self._run_us.add(bucket, agree(min(self._measure(bucket, clock) for _ in range(2))))
                 row_ids.fill_(self._max_rows)
 
     def _measure(self, bucket: int, clock: Callable[[], float]) -> int:
-        """Microseconds of a step."""
+        """Microseconds of a step of rows that have no token yet."""
+        self._step.rows.context_len.zero_()
         self._plan((), bucket)
         self._wait()
         begin = clock()

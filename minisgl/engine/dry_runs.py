@@ -104,16 +104,19 @@ class DryPrefill(NamedTuple):
 def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
     """The largest prefill, and the largest that is recorded, if any is."""
     num_rows = config.max_running_requests
-    recorded = buckets_of(config).prefill[-1:]
-    # Half of the rows may decode with the others, which share what they leave of the step.
-    decodes = align_down(num_rows // 2) if max_joined(config) else 0
-    num_chunks = num_rows - decodes
-    row_tokens = min((config.max_step_tokens - decodes) // num_chunks, config.max_context_tokens)
+
+    def largest(decodes: int) -> DryPrefill:
+        num_chunks = num_rows - decodes
+        row_tokens = min((config.max_step_tokens - decodes) // num_chunks, config.max_context_tokens)
+        return DryPrefill(num_chunks, row_tokens, decodes)
+
+    # Decodes take less than the prompts that could come in their place, where rows can be long enough.
+    half = align_down(num_rows // 2) if max_joined(config) else 0
     return [
-        DryPrefill(num_chunks, row_tokens, decodes),
+        max(largest(half), largest(0), key=lambda size: size.decodes + size.rows * size.row_tokens),
         *[
             DryPrefill(size.rows, max(1, -(-(size.tokens - size.decodes) // size.rows)), size.decodes)
-            for size in recorded
+            for size in buckets_of(config).prefill[-1:]
         ],
     ]
 

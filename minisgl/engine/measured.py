@@ -25,11 +25,12 @@ class MeasuredDurations:
         self._durations_us[size] = duration_us
 
     def of(self, size: int) -> float:
-        """By the line between the measured sizes on both sides, beyond the last by that before it; below the
-        first what that took; 0 if nothing was measured."""
+        """By the line between the measured sizes on both sides; beyond the last by that before it, unless it
+        falls; below the first what that took; 0 if nothing was measured."""
         if len(self._sizes) < 2 or size <= self._sizes[0]:
             return float(self._durations_us[self._sizes[0]]) if self._sizes else 0.0
         index = min(bisect_left(self._sizes, size), len(self._sizes) - 1)
         low, high = self._sizes[index - 1], self._sizes[index]
         low_us, high_us = self._durations_us[low], self._durations_us[high]
-        return low_us + (high_us - low_us) * (size - low) / (high - low)
+        per_size_us = (high_us - low_us) / (high - low)
+        return high_us + (min(size, high) - high) * per_size_us + max(0, size - high) * max(0.0, per_size_us)

@@ -71,16 +71,18 @@ class Rows(nn.Module):
 
     @contextmanager
     def measurable(self, vocab_size: int) -> Iterator[None]:
-        """Inside, all rows are about to decode their first token, in the scratch page. Nobody may have one.
+        """Inside, rows feed tokens of their own and store in the first page, which no row has yet.
 
-        Padding rows would go to no expert.
+        What has no slot, as padding rows and all of the scratch page, goes to no expert.
         """
-        self.last_token.random_(0, vocab_size)
+        self.last_token.copy_(torch.arange(len(self.last_token)) * 7919 % vocab_size)
+        self.page_table[: self.max_rows].fill_(SCRATCH_PAGE + 1)
         try:
             yield
         finally:
             self.last_token.zero_()
             self.context_len.zero_()
+            self.page_table.fill_(SCRATCH_PAGE)
 
     def init_rows(self, staged: list[Tensor]) -> None:
         """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""

@@ -103,7 +103,26 @@ def test_decodes_as_few_and_as_many_as_there_may_be_go_with_prompts_before_anybo
     joining = replace(config, max_graph_tokens=64, join_decodes=True)
     # Decode attention has other kernels for up to 16 rows; what lies behind them has to be aligned.
     assert {size.decodes for size in warm_up_sizes(joining)} == {0, 16, 100}
-    assert largest_prefills(joining)[0] == DryPrefill(rows=51, row_tokens=2, decodes=48)
+    large = replace(joining, max_running_requests=64, max_step_tokens=512)
+    assert largest_prefills(large)[0] == DryPrefill(rows=32, row_tokens=15, decodes=32)
+    # Rows that can't be long: all of them together have the most tokens.
+    short = replace(joining, max_running_requests=8, max_step_tokens=8192, max_context_tokens=1024)
+    assert largest_prefills(short)[0] == DryPrefill(rows=8, row_tokens=1024, decodes=0)
+
+
+def test_what_decode_is_measured_on_has_slots_of_its_own_and_leaves_nothing_behind() -> None:
+    rows, _ = tables()
+    before = [table.clone() for table in rows.buffers()]
+    row_ids = torch.tensor([0, 3, rows.max_rows], dtype=torch.int32)
+    with rows.measurable(61):
+        state = rows.read(row_ids)
+        assert state.slot_mapping.tolist() == [PAGE_SIZE, PAGE_SIZE, -1]
+        assert state.positions.tolist()[:2] == [0, 0]
+        assert len(set(state.token_ids.tolist()[:2])) == 2
+        assert int(rows.last_token.max()) < 61
+        rows.context_len.add_(1)
+    for table, old in zip(rows.buffers(), before, strict=True):
+        assert torch.equal(table, old)
 
 
 def tables() -> tuple[Rows, AttentionPlans]:

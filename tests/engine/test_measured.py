@@ -16,3 +16,5 @@ def test_sizes_that_were_not_measured_lie_on_the_lines_between_those_that_were()
     assert {size: measured.of(size) for size in expected} == expected
     measured.add(64, 1000)
     assert measured.of(48) == 800
+    measured.add(64, 500)
+    assert [measured.of(size) for size in (48, 64, 128)] == [550, 500, 500], "more never takes less time"
