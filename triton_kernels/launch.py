@@ -2,6 +2,19 @@
 
 import torch
 
+ALIGNMENT = 4
+"""Arrays of int32 begin at multiples of 16 bytes: Triton compiles other kernels for pointers that don't."""
+
+
+def align_up(count: int) -> int:
+    """So many int32 values that what lies behind them is aligned, too."""
+    return ceil_div(count, ALIGNMENT) * ALIGNMENT
+
+
+def align_down(count: int) -> int:
+    """As `align_up`, at most `count`."""
+    return count // ALIGNMENT * ALIGNMENT
+
 
 def ceil_div(a: int, b: int) -> int:
     """a / b rounded up."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.interface import AttentionInputs, BatchPages
+from triton_kernels.launch import align_up
 
 MIB = 1 << 20
 WORKSPACE_BYTES = 128 * MIB
@@ -30,8 +31,6 @@ TABLE_BYTES = MIB
 """Of the tables of one batch size: three numbers for each of its tiles, a few for each row."""
 LARGEST_TILE = 128
 """Query heads times tokens that a program of the FA2 kernels takes, at most."""
-ALIGNMENT = 4
-"""int32 numbers: each array in the packed buffer starts at a multiple of 16 bytes."""
 
 
 class Copy(Protocol):
@@ -111,7 +110,7 @@ class FlashinferPrefill(_Planned):
     def plan(self, pages: BatchPages) -> None:
         """Prepare `attend` for this batch."""
         shape = self._shape
-        indices = torch.empty(_aligned(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
+        indices = torch.empty(align_up(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
         self._copy(indices, _packed(pages.page_ids))
         self._turns.reverse()
         for window, wrapper in self._turns[0].items():
@@ -160,7 +159,7 @@ class FlashinferDecode(_Planned):
         workspace = _workspace(split_workspace_bytes(shape, num_processors, most_rows, tile), shape.device)
         # One set of tables serves all batch sizes: steps run one after the other, each behind its own tables.
         self._packed = torch.zeros(
-            _aligned(most_rows + 1) + _aligned(most_rows) + _aligned(max_pages),
+            align_up(most_rows + 1) + align_up(most_rows) + align_up(max_pages),
             dtype=torch.int32,
             device=shape.device,
         )
@@ -229,7 +228,7 @@ class FlashinferDecode(_Planned):
 
     def _plan_anew(self, wrapper: "_Wrapper", window: int, pages: BatchPages) -> None:
         shape = self._shape
-        indices = torch.empty(_aligned(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
+        indices = torch.empty(align_up(len(pages.page_ids)), dtype=torch.int32, device=shape.device)
         self._copy(indices, _packed(pages.page_ids))
         wrapper.plan(
             wrapper.own.plan,
@@ -242,7 +241,7 @@ class FlashinferDecode(_Planned):
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """page_start, last_page_len and page_ids of a batch of so many rows: parts of the packed buffer."""
-        first, second = _aligned(rows + 1), _aligned(rows + 1) + _aligned(rows)
+        first, second = align_up(rows + 1), align_up(rows + 1) + align_up(rows)
         return self._packed[: rows + 1], self._packed[first : first + rows], self._packed[second:]
 
 
@@ -306,17 +305,13 @@ def _one_page_each(rows: int) -> BatchPages:
     return BatchPages(starts, starts, np.ones(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32))
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
 def _packed(*parts: np.ndarray) -> np.ndarray:
     """The parts one after the other, each aligned."""
-    packed = np.zeros(sum(_aligned(len(part)) for part in parts), dtype=np.int32)
+    packed = np.zeros(sum(align_up(len(part)) for part in parts), dtype=np.int32)
     begin = 0
     for part in parts:
         packed[begin : begin + len(part)] = part
-        begin += _aligned(len(part))
+        begin += align_up(len(part))
     return packed
 
 

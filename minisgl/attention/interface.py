@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -31,7 +30,7 @@ class AttentionInputs(NamedTuple):
 class JoinedDecodes(NamedTuple):
     """D rows that decode with the prompts of others: row r owns the batch's new token r, if it is no padding.
 
-    Behind them come the prompts' tokens, from the first D on or before.
+    Behind them come the prompts' tokens, from the first D on or before. For backends that plan nothing.
     """
 
     inputs: AttentionInputs  # as if nobody else were there
@@ -44,25 +43,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int], Tensor]
 A token sees the last `window` tokens, itself included; 0 = all. What comes out for tokens that belong to
 `decodes` may be anything.
 """
-
-
-def attend_with_decodes(
-    attend: Attend,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    inputs: AttentionInputs,
-    scale: float,
-    window: int = 0,
-) -> Tensor:
-    """`attend`, and for the batch's decodes, too; of a backend that plans nothing."""
-    out = attend(q, k_cache, v_cache, inputs, scale, window)
-    if inputs.decodes is not None:
-        decodes, is_real = inputs.decodes
-        first = out[: len(is_real)]
-        decoded = attend(q[: len(is_real)], k_cache, v_cache, decodes, scale, window)
-        torch.where(is_real[:, None, None], decoded, first, out=first)
-    return out
 
 
 class BatchPages(NamedTuple):

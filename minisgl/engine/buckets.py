@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from minisgl.config import ResolvedConfig
-
-ALIGNMENT = 4
-"""Arrays of int32 begin at multiples of 16 bytes: Triton compiles other kernels for pointers that don't."""
+from triton_kernels.launch import align_down, align_up
 
 JOINED_TOKENS = 2048
 """Steps of more hardly gain by it: what decodes read once more is a small part of them."""
@@ -51,16 +49,6 @@ class PrefillBucket(NamedTuple):
     tokens: int  # of chunks and decodes together
     rows: int  # of chunks
     decodes: int = 0  # that go with them
-
-
-def align_up(count: int) -> int:
-    """So many int32 values that what lies behind them is aligned, too."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def align_down(count: int) -> int:
-    """As `align_up`, at most `count`."""
-    return count // ALIGNMENT * ALIGNMENT
 
 
 def prefill_buckets(max_tokens: int, max_rows: int, max_decodes: int = 0) -> tuple[PrefillBucket, ...]:

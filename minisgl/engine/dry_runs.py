@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import align_down, align_up, buckets_of, max_joined
+from minisgl.engine.buckets import buckets_of, max_joined
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.rows import Rows
 from minisgl.engine.side_by_side import compiled_side_by_side
 from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
+from triton_kernels.launch import align_down, align_up
 
 
 class Peaks(NamedTuple):

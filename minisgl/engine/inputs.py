@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.buckets import PrefillBucket, align_up
+from minisgl.engine.buckets import PrefillBucket
 from minisgl.scheduler.plan import SCRATCH_PAGE, Chunk, RowInit, StepPlan
-from triton_kernels.feed_last_tokens import LAST_TOKEN
+from triton_kernels.launch import align_up
 
 STAGING_BUFFERS = 21
 """A step makes up to seven copies; one step is being filled, two may be in flight."""
@@ -35,7 +35,7 @@ class PrefillBatch(NamedTuple):
     decodes, then C for chunks; the last of both may be padding.
     """
 
-    token_ids: Tensor  # int32 [T]  LAST_TOKEN = what the row has sampled last
+    token_ids: Tensor  # int32 [T]  of the decodes anything: only the device knows what they sampled last
     positions: Tensor  # int32 [T]
     slot_mapping: Tensor  # int32 [T]  -1 = padding, not written
     row_ids: Tensor  # int32 [R]
@@ -209,7 +209,6 @@ def pack_prefill(
     context_len, logit_index = np.zeros((2, num_rows), dtype=np.int32)
     row_start = np.empty(size.rows + 1, dtype=np.int32)
     end = row_start[0] = len(decodes.rows)
-    token_ids[:end] = LAST_TOKEN
     positions[:end] = decodes.lengths - 1
     slots[:end] = pages.slots(decodes.rows, decodes.lengths - 1)
     row_ids[:end], context_len[:end] = decodes

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import align_up
 from minisgl.engine.inputs import (
     NO_DECODES,
     HostPageTable,
@@ -131,15 +130,10 @@ class ModelRunner:
             if self.decode_graphs is not None:
                 decode_bucket = self.decode_graphs.bucket_of(len(plan.decode_rows)) or 0
         if plan.chunks:
-            token_ids, targets = self._prefill(plan, way)
+            token_ids, first_chunk, targets = self._prefill(plan, way)
             prompt_logprobs = None if targets is None else self._to_host(targets)
-            places = [place for place, chunk in enumerate(plan.chunks) if chunk.samples]
-            if way.joined:  # the decodes come first, and the chunks behind what there is room for
-                num_decodes = len(plan.decode_rows)
-                first_chunk = align_up(num_decodes) if way.bucket is None else way.bucket.decodes
-                places = [*range(num_decodes), *[first_chunk + place for place in places]]
-            elif way.bucket is not None:
-                places = [way.bucket.decodes + place for place in places]
+            places = list(range(len(plan.decode_rows))) if way.joined else []
+            places += [first_chunk + place for place, chunk in enumerate(plan.chunks) if chunk.samples]
             if places:
                 tokens.append(HostTokens(self._to_host(token_ids), places))
         done = None
@@ -170,14 +164,15 @@ class ModelRunner:
             plan.chunks, num_decodes, self.decode_graphs.duration_us(num_decodes)
         )
 
-    def _prefill(self, plan: StepPlan, way: PrefillWay) -> tuple[Tensor, Tensor | None]:
-        """The results of at least the rows of joined decodes and chunks, and log probabilities of targets."""
+    def _prefill(self, plan: StepPlan, way: PrefillWay) -> tuple[Tensor, int, Tensor | None]:
+        """The results of joined decodes and chunks, the place of the first chunk's among them, and log
+        probabilities of targets."""
         chunks = plan.chunks
         self.plans.prefill(chunks)
         if _has_special_chunks(plan):
             batch = build_prefill(chunks, self.pages, self.stager)
             places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))
-            return special_prefill(
+            results, targets = special_prefill(
                 self.model,
                 self.rows,
                 batch,
@@ -186,11 +181,13 @@ class ModelRunner:
                 sampling,
                 (places, target_ids) if len(places) else None,
             )
+            return results, 0, targets
         decodes = decodes_of(plan) if way.joined else NO_DECODES
         if self.prefill_graphs is not None and way.bucket is not None:
-            return self.prefill_graphs.run(chunks, decodes, way.bucket, self.pages), None
+            token_ids = self.prefill_graphs.run(chunks, decodes, way.bucket, self.pages)
+            return token_ids, way.bucket.decodes, None
         batch = build_prefill(chunks, self.pages, self.stager, decodes)
-        return prefill_step(self.model, self.rows, batch), None
+        return prefill_step(self.model, self.rows, batch), batch.num_decodes, None
 
     def _to_host(self, results: Tensor) -> Tensor:
         if self._device.type == "cpu":

@@ -115,16 +115,14 @@ class PrefillGraphs:
             agree: the least of all ranks' measured microseconds: they must decide alike.
         """
         for bucket in sorted(first):
-            inputs, batch = self._padding(bucket)
-            replay = self._record(lambda batch=batch: self._step(batch))
-            self._stager.overwrite(inputs, self._prompts(bucket))
-            self._wait()
+            recorded, batch = self._record_prompts(bucket)
             if not self._run_us:  # the same for all
                 self._launch_us = agree(min(self._launch(batch, clock) for _ in range(3)))
-            self._run_us.add(bucket.tokens, agree(min(self._duration(replay, clock) for _ in range(2))))
+            run_us = agree(min(self._duration(recorded.replay, clock) for _ in range(2)))
+            self._run_us.add(bucket.tokens, run_us)
             if not self._is_worth_recording(bucket):
                 break
-            self._keep(bucket, Recorded(inputs, replay))
+            self._keep(bucket, recorded)
         self._measure_joined(clock, agree)
         self._buckets = tuple(
             bucket
@@ -209,17 +207,20 @@ class PrefillGraphs:
             for bucket in self._buckets
             if bucket.decodes and bucket._replace(decodes=0) in self._recorded
         ]
-        for bucket in rooms:
-            if bucket.tokens < rooms[-1].tokens:
-                continue
-            inputs, batch = self._padding(bucket)
-            replay = self._record(lambda batch=batch: self._step(batch))
-            self._keep(bucket, Recorded(inputs, replay))
-            self._stager.overwrite(inputs, self._prompts(bucket))
-            self._wait()
+        for bucket in [bucket for bucket in rooms if bucket.tokens == rooms[-1].tokens]:
+            recorded, batch = self._record_prompts(bucket)
+            self._keep(bucket, recorded)
             self._joined_launch_us = agree(min(self._launch(batch, clock) for _ in range(2)))
-            run_us = agree(min(self._duration(replay, clock) for _ in range(2)))
+            run_us = agree(min(self._duration(recorded.replay, clock) for _ in range(2)))
             self._room_us.add(bucket.decodes, max(0, run_us - round(self._run_us.of(bucket.tokens))))
+
+    def _record_prompts(self, bucket: PrefillBucket) -> tuple[Recorded, PrefillBatch]:
+        """A recorded bucket, filled with `_prompts`, and its batch."""
+        inputs, batch = self._padding(bucket)
+        recorded = Recorded(inputs, self._record(lambda: self._step(batch)))
+        self._stager.overwrite(inputs, self._prompts(bucket))
+        self._wait()
+        return recorded, batch
 
     def _padding(self, bucket: PrefillBucket) -> tuple[Tensor, PrefillBatch]:
         """A batch that is all padding, and the packed memory it lies in."""

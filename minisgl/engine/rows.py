@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from minisgl.engine.buckets import align_up
 from minisgl.scheduler.plan import SCRATCH_PAGE
+from triton_kernels.launch import align_up
 from triton_kernels.read_rows import RowState, read_rows
 from triton_kernels.registry import KERNELS
 

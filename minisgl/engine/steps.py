@@ -15,7 +15,6 @@ from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals
-from triton_kernels.feed_last_tokens import feed_last_tokens
 from triton_kernels.read_rows import RowState
 
 
@@ -59,9 +58,11 @@ class DecodeStep(nn.Module):
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch, run_block: RunBlock = call_block) -> Tensor:
     """Feed chunks of prompts, and decode what goes with them; a token for each row, int32 [R], to be ignored
     where a prompt goes on."""
-    if batch.num_decodes:
-        feed_last_tokens(batch.token_ids, batch.row_ids, batch.logit_index, rows.last_token, rows.max_rows)
     inputs = prefill_inputs(model, rows, batch)
+    if inputs.decodes is not None:
+        decodes, is_real = inputs.decodes
+        first = batch.token_ids[: batch.num_decodes]
+        torch.where(is_real, rows.last_token.index_select(0, decodes.row_ids), first, out=first)
     logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index, run_block)
     state = rows.read(batch.row_ids)
     return sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)

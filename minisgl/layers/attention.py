@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import Attend, AttentionInputs, attend_with_decodes, decodes_by_kernels
+from minisgl.attention.interface import Attend, AttentionInputs, decodes_by_kernels
 from minisgl.layers.norm import RMSNorm
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
@@ -84,8 +84,18 @@ class Attention(nn.Module):
             out = rope_paged_decode(qkv, rope, *pools, *where, inputs.arrivals)
         else:
             q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, *pools, *norms)
-            out = attend_with_decodes(self.attend, q, *pools, inputs, self.scale, self.window)
+            out = self.attend_pool(q, inputs)
         return out.view(-1, self.num_heads * self.head_dim)
+
+    def attend_pool(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
+        """q [T, H, D] over the pool, that of rows that decode beside prompts included -> [T, H, D]."""
+        out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale, self.window)
+        if inputs.decodes is not None:
+            decodes, is_real = inputs.decodes
+            q, first = q[: len(is_real)], out[: len(is_real)]
+            decoded = self.attend(q, self.k_cache, self.v_cache, decodes, self.scale, self.window)
+            torch.where(is_real[:, None, None], decoded, first, out=first)
+        return out
 
     def _decodes_in_one_op(self) -> bool:
         both_are_ours = (self.kernels.rope_store, self.kernels.paged_decode) == (

@@ -13,7 +13,6 @@ from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine import dry_runs
 from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import align_up
 from minisgl.engine.dry_runs import (
     DryPrefill,
     Peaks,
@@ -29,6 +28,7 @@ from minisgl.engine.steps import prefill_step
 from minisgl.model_config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
+from triton_kernels.launch import align_up
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

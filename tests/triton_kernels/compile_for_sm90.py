@@ -23,7 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_kernels import (
     advance_rows,
     all_reduce,
-    feed_last_tokens,
     fused_moe,
     linear_few,
     linear_many,
@@ -236,10 +235,6 @@ def cases():
     yield (
         "advance_rows",
         lambda: advance_rows.advance_rows_triton(ints(64), ints(64), ints(64), ints(257), ints(257), 256),
-    )
-    yield (
-        "feed_last_tokens",
-        lambda: feed_last_tokens.feed_last_tokens_triton(ints(512), ints(64), ints(64), ints(257), 256),
     )
     pool = empty(4096, 16, 8, 128)
     yield (

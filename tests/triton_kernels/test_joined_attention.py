@@ -9,7 +9,8 @@ import torch
 
 from minisgl.attention import torch as torch_backend
 from minisgl.attention import triton as triton_backend
-from minisgl.attention.interface import AttentionInputs, JoinedDecodes, attend_with_decodes
+from minisgl.attention.interface import Attend, AttentionInputs, JoinedDecodes
+from minisgl.layers.attention import Attention
 from triton_kernels.decode_config import num_arrivals
 from triton_kernels.paged_decode import paged_decode_triton
 from triton_kernels.paged_prefill import paged_prefill_triton
@@ -54,7 +55,8 @@ def test_both_are_attended_to_as_if_the_others_were_not_there(
         row_start.append(row_start[-1] + num_new)
     q = torch.randn(max(row_start[-1], room) + padding, HEADS, HEAD_DIM)
 
-    def on(place: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionInputs]:
+    def attended(attend: Attend, place: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes out, and the counters afterwards."""
         ints = partial(torch.tensor, dtype=torch.int32, device=place)
         table, ids, context = page_table.to(place), ints(row_ids), ints(context_len)
         slots = torch.zeros(len(q), dtype=torch.int32, device=place)
@@ -73,15 +75,12 @@ def test_both_are_attended_to_as_if_the_others_were_not_there(
             max(num_new for num_new, _ in chunks),
             decodes=joined,
         )
-        k_cache, v_cache = pools.to(place)
-        return q.to(place), k_cache, v_cache, inputs
+        layer = Attention(HEADS, KV_HEADS, HEAD_DIM, attend, window=window)
+        layer.k_cache, layer.v_cache = pools.to(place)
+        return layer.attend_pool(q.to(place), inputs).cpu(), arrivals.cpu()
 
-    expected = attend_with_decodes(torch_backend.attend, *on("cpu"), 0.25, window)
-    there, k_cache, v_cache, inputs = on(device)
-    by_kernels = partial(triton_backend.attend, kernels=KERNELS)
-    got = attend_with_decodes(by_kernels, there, k_cache, v_cache, inputs, 0.25, window).cpu()
+    expected, _ = attended(torch_backend.attend, "cpu")
+    got, arrivals = attended(partial(triton_backend.attend, kernels=KERNELS), device)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got[: row_start[-1]], expected[: row_start[-1]], rtol=0, atol=2e-5)
-    assert inputs.decodes is not None
-    assert inputs.decodes.inputs.arrivals is not None
-    assert not inputs.decodes.inputs.arrivals.any(), "the counters are not zeros again"
+    assert not arrivals.any(), "the counters are not zeros again"

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 
 from triton_kernels import (
     advance_rows,
-    feed_last_tokens,
     linear_few,
     norm_router,
     paged_decode,
@@ -133,14 +132,6 @@ def main() -> None:
         lambda *args: advance_rows.advance_rows_triton(*args, max_rows=8),
         *(ints(6) for _ in range(3)),
         ints(9),
-        ints(9),
-        dynamic=(0, 1, 2),
-    )
-    trace(
-        "feed_last_tokens",
-        lambda *args: feed_last_tokens.feed_last_tokens_triton(*args, max_rows=8),
-        ints(20),
-        *(ints(6) for _ in range(2)),
         ints(9),
         dynamic=(0, 1, 2),
     )
