@@ -1,6 +1,7 @@
 """What a step tells the attention layers: where each row's keys and values lie in the pool.
 
-R rows, T new tokens, B rows of the device tables, C max pages per row, N pages that the rows of a batch have.
+R rows, T new tokens, B rows of the device tables, C max pages per row, N tokens that are
+kept, or pages that the rows of a batch have.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,11 @@ class AttentionInputs(NamedTuple):
     is_decode: bool = False  # a decode step; prompts may come token by token, too
     arrivals: Tensor | None = None  # int32, zeros: what our decode kernel counts in, and leaves as it was
     decodes: "JoinedDecodes | None" = None  # rows that decode with the prompts of a batch
+    kept: Tensor | None = None  # int [N]  places of the tokens that go on behind attention; None = all
+
+    def keep(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [N, ...], those that go on."""
+        return x if self.kept is None else x.index_select(0, self.kept)
 
 
 class JoinedDecodes(NamedTuple):

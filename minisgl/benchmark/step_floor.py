@@ -1,7 +1,8 @@
 """What a step has to do at least, whoever does it: bytes to read and products to compute.
 
 Promise: each weight and each key and value that the step needs is counted once, and nothing else is: of
-layers with a window the tokens inside it, of experts those that the router sent a token to.
+layers with a window the tokens inside it, of experts those that the router sent a token to, of the last layer
+keys and values of all tokens and the rest of those whose logits are asked for.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,9 @@ class Costs(NamedTuple):
     kv_bytes: int  # of one token in one layer
     attention_flop: int  # of one query token and one key token in one layer
     windows: tuple[int, ...]  # of each layer: tokens that it sees; 0 = all
+    last_parameters: int = 0  # of the last layer without what makes keys and values, experts excepted
     expert_parameters: int = 0  # one expert in every layer that has experts
+    last_expert_parameters: int = 0  # one expert of the last layer
     experts_per_token: int = 0
 
     def decode(self, batch: int, context: float, experts_hit: float = 0.0) -> Work:
@@ -55,14 +58,16 @@ class Costs(NamedTuple):
         )
 
     def prefill(self, num_tokens: int, prefix: int, experts_hit: float = 0.0) -> Work:
-        """`num_tokens` of one prompt behind `prefix` tokens; the head sees the last one only."""
+        """`num_tokens` of one prompt behind `prefix` tokens; logits of the last one only."""
         seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token, without a window
-        pairs = sum(int(np.minimum(seen, window or seen).sum()) for window in self.windows)
+        attended = [np.minimum(seen, window or seen) for window in self.windows]
+        pairs = sum(int(counts.sum()) for counts in attended[:-1]) + sum(int(c[-1]) for c in attended[-1:])
+        for_one = self.last_parameters + self.experts_per_token * self.last_expert_parameters
         read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)
         return Work(
             self._weight_bytes(experts_hit) + read * self.kv_bytes,
-            2 * num_tokens * self._parameters_per_token
-            + 2 * self.head_parameters
+            2 * num_tokens * (self._parameters_per_token - for_one)
+            + 2 * (for_one + self.head_parameters)
             + pairs * self.attention_flop,
         )
 
@@ -83,11 +88,16 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     embedding = model.embed_tokens.weight
     outside = 0 if embedding is model.lm_head.weight else embedding.numel()
     blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
-    expert, experts_per_token = 0, 0
+    last = sum(parameter.numel() for parameter in model.layers[-1].parameters())
+    last -= 2 * config.num_kv_heads * config.head_dim * config.hidden_size
+    expert = last_expert = experts_per_token = 0
     if config.experts is not None:
         experts_per_token = config.experts.experts_per_token
-        expert = 3 * config.hidden_size * config.experts.intermediate_size * len(model.expert_layers())
+        width = 3 * config.hidden_size * config.experts.intermediate_size
+        expert = width * len(model.expert_layers())
+        last_expert = width if config.num_layers - 1 not in config.experts.dense_layers else 0
         blocks -= config.experts.num_experts * expert
+        last -= config.experts.num_experts * last_expert
     return Costs(
         block_parameters=blocks,
         head_parameters=head,
@@ -95,7 +105,9 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         kv_bytes=config.kv_elements_per_token // config.num_layers * item_bytes,
         attention_flop=4 * config.num_heads * config.head_dim,
         windows=config.windows or (0,) * config.num_layers,
+        last_parameters=last,
         expert_parameters=expert,
+        last_expert_parameters=last_expert,
         experts_per_token=experts_per_token,
     )
 

@@ -123,11 +123,14 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
 
 
 def first_of_each_kind(model: Decoder) -> RunBlock:
-    """Runs the model's blocks without those whose kernels an earlier one has launched."""
+    """Runs the model's blocks without those whose kernels an earlier one has launched.
+
+    The last one is always run: of a prompt, most of it computes other numbers of tokens.
+    """
     first: dict[object, nn.Module] = {}
     for block, attention in zip(model.layers, model.attention_layers(), strict=True):
         shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
-        first.setdefault((attention.window, shapes), block)
+        first.setdefault((attention.window, shapes, block is model.layers[-1]), block)
     kept = set(first.values())
 
     def run_block(block: nn.Module, x: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

@@ -52,15 +52,22 @@ def special_prefill(
     Returns:
         The rows' result, and of the targets int32 [N, 2 + 2 * k].
     """
-    x, residual = model.run_blocks(batch.token_ids, batch.positions, prefill_inputs(model, rows, batch))
-    logits = model.head(x, residual, batch.logit_index)
+    num_rows = len(batch.row_ids)
+    kept = batch.logit_index if targets is None else torch.cat([batch.logit_index, targets[0]])
+    inputs = prefill_inputs(model, rows, batch)
+    x, residual = model.run_blocks(batch.token_ids, batch.positions, inputs, kept)
+    logits = model.head(x[:num_rows], residual[:num_rows])
     state = rows.read(batch.row_ids)
     counted = sampling > 0
     result = _sample(rows, batch.row_ids, state, logits, batch.context_len, extras, tables, counted)
     if targets is None:
         return result, None
-    slices = zip(targets[0].split(SLICE_ROWS), targets[1].split(SLICE_ROWS), strict=True)
-    return result, torch.cat([pack_logprobs(model.head(x, residual, places), ids) for places, ids in slices])
+    slices = [part[num_rows:].split(SLICE_ROWS) for part in (x, residual)]
+    lines = [
+        pack_logprobs(model.head(*some), ids)
+        for *some, ids in zip(*slices, targets[1].split(SLICE_ROWS), strict=True)
+    ]
+    return result, torch.cat(lines)
 
 
 def _sample(

@@ -4,7 +4,8 @@ bias), Qwen3 (q/k norm) and Qwen3-MoE (both).
 Promise: the forward pass is one straight line of tensor operations: no branch looks at a tensor's value,
 so it traces as a single graph; the only state is the KV pool in the attention layers' buffers.
 
-T new tokens, R rows, M model width, V vocabulary, D head dim, P pages, S page size.
+T new tokens, N of them that go on behind the last layer's attention (all, unless fewer are asked for), M
+model width, V vocabulary, D head dim, P pages, S page size.
 """
 
 from collections.abc import Callable
@@ -79,21 +80,29 @@ class Decoder(nn.Module):
         logit_index: Tensor | None = None,
         run_block: RunBlock | None = None,
     ) -> Tensor:
-        """Logits [T, V], or [R, V] of the tokens `logit_index` names; fills the tokens' slots in the pool.
+        """Logits [N, V]; fills the tokens' slots in the pool.
 
         Args:
             token_ids: int32 [T], the rows' new tokens one row after the other.
             positions: int32 [T], each token's place in its sequence.
-            logit_index: int [R], places in 0..T-1; the head runs on these only.
+            logit_index: int [N], places in 0..T-1 whose logits are wanted; None = all.
             run_block: calls a block, as a compiled function that all of them share.
         """
-        x, residual = self.run_blocks(token_ids, positions, inputs, run_block)
-        return self.head(x, residual, logit_index)
+        return self.head(*self.run_blocks(token_ids, positions, inputs, logit_index, run_block))
 
     def run_blocks(
-        self, token_ids: Tensor, positions: Tensor, inputs: AttentionInputs, run_block: RunBlock | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        logit_index: Tensor | None = None,
+        run_block: RunBlock | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All but the head: x and residual, [T, M], whose sum is the stream. Arguments as for `forward`."""
+        """All but the head: x and residual, [N, M], whose sum is the stream. Arguments as for `forward`.
+
+        Of the other tokens nothing is asked any more once the last layer has stored their keys and values:
+        the rest of that layer, which is nearly all of it, computes `logit_index` only.
+        """
         run_block = run_block or call_block
         x = self.embed_tokens(token_ids)
         if self.embedding_scale is not None:
@@ -101,13 +110,13 @@ class Decoder(nn.Module):
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
             cos_sin = self.local_cos_sin if index in self.local_rope_layers else self.cos_sin
+            if index == len(self.layers) - 1:
+                inputs = inputs._replace(kept=logit_index)
             x, residual = run_block(layer, x, residual, positions, cos_sin, inputs)
         return x, residual
 
-    def head(self, x: Tensor, residual: Tensor, logit_index: Tensor | None = None) -> Tensor:
-        """Logits [T, V], or [R, V] of the tokens that `logit_index`, int [R], names."""
-        if logit_index is not None:
-            x, residual = x.index_select(0, logit_index), residual.index_select(0, logit_index)
+    def head(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[N, M] each -> logits [N, V]."""
         x, _ = self.norm.forward_add(x, residual)
         logits = self.lm_head(x)
         if self.logit_softcap is not None:
@@ -159,7 +168,7 @@ def call_block(
     cos_sin: Tensor,
     inputs: AttentionInputs,
 ) -> tuple[Tensor, Tensor]:
-    """What the block of a layer makes of x and residual, [T, M]: the same two, whose sum is the stream."""
+    """What a layer's block makes of x and residual, [T, M]: both, [N, M]; their sum is the stream."""
     return block(x, residual, positions, cos_sin, inputs)
 
 
@@ -191,12 +200,12 @@ class Block(nn.Module):
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        """x and residual, [T, M] -> the same; their sum is the stream."""
+        """x and residual, [T, M] -> [N, M]; their sum is the stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(x, positions, cos_sin, inputs)
+        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.keep(residual)
         norm = self.post_attention_layernorm
         if isinstance(self.mlp, MoeMLP):
-            return self.mlp.forward_add(x, residual, norm, inputs.slot_mapping)
+            return self.mlp.forward_add(x, residual, norm, inputs.keep(inputs.slot_mapping))
         x, residual = norm.forward_add(x, residual)
         return self.mlp(x), residual
 
@@ -227,6 +236,7 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
-        """[T, M] -> [T, M]."""
+        """[T, M] -> [N, M]."""
         qkv = self.qkv_proj(x)
-        return self.o_proj(self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm))
+        out = self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm)
+        return self.o_proj(inputs.keep(out))

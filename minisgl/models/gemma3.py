@@ -4,7 +4,7 @@ Four norms to a block, two of them on what attention and MLP yield, before it jo
 gate. What differs by numbers alone (scaled embeddings, weights of norms less 1, windows and their own theta
 in most layers, the scores' scale) the frame reads from the config.
 
-T new tokens, M model width.
+T new tokens, N of them that go on behind attention, M model width.
 """
 
 import torch
@@ -44,9 +44,9 @@ class Gemma3Block(nn.Module):
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        """x and residual, [T, M] -> the same; their sum is the stream."""
+        """x and residual, [T, M] -> [N, M]; their sum is the stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(x, positions, cos_sin, inputs)
+        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.keep(residual)
         x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.forward_add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual

@@ -26,8 +26,17 @@ COSTS = Costs(
 
 def test_a_floor_counts_each_byte_and_product_once() -> None:
     assert COSTS.decode(4, 10.0) == Work(2200 + 4 * 10 * 16, 2 * 4 * 1100 + 4 * 10 * 8)
-    pairs = sum(5 + place + 1 for place in range(3))
-    assert COSTS.prefill(3, 5) == Work(2200 + 8 * 16, 2 * 3 * 1000 + 2 * 100 + pairs * 8)
+    pairs = [5 + place + 1 for place in range(3)]
+    assert COSTS.prefill(3, 5) == Work(2200 + 8 * 16, 2 * 3 * 1000 + 2 * 100 + 4 * (sum(pairs) + pairs[-1]))
+
+
+def test_of_the_last_layer_a_prompt_needs_all_keys_and_values_and_one_token() -> None:
+    costs = COSTS._replace(
+        windows=(), last_parameters=300, expert_parameters=20, last_expert_parameters=10, experts_per_token=2
+    )
+    assert costs.prefill(1, 0).flop == 2 * (1000 + 2 * 20 + 100)
+    assert costs.prefill(5, 0).flop == costs.prefill(1, 0).flop + 2 * 4 * (700 + 2 * 10)
+    assert costs.decode(5, 1.0).flop == 5 * costs.prefill(1, 0).flop
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 7, 100])
@@ -37,7 +46,7 @@ def test_a_layer_with_a_window_reads_only_what_is_inside(window: int, num_tokens
         range(max(0, position - window + 1), position + 1) for position in range(prefix, prefix + num_tokens)
     ]
     full = COSTS._replace(windows=(0,)).prefill(num_tokens, prefix)
-    both = COSTS._replace(windows=(0, window)).prefill(num_tokens, prefix)
+    both = COSTS._replace(windows=(window, 0)).prefill(num_tokens, prefix)
     assert both.num_bytes - full.num_bytes == 8 * len({key for keys in seen for key in keys})
     assert both.flop - full.flop == 4 * sum(map(len, seen))
     one = COSTS._replace(windows=(window,)).decode(3, prefix + 1)

@@ -54,7 +54,7 @@ def small_model(config: ModelConfig = CONFIG) -> Decoder:
     return model.requires_grad_(False)
 
 
-def test_one_block_runs_of_each_window_and_mlp() -> None:
+def test_one_block_runs_of_each_window_and_mlp_and_the_last() -> None:
     model = small_model()
     ran: list[int] = []
 
@@ -66,7 +66,7 @@ def test_one_block_runs_of_each_window_and_mlp() -> None:
     rows, _ = tables()
     with torch.inference_mode():
         prefill_step(model, rows, padding_batch(DryPrefill(2, 3, 4), rows, CPU), first_of_each_kind(model))
-    assert ran == [0, 2, 3, 4]
+    assert ran == [0, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("architecture", BUILDERS)

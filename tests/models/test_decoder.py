@@ -99,15 +99,28 @@ def test_padding_tokens_leave_the_pool_alone_and_other_rows_unchanged(tmp_path: 
         assert torch.equal(~torch.isnan(attention.k_cache), before)
 
 
-def test_logit_index_picks_rows_of_the_full_logits(tmp_path: Path) -> None:
-    random_model(seed=3).save_pretrained(tmp_path)
-    model = load_ours(tmp_path)
-    token_ids = prompt(30)
-    runner = PagedRunner(model, num_rows=2, page_size=16, max_tokens=32, seed=0)
-    every = runner.feed([(0, token_ids)])
-    last = runner.feed([(1, token_ids)], last_only=True)
-    assert last.shape == (1, VOCAB_SIZE)
-    assert torch.allclose(last[0], every[-1], atol=1e-5)
+@pytest.mark.parametrize(("make_block", "has_experts"), [(None, False), (None, True), (Gemma3Block, False)])
+def test_of_tokens_without_logits_the_last_layer_only_stores_keys_and_values(
+    make_block: MakeBlock | None, has_experts: bool
+) -> None:
+    model = tiny_decoder(
+        tie_word_embeddings=False, make_block=make_block, experts=EXPERTS if has_experts else None
+    )
+    fill_dummy(model, seed=0)
+    runner = PagedRunner(model, num_rows=4, page_size=4, max_tokens=16, seed=0)
+    shapes: list[tuple[int, ...]] = []
+    last_projection = model.get_submodule("layers.1.self_attn.o_proj")
+    last_projection.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+    first, second = prompt(9), prompt(5)
+    every = runner.feed([(0, first), (1, second)])
+    last = runner.feed([(2, first), (3, second)], last_only=True)
+    assert [shape[0] for shape in shapes] == [14, 2]
+    assert torch.allclose(last, every[[8, 13]], atol=1e-5)
+    for attention in model.attention_layers():
+        for pool in (attention.k_cache, attention.v_cache):
+            stored = pool[runner.page_table.long()].flatten(1, 2)
+            assert torch.allclose(stored[2, :9], stored[0, :9], atol=1e-6)
+            assert torch.allclose(stored[3, :5], stored[1, :5], atol=1e-6)
 
 
 def test_tied_embeddings_are_one_parameter() -> None:
