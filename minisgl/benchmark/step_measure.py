@@ -1,0 +1,258 @@
+"""Steps of an engine, timed point by point: rows that decode, prompts, and both in one step.
+
+Promise: a step is timed as a server runs it, with the next one always queued behind it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.benchmark.report import Cell
+from minisgl.benchmark.step_floor import Work, costs_of, experts_hit
+from minisgl.engine.engine import Engine
+from minisgl.engine.inputs import build_prefill
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.model_config import ModelConfig
+from minisgl.parallel.sizes import rank_sizes
+from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+
+WARM_UP_STEPS = 3
+ROUTED_STEPS = 3
+"""Decode steps in which the experts that are hit are counted."""
+PROFILED_STEPS = 20
+
+
+class Times(NamedTuple):
+    """One point's steps."""
+
+    wall_ms: list[float]
+    device_ms: list[float] | None  # between CUDA events
+
+
+class StepMeasurements:
+    """What was measured so far, point by point; what does not fit is in the table "left_out".
+
+    Attributes:
+        num_aside: compilations that no measured step needed.
+    """
+
+    def __init__(self, engine: Engine, model_config: ModelConfig, steps: int, ceilings: Ceilings) -> None:
+        self.samples: dict[str, list[float]] = {}
+        self.tables: dict[str, list[dict[str, Cell]]] = {
+            "decode": [],
+            "prefill": [],
+            "mixed": [],
+            "left_out": [],
+        }
+        self.num_aside = 0
+        self._engine = engine
+        self._model_config = model_config
+        self._steps = steps
+        self._ceilings = ceilings
+        self._costs = costs_of(engine.runner, rank_sizes(model_config, engine.config.tp))
+        self._rng = np.random.default_rng(0)
+
+    def decode(self, batch: int, context: int) -> None:
+        """`batch` rows that grow by a token a step: around `context`, or above it where that is too short."""
+        engine = self._engine
+        profiled_steps = PROFILED_STEPS if engine.config.tp > 1 and engine.config.device == "cuda" else 0
+        start = max(2, context - self._steps // 2)
+        num_tokens = start + self._steps + WARM_UP_STEPS + ROUTED_STEPS + profiled_steps + 1
+        if not _fits(engine, batch, num_tokens):
+            self._leave_out(f"decode {batch} x {context}")
+            return
+        _place_rows(engine, batch, start, num_tokens)
+        rows = tuple(range(batch))
+        plan = StepPlan(0, (), (), rows, (), rows)
+        times = _time(engine, plan, self._steps)
+        hit = self._experts_hit(batch, partial(_decode_uncompiled, engine.runner, rows))
+        work = self._costs.decode(batch, start + WARM_UP_STEPS + self._steps / 2, hit)
+        row = {"batch": batch, "context": context, **_row(times, work, self._ceilings, hit)}
+        row["output_tokens_per_s"] = 1e3 * batch / statistics.median(times.wall_ms)
+        if profiled_steps:
+            row["collectives"] = _share_of_collectives(engine, plan, profiled_steps)
+        self._keep("decode", row, f"decode_{batch}x{context}_ms", times)
+
+    def prefill(self, num_tokens: int, prefix: int) -> None:
+        """`num_tokens` of a prompt behind `prefix` tokens that are there."""
+        engine = self._engine
+        if num_tokens > engine.config.chunk_tokens or not _fits(engine, 1, prefix + num_tokens):
+            self._leave_out(f"prefill {num_tokens} on {prefix}")
+            return
+        _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
+        plan = StepPlan(0, (), (), (), (self._chunk(0, prefix, num_tokens),), (0,))
+        times = _time(engine, plan, self._num_prompt_steps)
+        hit = self._experts_hit(num_tokens, partial(_prefill_uncompiled, engine.runner, plan.chunks))
+        row = {"new_tokens": num_tokens, "prefix": prefix}
+        row |= _row(times, self._costs.prefill(num_tokens, prefix, hit), self._ceilings, hit)
+        row["prompt_tokens_per_s"] = 1e3 * num_tokens / statistics.median(times.wall_ms)
+        self._keep("prefill", row, f"prefill_{num_tokens}on{prefix}_ms", times)
+
+    def mixed(self, batch: int, context: int, num_tokens: int) -> None:
+        """`batch` rows at `context` tokens that decode, and a prompt of `num_tokens` in the same step."""
+        engine = self._engine
+        room = max(context + self._num_prompt_steps + WARM_UP_STEPS + 2, num_tokens)
+        too_many = num_tokens > engine.config.chunk_tokens
+        too_many = too_many or batch + num_tokens > engine.config.max_step_tokens
+        if too_many or not _fits(engine, batch + 1, room):
+            self._leave_out(f"mixed {batch} x {context} + {num_tokens}")
+            return
+        _place_rows(engine, batch + 1, context, room)
+        chunks = (self._chunk(batch, 0, num_tokens),)
+        rows = tuple(range(batch))
+        plan = StepPlan(0, (), (), rows, chunks, (*rows, batch), decode_lengths=(context + 1,) * batch)
+        times = _time(engine, plan, self._num_prompt_steps)
+        engine.collect(last := engine.launch(plan))
+        row = {"batch": batch, "context": context, "new_tokens": num_tokens, "joined": last.graphs.joined}
+        row |= {"graph_tokens": last.graphs.prefill_tokens, **_medians(times)}
+        self._keep("mixed", row, f"mixed_{batch}x{context}+{num_tokens}_ms", times)
+
+    @property
+    def _num_prompt_steps(self) -> int:
+        return max(3, self._steps // 3)
+
+    def _chunk(self, row: int, prefix: int, num_tokens: int) -> Chunk:
+        token_ids = self._rng.integers(0, self._model_config.vocab_size, num_tokens).astype("<i4")
+        return Chunk(row, prefix, token_ids.tobytes(), True)
+
+    def _keep(self, table: str, row: dict[str, Cell], name: str, times: Times) -> None:
+        self.tables[table].append(row)
+        self.samples[name] = times.wall_ms
+
+    def _leave_out(self, point: str) -> None:
+        self.tables["left_out"].append({"point": point})
+
+    def _experts_hit(self, num_tokens: int, run: Callable[[], None]) -> float:
+        """Experts of a layer that get a token in an uncompiled step.
+
+        With several ranks, which take no part in such a step, what even routing would hit.
+        """
+        engine, experts = self._engine, self._model_config.experts
+        if engine.config.tp > 1:
+            if experts is None:
+                return 0.0
+            missed = (1 - experts.experts_per_token / experts.num_experts) ** num_tokens
+            return experts.num_experts * (1 - missed)
+        before = engine.status(0).num_recompiles
+        hit = experts_hit(engine.runner, run)
+        self.num_aside += engine.status(0).num_recompiles - before
+        return hit
+
+
+def _row(times: Times, work: Work, ceilings: Ceilings, hit: float) -> dict[str, Cell]:
+    floor_ms = work.floor_ms(ceilings)
+    return {
+        **({"experts_hit": hit} if hit else {}),
+        **_medians(times),
+        "floor_ms": floor_ms,
+        "fraction": floor_ms / statistics.median(times.wall_ms),
+        "limit": work.limit(ceilings),
+    }
+
+
+def _medians(times: Times) -> dict[str, Cell]:
+    return {
+        "wall_ms": statistics.median(times.wall_ms),
+        "device_ms": statistics.median(times.device_ms) if times.device_ms else None,
+    }
+
+
+@torch.inference_mode()
+def _decode_uncompiled(runner: ModelRunner, rows: tuple[int, ...]) -> None:
+    row_ids = torch.tensor(rows, dtype=torch.int32, device=runner.rows.page_table.device)
+    step = DecodeStep(runner.model, runner.rows)
+    for _ in range(ROUTED_STEPS):
+        runner.plans.decode(rows, len(rows))
+        step(row_ids)
+
+
+@torch.inference_mode()
+def _prefill_uncompiled(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
+    runner.plans.prefill(chunks)
+    prefill_step(runner.model, runner.rows, build_prefill(chunks, runner.pages, runner.stager))
+
+
+def _pages_per_row(engine: Engine, num_tokens: int) -> int:
+    return -(-num_tokens // engine.config.page_size)
+
+
+def _fits(engine: Engine, num_rows: int, num_tokens: int) -> bool:
+    """Whether rows of so many tokens have room in the context and, all together, in the pool."""
+    pages = num_rows * _pages_per_row(engine, num_tokens)
+    return num_tokens <= engine.max_context_tokens and pages <= engine.num_pages
+
+
+def _place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> None:
+    """Give rows 0..num_rows-1 pages of their own for `num_tokens` tokens each, `num_present` of them there:
+    the last one is computed, the others are what lies in the pool."""
+    per_row = _pages_per_row(engine, num_tokens)
+    max_chunks = engine.config.max_step_tokens
+    for begin in range(0, num_rows, max_chunks):
+        rows = range(begin, min(begin + max_chunks, num_rows))
+        chunks = [
+            Chunk(row, num_present - 1, np.array([row + 1], dtype="<i4").tobytes(), True) for row in rows
+        ]
+        plan = StepPlan(
+            step_id=0,
+            row_inits=tuple(RowInit(row, 0.0, 0, 1.0, 0.0, row) for row in rows),
+            page_updates=tuple(
+                PageUpdate(row, 0, tuple(range(1 + row * per_row, 1 + (row + 1) * per_row))) for row in rows
+            ),
+            decode_rows=(),
+            chunks=tuple(chunks),
+            sampled_rows=tuple(rows),
+        )
+        engine.collect(engine.launch(plan))
+
+
+def _time(engine: Engine, plan: StepPlan, steps: int) -> Times:
+    """Launch the plan again and again, one step always queued behind the running one."""
+    on_gpu = engine.runner.rows.page_table.device.type == "cuda"
+    for _ in range(WARM_UP_STEPS):
+        engine.collect(engine.launch(plan))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
+    wall_ms = []
+    if not on_gpu:  # nothing runs behind the caller's back: a launch is the step
+        for _ in range(steps):
+            begin = time.perf_counter()
+            engine.collect(engine.launch(plan))
+            wall_ms.append(1e3 * (time.perf_counter() - begin))
+        return Times(wall_ms, None)
+    pending = engine.launch(plan)
+    events[0].record()
+    last = time.perf_counter()
+    for step in range(steps):
+        launched = engine.launch(plan)
+        events[step + 1].record()
+        engine.collect(pending)
+        pending = launched
+        now = time.perf_counter()
+        wall_ms.append(1e3 * (now - last))
+        last = now
+    engine.collect(pending)
+    torch.cuda.synchronize()
+    return Times(wall_ms, [events[i].elapsed_time(events[i + 1]) for i in range(steps)])
+
+
+def _share_of_collectives(engine: Engine, plan: StepPlan, steps: int) -> float:
+    """Of rank 0's time in kernels, by torch's profiler: that of sums over ranks (with the norm where one
+    kernel does both) and of gathers, waiting for the other ranks included."""
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[cuda]) as profile:
+        for _ in range(steps):
+            engine.collect(engine.launch(plan))
+        torch.cuda.synchronize()
+    times = [
+        (event.key.lower(), event.self_device_time_total)
+        for event in profile.key_averages()
+        if event.device_type.name == "CUDA"
+    ]
+    collectives = sum(us for name, us in times if "nccl" in name or "all_reduce" in name)
+    return collectives / max(1.0, sum(us for _, us in times))
