@@ -429,6 +429,7 @@ def _mark_rows(tensor: Tensor, max_batch: int) -> None:
 
 
 def _configure_inductor(keep: bool) -> None:
+    _without_workers()
     # Floats of modules (eps, scale) are constants, not inputs with guards.
     torch._dynamo.config.specialize_float = True
     # torch's own key has the kernels' sources, not the host code that chooses their grids and options.
@@ -442,7 +443,17 @@ def _graphs_compiled() -> int:
 
 def import_compiler() -> None:
     """Import what torch.compile otherwise imports on first use: some two seconds."""
+    _without_workers()
     importlib.import_module("torch._inductor.compile_fx")
+
+
+def _without_workers() -> None:
+    """Have torch start no processes to compile in: on import, or when it compiles; a setting of the thread.
+
+    What they compile has another key in Triton's cache than what this process does, so the next start would
+    compile our kernels again; and there are few.
+    """
+    torch._inductor.config.compile_threads = 1
 
 
 class KernelCompilations:

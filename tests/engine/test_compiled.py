@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CompiledDecode, early_kernels
+from minisgl.engine.compiled import CompiledDecode, compiled_block, early_kernels
 from minisgl.engine.rows import Rows
 from minisgl.errors import MinisglError
 from triton_kernels.early_start import EARLY_KERNELS
@@ -147,3 +147,10 @@ def test_kernels_of_up_to_64_rows_start_early_and_attention_where_its_units_are_
     assert most == early_kernels(64, 8)
     assert EARLY_KERNELS.keys() - most.keys() == {"_paged_decode_kernel"}
     assert early_kernels(80, 8) is None
+
+
+def test_torch_compiles_blocks_in_this_process() -> None:
+    compiled_block(max_batch=8, backend="eager")
+    from torch._inductor.async_compile import AsyncCompile  # which starts them, unless it is told not to
+
+    assert not AsyncCompile.use_process_pool()
