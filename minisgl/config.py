@@ -58,8 +58,9 @@ class EngineConfig:
     mixed_step_tokens: int | None = None
     """New tokens fed in a step that also decodes a request whose tokens are read as they come: bounds the
     pause between two of them. Prompts get what the decodes leave, half of it at least. All requests of a
-    server are such, and LLM.stream's; the others' (LLM.generate, chat) let prompts fill the step. Auto: 2048
-    on cuda, 128 on cpu (at most max_step_tokens)."""
+    server are such, and LLM.stream's; the others' (LLM.generate, chat) let prompts fill the step. Auto: on
+    cuda 1024, or 2048 without join_decodes, where each such step reads the weights twice; 128 on cpu (at most
+    max_step_tokens)."""
     page_size: int = 16
     """Tokens per KV page, a power of two from 1 to 256."""
     num_pages: int | None = None
@@ -276,6 +277,8 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     auto_graph_tokens = _auto_graph_tokens(model, config.tp, max_step_tokens) if can_record_prefill else 0
     max_graph_tokens = given(config.max_graph_tokens, auto_graph_tokens)
     can_join = max_graph_batch > 0 and max_graph_tokens > 0 and max_running > 1 and {*attention} == {TRITON}
+    join_decodes = config.join_decodes and can_join
+    auto_mixed_tokens = (1024 if join_decodes else 2048) if on_cuda else 128
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
         model=config.model,
@@ -288,10 +291,10 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
         chunk_tokens=given(config.chunk_tokens, max_step_tokens),
-        mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, 2048 if on_cuda else 128)),
+        mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, auto_mixed_tokens)),
         page_size=config.page_size,
         num_pages=config.num_pages,
-        join_decodes=config.join_decodes and can_join,
+        join_decodes=join_decodes,
         output_reserve_tokens=config.output_reserve_tokens,
         memory_fraction=config.memory_fraction,
         prefix_cache=config.prefix_cache,

@@ -202,3 +202,17 @@ def test_the_larger_a_model_the_shorter_the_prefills_that_are_recorded(
     assert resolved.max_graph_tokens == tokens
     small = resolve_engine_config(EngineConfig(tp=tp, max_step_tokens=256), model, facts)
     assert small.max_graph_tokens == 256
+
+
+def test_mixed_steps_are_shorter_where_decodes_go_with_their_prompts() -> None:
+    facts = DeviceFacts(has_cuda=True, compute_capability=(9, 0))
+
+    def mixed_step_tokens(facts: DeviceFacts, **settings: Any) -> int:
+        return resolve_engine_config(EngineConfig(**settings), MODEL, facts).mixed_step_tokens
+
+    assert mixed_step_tokens(facts) == 1024
+    assert mixed_step_tokens(facts, join_decodes=False) == 2048
+    assert mixed_step_tokens(facts, max_graph_batch=0) == 2048
+    assert mixed_step_tokens(facts, max_step_tokens=300) == 300
+    assert mixed_step_tokens(facts, mixed_step_tokens=2048) == 2048
+    assert mixed_step_tokens(DeviceFacts(has_cuda=False)) == 128

@@ -50,7 +50,7 @@ class Knobs(NamedTuple):
     max_running_requests: int = 256
     max_step_tokens: int = 8192
     chunk_tokens: int = 8192
-    mixed_step_tokens: int = 2048
+    mixed_step_tokens: int = 1024
     output_reserve_tokens: int = 64
     num_pages: int = 32768
     page_size: int = 16

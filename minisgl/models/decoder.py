@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
             cos_sin = self.local_cos_sin if index in self.local_rope_layers else self.cos_sin
-            if index == len(self.layers) - 1:
+            if logit_index is not None and index == len(self.layers) - 1:
                 inputs = inputs._replace(kept=logit_index)
             x, residual = run_block(layer, x, residual, positions, cos_sin, inputs)
         return x, residual
