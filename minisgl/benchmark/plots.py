@@ -351,10 +351,11 @@ def timeline(title: str, spans: Sequence[Span], *, x_label: str) -> Panel:
 
 
 def _color(place: int) -> str:
-    """A light tint, so that black text can be read on it; repeats after ten."""
+    """A light tint, so that black text can be read on it; repeats after fourteen."""
     tints = (
         "#8fb4f2", "#f0bd7c", "#8ccba2", "#d99cc5", "#b9b3f6",
         "#c3c7ce", "#e39b93", "#83c3cb", "#e6d36b", "#c9ab8f",
+        "#b5cf6b", "#f4b9cf", "#8e9fd0", "#7fa894",
     )  # fmt: skip
     return tints[place % len(tints)]
 
