@@ -434,8 +434,8 @@ class Scheduler:
             self._holdings.give_back(request)
             request.is_preempting = False
             request.feed = request.tokens()
-            if self._prompt_logprobs.wants(request):
-                self._prompt_logprobs.want(request)  # all over again
+            if self._prompt_logprobs.wants(request) and not request.output:
+                self._prompt_logprobs.want(request)  # all over again: not the whole prompt was computed
             self._running.remove(request)
             request.move_to(RequestState.WAITING)
             insort(self._waiting, request, key=_seniority)

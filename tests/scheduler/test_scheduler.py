@@ -305,6 +305,28 @@ def test_a_preempting_request_is_in_no_further_plan() -> None:
     scheduler.check_invariants()
 
 
+def test_who_is_preempted_while_the_prompt_ends_is_still_told_its_log_probabilities() -> None:
+    scheduler, executor, _ = build(num_pages=5, page_size=4, max_rows=2, output_reserve_tokens=0)
+    scheduler.add(0, prompt_of(*range(10, 17)), SamplingParams(max_tokens=3, ignore_eos=True))
+    first = scheduler.plan()
+    assert first is not None
+    scheduler.apply(first, executor.execute(first))
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    scheduler.add(1, prompt_of(*range(20, 28)), params)
+    ending = scheduler.plan()  # request 1's prompt ends in the last free page
+    assert ending is not None
+    assert scheduler.plan() is None  # request 0 needs a page
+    assert scheduler.stats.num_preemptions == 1
+    (chunk,) = ending.chunks
+    lines = np.zeros((len(chunk.targets) // 4, 2), dtype=np.int32)
+    scheduler.apply(ending, executor.execute(ending), prompt_logprobs=(lines,))
+    outputs = [*scheduler.take_outputs(), *drain(scheduler, executor)]
+    told = [output.prompt_logprobs for output in outputs if output.request_id == 1]
+    assert told[0] is not None
+    assert [entry.token_id for entry in told[0]] == list(range(21, 28))
+    assert told[1:] == [None]
+
+
 def test_a_low_priority_request_with_a_long_prefix_does_not_pass_a_higher_one() -> None:
     scheduler, executor, _ = build(max_rows=1, num_pages=200)
     hot = prompt_of(*range(4, 24))
