@@ -41,7 +41,7 @@ class PrefillBatch(NamedTuple):
     row_ids: Tensor  # int32 [R]
     context_len: Tensor  # int32 [R]  this step's tokens included; 0 = padding
     row_start: Tensor  # int32 [C + 1]  of the chunks; padding rows own no token
-    logit_index: Tensor  # int32 [R]  each row's last token; 0 = padding
+    logit_index: Tensor  # int32 [R]  each row's last token; of padding rows the last one that is no padding
     max_query_len: int
     num_decodes: int = 0
 
@@ -206,7 +206,10 @@ def pack_prefill(
     token_ids, positions, slots = np.zeros((3, size.tokens), dtype=np.int32)
     slots.fill(-1)
     row_ids = np.full(num_rows, pages.padding_row, dtype=np.int32)
-    context_len, logit_index = np.zeros((2, num_rows), dtype=np.int32)
+    context_len = np.zeros(num_rows, dtype=np.int32)
+    # A token whose logits are wanted anyway: padding sends no other one to experts.
+    num_tokens = len(decodes.rows) + sum(chunk.num_new_tokens for chunk in chunks)
+    logit_index = np.full(num_rows, max(num_tokens - 1, 0), dtype=np.int32)
     row_start = np.empty(size.rows + 1, dtype=np.int32)
     end = row_start[0] = len(decodes.rows)
     positions[:end] = decodes.lengths - 1

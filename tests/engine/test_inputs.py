@@ -6,7 +6,16 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl.engine.inputs import HostPageTable, Stager, build_prefill, pack_row_inits
+from minisgl.engine.buckets import PrefillBucket
+from minisgl.engine.inputs import (
+    NO_DECODES,
+    Decodes,
+    HostPageTable,
+    Stager,
+    build_prefill,
+    pack_prefill,
+    pack_row_inits,
+)
 from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.rows import Rows
 from minisgl.scheduler.plan import Chunk, LogitRules, PageUpdate, RowInit, StepPlan
@@ -78,6 +87,16 @@ def test_staged_arrays_are_what_was_given_and_start_at_16_bytes() -> None:
     for array, tensor in zip(arrays, staged, strict=True):
         assert tensor.tolist() == array.tolist()
         assert (tensor.data_ptr() - start) % 16 == 0
+
+
+def test_padding_rows_look_at_a_token_that_is_looked_at_anyway() -> None:
+    pages = HostPageTable(max_rows=4, max_pages_per_row=4, page_size=4)
+    chunks = (Chunk(2, 0, tokens(10, 11, 12), True), Chunk(0, 0, tokens(20), True))
+    decodes = Decodes(np.array([1], dtype=np.int32), np.array([3], dtype=np.int32))
+    *_, logit_index = pack_prefill(chunks, decodes, pages, PrefillBucket(8, 3, 2))
+    assert logit_index.tolist() == [0, 4, 3, 4, 4]
+    *_, logit_index = pack_prefill((), NO_DECODES, pages, PrefillBucket(8, 3, 2))
+    assert logit_index.tolist() == [0] * 5
 
 
 def test_a_prefill_batch_knows_where_each_token_goes() -> None:

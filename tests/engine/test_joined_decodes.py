@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_late_recording import Recorder
-from test_timeline import started
+from test_timeline import MODEL, started
 
 from minisgl.attention.backends import select
 from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
@@ -30,6 +30,15 @@ LIMITS: dict[str, Any] = {
     "chunk_tokens": 40,
     "page_size": 4,
     "output_reserve_tokens": 0,
+}
+MIXTURE = MODEL | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
 }
 
 
@@ -91,13 +100,22 @@ def tokens_alone(engine: Engine, requests: list[AddRequest]) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(("overlap", "backend"), [(False, "torch"), (True, "torch"), (True, "triton")])
+@pytest.mark.parametrize(
+    ("overlap", "backend", "model"),
+    [(False, "torch", MODEL), (True, "torch", MODEL), (True, "triton", MODEL), (True, "torch", MIXTURE)],
+    ids=["serial", "overlap", "triton", "mixture"],
+)
 @pytest.mark.parametrize("num_pages", [200, 24], ids=["roomy", "preempting"])
 def test_a_request_gets_the_tokens_that_it_gets_alone(
-    num_pages: int, overlap: bool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_pages: int,
+    overlap: bool,
+    backend: str,
+    model: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = started(tmp_path, **LIMITS, num_pages=200)
-    engine = joining(tmp_path, monkeypatch, backend, overlap=overlap, num_pages=num_pages)
+    plain = started(tmp_path, model, **LIMITS, num_pages=200)
+    engine = joining(tmp_path, monkeypatch, backend, model=model, overlap=overlap, num_pages=num_pages)
     num_joined = num_in_graphs = num_aborted = 0
     for seed in range(3):
         source = random.Random(seed)

@@ -32,8 +32,8 @@ LENGTHS = (5, 30, 17)
 NUM_OUTPUTS = 6
 
 
-def started(folder: Path, **settings: Any) -> Engine:
-    (folder / "config.json").write_text(json.dumps(MODEL))
+def started(folder: Path, model: dict[str, Any] = MODEL, **settings: Any) -> Engine:
+    (folder / "config.json").write_text(json.dumps(model))
     settings = {"num_pages": 40, "chunk_tokens": 16} | settings
     config = EngineConfig(device="cpu", dtype="float32", dummy_weights=True, **settings)
     return build_engine(config, folder, lambda name, duration_ms: None)
