@@ -112,6 +112,25 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     )
 
 
+def evenly_hit(config: ModelConfig, num_tokens: int, num_at_last: int) -> float:
+    """What `experts_hit` would be if each token went to any experts with the same probability; 0 without.
+
+    Args:
+        num_at_last: tokens that go through the last layer's experts.
+    """
+    experts = config.experts
+    if experts is None:
+        return 0.0
+    at_layer = [num_tokens] * (config.num_layers - 1) + [num_at_last]
+    missed_by_one = 1 - experts.experts_per_token / experts.num_experts
+    hit = [
+        experts.num_experts * (1 - missed_by_one**count)
+        for layer, count in enumerate(at_layer)
+        if layer not in experts.dense_layers
+    ]
+    return sum(hit) / len(hit)
+
+
 def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
     """How many experts of a layer get a token in `run`, which calls the model uncompiled: the layers' mean.
 

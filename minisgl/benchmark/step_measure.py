@@ -14,7 +14,7 @@ import torch
 
 from minisgl.benchmark.kernel_timing import Ceilings
 from minisgl.benchmark.report import Cell
-from minisgl.benchmark.step_floor import Work, costs_of, experts_hit
+from minisgl.benchmark.step_floor import Work, costs_of, evenly_hit, experts_hit
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import build_prefill
 from minisgl.engine.model_runner import ModelRunner
@@ -72,7 +72,7 @@ class StepMeasurements:
         rows = tuple(range(batch))
         plan = StepPlan(0, (), (), rows, (), rows)
         times = _time(engine, plan, self._steps)
-        hit = self._experts_hit(batch, partial(_decode_uncompiled, engine.runner, rows))
+        hit = self._experts_hit(batch, batch, partial(_decode_uncompiled, engine.runner, rows))
         work = self._costs.decode(batch, start + WARM_UP_STEPS + self._steps / 2, hit)
         row = {"batch": batch, "context": context, **_row(times, work, self._ceilings, hit)}
         row["output_tokens_per_s"] = 1e3 * batch / statistics.median(times.wall_ms)
@@ -89,7 +89,7 @@ class StepMeasurements:
         _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
         plan = StepPlan(0, (), (), (), (self._chunk(0, prefix, num_tokens),), (0,))
         times = _time(engine, plan, self._num_prompt_steps)
-        hit = self._experts_hit(num_tokens, partial(_prefill_uncompiled, engine.runner, plan.chunks))
+        hit = self._experts_hit(num_tokens, 1, partial(_prefill_uncompiled, engine.runner, plan.chunks))
         row = {"new_tokens": num_tokens, "prefix": prefix}
         row |= _row(times, self._costs.prefill(num_tokens, prefix, hit), self._ceilings, hit)
         row["prompt_tokens_per_s"] = 1e3 * num_tokens / statistics.median(times.wall_ms)
@@ -129,17 +129,17 @@ class StepMeasurements:
     def _leave_out(self, point: str) -> None:
         self.tables["left_out"].append({"point": point})
 
-    def _experts_hit(self, num_tokens: int, run: Callable[[], None]) -> float:
-        """Experts of a layer that get a token in an uncompiled step.
+    def _experts_hit(self, num_tokens: int, num_at_last: int, run: Callable[[], None]) -> float:
+        """Experts of a layer that get a token in an uncompiled step, the layers' mean.
 
         With several ranks, which take no part in such a step, what even routing would hit.
+
+        Args:
+            num_at_last: tokens that go through the last layer's experts.
         """
-        engine, experts = self._engine, self._model_config.experts
+        engine = self._engine
         if engine.config.tp > 1:
-            if experts is None:
-                return 0.0
-            missed = (1 - experts.experts_per_token / experts.num_experts) ** num_tokens
-            return experts.num_experts * (1 - missed)
+            return evenly_hit(self._model_config, num_tokens, num_at_last)
         before = engine.status(0).num_recompiles
         hit = experts_hit(engine.runner, run)
         self.num_aside += engine.status(0).num_recompiles - before
