@@ -89,13 +89,15 @@ def graph_reserve_bytes(num_graphs: int) -> int:
 def special_steps_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     """What steps with penalties, biases, bans or log probabilities take, at most.
 
-    That is their tables, which are allocated when the first such request comes, and copies of the logits.
+    That is their tables, which are allocated when the first such request comes, copies of the logits, and of
+    prompts whose log probabilities are wanted x and the residual, which others do not keep until the head.
     """
     num_rows = config.max_running_requests
     tables = LogitTables(num_rows, model.vocab_size, torch.device("meta"))
     logits_bytes = num_rows * model.vocab_size * DTYPE_BYTES[config.dtype]
     slice_bytes = min(SLICE_ROWS, num_rows) * model.vocab_size * SLICE_BYTES_PER_LOGIT
-    return bytes_of(tables) + 2 * logits_bytes + slice_bytes
+    stream_bytes = 2 * config.max_step_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
+    return bytes_of(tables) + 2 * logits_bytes + slice_bytes + stream_bytes
 
 
 def page_bytes(model: ModelConfig, config: ResolvedConfig) -> int:

@@ -133,10 +133,11 @@ def test_special_steps_take_no_more_than_is_kept_for_them(num_rows: int, dtype: 
     logits = torch.randn(num_rows, model.vocab_size).to(getattr(torch, dtype))
     row_ids = torch.arange(num_rows, dtype=torch.int32)
 
-    def run() -> Tensor:
+    def run() -> tuple[Tensor, ...]:
+        x, residual = torch.empty((2, config.max_step_tokens, model.hidden_size), dtype=logits.dtype)
         tables = LogitTables(num_rows, model.vocab_size, torch.device("cpu"))
         ruled = tables.ruled(logits, row_ids, row_ids)
-        return pack_logprobs(ruled, row_ids)
+        return x, residual, pack_logprobs(ruled, row_ids)
 
     kept = special_steps_bytes(model, config)
     with torch.inference_mode():
