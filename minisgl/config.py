@@ -278,7 +278,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_graph_tokens = given(config.max_graph_tokens, auto_graph_tokens)
     can_join = max_graph_batch > 0 and max_graph_tokens > 0 and max_running > 1 and {*attention} == {TRITON}
     join_decodes = config.join_decodes and can_join
-    auto_mixed_tokens = (1024 if join_decodes else 2048) if on_cuda else 128
+    mixed_tokens = auto_mixed_tokens(join_decodes) if on_cuda else 128
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
         model=config.model,
@@ -291,7 +291,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
         chunk_tokens=given(config.chunk_tokens, max_step_tokens),
-        mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, auto_mixed_tokens)),
+        mixed_step_tokens=given(config.mixed_step_tokens, min(max_step_tokens, mixed_tokens)),
         page_size=config.page_size,
         num_pages=config.num_pages,
         join_decodes=join_decodes,
@@ -536,6 +536,12 @@ def _is_kind(value: object, kind: Any) -> bool:
     if kind is float:
         kind = int | float
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def auto_mixed_tokens(join_decodes: bool) -> int:
+    """`mixed_step_tokens` on cuda where nobody says it: decodes that do not go with their step's prompts read
+    the weights again, in each of these steps."""
+    return 1024 if join_decodes else 2048
 
 
 def _auto_graph_tokens(model: ModelConfig, tp: int, max_step_tokens: int) -> int:

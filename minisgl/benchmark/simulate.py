@@ -31,6 +31,7 @@ from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings, Sim
 from minisgl.benchmark.step_fit import Fit, fit_step_cost
 from minisgl.benchmark.traces import TraceRequest, read_trace, scale_trace
 from minisgl.benchmark.workload import random_workload
+from minisgl.config import auto_mixed_tokens
 from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import SamplingParams
@@ -50,7 +51,7 @@ class Knobs(NamedTuple):
     max_running_requests: int = 256
     max_step_tokens: int = 8192
     chunk_tokens: int = 8192
-    mixed_step_tokens: int = 1024
+    mixed_step_tokens: int | None = None  # None = the engine's default
     output_reserve_tokens: int = 64
     num_pages: int = 32768
     page_size: int = 16
@@ -58,6 +59,12 @@ class Knobs(NamedTuple):
     join_decodes: bool = True
     overlap: bool = True
     streamed: bool = False
+
+    @property
+    def mixed_tokens(self) -> int:
+        """`mixed_step_tokens`, decided."""
+        wanted = self.mixed_step_tokens or auto_mixed_tokens(self.join_decodes)
+        return min(wanted, self.max_step_tokens)
 
 
 BOOLEAN = ("prefix_cache", "join_decodes", "overlap", "streamed")
@@ -144,11 +151,11 @@ def combine(settings: SimulateSettings, base: Knobs) -> list[Knobs]:
         base._replace(**dict(zip(given, values, strict=True)))
         for values in itertools.product(*given.values())
     ]
-    # A step that is shorter than a chunk cuts it anyway.
     return [
         knobs._replace(
+            # A step that is shorter than a chunk cuts it anyway.
             chunk_tokens=min(knobs.chunk_tokens, knobs.max_step_tokens),
-            mixed_step_tokens=min(knobs.mixed_step_tokens, knobs.max_step_tokens),
+            mixed_step_tokens=knobs.mixed_tokens,
         )
         for knobs in found
     ]
@@ -235,7 +242,7 @@ def run_once(
         max_rows=knobs.max_running_requests,
         max_step_tokens=max(knobs.max_step_tokens, knobs.max_running_requests),
         chunk_tokens=knobs.chunk_tokens,
-        mixed_step_tokens=knobs.mixed_step_tokens,
+        mixed_step_tokens=knobs.mixed_tokens,
         max_context_tokens=max_context_tokens,
         vocab_size=VOCAB_SIZE,
         output_reserve_tokens=knobs.output_reserve_tokens,
