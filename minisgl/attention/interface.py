@@ -1,7 +1,7 @@
 """What a step tells the attention layers: where each row's keys and values lie in the pool.
 
-R rows, T new tokens, B rows of the device tables, C max pages per row, N tokens that are
-kept, or pages that the rows of a batch have.
+R rows, T new tokens, N of them that go on behind attention, B rows of the device tables, C max pages per row,
+I pages that the rows of a batch have.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class BatchPages(NamedTuple):
     row_start: np.ndarray  # int32 [R + 1]  as in AttentionInputs
     page_start: np.ndarray  # int32 [R + 1]  row r has page_ids[page_start[r] : page_start[r + 1]]
     last_page_len: np.ndarray  # int32 [R]  keys in a row's last page
-    page_ids: np.ndarray  # int32 [N]
+    page_ids: np.ndarray  # int32 [I]
 
 
 PlanBatch = Callable[[BatchPages], None]

@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         """All but the head: x and residual, [N, M], whose sum is the stream. Arguments as for `forward`.
 
         Of the other tokens nothing is asked any more once the last layer has stored their keys and values:
-        the rest of that layer, which is nearly all of it, computes `logit_index` only.
+        its output projection and MLP, nearly all of what a layer multiplies, compute `logit_index` only.
         """
         run_block = run_block or call_block
         x = self.embed_tokens(token_ids)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CompiledDecode, compiled_block, early_kernels
+from minisgl.engine.compiled import CompiledDecode, compiled_block, early_kernels, import_compiler
 from minisgl.engine.rows import Rows
 from minisgl.errors import MinisglError
 from triton_kernels.early_start import EARLY_KERNELS
@@ -150,7 +151,9 @@ def test_kernels_of_up_to_64_rows_start_early_and_attention_where_its_units_are_
 
 
 def test_torch_compiles_blocks_in_this_process() -> None:
-    compiled_block(max_batch=8, backend="eager")
-    from torch._inductor.async_compile import AsyncCompile  # which starts them, unless it is told not to
-
-    assert not AsyncCompile.use_process_pool()
+    with inductor_config.patch(compile_threads=4):
+        compiled_block(max_batch=8, backend="eager")
+        assert inductor_config.compile_threads == 1
+    with inductor_config.patch(compile_threads=4):
+        import_compiler()
+        assert inductor_config.compile_threads == 1

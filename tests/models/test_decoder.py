@@ -100,7 +100,7 @@ def test_padding_tokens_leave_the_pool_alone_and_other_rows_unchanged(tmp_path: 
 
 
 @pytest.mark.parametrize(("make_block", "has_experts"), [(None, False), (None, True), (Gemma3Block, False)])
-def test_of_tokens_without_logits_the_last_layer_only_stores_keys_and_values(
+def test_tokens_without_logits_end_behind_the_last_attention(
     make_block: MakeBlock | None, has_experts: bool
 ) -> None:
     model = tiny_decoder(
