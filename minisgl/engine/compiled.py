@@ -38,8 +38,10 @@ from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear import MAX_ROWS
 
-EARLY_ROWS = 64
+EARLY_ROWS = 128
 """Steps of more rows gain nothing by early starts: starts are a small part of them."""
+EARLY_ROWS_OF_RANKS = 64
+"""The same where several ranks add up; more was not tried."""
 EARLY_ATTENTION_HEADS = 192
 """Rows times KV heads up to which attention starts early. In larger batches it has a few long units for each
 multiprocessor, and those that are free before others would get more of them."""
@@ -308,7 +310,10 @@ def _free_cublas_workspaces() -> None:
 class CapturedSteps:
     """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
 
-    For the arguments see `compiled_block`.
+    For the other arguments see `compiled_block`.
+
+    Args:
+        early_rows: of the largest step in which kernels start early.
     """
 
     def __init__(
@@ -318,18 +323,21 @@ class CapturedSteps:
         *,
         compile_blocks: bool,
         max_batch: int,
+        early_rows: int,
         keep: bool = True,
     ) -> None:
         run_block = compiled_block(max_batch, keep=keep) if compile_blocks else call_block
         self.own_step = DecodeStep(step.model, step.rows, run_block)
         self._recorder = recorder
+        self._early_rows = early_rows
         self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
 
     def record(self, row_ids: Tensor) -> None:
         num_rows = row_ids.shape[0]
-        self._replays[num_rows] = self._recorder.record(
-            lambda: self.own_step(row_ids), early=early_kernels(num_rows, self.own_step.num_kv_heads)
-        )
+        early = None
+        if num_rows <= self._early_rows:
+            early = early_kernels(num_rows, self.own_step.num_kv_heads)
+        self._replays[num_rows] = self._recorder.record(lambda: self.own_step(row_ids), early=early)
 
     def replay(self, row_ids: Tensor) -> Tensor:
         return self._replays[row_ids.shape[0]]()
@@ -341,10 +349,8 @@ class CapturedSteps:
         self._recorder.release()
 
 
-def early_kernels(num_rows: int, num_kv_heads: int) -> Mapping[str, str | None] | None:
-    """Those of EARLY_KERNELS that start early in a step of so many rows; None = each waits its turn."""
-    if num_rows > EARLY_ROWS:
-        return None
+def early_kernels(num_rows: int, num_kv_heads: int) -> Mapping[str, str | None]:
+    """Those of EARLY_KERNELS that start early in a step of so many rows, if any do."""
     if num_rows * num_kv_heads <= EARLY_ATTENTION_HEADS:
         return EARLY_KERNELS
     return {name: before for name, before in EARLY_KERNELS.items() if name != "_paged_decode_kernel"}

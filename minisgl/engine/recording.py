@@ -18,6 +18,8 @@ from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import PrefillBucket, buckets_of, first_prefills, first_sizes
 from minisgl.engine.compiled import (
+    EARLY_ROWS,
+    EARLY_ROWS_OF_RANKS,
     CapturedSteps,
     CompiledDecode,
     GraphRecorder,
@@ -174,7 +176,12 @@ def _record_graphs(
         graphs = WholeStep(step, device, max_batch=buckets[-1], keep=keep)
     else:
         graphs = CapturedSteps(
-            step, recorder, compile_blocks=mode == "layers", max_batch=buckets[-1], keep=keep
+            step,
+            recorder,
+            compile_blocks=mode == "layers",
+            max_batch=buckets[-1],
+            early_rows=EARLY_ROWS if ranks is None else EARLY_ROWS_OF_RANKS,
+            keep=keep,
         )
     compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile, plan=plans.decode)
     durations_ms: dict[int, float] = {}

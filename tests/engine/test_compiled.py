@@ -1,12 +1,22 @@
 """Which graph a decode batch gets, with what in it, and what is counted when there is none."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import CompiledDecode, compiled_block, early_kernels, import_compiler
+from minisgl.engine.compiled import (
+    CapturedSteps,
+    CompiledDecode,
+    compiled_block,
+    early_kernels,
+    import_compiler,
+)
 from minisgl.engine.rows import Rows
 from minisgl.errors import MinisglError
 from triton_kernels.early_start import EARLY_KERNELS
@@ -141,13 +151,28 @@ def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
     assert state.slot_mapping.tolist() == [-1, -1]  # nothing is written
 
 
-def test_kernels_of_up_to_64_rows_start_early_and_attention_where_its_units_are_small() -> None:
+def test_attention_starts_early_where_its_units_are_small() -> None:
     assert early_kernels(24, 8) == EARLY_KERNELS
     most = early_kernels(25, 8)
-    assert most is not None
-    assert most == early_kernels(64, 8)
+    assert most == early_kernels(128, 8)
     assert EARLY_KERNELS.keys() - most.keys() == {"_paged_decode_kernel"}
-    assert early_kernels(80, 8) is None
+
+
+def test_kernels_of_steps_with_few_rows_start_early() -> None:
+    asked: list[bool] = []
+
+    class Recorder:
+        def record(self, run: Callable[[], Tensor], *, early: object) -> Callable[[], Tensor]:
+            asked.append(early is not None)
+            return run
+
+    model = SimpleNamespace(attention_layers=lambda: [SimpleNamespace(num_kv_heads=8)])
+    step: Any = SimpleNamespace(model=model, rows=Rows(200, 4, 16, CPU))
+    recorder: Any = Recorder()
+    steps = CapturedSteps(step, recorder, compile_blocks=False, max_batch=200, early_rows=128)
+    for num_rows in (2, 128, 144):
+        steps.record(torch.zeros(num_rows, dtype=torch.int32))
+    assert asked == [True, True, False]
 
 
 def test_torch_compiles_blocks_in_this_process() -> None:
