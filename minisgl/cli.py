@@ -101,13 +101,14 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=_help_of(parser))
 
     def command(
         name: str, summary: str, run: Callable[..., int] | None, among: Any = commands
     ) -> argparse.ArgumentParser:
         sub = among.add_parser(name, help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run or _help_of(sub))
         return sub
 
     serve = command("serve", "Serve a model over an OpenAI-compatible HTTP API.", _serve)
@@ -139,7 +140,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add_flags(tune, "tuning", TuneSettings, environ)
 
     bench = command("bench", "Measure something.", None)
-    benches = bench.add_subparsers(metavar="WHAT", required=True, help="What to measure.")
+    benches = bench.add_subparsers(metavar="WHAT", help="What to measure.")
     kernel = command("kernel", "Check and time the Triton kernels on this GPU.", _bench_kernel, benches)
     kernel.add_argument("names", nargs="*", help='Ops, or parts of "op shape", to measure; none is all.')
     add_flags(kernel, "measuring", KernelBenchSettings, environ)
@@ -173,7 +174,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
 
     cache = command("cache", "Look after the compiled code that is kept between starts.", None)
-    actions = cache.add_subparsers(metavar="WHAT", required=True, help="What to do with it.")
+    actions = cache.add_subparsers(metavar="WHAT", help="What to do with it.")
 
     def action(name: str, summary: str, run: Callable[..., int], file: str = "") -> None:
         sub = command(name, summary, run, actions)
@@ -232,6 +233,16 @@ def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
 
 def _text(defaults: Mapping[str, object]) -> dict[str, str]:
     return {f"MINISGL_{name.upper()}": str(value) for name, value in defaults.items()}
+
+
+def _help_of(parser: argparse.ArgumentParser) -> Callable[..., int]:
+    """What runs where the command line ends before it says what to do."""
+
+    def run(*_: object) -> int:
+        parser.print_help(sys.stderr)
+        return EXIT_USER_ERROR
+
+    return run
 
 
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

@@ -69,6 +69,18 @@ def test_words_that_are_no_command_line_give_the_usage_and_exit_code_2(arguments
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "choice"), [([], "serve"), (["bench"], "offline"), (["cache"], "verify")]
+)
+def test_without_a_command_all_are_shown(
+    arguments: list[str], choice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"    {choice} " in shown.err
+
+
 def test_a_bad_variable_is_one_line_and_exit_code_2() -> None:
     answer = run("serve", MINISGL_PORT="many")
     assert (answer.returncode, answer.stdout) == (2, "")
