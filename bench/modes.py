@@ -52,12 +52,12 @@ NO_CEILINGS = Ceilings(1.0, 1.0)
 """What a step could reach is not asked here."""
 
 
-def greedy_tokens(engine: Engine, num_prompts: int = 8, max_tokens: int = 32) -> list[list[int]]:
+def greedy_tokens(engine: Engine, num_requests: int = 8, max_tokens: int = 32) -> list[list[int]]:
     """The outputs of prompts of 20 to 300 tokens."""
     engine.flush_prefix_cache()
     generator = np.random.default_rng(0)
-    tokens: list[list[int]] = [[] for _ in range(num_prompts)]
-    for index in range(num_prompts):
+    tokens: list[list[int]] = [[] for _ in range(num_requests)]
+    for index in range(num_requests):
         prompt = generator.integers(0, 1000, 20 + 40 * index).astype("<i4").tobytes()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         engine.add(AddRequest(request_id=index, prompt_ids=prompt, params=params))
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prefills", default="16,128,600,2048")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--num-prompts", type=int, default=96)
+    parser.add_argument("--num-requests", type=int, default=96)
     parser.add_argument("--max-prompt-tokens", type=int, default=1024)
     parser.add_argument("--max-output-tokens", type=int, default=256)
     parser.add_argument("--num-pages", type=int, default=16384)
@@ -148,7 +148,7 @@ def main() -> int:
     )
     base = with_cache_dir(base, default_cache_dir())
     workload = OfflineBenchSettings(
-        num_prompts=arguments.num_prompts,
+        num_requests=arguments.num_requests,
         min_prompt_tokens=min(100, arguments.max_prompt_tokens),
         max_prompt_tokens=arguments.max_prompt_tokens,
         min_output_tokens=min(100, arguments.max_output_tokens),
@@ -157,7 +157,7 @@ def main() -> int:
     batches = tuple(map(int, arguments.batches.split(",")))
     prefills = tuple(map(int, arguments.prefills.split(",")))
     points = Points(batches, (arguments.context,), prefills, (0,), arguments.steps)
-    settings = {"model": arguments.model, "steps": arguments.steps, "num_prompts": arguments.num_prompts}
+    settings = {"model": arguments.model, "steps": arguments.steps, "num_requests": arguments.num_requests}
     rows = []
     with model_folder(base, cache_dir=None, progress=no_progress) as folder:
         for name in arguments.modes.split(","):

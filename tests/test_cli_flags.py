@@ -47,7 +47,7 @@ BENCH_KERNEL = "--baselines --device --kernel --model"
 OUTPUT = "--commit --out --plot"
 BENCH_OFFLINE = """
     --ignore-eos --max-output-tokens --max-prompt-tokens --max-token-id --min-output-tokens
-    --min-prompt-tokens --no-ignore-eos --no-streamed --num-prompts --prompts --rounds --streamed
+    --min-prompt-tokens --no-ignore-eos --no-streamed --num-requests --prompts --rounds --streamed
     --temperature --workload-seed
 """
 BENCH_SERVE = """

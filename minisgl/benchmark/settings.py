@@ -60,7 +60,7 @@ class OfflineBenchSettings:
     """What `minisgl bench offline` runs. The defaults are mini-sglang's and nano-vllm's offline benchmark,
     the same numbers from the same seed."""
 
-    num_prompts: int = 256
+    num_requests: int = 256
     """Requests, all there at the start."""
     min_prompt_tokens: int = 100
     """Shortest random prompt."""
@@ -77,7 +77,7 @@ class OfflineBenchSettings:
     prompts: str | None = None
     """Real prompts instead: a JSONL file with "turns" (the first is taken), "prompt" or "messages" in each
     line, or a text file with one prompt per line. They go through the chat template if the model has one,
-    again from the start if --num-prompts asks for more, and get up to --max-output-tokens."""
+    again from the start if --num-requests asks for more, and get up to --max-output-tokens."""
     ignore_eos: bool | None = None
     """Go on to the wanted length where the model would end. Auto: on, but off with --prompts."""
     temperature: float = 0.6

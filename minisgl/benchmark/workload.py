@@ -31,7 +31,7 @@ def check_offline_settings(settings: OfflineBenchSettings) -> None:
     Raises:
         ConfigError: a number is out of range.
     """
-    for name in ("num_prompts", "min_prompt_tokens", "min_output_tokens", "max_output_tokens", "rounds"):
+    for name in ("num_requests", "min_prompt_tokens", "min_output_tokens", "max_output_tokens", "rounds"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(settings, name)}")
     for low, high in (
@@ -57,21 +57,21 @@ def random_workload(settings: OfflineBenchSettings) -> list[Item]:
             rng.randint(0, settings.max_token_id)
             for _ in range(rng.randint(settings.min_prompt_tokens, settings.max_prompt_tokens))
         ]
-        for _ in range(settings.num_prompts)
+        for _ in range(settings.num_requests)
     ]
     low, high = settings.min_output_tokens, settings.max_output_tokens
     return [Item(prompt, rng.randint(low, high)) for prompt in prompts]
 
 
 def prompts_workload(path: Path, settings: OfflineBenchSettings, encode: Encode) -> list[Item]:
-    """Real prompts from a file, repeated in order when --num-prompts asks for more than it has.
+    """Real prompts from a file, repeated in order when --num-requests asks for more than it has.
 
     Raises:
         ConfigError: the file can't be read or has no prompts.
     """
     prompts = [encode(prompt) for prompt in read_prompts(path)]
     return [
-        Item(prompt, settings.max_output_tokens) for prompt in islice(cycle(prompts), settings.num_prompts)
+        Item(prompt, settings.max_output_tokens) for prompt in islice(cycle(prompts), settings.num_requests)
     ]
 
 

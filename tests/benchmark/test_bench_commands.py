@@ -38,7 +38,7 @@ TINY = {
     "eos_token_id": 2,
 }
 ENGINE = ["--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--num-pages", "256"]
-SMALL = ["--num-prompts", "6", "--min-prompt-tokens", "8", "--max-prompt-tokens", "40"]
+SMALL = ["--num-requests", "6", "--min-prompt-tokens", "8", "--max-prompt-tokens", "40"]
 SMALL += ["--min-output-tokens", "2", "--max-output-tokens", "9"]
 
 
@@ -77,7 +77,7 @@ def engine(tiny: Path) -> Iterator[Engine]:
 
 def small_settings(**others: Any) -> OfflineBenchSettings:
     base = OfflineBenchSettings(
-        num_prompts=6, min_prompt_tokens=8, max_prompt_tokens=40, min_output_tokens=2, max_output_tokens=9
+        num_requests=6, min_prompt_tokens=8, max_prompt_tokens=40, min_output_tokens=2, max_output_tokens=9
     )
     return replace(base, **others)
 
@@ -155,7 +155,7 @@ def test_real_prompts_go_through_the_chat_template(smollm2: Path, tmp_path: Path
         {"messages": [{"role": "user", "content": "Hello"}]},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    items = make_workload(small_settings(prompts=str(path), num_prompts=4), smollm2)
+    items = make_workload(small_settings(prompts=str(path), num_requests=4), smollm2)
     assert [item.max_tokens for item in items] == [9] * 4
     assert items[0].prompt_ids == items[2].prompt_ids == items[3].prompt_ids
     assert len(items[0].prompt_ids) > 5
@@ -190,7 +190,7 @@ def test_a_request_that_does_not_fit_is_a_config_error(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["offline", "--num-prompts", "0"],
+        ["offline", "--num-requests", "0"],
         ["offline", "--min-prompt-tokens", "9", "--max-prompt-tokens", "8"],
         ["offline", "--prompts", "/no/such/file"],
         ["offline", "--out", "/no/such/folder/o.json"],

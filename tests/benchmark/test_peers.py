@@ -44,7 +44,7 @@ def test_transformers_runs_the_workload_in_a_process_of_its_own(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     words = ["transformers", "--model", str(tmp_path), "--dummy-weights", "--python", sys.executable]
-    words += ["--num-prompts", "5", "--min-prompt-tokens", "3", "--max-prompt-tokens", "9"]
+    words += ["--num-requests", "5", "--min-prompt-tokens", "3", "--max-prompt-tokens", "9"]
     words += ["--min-output-tokens", "2", "--max-output-tokens", "6", "--max-token-id", "60"]
     words += ["--rounds", "2", "--option", "batch=2", "--option", "device=cpu"]
     driver, out = load("offline"), tmp_path / "hf.json"
@@ -81,7 +81,7 @@ def test_rounds_share_no_prompt_and_keep_their_lengths() -> None:
 
 def test_mistakes_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     driver = load("offline")
-    assert driver.main(["vllm", "--python", "/no/such/python", "--num-prompts", "1"]) == 2
+    assert driver.main(["vllm", "--python", "/no/such/python", "--num-requests", "1"]) == 2
     assert driver.main(["vllm", "--option", "x"]) == 2
     assert driver.main(["vllm", "--prompts", "p.jsonl"]) == 2
     assert capsys.readouterr().err.count("error: ") == 3
