@@ -1,31 +1,16 @@
 """Which attention backend runs where, and what the refusals say."""
 
+from dataclasses import replace
+
 import pytest
+from tiny_config import TINY
 
 from minisgl.attention_choice import NAMES, Backends, Place, available, choose, obstacle, parse
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.errors import ConfigError
-from minisgl.model_config import ModelConfig
 
 H200 = Place("cuda", (9, 0), "0.6.14", "bfloat16", 32, 8, 128, 16)
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=256,
-    intermediate_size=512,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=1000,
-    max_position=2048,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=True,
-    checkpoint_dtype="bfloat16",
-    eos_token_ids=(2,),
-    bos_token_id=None,
-)
+MODEL = replace(TINY, hidden_size=256, head_dim=64, max_position=2048, checkpoint_dtype="bfloat16")
 
 
 def resolve(backend: str | None, **settings: object) -> ResolvedConfig:

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_config import TINY
 
 from minisgl.config import (
     DeviceFacts,
@@ -21,26 +22,9 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.flags import fields_of
-from minisgl.model_config import ExpertsConfig, ModelConfig
+from minisgl.model_config import ExpertsConfig
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=256,
-    max_position=512,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tie_word_embeddings=True,
-    checkpoint_dtype="bfloat16",
-    eos_token_ids=(2,),
-    bos_token_id=1,
-)
+MODEL = replace(TINY, max_position=512, checkpoint_dtype="bfloat16")
 VALUES = st.one_of(
     st.none(),
     st.booleans(),

@@ -61,7 +61,8 @@ class Costs(NamedTuple):
         """`num_tokens` of one prompt behind `prefix` tokens; logits of the last one only."""
         seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token, without a window
         attended = [np.minimum(seen, window or seen) for window in self.windows]
-        pairs = sum(int(counts.sum()) for counts in attended[:-1]) + sum(int(c[-1]) for c in attended[-1:])
+        attended[-1:] = [counts[-1:] for counts in attended[-1:]]  # one token does in the last layer
+        pairs = sum(int(counts.sum()) for counts in attended)
         for_one = self.last_parameters + self.experts_per_token * self.last_expert_parameters
         read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)
         return Work(

@@ -38,10 +38,6 @@ from triton_kernels.early_start import EARLY_KERNELS
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear import MAX_ROWS
 
-EARLY_ROWS = 128
-"""Steps of more rows gain nothing by early starts: starts are a small part of them."""
-EARLY_ROWS_OF_RANKS = 64
-"""The same where several ranks add up; more was not tried."""
 EARLY_ATTENTION_HEADS = 192
 """Rows times KV heads up to which attention starts early. In larger batches it has a few long units for each
 multiprocessor, and those that are free before others would get more of them."""

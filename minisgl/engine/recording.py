@@ -18,8 +18,6 @@ from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_plans import AttentionPlans
 from minisgl.engine.buckets import PrefillBucket, buckets_of, first_prefills, first_sizes
 from minisgl.engine.compiled import (
-    EARLY_ROWS,
-    EARLY_ROWS_OF_RANKS,
     CapturedSteps,
     CompiledDecode,
     GraphRecorder,
@@ -42,6 +40,11 @@ if TYPE_CHECKING:
     from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
+
+EARLY_ROWS = 128
+"""Decode steps of more rows gain nothing by early starts: starts are a small part of them."""
+EARLY_ROWS_OF_RANKS = 64
+"""The same where several ranks add up; more was not tried."""
 
 
 class RecordedSteps(NamedTuple):

@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 import torch
+from tiny_config import TINY
 from torch import nn
 
 from minisgl.benchmark.kernel_timing import Ceilings
@@ -13,7 +14,7 @@ from minisgl.benchmark.step_floor import Costs, Work, costs_of, evenly_hit, expe
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import ExpertsConfig, ModelConfig
+from minisgl.model_config import ExpertsConfig
 from minisgl.models.registry import build_model
 
 COSTS = Costs(
@@ -61,23 +62,14 @@ def test_a_floor_counts_the_experts_that_were_hit() -> None:
     assert costs.prefill(100, 0, experts_hit=8.0).num_bytes == 2 * 1180
 
 
-TINY = ModelConfig(
-    architecture="Qwen3MoeForCausalLM",
+MODEL = replace(
+    TINY,
     num_layers=3,
     hidden_size=8,
     intermediate_size=20,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=4,
     vocab_size=30,
-    max_position=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
     tie_word_embeddings=False,
-    checkpoint_dtype="float32",
-    eos_token_ids=(2,),
-    bos_token_id=None,
 )
 QKV, OUT, DENSE, NORMS = 8 * (16 + 8 + 8), 16 * 8, 3 * 8 * 20, 2 * 8
 EXPERT, ROUTER = 3 * 8 * 6, 5 * 8
@@ -85,7 +77,7 @@ EXPERT, ROUTER = 3 * 8 * 6, 5 * 8
 
 @pytest.mark.parametrize("dense_layers", [None, frozenset(), frozenset({0}), frozenset({2})])
 def test_a_models_costs_are_those_of_its_parts(dense_layers: frozenset[int] | None) -> None:
-    config = TINY
+    config = MODEL
     if dense_layers is not None:
         experts = ExpertsConfig(
             num_experts=5,
@@ -94,7 +86,7 @@ def test_a_models_costs_are_those_of_its_parts(dense_layers: frozenset[int] | No
             renormalize=True,
             dense_layers=dense_layers,
         )
-        config = replace(TINY, experts=experts)
+        config = replace(MODEL, experts=experts)
     model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
     costs = costs_of(cast(ModelRunner, SimpleNamespace(model=model)), config)
     dense = {0, 1, 2} if dense_layers is None else dense_layers
@@ -109,12 +101,12 @@ def test_a_models_costs_are_those_of_its_parts(dense_layers: frozenset[int] | No
 
 def test_even_routing_hits_few_experts_of_the_last_layer() -> None:
     experts = ExpertsConfig(num_experts=4, experts_per_token=1, intermediate_size=6, renormalize=True)
-    assert evenly_hit(TINY, 100, 1) == 0.0
-    assert evenly_hit(replace(TINY, experts=experts), 1, 1) == pytest.approx(1.0)
+    assert evenly_hit(MODEL, 100, 1) == 0.0
+    assert evenly_hit(replace(MODEL, experts=experts), 1, 1) == pytest.approx(1.0)
     first_two, last = 4 * (1 - 0.75**2), 1.0
-    assert evenly_hit(replace(TINY, experts=experts), 2, 1) == pytest.approx((2 * first_two + last) / 3)
+    assert evenly_hit(replace(MODEL, experts=experts), 2, 1) == pytest.approx((2 * first_two + last) / 3)
     dense_last = replace(experts, dense_layers=frozenset({2}))
-    assert evenly_hit(replace(TINY, experts=dense_last), 2, 1) == pytest.approx(first_two)
+    assert evenly_hit(replace(MODEL, experts=dense_last), 2, 1) == pytest.approx(first_two)
 
 
 def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_are_not() -> None:

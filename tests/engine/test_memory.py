@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_config import TINY
 from torch import Tensor
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.memory import check_weights_fit, page_bytes, plan_memory, special_steps_bytes
 from minisgl.errors import ConfigError
-from minisgl.model_config import ModelConfig
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
+MODEL = replace(
+    TINY,
     num_layers=32,
     hidden_size=4096,
     intermediate_size=14336,
@@ -25,13 +25,8 @@ MODEL = ModelConfig(
     head_dim=128,
     vocab_size=128256,
     max_position=8192,
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
-    rope_scaling=None,
     tie_word_embeddings=False,
     checkpoint_dtype="bfloat16",
-    eos_token_ids=(2,),
-    bos_token_id=1,
 )
 GPU = DeviceFacts(has_cuda=True, cuda_name="test")
 PARTS = {

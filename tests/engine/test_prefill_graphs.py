@@ -6,12 +6,14 @@
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_config import TINY
 from torch import Tensor
 
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
@@ -21,7 +23,6 @@ from minisgl.engine.prefill_graphs import PrefillGraphs, PrefillWay
 from minisgl.engine.recording import _record_prefill
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
-from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
@@ -33,24 +34,13 @@ MAX_ROWS = 6
 PAGES_PER_ROW = 24
 VOCAB_SIZE = 61
 BUCKETS = prefill_buckets(80, MAX_ROWS, 8)
-CONFIG = ModelConfig(
+CONFIG = replace(
+    TINY,
     architecture="Qwen3ForCausalLM",
-    num_layers=2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     vocab_size=VOCAB_SIZE,
     max_position=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tie_word_embeddings=False,
     qk_norm=True,
-    checkpoint_dtype="float32",
-    eos_token_ids=(),
-    bos_token_id=None,
+    tie_word_embeddings=False,
 )
 
 

@@ -5,31 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_config import TINY
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl.errors import ModelError
 from minisgl.layers.rotary import make_cos_sin
-from minisgl.model_config import ModelConfig, RopeScaling
+from minisgl.model_config import RopeScaling
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=1,
-    hidden_size=256,
-    intermediate_size=8,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=64,
-    vocab_size=8,
-    max_position=9001,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    rope_scaling=None,
-    tie_word_embeddings=True,
-    checkpoint_dtype="float32",
-    eos_token_ids=(),
-    bos_token_id=None,
-)
+CONFIG = replace(TINY, head_dim=64, max_position=9001, rope_theta=5e5)
 SCALINGS = {
     "default": (None, {"rope_type": "default"}),
     "linear": (RopeScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),

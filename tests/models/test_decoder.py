@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_config import TINY
 from tiny_models import VOCAB_SIZE, PagedRunner, int32, load_ours, logits_of, random_model
 
 from minisgl.attention import torch as torch_attention
@@ -15,7 +16,7 @@ from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.engine.compiled import compiled_block
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import ExpertsConfig, ModelConfig
+from minisgl.model_config import ExpertsConfig
 from minisgl.models.decoder import Decoder, MakeBlock
 from minisgl.models.gemma3 import Gemma3Block
 from minisgl.weights.dummy import fill_dummy
@@ -283,23 +284,5 @@ def tiny_decoder(
     experts: ExpertsConfig | None = None,
     make_block: MakeBlock | None = None,
 ) -> Decoder:
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        num_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=97,
-        max_position=64,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        tie_word_embeddings=tie_word_embeddings,
-        experts=experts,
-        checkpoint_dtype="float32",
-        eos_token_ids=(2,),
-        bos_token_id=None,
-    )
+    config = replace(TINY, tie_word_embeddings=tie_word_embeddings, experts=experts)
     return Decoder(config, attend, make_block=make_block)

@@ -1,31 +1,16 @@
 """Random weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tiny_config import TINY
 
 from minisgl.attention.backends import select
-from minisgl.model_config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.weights.dummy import fill_dummy
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=96,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=500,
-    max_position=32,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=True,
-    checkpoint_dtype="float32",
-    eos_token_ids=(),
-    bos_token_id=None,
-)
+CONFIG = replace(TINY, hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=500)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
