@@ -68,10 +68,10 @@ class StepMeasurements:
         if not _fits(engine, batch, num_tokens):
             self._leave_out(f"decode {batch} x {context}")
             return
-        _place_rows(engine, batch, start, num_tokens)
+        place_rows(engine, batch, start, num_tokens)
         rows = tuple(range(batch))
         plan = StepPlan(0, (), (), rows, (), rows)
-        times = _time(engine, plan, self._steps)
+        times = time_steps(engine, plan, self._steps)
         hit = self._experts_hit(batch, batch, partial(_decode_uncompiled, engine.runner, rows))
         work = self._costs.decode(batch, start + WARM_UP_STEPS + self._steps / 2, hit)
         row = {"batch": batch, "context": context, **_row(times, work, self._ceilings, hit)}
@@ -86,9 +86,9 @@ class StepMeasurements:
         if num_tokens > engine.config.chunk_tokens or not _fits(engine, 1, prefix + num_tokens):
             self._leave_out(f"prefill {num_tokens} on {prefix}")
             return
-        _place_rows(engine, 1, prefix + 1, prefix + num_tokens)
+        place_rows(engine, 1, prefix + 1, prefix + num_tokens)
         plan = StepPlan(0, (), (), (), (self._chunk(0, prefix, num_tokens),), (0,))
-        times = _time(engine, plan, self._num_prompt_steps)
+        times = time_steps(engine, plan, self._num_prompt_steps)
         hit = self._experts_hit(num_tokens, 1, partial(_prefill_uncompiled, engine.runner, plan.chunks))
         row = {"new_tokens": num_tokens, "prefix": prefix}
         row |= _row(times, self._costs.prefill(num_tokens, prefix, hit), self._ceilings, hit)
@@ -104,11 +104,11 @@ class StepMeasurements:
         if too_many or not _fits(engine, batch + 1, room):
             self._leave_out(f"mixed {batch} x {context} + {num_tokens}")
             return
-        _place_rows(engine, batch + 1, context, room)
+        place_rows(engine, batch + 1, context, room)
         chunks = (self._chunk(batch, 0, num_tokens),)
         rows = tuple(range(batch))
         plan = StepPlan(0, (), (), rows, chunks, (*rows, batch), decode_lengths=(context + 1,) * batch)
-        times = _time(engine, plan, self._num_prompt_steps)
+        times = time_steps(engine, plan, self._num_prompt_steps)
         engine.collect(last := engine.launch(plan))
         row = {"batch": batch, "context": context, "new_tokens": num_tokens, "joined": last.graphs.joined}
         row |= {"graph_tokens": last.graphs.prefill_tokens, **_medians(times)}
@@ -189,7 +189,7 @@ def _fits(engine: Engine, num_rows: int, num_tokens: int) -> bool:
     return num_tokens <= engine.max_context_tokens and pages <= engine.num_pages
 
 
-def _place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> None:
+def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> None:
     """Give rows 0..num_rows-1 pages of their own for `num_tokens` tokens each, `num_present` of them there:
     the last one is computed, the others are what lies in the pool."""
     per_row = _pages_per_row(engine, num_tokens)
@@ -212,7 +212,7 @@ def _place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int
         engine.collect(engine.launch(plan))
 
 
-def _time(engine: Engine, plan: StepPlan, steps: int) -> Times:
+def time_steps(engine: Engine, plan: StepPlan, steps: int) -> Times:
     """Launch the plan again and again, one step always queued behind the running one."""
     on_gpu = engine.runner.rows.page_table.device.type == "cuda"
     for _ in range(WARM_UP_STEPS):
