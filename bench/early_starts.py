@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("CUDA graphs need a GPU, and there is none")
     config = EngineConfig(model=arguments.model, dummy_weights=True)
     config = with_cache_dir(config, default_cache_dir())
     with model_folder(config, cache_dir=None, progress=no_progress) as folder:
