@@ -42,5 +42,5 @@ EXPOSE 8000
 STOPSIGNAL SIGTERM
 # The first start downloads a model and compiles; afterwards /health says whether the engine steps.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['MINISGL_PORT']}/health\", timeout=4)"]
+    CMD ["python", "-I", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['MINISGL_PORT']}/health\", timeout=4)"]
 ENTRYPOINT ["minisgl", "serve"]

@@ -1,14 +1,14 @@
-"""How should so many ranks add up so many bytes? Checks and times every way, and records the fastest.
+"""Which all-reduce is fastest for N ranks and M bytes? Checks and times every variant.
 
     python bench/all_reduce.py --tp 2                     # a table of microseconds for each way
     python bench/all_reduce.py --tp 2 --write             # ... into the tuning table of this GPU
 
-A call is a decode step's: the sum over ranks of x [T, M], the residual added, RMSNorm. "nccl" is its sum and
-our norm after it; "1 shot" and "2 shots" are our kernel (triton_kernels/all_reduce.py), the number of warps
-behind the "/". For comparison without a norm: torch's own operations on symmetric memory, and NCCL's sum.
-All are CUDA graphs of many calls, the ranks in step; a time is the median of replays on the slowest rank.
-Every way must give all ranks the same bits, within 2e-2 of float64 where torch's own sum stays, with NaN in
-the memory that results are put into. Exit code 1 if one does not.
+A call does what a decode step does: it sums x [T, M] over ranks, adds the residual and applies RMSNorm.
+"nccl" is NCCL's sum and then our norm. "1 shot" and "2 shots" are our kernel (triton_kernels/all_reduce.py);
+the number after the "/" is its warps. Torch's operations on symmetric memory and NCCL's sum are timed without
+a norm. Every time is the median of replays of a CUDA graph of many calls, on the slowest rank. Every variant
+must give all ranks the same bits, within 2e-2 of float64, with NaN in the output memory before. Else the exit
+code is 1.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from minisgl.benchmark.kernel_timing import poison, relative_error
+from minisgl.benchmark.kernels.kernel_timing import poison, relative_error
 from minisgl.parallel.mesh import Ranks, join, open_store
 from minisgl.parallel.regions import CAPACITY
 from triton_kernels import tuning
@@ -222,8 +222,8 @@ def check(ranks: Ranks, call: Call, x: Tensor, expected: tuple[Tensor, Tensor]) 
         dist.all_gather(everybodys, result.contiguous())
         if not all(torch.equal(one, result) for one in everybodys):
             problem = problem or "ranks differ"
-    all_fine = ranks.minimum(not problem)
-    return problem or ("" if all_fine else "wrong on another rank")
+    all_ranks_succeeded = ranks.minimum(not problem)
+    return problem or ("" if all_ranks_succeeded else "wrong on another rank")
 
 
 def microseconds(ranks: Ranks, call: Call, x: Tensor, source: Tensor) -> float:

@@ -30,17 +30,17 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from minisgl.attention.backends import build_backend, select
+from minisgl.attention.choice import AttentionEnvironment, available, choose
 from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import AttentionInputs, Backend
-from minisgl.attention_choice import Place, available, choose
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.config import EngineConfig
-from minisgl.engine.attention_plans import AttentionPlans
+from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.build import build_engine
-from minisgl.engine.compiled import GraphRecorder
 from minisgl.engine.device import find_device_facts
+from minisgl.engine.graphs.decode_graphs import GraphRecorder
 from minisgl.engine.inputs import HostPageTable, Stager
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams, TokenLogprobs
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
 
@@ -106,11 +106,15 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 
 def exact_attention(pool: Pool, q: Tensor, inputs: AttentionInputs) -> Tensor:
-    return select("torch")(q.float(), pool.k_cache.float(), pool.v_cache.float(), inputs, SCALE, pool.window)
+    return select("torch")(
+        q.float(), pool.k_cache.float(), pool.v_cache.float(), inputs, SCALE, pool.window, 0.0
+    )
 
 
 @torch.inference_mode()
-def check_alone(name: str, pool: Pool, place: Place, device: torch.device, dtype: torch.dtype) -> Alone:
+def check_alone(
+    name: str, pool: Pool, place: AttentionEnvironment, device: torch.device, dtype: torch.dtype
+) -> Alone:
     """The backend over one pool."""
     rows = len(pool.lengths)
     stager = Stager(device)
@@ -125,9 +129,9 @@ def check_alone(name: str, pool: Pool, place: Place, device: torch.device, dtype
         max_rows=rows,
         max_context_tokens=pool.table.shape[1] * PAGE_SIZE,
     )
-    plans = AttentionPlans(backend, pool.host_table)
+    planner = AttentionPlanner(backend, pool.host_table)
     prefill_error = max(
-        prefill(backend, plans, pool, chunk_rows, new_tokens, dtype)
+        prefill(backend, planner, pool, chunk_rows, new_tokens, dtype)
         for chunk_rows, new_tokens in (
             ([0, 1, 2, 3], [pool.lengths[row] for row in range(4)]),
             ([3, 0, 5], [1, pool.lengths[0] // 3, 17]),
@@ -135,48 +139,53 @@ def check_alone(name: str, pool: Pool, place: Place, device: torch.device, dtype
         )
     )
     everyone = list(range(rows))
-    recorded = RecordedDecode(backend, plans, pool, rows, dtype)
+    recorded = RecordedDecode(backend, planner, pool, rows, dtype)
     errors = [recorded.error(everyone), recorded.error(everyone[::-1]), recorded.error(everyone[: rows // 2])]
     if backend.plan_decode is not None:
-        errors += [unrecorded_error(backend, plans, pool, everyone[:13], dtype)]
-    plan_us = {n: plan_time_us(plans, pool, everyone[:n], n) for n in (4, rows)}
+        errors += [unrecorded_error(backend, planner, pool, everyone[:13], dtype)]
+    plan_us = {n: plan_time_us(planner, pool, everyone[:n], n) for n in (4, rows)}
     recorded.load(everyone)
-    return Alone(prefill_error, max(errors), recorded.time_us(), plan_us, plan_waits(plans, recorded, rows))
+    return Alone(prefill_error, max(errors), recorded.time_us(), plan_us, plan_waits(planner, recorded, rows))
 
 
 def prefill(
-    backend: Backend, plans: AttentionPlans, pool: Pool, rows: list[int], new: list[int], dtype: torch.dtype
+    backend: Backend,
+    planner: AttentionPlanner,
+    pool: Pool,
+    rows: list[int],
+    new: list[int],
+    dtype: torch.dtype,
 ) -> float:
     """The last `new` tokens of each row's."""
     inputs = pool.inputs(rows, new, is_decode=False)
     q = torch.randn(sum(new), HEADS, HEAD_DIM, device=pool.table.device, dtype=dtype)
-    plans.prefill(
+    planner.plan_prefill(
         tuple(
             Chunk(row, pool.lengths[row] - count, bytes(4 * count), True)
             for row, count in zip(rows, new, strict=True)
         )
     )
     return relative_error(
-        backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window),
+        backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window, 0.0),
         exact_attention(pool, q, inputs),
     )
 
 
-def set_lengths(plans: AttentionPlans, pool: Pool, rows: list[int]) -> None:
+def set_lengths(planner: AttentionPlanner, pool: Pool, rows: list[int]) -> None:
     """So that the next decode of these rows sees all their tokens."""
-    plans.prefill(
+    planner.plan_prefill(
         tuple(Chunk(row, pool.lengths[row] - 2, bytes(4), True) for row in rows if pool.lengths[row] > 1)
     )
 
 
 def unrecorded_error(
-    backend: Backend, plans: AttentionPlans, pool: Pool, rows: list[int], dtype: torch.dtype
+    backend: Backend, planner: AttentionPlanner, pool: Pool, rows: list[int], dtype: torch.dtype
 ) -> float:
     inputs = pool.inputs(rows, [1] * len(rows), is_decode=True)
     q = torch.randn(len(rows), HEADS, HEAD_DIM, device=pool.table.device, dtype=dtype)
-    set_lengths(plans, pool, rows)
-    plans.decode(rows, len(rows))
-    got = backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window)
+    set_lengths(planner, pool, rows)
+    planner.plan_decode(rows, len(rows))
+    got = backend.attend(q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window, 0.0)
     return relative_error(got, exact_attention(pool, q, inputs))
 
 
@@ -184,9 +193,9 @@ class RecordedDecode:
     """A decode step's attention, recorded with padding and replayed on others, as the engine does."""
 
     def __init__(
-        self, backend: Backend, plans: AttentionPlans, pool: Pool, bucket: int, dtype: torch.dtype
+        self, backend: Backend, planner: AttentionPlanner, pool: Pool, bucket: int, dtype: torch.dtype
     ) -> None:
-        self._plans, self._pool, self._bucket = plans, pool, bucket
+        self._planner, self._pool, self._bucket = planner, pool, bucket
         device = pool.table.device
         self._padding = len(pool.lengths)
         self._q = torch.randn(bucket, HEADS, HEAD_DIM, device=device, dtype=dtype)
@@ -199,14 +208,14 @@ class RecordedDecode:
         )
 
         def run() -> Tensor:
-            return backend.attend(self._q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window)
+            return backend.attend(self._q, pool.k_cache, pool.v_cache, inputs, SCALE, pool.window, 0.0)
 
-        plans.decode((), bucket)
+        planner.plan_decode((), bucket)
         self._recorder = GraphRecorder() if device.type == "cuda" else None
         self._replay: Callable[[], Tensor] = run if self._recorder is None else self._recorder.record(run)
 
     def set_lengths(self, rows: list[int]) -> None:
-        set_lengths(self._plans, self._pool, rows)
+        set_lengths(self._planner, self._pool, rows)
 
     def load(self, rows: list[int]) -> None:
         """What the next replay computes: all tokens of these rows."""
@@ -216,7 +225,7 @@ class RecordedDecode:
         self._row_ids.copy_(torch.tensor(padded, dtype=torch.int32))
         self._context_len.copy_(torch.tensor([lengths[row] for row in padded], dtype=torch.int32))
         self._q.normal_()
-        self._plans.decode(rows, self._bucket)
+        self._planner.plan_decode(rows, self._bucket)
 
     def error(self, rows: list[int]) -> float:
         self.load(rows)
@@ -242,29 +251,29 @@ class RecordedDecode:
         return statistics.median(durations)
 
 
-def plan_time_us(plans: AttentionPlans, pool: Pool, rows: list[int], bucket: int) -> float:
+def plan_time_us(planner: AttentionPlanner, pool: Pool, rows: list[int], bucket: int) -> float:
     """The host's time to plan a decode step, GPU idle."""
     durations = []
     for _ in range(20):
-        set_lengths(plans, pool, rows)
+        set_lengths(planner, pool, rows)
         synchronize(pool.table.device)
         begin = time.perf_counter()
-        plans.decode(rows, bucket)
+        planner.plan_decode(rows, bucket)
         durations.append((time.perf_counter() - begin) * 1e6)
     return statistics.median(durations)
 
 
-def plan_waits(plans: AttentionPlans, recorded: RecordedDecode, rows: int) -> bool:
+def plan_waits(planner: AttentionPlanner, recorded: RecordedDecode, rows: int) -> bool:
     """Whether a step can't be planned and launched while the one before it runs."""
     if not torch.cuda.is_available():
         return False
     recorded.set_lengths(list(range(rows)))
     torch.cuda.synchronize()
-    plans.decode(range(rows), rows)  # the step that is in flight: its own tables are there already
+    planner.plan_decode(range(rows), rows)  # the step that is in flight: its own tables are there already
     torch.cuda._sleep(SLEEP_CYCLES)
     recorded.replay()
     begin = time.perf_counter()
-    plans.decode(range(rows), rows)
+    planner.plan_decode(range(rows), rows)
     recorded.replay()
     waited_ms = (time.perf_counter() - begin) * 1e3
     torch.cuda.synchronize()
@@ -324,7 +333,8 @@ def serve(
             answer = answers[output.request_id]
             answer.token_ids.extend(output.token_ids)
             answer.logprobs.extend(output.logprobs or [])
-            answer.prompt_logprobs.extend(one.logprob for one in output.prompt_logprobs or [])
+            if output.prompt_logprobs is not None:
+                answer.prompt_logprobs.extend(one.logprob for one in output.prompt_logprobs.unpack())
     engine.close()
     return answers, start_s
 
@@ -374,7 +384,7 @@ def main() -> int:
     dtype = torch.bfloat16 if facts.has_cuda else torch.float32
     heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     kind = str(dtype).removeprefix("torch.")
-    place = Place(device.type, facts.compute_capability, facts.flashinfer, kind, *heads)
+    place = AttentionEnvironment(device.type, facts.compute_capability, facts.flashinfer, kind, *heads)
     names = arguments.backends
     if not names:  # one of those that are the same kernels
         exact = {choose(name, place): name for name in reversed(available(place)) if name != "torch"}

@@ -1,9 +1,10 @@
-"""Requests whose clients leave at random moments, against the real engine: what is held afterwards.
+"""Does the server free everything when clients disconnect at random moments?
 
     python bench/disconnects.py --requests 1000 --out bench/results/cpu/disconnects.json
 
-A tiny model, few rows and few pages, so that requests wait and are preempted when their clients leave; two
-server processes. Exit code 1 if anything is held.
+It starts the real engine with a tiny model, few rows, few pages and two server processes, so that
+some requests wait and some are preempted when their clients leave. The exit code is 1 if rows,
+pages or requests remain.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from minisgl.benchmark.report import format_table, make_report, write_report
+from minisgl.benchmark.reports.report import format_table, make_report, write_report
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "server"))
 from leaving_clients import held, info, leave, served

@@ -1,10 +1,10 @@
-"""A folder that `minisgl serve --dummy-weights` can serve: a public model's shape, and a made-up tokenizer.
+"""Makes a folder for `minisgl serve --dummy-weights`: a public model's shape and a synthetic tokenizer.
 
     python bench/dummy_model.py qwen3-14b /tmp/qwen3-14b
     minisgl serve --model /tmp/qwen3-14b --dummy-weights
 
-Random weights choose tokens all over the vocabulary. A borrowed tokenizer would have no text for many of
-them, and a token without text is an event that no client sees; here nearly every id is a word of its own.
+Random weights choose tokens all over the vocabulary. A real tokenizer has no text for many of them, and
+clients get no event for a token without text. Here nearly every id is a word.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from minisgl.benchmark.load.prompts import WORDS
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
-from minisgl.benchmark.prompts import WORDS
 
 TEMPLATE = (
     "{% for message in messages %} {{ message['role'] }}: {{ message['content'] }}{% endfor %} assistant:"

@@ -34,9 +34,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from minisgl.attention.backends import select
 from minisgl.attention.interface import AttentionInputs
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
-from minisgl.engine.compiled import compiled_block
-from minisgl.hf_config import read_model_config
+from minisgl.engine.graphs.decode_graphs import compiled_block
 from minisgl.layers.norm import RMSNorm
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import STANDARD_DEVIATION
@@ -116,13 +116,15 @@ def check(
     for kind in WEIGHTS:
         for parameter in theirs.parameters():  # not the buffers: RoPE's frequencies stay in float32
             parameter.data = parameter.data.to(dtype)
-        fill_weights(theirs, kind, generator, norms_less_one=config.norms_less_one)
+        fill_weights(theirs, kind, generator, norm_weights_minus_one=config.norm_weights_minus_one)
         copy_weights(theirs, ours)
         errors[kind] = compare(ours, theirs, token_ids, run_block, backend, renormalize=renormalize)
     return errors
 
 
-def fill_weights(theirs: nn.Module, kind: str, generator: torch.Generator, *, norms_less_one: bool) -> None:
+def fill_weights(
+    theirs: nn.Module, kind: str, generator: torch.Generator, *, norm_weights_minus_one: bool
+) -> None:
     """Matrices get N(0, 0.02). Norms and biases are 1 as in minisgl/weights/dummy.py, or vary."""
     for name, parameter in theirs.named_parameters():
         is_norm = "norm" in name
@@ -132,7 +134,7 @@ def fill_weights(theirs: nn.Module, kind: str, generator: torch.Generator, *, no
             parameter.normal_(0.0, STANDARD_DEVIATION, generator=generator)
         else:
             parameter.fill_(1.0)
-        if is_norm and norms_less_one:
+        if is_norm and norm_weights_minus_one:
             parameter.sub_(1.0)
 
 

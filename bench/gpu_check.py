@@ -33,12 +33,12 @@ import transformers
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.config import EngineConfig
-from minisgl.engine.buckets import PrefillBucket
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.graphs.buckets import PrefillBucket
 from minisgl.engine.inputs import NO_DECODES, Decodes, build_prefill
 from minisgl.engine.steps import prefill_step
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
 

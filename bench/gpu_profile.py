@@ -1,12 +1,12 @@
-"""Where does the time of decode steps go on a GPU: kernel by kernel, and where nothing runs?
+"""Where does the time of decode steps go on a GPU? Lists kernels and idle time.
 
     python bench/gpu_profile.py --model llama-3.1-8b --batches 1,8,64,256 --out profile.json
     python bench/gpu_profile.py --model qwen3-0.6b --batches 1 --top 20
     python bench/gpu_profile.py --model qwen3-32b --batches 64 --tp 2       # rank 0 of two
 
-Random weights and prompts; rows decode at about 1024 tokens of context through the real engine, scheduler and
-overlap included, while torch's profiler watches. For each batch: the time of a step, the longest time in
-which the GPU was idle, and the kernels by their share of a step; sums over ranks with their waiting.
+Rows decode at about 1024 tokens of context through the real engine, with random weights and prompts, while
+torch's profiler records. For each batch, the report has the time of a step, the longest idle time of the GPU,
+and each kernel's share of a step. The time of collectives includes the wait for other ranks.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from minisgl.benchmark.model_configs import model_folder
 from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir

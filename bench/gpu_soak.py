@@ -1,15 +1,15 @@
-"""Does an engine stay as it is? Thousands of random requests after a warm-up, then look what has changed.
+"""Does an engine leak or recompile? Runs thousands of random requests after a warm-up.
 
     python bench/gpu_soak.py --model llama-3.1-8b --dummy-weights --out soak.json
     python bench/gpu_soak.py --model smollm2-135m --device cpu --num-requests 50 --max-output-tokens 20
 
-Lengths are drawn evenly on a logarithmic scale, so short ones are common and the longest do occur; sampling
-parameters, shared beginnings, aborts and how many requests are open at once are random too. The warm-up runs
-the same kinds of requests, and once every batch size with rules and log probabilities, whose graphs are
-recorded when they are first needed.
+Lengths are uniform on a logarithmic scale, so short ones are common and the longest do occur. Sampling
+parameters, shared prefixes, aborts and the number of open requests are random too. The warm-up runs the same
+kinds of requests. It also runs every batch size with rules and log probabilities once, because the engine
+records their graphs at first use.
 
-The exit code is 1 if a request got a wrong number of tokens, if something was compiled or a graph missing, if
-memory of the GPU was taken, or if the engine holds rows or pages at the end.
+The exit code is 1 if a request got a wrong number of tokens, if the engine compiled something or lacked a
+graph, if GPU memory in use grew, or if the engine holds rows or pages at the end.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from minisgl.benchmark.model_configs import model_folder
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import (
     Cell,
     LinesChart,
     Report,
@@ -37,14 +37,14 @@ from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import MinisglError
-from minisgl.messages import AddRequest, Status
+from minisgl.ipc.messages import AddRequest, Status
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir
 
 SLACK_BYTES = 32 << 20
 """The caching allocator takes memory in pieces of 2 to 20 MiB; one piece more is no trend."""
-NEVER = ("num_recompiles", "num_graph_misses", "num_broken_counts")
+NEVER = ("num_recompiles", "num_graph_misses", "num_broken_counts", "num_without_logits")
 HELD = ("num_held_pages", "num_held_rows", "num_running", "num_waiting")
 """Of `Status`: what must not rise, and what must be 0 when nothing runs."""
 STRETCH = 50
@@ -52,9 +52,9 @@ STRETCH = 50
 SAMPLES = 40
 """Points of the curve of memory over requests."""
 SPECIAL = (
-    SamplingParams(repetition_penalty=1.1, presence_penalty=0.5),
-    SamplingParams(logprobs=3),
-    SamplingParams(logit_bias={5: 3.0}, logprobs=0),
+    SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, seed=1),
+    SamplingParams(logprobs=3, seed=2),
+    SamplingParams(logit_bias={5: 3.0}, logprobs=0, seed=3),
 )
 """One request of each kind of step that is recorded when it is first needed."""
 
@@ -300,7 +300,7 @@ def _random_params(
         top_k=int(rng.choice([0, 1, 40])),
         top_p=float(rng.choice([1.0, 0.9])),
         min_p=float(rng.choice([0.0, 0.05])),
-        seed=int(rng.integers(1 << 62)) if rng.random() < 0.5 else None,
+        seed=int(rng.integers(1 << 62)),
         stop_token_ids=(int(rng.integers(vocab_size)),) if rng.random() < 0.1 else (),
     )
 
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine.close()
         print(format_metrics(report.metrics))
         print("\n".join(problems[:20]) or "nothing has changed")
-        deliver(report, output, sys.stdout)
+        write_outputs(report, output, sys.stdout)
     except MinisglError as error:
         print(error, file=sys.stderr)
         return 2

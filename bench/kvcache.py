@@ -1,10 +1,10 @@
-"""Operations per second of the KV cache's bookkeeping, at trees of 1k, 10k and 100k pages.
+"""Does the KV cache's bookkeeping slow down as the tree grows? Times it at 1k, 10k and 100k pages.
 
     python bench/kvcache.py [--page-size 16] [--prompt-tokens 2048] [--rounds 200]
 
-The tree is filled with prompts that share a system prompt and then part, the pool is full, and every
-page for a new request is evicted from the tree. What is claimed is that the columns are alike: no
-operation costs more because the tree is larger. "grow, decode" is the call of a steady decode step.
+The tree contains prompts that share a system prompt. The pool is full, so every page of a new request is
+evicted from the tree. The columns should be equal: no operation may cost more in a larger tree. "grow,
+decode" is the call of a steady decode step.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How fast are weights loaded from page cache, and how much host memory does it take?
+"""How fast does the loader read weights from the page cache, and how much host memory does it use?
 
     python bench/load_weights.py --model llama-3.1-8b --folder /dev/shm/checkpoint
 
-Writes a checkpoint of random weights in shards, as the hub has them, if the folder has none; then loads it in
-a process of its own, so that the peak is the load's.
+If the folder has no checkpoint, the script writes one of random weights, in shards as on the hub. It then
+loads the checkpoint in its own process, so that the peak memory is that of loading.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.engine.device import peak_host_bytes
-from minisgl.hf_config import read_model_config
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import fill_dummy

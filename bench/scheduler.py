@@ -1,4 +1,4 @@
-"""CPU cost of the scheduler: plan + apply of a steady decode step, over batch, length and tree size.
+"""What does the scheduler cost? Times plan and apply of a steady decode step by batch, length and tree size.
 
 python bench/scheduler.py --out scheduler.json
 """
@@ -14,7 +14,8 @@ import numpy as np
 
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import SamplingParams
-from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.scheduler import Scheduler
 
 PAGE_SIZE = 16
 

@@ -1,10 +1,10 @@
-"""How many streamed tokens per second the client of `minisgl bench serve` takes in on one core.
+"""How many streamed tokens per second can the client of `minisgl bench serve` read on one core?
 
     python bench/serve_client.py --out bench/results/cpu/serve-client.json
 
-A server of a few lines, in a process and on a core of its own, writes one event per token and one write per
-event, to all streams in turn as an engine's steps do. The client is the real one, pinned to one core; what it
-counts must be what was asked for. tokens_per_read near 1 says that it took every event as it came.
+A minimal server, in its own process and on its own core, writes one event per token to all streams in turn,
+as an engine's steps do. The client is the real one, pinned to one core. Its counts must equal the requested
+tokens. If tokens_per_read is near 1, it read every event separately.
 """
 
 import argparse
@@ -17,12 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from minisgl.benchmark.datasets import Dialogue, Lengths, random_prompts
-from minisgl.benchmark.load_client import Target, open_client
-from minisgl.benchmark.load_run import Load, run_load
-from minisgl.benchmark.report import format_table, make_report, write_report
-from minisgl.benchmark.serve_plan import Point
-from minisgl.benchmark.serve_report import report_point
+from minisgl.benchmark.load.datasets import Dialogue, Lengths, random_prompts
+from minisgl.benchmark.load.load_client import Target, open_client
+from minisgl.benchmark.load.load_run import Load, run_load
+from minisgl.benchmark.load.serve_plan import Point
+from minisgl.benchmark.load.serve_report import report_point
+from minisgl.benchmark.reports.report import format_table, make_report, write_report
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = (

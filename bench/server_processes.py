@@ -1,10 +1,10 @@
-"""How much the server processes can take: streamed tokens per second, and many connections at once.
+"""How many streamed tokens per second and connections can the server processes handle?
 
-    python bench/front.py --out bench/results/cpu/front.json
+    python bench/server_processes.py --out bench/results/cpu/front.json
 
-A fake engine gives each request its tokens, one a step for all requests at once, without waiting: the server
-is what limits. The client reads 256 streams and counts events. Tokens per second of the server's processor
-time say what a core can do even on a machine that others use, too.
+A fake engine sends one token a step to all requests, without waiting, so the server is the bottleneck. The
+client reads 256 streams and counts events. Tokens per second of the server's CPU time tell the capacity of
+one core even on a shared machine.
 
 Server processes have the first cores of the machine, client and engine the rest of them; where none are left
 they run in between, and take from what is measured. What a second server process brings can be seen on two
@@ -36,15 +36,17 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from minisgl.benchmark.report import format_table, make_report, write_report
+from minisgl.benchmark.reports.report import format_table, make_report, write_report
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.engine.worker import end_with_the_parent
-from minisgl.messages import AbortRequest, AddRequest, Ping, Ready, Shutdown, Status, StepOutput
+from minisgl.engine.worker import exit_with_parent
+from minisgl.ipc.messages import AbortRequest, AddRequest, Ping, Ready, Shutdown, Status, StepOutput
+from minisgl.ipc.transport import EngineSocket
 from minisgl.request import FinishReason, RequestOutput
-from minisgl.server.launch import run_server
-from minisgl.transport import EngineSocket
+from minisgl.server.engines.launch import run_server
 
-HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: "
+HEADERS = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+)
 LIMIT_S = 300.0
 TOKEN = 71
 
@@ -52,7 +54,7 @@ TOKEN = 71
 def run_engine(batch: int) -> None:
     """The engine process: once `batch` requests are there, a token a step for all, as fast as it can."""
     settings = json.loads(sys.stdin.readline())
-    end_with_the_parent(settings["ipc_dir"])
+    exit_with_parent(settings["ipc_dir"])
     link = EngineSocket(settings["ipc_dir"], settings["num_servers"])
     link.send(Ready(4096, 1000, 16, 10_000, "fake", {"start": 0.0}))
     left: dict[int, int] = {}  # tokens to give, by request

@@ -32,7 +32,7 @@ from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.errors import EngineDeadError
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.weights.sources import default_cache_dir
 
@@ -100,7 +100,7 @@ def main() -> int:
 def print_starts(tp: int, engine: Engine) -> bool:
     """Whether no other rank has had much more than its share in host memory."""
     fine = True
-    for start in engine.other_ranks():
+    for start in engine.wait_for_other_ranks():
         ratio = start.peak_host_bytes / start.weights_bytes
         fine &= ratio <= MOST_HOST_MEMORY or start.weights_bytes < JUDGED_BYTES
         print(
@@ -167,7 +167,8 @@ def prompt_logprobs(engine: Engine) -> np.ndarray:
         add(engine, request_id, num_tokens, params)
     found: dict[int, list[float]] = {}
     for output in all_outputs(engine):
-        found.setdefault(output.request_id, []).extend(one.logprob for one in output.prompt_logprobs or ())
+        if output.prompt_logprobs is not None:
+            found[output.request_id] = [one.logprob for one in output.prompt_logprobs.unpack()]
     return np.concatenate([found[request_id] for request_id in sorted(found)])
 
 
@@ -192,7 +193,7 @@ def largest_loss(engine: Engine, batch: int) -> float:
         engine.add(AddRequest(request_id=row, prompt_ids=text.tobytes(), params=params))
     losses: dict[int, list[float]] = {row: [] for row in texts}
     for output in all_outputs(engine):
-        entries = output.prompt_logprobs or ()
+        entries = output.prompt_logprobs.unpack() if output.prompt_logprobs is not None else []
         losses[output.request_id] += [one.top_logprobs[0] - one.logprob for one in entries]
     # A prompt's first token has no log probability; of the generated ones, all have.
     return max(max(losses[row][start - 1 :]) for row, start in starts.items())

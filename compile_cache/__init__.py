@@ -1,8 +1,8 @@
-"""Compiled code between starts: what torch.compile and Triton made, kept where the next start finds it.
+"""Keeps the compiled code of torch.compile and Triton on disk, so that later starts find it.
 
-key.py      which machine and which versions compiled code belongs to
-store.py    a start opens the entry for its machine, seals it, and lets it go
-seal.py     what makes an entry trustworthy: the list of its files
-entries.py  looking after the entries: list, delete, pack, unpack
-bytecode.py Python's bytecode, where torch was installed without
+key.py       the machine and versions that compiled code belongs to
+store.py     opens a cache entry at start, publishes its files, closes it
+manifest.py  the list of an entry's files with their checksums
+entries.py   lists, deletes, exports and imports entries
+bytecode.py  caches Python bytecode, if torch was installed without
 """

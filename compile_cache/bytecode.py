@@ -1,7 +1,7 @@
-"""Python's own compiled code, for installations that have none: their thousands of modules are otherwise
-compiled anew by every start, which takes seconds.
+"""Caches Python bytecode for installations without it, where each start would otherwise spend seconds
+compiling thousands of modules.
 
-Promise: where bytecode lies beside the sources, or Python can put it there, nothing changes.
+Promise: nothing changes if bytecode lies beside the sources, or if Python can write it there.
 """
 
 import os
@@ -11,23 +11,23 @@ from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
-from compile_cache.seal import CacheError
+from compile_cache.manifest import CacheError
 from compile_cache.store import make_own_folder
 
 BYTECODE = "bytecode"
 VARIABLE = "PYTHONPYCACHEPREFIX"
 TORCH_SOURCES = ("__init__.py", "_dynamo/symbolic_convert.py", "_inductor/compile_fx.py")
-"""Some of what a start imports of torch: if these have bytecode, so will the others."""
+"""Files of torch that every start imports. If these have bytecode, the others have it too."""
 
 
 def keep_bytecode(root: Path, environ: MutableMapping[str, str] | None = None) -> bool:
-    """Have this process and its children keep bytecode below `root` if torch has none; whether so.
+    """Make this process and its children cache bytecode below `root` if torch has none.
 
-    Call it before torch is imported. That Python was told to write no bytecode, as container images often
-    do, is taken to mean: none beside the sources.
+    Returns True if they do. Call it before torch is imported. The function overrides
+    PYTHONDONTWRITEBYTECODE, which container images often set to keep bytecode away from the sources.
 
     Args:
-        environ: where child processes look; None = os.environ.
+        environ: environment variables of child processes; None = os.environ.
     """
     folder = root.absolute() / BYTECODE
     if sys.pycache_prefix is not None or _torch_has_bytecode() or _python_will_write_it():
@@ -44,7 +44,7 @@ def keep_bytecode(root: Path, environ: MutableMapping[str, str] | None = None) -
 
 
 def _torch_has_bytecode() -> bool:
-    """Whether Python finds torch's modules compiled; also where there is no torch."""
+    """Whether torch's modules have bytecode; True if torch is not installed."""
     folder = _torch_folder()
     return folder is None or all(
         Path(cache_from_source(str(folder / source))).exists() for source in TORCH_SOURCES

@@ -1,6 +1,6 @@
-"""Looking after the entries: list them, delete them, pack them for machines of the same kind.
+"""Lists, deletes, exports and imports cache entries.
 
-Promise: an entry that a start or an engine is using is left as it is.
+Promise: an entry that a start or a running engine uses stays unchanged.
 """
 
 import fcntl
@@ -15,42 +15,50 @@ from typing import NamedTuple
 
 from compile_cache.bytecode import BYTECODE
 from compile_cache.key import entry_name
-from compile_cache.seal import FILES, SEAL, CacheError, check_entry, files_in, parse_seal, read_seal
+from compile_cache.manifest import (
+    FILES,
+    MANIFEST,
+    CacheError,
+    check_entry,
+    files_in,
+    parse_manifest,
+    read_manifest,
+)
 from compile_cache.store import (
     QUARANTINE,
     TemporaryFolder,
+    delete_abandoned_folders,
     entries_in,
     make_own_folder,
-    mark_used,
     open_lock,
-    release,
+    refresh_last_use,
     remove_entry,
-    sweep,
     try_lock,
+    unlock_and_close,
 )
 
 PACKED_LIMIT_BYTES = 8 << 30
 
 
 class EntryInfo(NamedTuple):
-    """What `list_entries` says of one entry."""
+    """A cache entry as `list_entries` reports it."""
 
     name: str
     facts: dict[str, str]
-    """Empty where there is no seal that says them."""
+    """Empty if the entry has no manifest."""
     num_files: int
     num_bytes: int
-    problem: str  # "" = whole
+    problem: str  # "" = complete and unchanged
 
 
 def list_entries(root: Path) -> list[EntryInfo]:
-    """All entries, with what is wrong with those that are not whole."""
+    """All entries, with the problem of each that is incomplete or damaged."""
     found = []
     for entry in entries_in(root):
         facts: dict[str, str] = {}
         problem = ""
         try:
-            facts = read_seal(entry).facts
+            facts = read_manifest(entry).facts
             if entry.name.endswith(QUARANTINE):
                 problem = "in quarantine"
             else:
@@ -63,14 +71,14 @@ def list_entries(root: Path) -> list[EntryInfo]:
 
 
 def clear(root: Path) -> int:
-    """Delete all entries that nobody is using, and Python's bytecode; returns the bytes freed.
+    """Delete the bytecode and all entries that are not in use; returns the bytes freed.
 
     Raises:
-        CacheError: they can't be deleted.
+        CacheError: an entry can't be deleted.
     """
     freed = 0
-    with _our_errors(f"the compile cache in {root} can't be cleared"):
-        sweep(root)
+    with _as_cache_error(f"the compile cache in {root} can't be cleared"):
+        delete_abandoned_folders(root)
         freed += sum(_sizes(root / BYTECODE))
         shutil.rmtree(root / BYTECODE, ignore_errors=True)
         for entry in entries_in(root):
@@ -80,17 +88,17 @@ def clear(root: Path) -> int:
 
 
 def export_entries(root: Path, target: Path) -> int:
-    """Pack all whole entries into a .tar.gz for machines of the same kind; returns how many there are.
+    """Export all complete entries to a .tar.gz for machines of the same kind; returns their number.
 
     Raises:
-        CacheError: there is no whole entry, or the file can't be written.
+        CacheError: there is no complete entry, or the file can't be written.
     """
     whole = [info for info in list_entries(root) if not info.problem]
     if not whole:
         raise CacheError(f"there is no compiled code in {root}; start an engine on a GPU once")
     partial = target.with_name(target.name + ".partial")
     try:
-        with _our_errors(f"{target} can't be written"):
+        with _as_cache_error(f"{target} can't be written"):
             with tarfile.open(partial, "w:gz", compresslevel=3) as archive:
                 for info in whole:
                     _pack(root / info.name, archive)
@@ -102,51 +110,51 @@ def export_entries(root: Path, target: Path) -> int:
 
 
 def import_entries(root: Path, source: Path) -> list[str]:
-    """Unpack what `export_entries` packed, each entry in place of the one that is there; their names.
+    """Import an archive of `export_entries`; returns the names of its entries, which replace existing ones.
 
-    Take only files from people you trust: compiled code will be run.
+    Import only files from people you trust: the compiled code will run.
 
     Raises:
-        CacheError: the file is no such archive, or an entry in it is not whole, or one that it would replace
-            is in use. Nothing is changed then.
+        CacheError: the file is no such archive, an entry in it is incomplete or damaged, or an entry that it
+            would replace is in use. Nothing changes then.
     """
     locks = []
-    with _our_errors(f"{root} can't be written"):
+    with _as_cache_error(f"{root} can't be written"):
         make_own_folder(root)
-        sweep(root)
+        delete_abandoned_folders(root)
         folder = TemporaryFolder(root)
     try:
         stage = folder.path / FILES
         stage.mkdir(mode=0o700)
-        with _our_errors(f"{source} is not an exported compile cache"):
+        with _as_cache_error(f"{source} is not an exported compile cache"):
             with tarfile.open(source, "r:gz") as archive:
                 _unpack(archive, stage)
             entries = sorted(stage.iterdir())
             if not entries:
                 raise CacheError("there is no entry in it")
             for entry in entries:
-                facts = check_entry(entry, read_seal(entry).facts).facts
+                facts = check_entry(entry, read_manifest(entry).facts).facts
                 if entry.name != entry_name(facts):
                     raise CacheError(f"{entry.name} is not named by the facts in it")
         for entry in entries:
             locks.append(open_lock(root / entry.name))
             if not try_lock(locks[-1], fcntl.LOCK_EX):
                 raise CacheError(f"{root / entry.name} is in use; import when the engine is stopped")
-            mark_used(locks[-1])
-        with _our_errors(f"the compile cache in {root} can't be replaced"):
+            refresh_last_use(locks[-1])
+        with _as_cache_error(f"the compile cache in {root} can't be replaced"):
             for entry in entries:
                 shutil.rmtree(root / entry.name, ignore_errors=True)
                 entry.replace(root / entry.name)
     finally:
         for lock in locks:
-            release(lock)
+            unlock_and_close(lock)
         folder.close()
     return [entry.name for entry in entries]
 
 
 @contextmanager
-def _our_errors(what: str) -> Iterator[None]:
-    """Raise what goes wrong in the block as a CacheError that begins with `what`."""
+def _as_cache_error(what: str) -> Iterator[None]:
+    """Turn errors of the block into a CacheError whose text begins with `what`."""
     try:
         yield
     except (CacheError, OSError, tarfile.TarError, EOFError, zlib.error) as error:
@@ -156,25 +164,26 @@ def _our_errors(what: str) -> Iterator[None]:
 def _sizes(folder: Path) -> list[int]:
     sizes = []
     for path in files_in(folder):
-        with suppress(FileNotFoundError):  # an engine renamed it meanwhile
+        with suppress(FileNotFoundError):  # an engine has renamed it meanwhile
             sizes.append(path.stat().st_size)
     return sizes
 
 
 def _pack(entry: Path, archive: tarfile.TarFile) -> None:
-    sealed = (entry / SEAL).read_bytes()  # as it is now: an engine may seal the entry anew meanwhile
-    member = tarfile.TarInfo(f"{entry.name}/{SEAL}")
-    member.size = len(sealed)
-    archive.addfile(member, io.BytesIO(sealed))
-    for file in parse_seal(sealed).files:
+    # Read once: an engine may publish the entry again meanwhile.
+    content = (entry / MANIFEST).read_bytes()
+    member = tarfile.TarInfo(f"{entry.name}/{MANIFEST}")
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+    for file in parse_manifest(content).files:
         archive.add(entry / FILES / file, f"{entry.name}/{FILES}/{file}", recursive=False)
 
 
 def _unpack(archive: tarfile.TarFile, stage: Path) -> None:
-    """Regular files only, each inside the stage, and not without bound.
+    """Unpack regular files into `stage`, at most PACKED_LIMIT_BYTES in all.
 
     Raises:
-        CacheError: there is something else in the archive.
+        CacheError: the archive is larger, or has a member of another kind or a path outside of `stage`.
     """
     total = 0
     for member in archive:

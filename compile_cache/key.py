@@ -1,6 +1,6 @@
-"""What compiled code belongs to: an entry of the cache is for one GPU model and one set of versions.
+"""The key of a cache entry: one GPU model and one set of versions.
 
-Promise: facts are plain text, so an entry can say on disk what it is for.
+Promise: facts are plain text, so an entry on disk can say what it is for.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ SOURCE_SUFFIXES = (".py", ".json")
 
 
 def machine_facts(device: "torch.device") -> dict[str, str]:
-    """What code compiled for a CUDA device depends on, besides the code that was compiled."""
-    import torch  # both lazy: looking after the entries needs neither
+    """The facts about a CUDA device and the software on which compiled code depends."""
+    import torch  # both lazy: listing and deleting entries needs neither
     import triton
 
     properties = torch.cuda.get_device_properties(device)
@@ -34,14 +34,14 @@ def machine_facts(device: "torch.device") -> dict[str, str]:
 
 
 def entry_name(facts: Mapping[str, str]) -> str:
-    """A folder name that other facts do not have: the GPU for people, a hash for certainty."""
+    """A folder name that is unique to these facts: the GPU's name and a hash."""
     text = "\n".join(f"{name}={facts[name]}" for name in sorted(facts))
     gpu = "".join(c if c.isalnum() else "-" for c in facts.get("gpu", "unknown").lower())
     return f"{gpu}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def sources_digest(folders: Iterable[Path]) -> str:
-    """A hash of all sources below the folders: torch's cache does not see the host code around a kernel."""
+    """A hash of all sources below the folders; torch's own cache key lacks the host code around kernels."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*")):

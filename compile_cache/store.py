@@ -1,17 +1,12 @@
-"""A start and its entry: one folder for each machine and set of versions, which starts share.
+"""Opens the cache entry of this machine and its versions at start; starts share it.
 
-    ROOT/<entry>/        see seal.py
-    ROOT/<entry>.lock    held: exclusively by a start, shared by an engine that runs; never deleted
-    ROOT/.start-*/       what a start compiles for itself while another one holds the entry
+    ROOT/<entry>/        see manifest.py
+    ROOT/<entry>.lock    held exclusively by a start, shared by a running engine; never deleted
+    ROOT/.start-*/       temporary folder of a start that finds the entry locked by another start
 
-Promise: no state of the folder breaks a start. Only what the seal lists is ever offered to torch: an entry
-whose listed files are missing or changed, or whose facts are another machine's, goes into quarantine and is
-built anew; what is not listed (a start that was killed, or never finished) is deleted, unless an engine that
-runs may have made it. Temporary folders of starts that were killed go with the next start, and so do entries
-that no start has opened for two months.
-
-Loading compiled code is running it, so only folders count that belong to this user and that nobody else may
-write. Locks are those of flock: all starts that share the folder must see each other's.
+Promise: no state of the folder breaks a start, and torch only loads files that match the manifest. A damaged
+entry goes into quarantine. Only folders of this user that others cannot write are used. All starts that
+share the folder must see each other's flock locks.
 """
 
 import fcntl
@@ -25,30 +20,30 @@ from pathlib import Path
 from typing import IO
 
 from compile_cache.key import entry_name
-from compile_cache.seal import (
+from compile_cache.manifest import (
     FILES,
-    SEAL,
+    MANIFEST,
     CacheError,
     check_entry,
     delete_unlisted,
     list_files,
-    settle_in,
-    write_seal,
+    rewrite_absolute_paths,
+    write_manifest,
 )
 
 LOCK = "lock"
 QUARANTINE = ".quarantined"
 TEMPORARY = ".start-"
 UNUSED_S = 60 * 24 * 3600.0
-"""An entry that no start has opened for so long is deleted."""
+"""Seconds after which an entry that no start has opened is deleted."""
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 class OpenCache:
-    """An entry in use by this process, or a temporary folder in its place; torch and Triton look there.
+    """The entry that this process uses, or a temporary folder instead; torch and Triton write there.
 
     Attributes:
-        note: what a user may want to know, "" if nothing: quarantine, another start at the same time.
+        note: a message for the user about quarantine or a concurrent start; "" = none.
     """
 
     def __init__(
@@ -67,60 +62,63 @@ class OpenCache:
         self._set = {name: str(files / folder) for name, folder in VARIABLES.items()}
         variables.update(self._set)
 
-    def seal(self) -> None:
-        """List all that is in the entry now, and let other starts use it; this start is over.
+    def publish(self) -> None:
+        """Write the manifest of all files in the entry, and let other starts use it.
 
         Raises:
-            CacheError: the list can't be written; what was compiled stays for this process only.
+            CacheError: the manifest can't be written; only this process uses the compiled code then.
         """
         if isinstance(self._held, TemporaryFolder):
             return
         try:
-            write_seal(self._files.parent, self._facts, list_files(self._files))
+            write_manifest(self._files.parent, self._facts, list_files(self._files))
         except OSError as error:
-            raise CacheError(f"the compile cache in {self._files.parent} can't be sealed: {error}") from error
+            raise CacheError(
+                f"the compile cache in {self._files.parent} can't be published: {error}"
+            ) from error
         finally:
             fcntl.flock(self._held, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Let the entry go, delete a temporary folder, and point torch and Triton nowhere."""
+        """Unlock the entry or delete the temporary folder, and reset the variables of torch and Triton."""
         for name, value in self._set.items():
             if self._variables.get(name) == value:
                 del self._variables[name]
         if isinstance(self._held, TemporaryFolder):
             self._held.close()
         else:
-            release(self._held)
+            unlock_and_close(self._held)
 
 
 class TemporaryFolder:
-    """A folder in the root that goes away with this process, or at the latest when somebody sweeps."""
+    """A folder that `close` deletes; if this process is killed, `delete_abandoned_folders` does."""
 
     def __init__(self, root: Path) -> None:
         self._folder = tempfile.TemporaryDirectory(dir=root, prefix=TEMPORARY, ignore_cleanup_errors=True)
         self.path = Path(self._folder.name)
-        unseen = self.path / f"{LOCK}.new"  # `sweep` must not find it before it is locked
+        unseen = self.path / f"{LOCK}.new"  # `delete_abandoned_folders` must not find it before it is locked
         self._lock = open(unseen, "w", encoding="ascii")  # noqa: SIM115  (held as long as the folder)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unseen.rename(self.path / LOCK)
 
     def close(self) -> None:
-        """Delete it."""
+        """Delete the folder."""
         self._folder.cleanup()
-        release(self._lock)
+        unlock_and_close(self._lock)
 
 
 def open_cache(
     root: Path, facts: dict[str, str], environ: MutableMapping[str, str] | None = None
 ) -> OpenCache | None:
-    """Point torch and Triton at the entry for these facts, made if there is none; None = the user has
-    pointed them elsewhere.
+    """Open or create the entry for these facts, and point torch and Triton to it.
+
+    Returns None, and changes nothing, if the user has pointed them elsewhere.
 
     Args:
-        environ: where torch and Triton look; None = os.environ.
+        environ: the environment variables that torch and Triton read; None = os.environ.
 
     Raises:
-        CacheError: the folder can't be written, or somebody else could write it.
+        CacheError: this process can't write the folder, or other users can.
     """
     variables = os.environ if environ is None else environ
     root = root.absolute()
@@ -129,17 +127,17 @@ def open_cache(
     entry = root / entry_name(facts)
     try:
         make_own_folder(root)
-        sweep(root)
+        delete_abandoned_folders(root)
         lock = open_lock(entry)
         try:
             cache = _open_entry(entry, lock, facts, variables)
         except BaseException:
-            release(lock)
+            unlock_and_close(lock)
             raise
-        expire(root)
+        delete_unused_entries(root)
         if isinstance(cache, OpenCache):
             return cache
-        release(lock)
+        unlock_and_close(lock)
         folder = TemporaryFolder(root)
         return OpenCache(folder.path / FILES, variables, folder, facts, cache)
     except (OSError, ValueError) as error:
@@ -147,8 +145,11 @@ def open_cache(
 
 
 def _is_users_choice(folder: str | None, root: Path) -> bool:
-    """Not set, or in torch's own default, which importing torch._dynamo sets: nobody chose it. Below the
-    root: another engine of this process, or of the one that started it, did."""
+    """Whether the user has set this folder.
+
+    The user has not set it if it is empty, torch's default (importing torch._dynamo sets that), or below
+    `root` (another engine of this process or of its parent set it).
+    """
     if not folder:
         return False
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # lazy: most have set nothing
@@ -159,20 +160,20 @@ def _is_users_choice(folder: str | None, root: Path) -> bool:
 def _open_entry(
     entry: Path, lock: IO[str], facts: dict[str, str], variables: MutableMapping[str, str]
 ) -> OpenCache | str:
-    """The entry, opened alone or beside engines that run; or why this start must compile for itself."""
+    """Open the entry, alone or together with running engines; or say why this start can't use it."""
     alone = try_lock(lock, fcntl.LOCK_EX)
     if not alone and not try_lock(lock, fcntl.LOCK_SH):
         return "another start is using the compile cache; this start compiles for itself"
-    mark_used(lock)
+    refresh_last_use(lock)
     make_own_folder(entry)
     files, note, listed = entry / FILES, "", {}
     try:
-        # Without a seal it is new, or its first start never ended: nothing in it counts.
-        if (entry / SEAL).exists():
-            seal = check_entry(entry, facts)
-            listed = seal.files
+        # An entry without a manifest is new, or its first start was killed: its files are not used.
+        if (entry / MANIFEST).exists():
+            manifest = check_entry(entry, facts)
+            listed = manifest.files
             if alone:
-                settle_in(entry, seal)
+                rewrite_absolute_paths(entry, manifest)
     except CacheError as error:
         if not alone:
             return f"the compile cache was damaged ({error}); this start compiles for itself"
@@ -185,11 +186,11 @@ def _open_entry(
 
 
 def make_own_folder(folder: Path) -> None:
-    """Make a folder if there is none.
+    """Create a folder unless it exists. Loading compiled code runs it, so other users must not write it.
 
     Raises:
-        CacheError: it is another user's, or others may write it.
-        OSError: it can't be made.
+        CacheError: the folder belongs to another user, or others may write it.
+        OSError: the folder can't be created.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -201,17 +202,17 @@ def make_own_folder(folder: Path) -> None:
 
 
 def open_lock(entry: Path) -> IO[str]:
-    """The file that starts lock to use an entry. It lies beside the entry, and stays when that goes."""
+    """Open the lock file of an entry. It lies beside the entry and outlives it."""
     return open(entry.with_name(f"{entry.name}.{LOCK}"), "a", encoding="ascii")
 
 
-def mark_used(lock: IO[str]) -> None:
-    """Keep the entry of this lock from being deleted for another two months."""
+def refresh_last_use(lock: IO[str]) -> None:
+    """Record that the entry of this lock is used now, so that it stays for another two months."""
     os.utime(lock.fileno())
 
 
 def try_lock(lock: IO[str], kind: int) -> bool:
-    """Take a lock, fcntl.LOCK_EX or LOCK_SH, if nobody is in the way; whether it was taken."""
+    """Try to take a lock, fcntl.LOCK_EX or LOCK_SH, without waiting; True if it was taken."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,23 +220,23 @@ def try_lock(lock: IO[str], kind: int) -> bool:
     return True
 
 
-def release(lock: IO[str]) -> None:
-    """Unlock and close; closing alone would leave it locked by a forked child that has the file, too."""
+def unlock_and_close(lock: IO[str]) -> None:
+    """Unlock and close. After closing alone, a forked child with the same file would still hold the lock."""
     if not lock.closed:
         fcntl.flock(lock, fcntl.LOCK_UN)
         lock.close()
 
 
-def sweep(root: Path) -> None:
-    """Delete the temporary folders of processes that are gone."""
+def delete_abandoned_folders(root: Path) -> None:
+    """Delete the temporary folders of processes that have ended."""
     for path in root.glob(f"{TEMPORARY}*/{LOCK}"):
         with suppress(OSError), open(path, "r+", encoding="ascii") as lock:
             if try_lock(lock, fcntl.LOCK_EX):
                 shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def expire(root: Path) -> None:
-    """Delete the entries that nobody has used for long, of former drivers and versions for example."""
+def delete_unused_entries(root: Path) -> None:
+    """Delete entries that no start has opened for UNUSED_S, for example those of former versions."""
     for entry in entries_in(root):
         with suppress(OSError):
             used = entry.with_name(f"{entry.name}.{LOCK}")
@@ -244,15 +245,17 @@ def expire(root: Path) -> None:
 
 
 def entries_in(root: Path) -> list[Path]:
-    """The folders of all entries, those in quarantine included."""
-    return sorted(path for path in root.glob("[!.]*") if (path / SEAL).exists() or (path / FILES).exists())
+    """The folders of all entries, including those in quarantine."""
+    return sorted(
+        path for path in root.glob("[!.]*") if (path / MANIFEST).exists() or (path / FILES).exists()
+    )
 
 
 def remove_entry(entry: Path) -> bool:
-    """Delete an entry that nobody is using; whether it was deleted.
+    """Delete an entry unless it is in use; True if it was deleted.
 
     Raises:
-        OSError: it can't be deleted.
+        OSError: the entry can't be deleted.
     """
     lock = open_lock(entry)
     try:
@@ -261,15 +264,15 @@ def remove_entry(entry: Path) -> bool:
         shutil.rmtree(entry)
         return True
     finally:
-        release(lock)
+        unlock_and_close(lock)
 
 
 def _quarantine(entry: Path) -> Path:
-    """Put what the entry holds aside, and say where; a former quarantine of it goes."""
+    """Move the files of an entry into quarantine, replacing a former one; returns the folder."""
     aside = entry.with_name(entry.name + QUARANTINE)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o700)
-    for name in (SEAL, FILES):
+    for name in (MANIFEST, FILES):
         with suppress(FileNotFoundError):
             (entry / name).replace(aside / name)
     return aside

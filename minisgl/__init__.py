@@ -1,6 +1,6 @@
 """minisgl: a small LLM serving engine on torch.compile and Triton.
 
-Promise: `import minisgl` is quick and loads no torch; each public name loads what it needs when used.
+Promise: `import minisgl` is quick and loads no torch; a public name imports its module on first use.
 """
 
 from importlib import import_module
@@ -49,7 +49,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the module a public name lives in when the name is first used."""
+    """Import a public name's module when the name is first used."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

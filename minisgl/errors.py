@@ -1,20 +1,24 @@
-"""What a user can get wrong or run into, as exceptions with a message that says what to do."""
+"""The exceptions that minisgl raises on purpose; each message tells the user what to do."""
 
 
 class MinisglError(Exception):
-    """Base of every error that minisgl raises on purpose: the message is meant for the user."""
+    """Base class of all of them; the message is meant for the user."""
 
 
 class ConfigError(MinisglError):
-    """A flag, a config file or a combination of them can't work; the message names the knob."""
+    """A setting, or a combination of settings, can't work; the message names the flag."""
 
 
 class ModelError(MinisglError):
-    """A model folder is missing, incomplete, or asks for something this engine does not have."""
+    """A model folder is missing or incomplete, or needs a feature that this engine does not have."""
+
+
+class ModelNotHereError(ModelError):
+    """A model is not on this machine, or not in a format this engine reads; fetch or convert it."""
 
 
 class EngineDeadError(MinisglError):
-    """The engine process ended or stopped answering while requests were open."""
+    """The engine ended, broke or stopped answering while requests were open."""
 
 
 class RequestError(MinisglError):
@@ -23,9 +27,9 @@ class RequestError(MinisglError):
     Args:
         status: the HTTP status that fits (400, 404, 413, 429, 503 ...).
         code: OpenAI's machine-readable code, for example ``context_length_exceeded``.
-        message: needed, got, do this.
-        param: the field of the request body that is at fault, if it is one field.
-        retry_after_s: when trying again may help, if that is known.
+        message: what was needed, what came, and what to do.
+        param: the field of the request body at fault, if a single one is.
+        retry_after_s: seconds after which a retry may succeed, if known.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a field of a request may hold, said once: in its annotated type.
+"""Checks a request's fields against their annotated types, which state type and bounds once.
 
-Promise: a value passes as msgspec checks its type, or is refused with the field, what was needed and what
-came; OpenAPI's document shows the same types. Other fields pass by rule or are named in a 400, never ignored.
+Promise: a value passes as msgspec checks its type, or is refused with its field, the needed type and the
+given value; OpenAPI's document shows the same types. Unknown fields are refused by name, never ignored.
 """
 
 import difflib
@@ -14,23 +14,25 @@ from msgspec import inspect
 
 from minisgl.errors import RequestError
 
-LONGEST_SHOWN = 60
-"""Characters of a value in an error message."""
+MAX_SHOWN_CHARS = 60
+"""Most characters of a value in an error message."""
 
 Neutral = tuple[object, ...] | None
-"""The values of a field that ask for nothing; None = all of them do."""
+"""The values of an unsupported field that change nothing, so that they may pass; None = every value."""
 
 
-def checked(value: Any, kind: Any, param: str) -> Any:
-    """`value` as the type `kind`, whose `msgspec.Meta` says its bounds; lists become tuples where it says so.
+def convert_value(value: Any, kind: Any, param: str) -> Any:
+    """Convert `value` to the type `kind`, whose `msgspec.Meta` holds the bounds; lists may become tuples.
 
     Raises:
         RequestError: 400 `invalid_type` or `invalid_value` that names `param`.
     """
     if isinstance(value, float):
-        value = float(value)  # a subclass, as numpy's
-    if isinstance(value, set | frozenset):  # msgspec would take it for a list
-        raise RequestError(400, "invalid_type", f"{param} must be {needed(kind)}, got {short(value)}", param)
+        value = float(value)  # it may be a subclass, such as numpy's
+    if isinstance(value, set | frozenset):  # msgspec would accept it as a list
+        raise RequestError(
+            400, "invalid_type", f"{param} must be {describe_type(kind)}, got {shorten(value)}", param
+        )
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -40,16 +42,18 @@ def checked(value: Any, kind: Any, param: str) -> Any:
         path = place[1] if place else ""
         for rank in re.findall(r"\d+", path):
             value = list(value)[int(rank)]  # it may be a set
-        got = f"a length of {len(value)}" if " of length " in text else short(value)
+        got = f"a length of {len(value)}" if " of length " in text else shorten(value)
         at = f" at {param}{path}" if path else ""
-        raise RequestError(400, code, f"{param} must be {needed(kind)}, got {got}{at}", param) from None
+        raise RequestError(
+            400, code, f"{param} must be {describe_type(kind)}, got {got}{at}", param
+        ) from None
 
 
 def convert(fields: Mapping[str, Any], kind: type[Any], where: str = "") -> Any:
-    """The struct `kind` of `fields`; others among them are left alone. `where` stands before names in errors.
+    """Convert `fields` to the struct `kind`, ignoring other fields. `where` precedes field names in errors.
 
     Raises:
-        RequestError: 400 with the field that is missing, of another type or out of its bounds.
+        RequestError: 400 with the field that is missing, has the wrong type or is out of bounds.
     """
     try:
         return msgspec.convert(fields, kind)
@@ -57,7 +61,7 @@ def convert(fields: Mapping[str, Any], kind: type[Any], where: str = "") -> Any:
         for field in inspect.type_info(kind).fields:  # pyright: ignore[reportAttributeAccessIssue]  a struct's
             name = where + field.name
             if field.name in fields:
-                checked(fields[field.name], type_of(kind, field.name), name)
+                convert_value(fields[field.name], type_of(kind, field.name), name)
             elif field.required:
                 raise RequestError(400, "missing_required_parameter", f"{name} is missing", name) from None
         raise
@@ -71,7 +75,7 @@ def type_of(kind: type[Any], name: str) -> Any:
 def refuse_unknown(
     fields: Mapping[str, Any], known: Collection[str], others: Mapping[str, Neutral], where: str = ""
 ) -> None:
-    """Pass fields that are known, null, or among `others` with a neutral value.
+    """Refuse every field that is not known, not null, and not among `others` with a neutral value.
 
     Raises:
         RequestError: 400 `unsupported_parameter` or `unknown_parameter`, with the field.
@@ -79,9 +83,9 @@ def refuse_unknown(
     for name, value in fields.items():
         if name in known or value is None:
             continue
-        field = where + str(name)[:LONGEST_SHOWN]
+        field = where + str(name)[:MAX_SHOWN_CHARS]
         if name not in others:
-            like = difflib.get_close_matches(str(name)[:LONGEST_SHOWN], [*known, *others], 1)
+            like = difflib.get_close_matches(str(name)[:MAX_SHOWN_CHARS], [*known, *others], 1)
             hint = f"; did you mean {like[0]}?" if like else ""
             raise RequestError(400, "unknown_parameter", f"unknown parameter: {field}{hint}", field)
         neutral = others[name]
@@ -89,33 +93,33 @@ def refuse_unknown(
             raise RequestError(
                 400,
                 "unsupported_parameter",
-                f"{field} = {short(value)} is not supported here; leave it out",
+                f"{field} = {shorten(value)} is not supported here; leave it out",
                 field,
             )
 
 
-def needed(kind: Any) -> str:
-    """An annotated type in words."""
+def describe_type(kind: Any) -> str:
+    """A description of an annotated type, for error messages."""
     return _words(inspect.type_info(kind))
 
 
-def kind_of(value: object) -> str:
-    """The JSON name of a value's type, of a value that JSON has not its Python name."""
+def json_type_name(value: object) -> str:
+    """The JSON name of a value's type, or its Python name if JSON has no such type."""
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def short(value: object) -> str:
-    """A value for an error message; never long, whatever it is."""
+def shorten(value: object) -> str:
+    """A value's `repr` for an error message, cut to `MAX_SHOWN_CHARS`."""
     try:
-        text = repr(value[: LONGEST_SHOWN + 1] if isinstance(value, str | list | tuple) else value)
-    except ValueError:  # Python writes no whole number of more than 4300 digits
+        text = repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | list | tuple) else value)
+    except ValueError:  # Python converts no integer of more than 4300 digits to text
         return "a very large number"
-    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
 def _is_same(value: object, other: object) -> bool:
-    """As JSON sees it: true is not 1."""
+    """Whether two values are equal in JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -1,7 +1,7 @@
 """`LLM`: generate, chat and stream in the caller's own process, without sockets or a server.
 
-Promise: the same rules for prompts, lengths and stop strings as the server's; a request that is refused
-or abandoned leaves nothing behind in the engine.
+Promise: prompts, lengths and stop strings follow the server's rules; a refused or abandoned request leaves
+nothing in the engine.
 """
 
 import sys
@@ -15,7 +15,7 @@ from typing import Any, cast
 from minisgl.config import EngineConfig, check_engine_config, with_cache_dir
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.offline import Completion, Delta, OfflineDriver, Reply, check_prompt
-from minisgl.request import SamplingParams, for_choice, with_bad_words_ids
+from minisgl.request import SamplingParams, TokenLogprobs, with_bad_words_ids
 from minisgl.text.bad_words import bad_words_ids
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.messages import normalize_messages
@@ -35,11 +35,11 @@ def _no_stage(name: str, duration_ms: float) -> None:
 
 
 class LLM:
-    """A model in this process. On cuda, use it from the thread that made it.
+    """A model in this process. On cuda, use it only from the thread that made it.
 
     Args:
         model: a built-in name, a local folder, or a hub name; fetched when missing.
-        cache_dir: where built-in models and compiled code lie; None = ~/.cache/minisgl.
+        cache_dir: folder of built-in models and compiled code; None = ~/.cache/minisgl.
         progress: called while a model is fetched.
         on_stage: called with each start-up stage's name and milliseconds.
         engine: fields of `EngineConfig` (dtype="bfloat16", num_pages=512 ...).
@@ -79,11 +79,11 @@ class LLM:
         self._template = ChatTemplate.from_folder(folder, self._tokenizer)
         prepared = time.perf_counter()
         on_stage("find model, read tokenizer", 1e3 * (prepared - started))
-        # Lazy: torch takes seconds to import, and the errors above should not wait for it.
+        # Imported here because torch takes seconds to import and the errors above should come before.
         from minisgl.engine.build import build_engine
 
         on_stage("import torch and engine", 1e3 * (time.perf_counter() - prepared))
-        stop_strings = lru_cache(maxsize=8)(StopStrings)  # a batch shares its tables
+        stop_strings = lru_cache(maxsize=8)(StopStrings)  # requests of a batch share one table
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
             lambda prompt_ids, params: ReplyText(
@@ -94,6 +94,7 @@ class LLM:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             ),
+            config.seed,
         )
 
     @property
@@ -108,14 +109,14 @@ class LLM:
         progress: bool = False,
         n: int = 1,
     ) -> list[Completion]:
-        """Complete each prompt (text, or token ids), all together; results in the prompts' order.
+        """Complete all prompts (text, or token ids) in one batch; results are in the prompts' order.
 
-        `params` is one for all, one per prompt, or None for `SamplingParams()`; `progress` counts finished
-        completions on stderr; `n` completions of each prompt stand one after the other.
+        `params` is one for all prompts, one per prompt, or None for `SamplingParams()`. `progress` counts
+        finished completions on stderr. The `n` completions of a prompt are consecutive.
 
         Raises:
-            RequestError: a prompt or parameter is refused; with several prompts it names the first one's
-                index. Nothing of the batch goes on then.
+            RequestError: a prompt or parameter is refused; with several prompts the message names the first
+                refused one's index. The whole batch is aborted then.
         """
         batch = _as_batch(prompts)
         encode = [lambda prompt=prompt: self._encode(prompt) for prompt in batch]
@@ -128,10 +129,10 @@ class LLM:
         progress: bool = False,
         n: int = 1,
     ) -> list[Completion]:
-        """Answer one conversation or several, through the model's chat template.
+        """Answer one or several conversations, rendered by the model's chat template.
 
         Raises:
-            RequestError: as `generate`; also for messages the template can't render.
+            RequestError: as for `generate`, and for messages that the template can't render.
         """
         chats = _as_conversations(messages)
         return self._run([lambda chat=chat: self._render(chat) for chat in chats], params, progress, n)
@@ -139,12 +140,12 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """The reply to a text, to token ids or to a conversation, step by step.
+        """Yield the reply to a text, token ids or a conversation, step by step.
 
         Closing the iterator early aborts the request. Several may be open at once.
 
         Raises:
-            RequestError: at once when prompt or parameters can't work, while iterating when the engine
+            RequestError: at once when prompt or parameters are invalid; while iterating when the engine
                 refuses.
         """
         (own,) = _as_params(params, 1)
@@ -177,7 +178,7 @@ class LLM:
         return self._tokenizer.encode(text, False, max_tokens=limit, param="messages")
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters as the engine gets them: they fit the prompt, and words are token ids."""
+        """The parameters for the engine: fitted to the prompt's length, with bad words as token ids."""
         fitted = check_prompt(prompt_ids, params, self.max_context_tokens)
         if not fitted.bad_words:
             return fitted
@@ -186,7 +187,7 @@ class LLM:
     def _deltas(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
         reply = self._driver.submit(prompt_ids, params)
         try:
-            while reply.has_news or not reply.ended:
+            while reply.is_readable or not reply.ended:
                 self._driver.wait([reply])
                 yield from reply.read()
         finally:
@@ -199,7 +200,7 @@ class LLM:
         progress: bool,
         n: int,
     ) -> list[Completion]:
-        """Check everything, submit everything, step until all have ended; abandon the rest on any error."""
+        """Check all prompts, submit all, step until all replies have ended; abandon the rest on an error."""
         each = _as_params(params, len(prompts))
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise RequestError(
@@ -210,15 +211,14 @@ class LLM:
             with_index = index if len(prompts) > 1 else None
             try:
                 prompt_ids = prompt()
-                fitted = self._check(prompt_ids, own)
-                ready += [(prompt_ids, for_choice(fitted, rank)) for rank in range(n)]
+                ready.append((prompt_ids, self._check(prompt_ids, own)))
             except RequestError as error:
                 raise _named(error, with_index) from error
-        collected: list[list[Delta]] = [[] for _ in ready]
+        collected: list[list[Delta]] = [[] for _ in range(len(ready) * n)]
         replies: list[Reply] = []
         try:
             for prompt_ids, own in ready:
-                replies.append(self._driver.submit(prompt_ids, own, streamed=False))
+                replies += self._driver.submit_choices(prompt_ids, own, n, streamed=False)
             unfinished = dict(enumerate(replies))
             while unfinished:
                 self._driver.wait(list(unfinished.values()))
@@ -227,21 +227,24 @@ class LLM:
                         collected[index] += reply.read()
                     except RequestError as error:
                         raise _named(error, index // n if len(prompts) > 1 else None) from error
-                    if reply.ended and not reply.has_news:
+                    if reply.ended and not reply.is_readable:
                         del unfinished[index]
                 if progress:
                     _show_progress(len(replies) - len(unfinished), len(replies))
         finally:
             for reply in replies:
                 self._driver.abandon(reply)
-        return [_completion(deltas) for deltas in collected]
+        return [
+            _completion(deltas, collected[index // n * n][0].prompt_logprobs)
+            for index, deltas in enumerate(collected)
+        ]
 
 
 WRONG_PROMPT = "a prompt must be a text or a list of token ids, several prompts a list of those"
 
 
 def _is_sequence(value: object) -> bool:
-    """A list or tuple: what may hold prompts, token ids, messages or parameters."""
+    """Whether the value is a list or tuple, which may hold prompts, token ids, messages or parameters."""
     return isinstance(value, list | tuple)
 
 
@@ -258,7 +261,7 @@ def _as_conversations(
 ) -> list[Sequence[Message]]:
     if _is_sequence(messages) and messages and all(_is_sequence(chat) for chat in messages):
         return list(cast(Sequence[Sequence[Message]], messages))
-    return [cast(Sequence[Message], messages)]  # whatever else it is, `normalize_messages` says
+    return [cast(Sequence[Message], messages)]  # `normalize_messages` refuses anything else
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -280,12 +283,13 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
 
 
 def _named(error: RequestError, index: int | None) -> RequestError:
-    """The same refusal, saying which prompt of the batch it is about."""
+    """The same refusal with the prompt's index in its message."""
     message = error.message if index is None else f"prompt {index}: {error.message}"
     return RequestError(error.status, error.code, message, error.param)
 
 
-def _completion(deltas: list[Delta]) -> Completion:
+def _completion(deltas: list[Delta], prompt_logprobs: tuple[TokenLogprobs, ...] | None) -> Completion:
+    """Join a reply's deltas; the prompt's log probabilities came with its first choice."""
     last = deltas[-1]
     if last.finish_reason is None:
         raise MinisglError("a reply ended without a finish reason; this is a bug in minisgl")
@@ -298,7 +302,7 @@ def _completion(deltas: list[Delta]) -> Completion:
         logprobs=None
         if last.logprobs is None
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),
-        prompt_logprobs=deltas[0].prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

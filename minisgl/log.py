@@ -1,4 +1,4 @@
-"""Logging, set up once per process and only by the process's entry point."""
+"""Sets up logging; only a process's entry point calls it, once."""
 
 import logging
 import sys

@@ -1,7 +1,7 @@
-"""An engine driven in the caller's process: requests go in, and every reply gets its own text back.
+"""Drives an engine in the caller's process and gives every reply its own text.
 
-Promise: whoever steps the engine, an output reaches the reply it belongs to and no other; a reply that
-nobody wants any more is aborted and leaves nothing behind. Torch-free; the engine is handed in.
+Promise: an output reaches the reply it belongs to, whichever thread steps the engine. An abandoned reply is
+aborted and leaves nothing behind. This module loads no torch; the caller passes the engine in.
 """
 
 import signal
@@ -15,17 +15,18 @@ from typing import Protocol
 import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
+from minisgl.seeds import base_seed, request_seed
 from minisgl.text.reply import ReplyText
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What one step added to a reply. The one with a `finish_reason` is the last."""
+    """The part of a reply that one step added. The one with a `finish_reason` is the last."""
 
     text: str
-    """New text; may be empty while a character or a possible stop string is incomplete."""
+    """New text; empty while a character or a possible stop string is incomplete."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     num_prompt_tokens: int
@@ -34,7 +35,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each of `token_ids`, where asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One for each token of the prompt but the first, where asked for; with the first delta."""
+    """One for each token of the prompt but the first, if asked for; in the first delta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Completion:
 
 
 class StepEngine(Protocol):
-    """The part of `minisgl.engine.engine.Engine` that is used here."""
+    """The part of `minisgl.engine.engine.Engine` that this module uses."""
 
     @property
     def max_context_tokens(self) -> int: ...
@@ -69,7 +70,7 @@ class StepEngine(Protocol):
 
 
 class Reply:
-    """One open request as its caller sees it: deltas to read, then an end or an error."""
+    """One request as its caller sees it: deltas to read, then the end or an error."""
 
     def __init__(self, request_id: int, num_prompt_tokens: int, text: ReplyText) -> None:
         self.request_id = request_id
@@ -81,8 +82,8 @@ class Reply:
         self._unread: deque[Delta] = deque()
 
     @property
-    def has_news(self) -> bool:
-        """Whether `read` would return or raise something."""
+    def is_readable(self) -> bool:
+        """Whether `read` would return a delta or raise an error."""
         return bool(self._unread) or self._error is not None
 
     def read(self) -> list[Delta]:
@@ -90,7 +91,7 @@ class Reply:
 
         Raises:
             RequestError: the engine refused the request.
-            MinisglError: the engine was closed meanwhile.
+            MinisglError: the engine was closed or broke.
         """
         if self._error is not None:
             raise self._error
@@ -103,8 +104,8 @@ class Reply:
         self._error = error
         self.ended = True
 
-    def take(self, output: RequestOutput) -> None:
-        """Turn the engine's tokens into text; a stop string ends the reply before the engine does."""
+    def receive(self, output: RequestOutput) -> None:
+        """Turn the engine's tokens into a delta; a stop string ends the reply before the engine ends it."""
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is FinishReason.ERROR:
             self.fail(
@@ -132,27 +133,36 @@ class Reply:
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_cached_tokens=self._num_cached_tokens,
                 logprobs=None if output.logprobs is None else tuple(output.logprobs[: piece.num_tokens]),
-                prompt_logprobs=None if output.prompt_logprobs is None else tuple(output.prompt_logprobs),
+                prompt_logprobs=None
+                if output.prompt_logprobs is None
+                else tuple(output.prompt_logprobs.unpack()),
             )
         )
 
 
 class OfflineDriver:
-    """Submits requests to an engine and steps it whenever somebody waits for a reply.
+    """Submits requests to an engine, and steps it while a caller waits for a reply.
 
-    Several threads may share it on cpu: each waits for its own replies and steps for all. A compiled
-    engine on cuda wants one thread, the one it was built in.
+    On cpu several threads may share it: each waits for its own replies and steps for all. A compiled engine
+    on cuda must be used only from the thread that built it.
+
+    Args:
+        seed: base seed of requests without a seed; None = a fresh one.
     """
 
     def __init__(
-        self, engine: StepEngine, new_text: Callable[[Sequence[int], SamplingParams], ReplyText]
+        self,
+        engine: StepEngine,
+        make_text: Callable[[Sequence[int], SamplingParams], ReplyText],
+        seed: int | None = None,
     ) -> None:
+        self._base_seed = base_seed(seed)
         self._engine: StepEngine | None = engine
-        self._new_text = new_text
+        self._make_text = make_text
         self.max_context_tokens = engine.max_context_tokens
         self._lock = threading.Lock()
         self._open: dict[int, Reply] = {}
-        self._unwanted: deque[int] = deque()
+        self._to_abort: deque[int] = deque()
         self._next_id = 0
         self._failure: str | None = None
 
@@ -160,42 +170,57 @@ class OfflineDriver:
         """Queue one request; `params` must have passed `check_prompt`.
 
         Args:
-            streamed: its deltas are read as they come, so the pauses between them are to be bounded.
+            streamed: the caller reads deltas as they come, so the pauses between them are bounded.
 
         Raises:
             MinisglError: the driver is closed or its engine broke.
         """
+        return self.submit_choices(prompt_ids, params, 1, streamed=streamed)[0]
+
+    def submit_choices(
+        self, prompt_ids: list[int], params: SamplingParams, n: int, *, streamed: bool
+    ) -> list[Reply]:
+        """Like `submit`, for `n` choices; only the first gets the prompt's log probabilities."""
         with self._lock:
-            engine = self._living_engine()
-            request_id = self._next_id
-            self._next_id += 1
-            reply = Reply(request_id, len(prompt_ids), self._new_text(prompt_ids, params))
-            self._open[request_id] = reply
+            engine = self._require_engine()
+            request_ids = range(self._next_id, self._next_id + n)
+            self._next_id += n
+            seeds: tuple[int, ...] = ()
+            if params.seed is None:
+                seeds = tuple(request_seed(self._base_seed, request_id) for request_id in request_ids)
+            replies = [
+                Reply(request_id, len(prompt_ids), self._make_text(prompt_ids, params))
+                for request_id in request_ids
+            ]
+            self._open.update(zip(request_ids, replies, strict=True))
             try:
                 engine.add(
                     AddRequest(
-                        request_id=request_id,
+                        request_id=request_ids[0],
                         prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
                         params=params,
                         streamed=streamed,
+                        num_choices=n,
+                        seeds=seeds,
                     )
                 )
             except BaseException:
-                del self._open[request_id]
+                for request_id in request_ids:
+                    del self._open[request_id]
                 raise
-        return reply
+        return replies
 
     def wait(self, replies: Collection[Reply]) -> None:
-        """Step the engine until one of `replies` has news; returns at once if one has or all have ended.
+        """Step the engine until one of `replies` is readable, or all have ended.
 
         Raises:
             MinisglError: the driver was closed or its engine broke.
         """
-        while not any(reply.has_news for reply in replies) and not all(reply.ended for reply in replies):
+        while not any(reply.is_readable for reply in replies) and not all(reply.ended for reply in replies):
             with self._lock:
-                if any(reply.has_news for reply in replies):
-                    return  # another thread's step brought it
-                engine = self._living_engine()
+                if any(reply.is_readable for reply in replies):
+                    return  # another thread stepped the engine
+                engine = self._require_engine()
                 if not engine.has_work:
                     raise EngineDeadError("the engine has nothing left to do but a reply is missing")
                 self._step(engine)
@@ -203,18 +228,18 @@ class OfflineDriver:
     def abandon(self, reply: Reply) -> None:
         """Forget `reply`, and abort it in the engine if it has not ended.
 
-        Safe at any moment, also from a generator that is collected in the middle of a step.
+        Safe at any time, even when a generator is garbage-collected in the middle of a step.
         """
         if self._open.pop(reply.request_id, None) is not None:
-            self._unwanted.append(reply.request_id)
-        if self._lock.acquire(blocking=False):  # else: who holds it applies it before the next step
+            self._to_abort.append(reply.request_id)
+        if self._lock.acquire(blocking=False):  # otherwise its holder sends the abort
             try:
-                self._settle()
+                self._abort_and_drain()
             finally:
                 self._lock.release()
 
     def close(self) -> None:
-        """Let go of the engine; open replies end with an error. May be called twice."""
+        """Close the engine; open replies end with an error. May be called twice."""
         with self._lock:
             engine, self._engine = self._engine, None
             for reply in list(self._open.values()):
@@ -223,7 +248,7 @@ class OfflineDriver:
             if engine is not None:
                 engine.close()
 
-    def _living_engine(self) -> StepEngine:
+    def _require_engine(self) -> StepEngine:
         if self._engine is None:
             raise MinisglError(CLOSED)
         if self._failure is not None:
@@ -231,13 +256,13 @@ class OfflineDriver:
         return self._engine
 
     def _step(self, engine: StepEngine) -> None:
-        """One engine step and its outputs to their replies. Under the lock."""
+        """Run one engine step and deliver its outputs. The caller holds the lock."""
         with interrupts_deferred():
             try:
-                self._abort_unwanted(engine)
+                self._send_aborts(engine)
                 for output in engine.step():
                     self._deliver(output)
-                self._abort_unwanted(engine)
+                self._send_aborts(engine)
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 for reply in list(self._open.values()):
@@ -249,22 +274,22 @@ class OfflineDriver:
         reply = self._open.get(output.request_id)
         if reply is None:
             return  # abandoned while its step was in flight
-        reply.take(output)
+        reply.receive(output)
         if reply.ended:
             del self._open[output.request_id]
-            if output.finish_reason is None:  # a stop string matched; the engine would go on
-                self._unwanted.append(output.request_id)
+            if output.finish_reason is None:  # a stop string matched, which the engine does not know
+                self._to_abort.append(output.request_id)
 
-    def _abort_unwanted(self, engine: StepEngine) -> None:
-        while self._unwanted:
-            engine.abort(self._unwanted.popleft())
+    def _send_aborts(self, engine: StepEngine) -> None:
+        while self._to_abort:
+            engine.abort(self._to_abort.popleft())
 
-    def _settle(self) -> None:
-        """Apply aborts now and, if nobody waits for anything, let the engine free what they held."""
+    def _abort_and_drain(self) -> None:
+        """Send the aborts now and, if no reply is open, step until the engine has no work left."""
         engine = self._engine
         if engine is None or self._failure is not None:
             return
-        self._abort_unwanted(engine)
+        self._send_aborts(engine)
         while not self._open and engine.has_work:
             self._step(engine)
 
@@ -273,10 +298,10 @@ CLOSED = "this LLM is closed"
 
 
 def check_prompt(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> SamplingParams:
-    """`fit_to_context`, for token ids that come from the caller's Python.
+    """Check token ids from the caller's Python, then `fit_to_context`.
 
     Raises:
-        RequestError: 400 when the prompt is empty, has something that is no token id, or leaves no room.
+        RequestError: 400 when the prompt is empty, holds an invalid token id, or leaves no room.
     """
     for token_id in prompt_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
@@ -288,9 +313,9 @@ def check_prompt(prompt_ids: list[int], params: SamplingParams, max_context_toke
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that no engine step is torn; pressed twice, it doesn't.
+    """Delay Ctrl-C until the block ends, so that no step is interrupted; a second press acts at once.
 
-    Only where Ctrl-C means KeyboardInterrupt (the main thread under Python's own handler).
+    Works only in the main thread under Python's own SIGINT handler; elsewhere it does nothing.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

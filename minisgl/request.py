@@ -1,9 +1,10 @@
-"""What is asked of the engine and what it answers: parameters, states and outputs of one request.
+"""A request: its sampling parameters, its states and its outputs.
 
-Promise: a `Request` changes state only along `NEXT`, so an illegal order of events is an error at
-the place where it happens, not a leak found an hour later.
+Promise: a `Request` changes state only along `NEXT`, so an illegal order of events raises an error where it
+happens.
 """
 
+from copy import copy
 from enum import Enum
 from typing import Annotated, Any
 
@@ -12,11 +13,12 @@ import numpy as np
 from msgspec import Meta
 
 from minisgl.errors import RequestError
-from minisgl.fields import checked
+from minisgl.fields import convert_value
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 8192
 MAX_BAD_WORDS = 64
 MAX_BAD_WORDS_IDS = 2 * MAX_BAD_WORDS  # a word with and without a space before it
 MAX_BAD_WORD_TOKENS = 16
@@ -34,23 +36,23 @@ RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, title="Token id")]
-Watched = Annotated[str, Meta(min_length=1, max_length=1000)]
-"""A text that the output is watched for."""
+WatchedText = Annotated[str, Meta(min_length=1, max_length=1000)]
+"""A text that the output is searched for."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the tokens of one request. Checked when constructed, also when decoded from the wire.
+    """How to choose the tokens of one request. Checked on construction, also when decoded from a message.
 
     Raises:
-        RequestError: 400 with the field's name when a value has the wrong type or is out of its range.
+        RequestError: 400 with the field's name when a value has the wrong type or is out of range.
     """
 
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """Most tokens to generate; None = the room that is left in the model's context; 0 only reads the
-    prompt, for its log probabilities."""
+    """Most tokens to generate. None = all that fit into the model's context; 0 = only compute the prompt, for
+    its log probabilities."""
     min_tokens: MinTokens = 0
-    """No end-of-sequence or stop token before so many tokens, and stop strings are looked for in what
-    follows them only."""
+    """Least tokens to generate: before them, end-of-sequence and stop tokens are banned and stop strings are
+    not searched for."""
     temperature: Temperature = 1.0
     """0 = greedy (exact argmax, lowest id wins ties); otherwise logits are divided by it. Up to 100."""
     top_k: TopK = 0
@@ -58,56 +60,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: TopP = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
     min_p: MinP = 0.0
-    """Drop tokens less likely than this times the likeliest one; in [0, 1]."""
+    """Drop tokens less likely than this times the most likely one; in [0, 1]."""
     seed: Seed | None = None
-    """Same seed, same prompt, same parameters: same random numbers whatever the batch, and in float32 the
-    same tokens; in 16 bits a near tie may fall otherwise. None = a fresh one."""
-    stop: tuple[Watched, ...] = ()
+    """Same seed, prompt and parameters give the same random numbers in any batch, and in float32 the same
+    tokens; in 16 bits, near ties may be decided differently. None = a fresh seed."""
+    stop: tuple[WatchedText, ...] = ()
     """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
-    string is taken for one of them. Watched by the text side."""
+    string counts as one of them. The process that detokenizes searches for them."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     """End after any of these tokens (up to 1024), in addition to the model's own end-of-sequence ids."""
     ignore_eos: bool = False
-    """Go on through the model's end-of-sequence ids (for benchmarks)."""
+    """Do not stop at the model's end-of-sequence ids (for benchmarks)."""
     include_stop_str_in_output: bool = False
-    """What ended the reply, a stop string or a token, is part of its text."""
+    """The stop string or token that ended the reply is part of its text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     presence_penalty: Penalty = 0.0
-    """Taken off the logits of tokens that the output has; -2 to 2."""
+    """Subtracted once from the logit of each token in the output; -2 to 2."""
     frequency_penalty: Penalty = 0.0
-    """Taken off the logits of tokens for each time that the output has them; -2 to 2."""
+    """Subtracted from a token's logit for each of its occurrences in the output; -2 to 2."""
     repetition_penalty: RepetitionPenalty = 1.0
-    """Logits of tokens that prompt or output have are divided by it, negative ones multiplied; above 0, up
-    to 100; 1 = off."""
+    """Divides the logits of tokens in prompt or output; negative logits are multiplied. Above 0, up to 100;
+    1 = off."""
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
-    """Token id -> what is added to its logit, -100 to 100; up to 1024 tokens."""
-    allowed_token_ids: tuple[TokenId, ...] = ()
-    """Only these tokens may be generated; () = all."""
-    bad_words: Annotated[tuple[Watched, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
-    """Up to 64 texts that must not be generated, each with and without a space before it. The text side makes
-    `bad_words_ids` of them."""
+    """Token id -> number added to its logit, -100 to 100; up to 1024 tokens."""
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] = ()
+    """Only these tokens, up to 8192, may be generated; () = all."""
+    bad_words: Annotated[tuple[WatchedText, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
+    """Up to 64 texts that must not be generated, each with and without a space before it. They are converted
+    to `bad_words_ids` before the engine gets them."""
     bad_words_ids: Annotated[
         tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...],
         Meta(max_length=MAX_BAD_WORDS_IDS),
     ] = ()
-    """Sequences of token ids, up to 128 of up to 16 tokens, whose last token is not generated behind the
+    """Up to 128 sequences of up to 16 token ids. A sequence's last token is not generated right after the
     others."""
     logprobs: NumLogprobs | None = None
-    """Give the log probability of each generated token and of so many most likely ones (0 to 20), of the
+    """Return the log probability of each generated token and of this many most likely ones (0 to 20), in the
     model's own distribution: before temperature, penalties and all else. None = off."""
     prompt_logprobs: NumLogprobs | None = None
-    """The same for each token of the prompt but the first. The prompt is computed without prefix cache."""
+    """The same for each token of the prompt but the first. The prompt is computed without prefix cache.
+    They are computed for the first choice of a prompt; all its choices get them."""
 
     def __post_init__(self) -> None:
         for name, kind, default in SAMPLING_FIELDS:
             value = getattr(self, name)
             if value is default:
                 continue
-            # In Python "END" and ["END"] come easily to hand; a string must not count as its characters.
+            # Python code may pass "END" for ["END"]; a string must not be read as a list of characters.
             if name in ("stop", "bad_words") and isinstance(value, str):
                 value = (value,)
-            msgspec.structs.force_setattr(self, name, checked(value, kind, name))
+            msgspec.structs.force_setattr(self, name, convert_value(value, kind, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 400,
@@ -118,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def changes_logits(self) -> bool:
-        """Whether more than temperature, top_k, top_p and min_p stands between logits and token."""
+        """Whether a parameter other than temperature, top_k, top_p and min_p affects the choice of tokens."""
         return bool(
             self.min_tokens
             or self.presence_penalty
@@ -136,11 +139,16 @@ SAMPLING_FIELDS = tuple(
 """Name, annotated type, default."""
 
 
-def for_choice(params: SamplingParams, rank: int) -> SamplingParams:
-    """Choices of one prompt differ, also under a seed, and the first is what n = 1 gives."""
-    if params.seed is None or rank == 0:
+def params_for_choice(params: SamplingParams, rank: int) -> SamplingParams:
+    """The parameters of one choice of a prompt.
+
+    Each choice has a seed of its own. The first choice equals that of n = 1, and only for it are the prompt's
+    log probabilities computed.
+    """
+    if rank == 0 or (params.seed is None and params.prompt_logprobs is None):
         return params
-    return msgspec.structs.replace(params, seed=(params.seed + rank) & MAX_SEED)
+    seed = None if params.seed is None else (params.seed + rank) & MAX_SEED
+    return _replace_unchecked(params, seed=seed, prompt_logprobs=None)
 
 
 def with_bad_words_ids(params: SamplingParams, ids: tuple[tuple[int, ...], ...]) -> SamplingParams:
@@ -158,10 +166,10 @@ def with_bad_words_ids(params: SamplingParams, ids: tuple[tuple[int, ...], ...])
 def fit_to_context(
     num_prompt_tokens: int, params: SamplingParams, max_context_tokens: int, param: str = "prompt"
 ) -> SamplingParams:
-    """The same parameters with `max_tokens` set: to what was asked for, or the room the prompt leaves.
+    """The same parameters with `max_tokens` set, limited to the tokens that the prompt leaves.
 
     Raises:
-        RequestError: 400 when the prompt is empty or leaves no room; `param` names it in the request.
+        RequestError: 400 when the prompt is empty or leaves no token; `param` names its field.
     """
     if num_prompt_tokens == 0:
         raise RequestError(400, "invalid_value", "the prompt is empty; give at least one token", param)
@@ -175,11 +183,24 @@ def fit_to_context(
             param,
         )
     wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-    return msgspec.structs.replace(params, max_tokens=wanted, min_tokens=min(params.min_tokens, wanted))
+    return _replace_unchecked(params, max_tokens=wanted, min_tokens=min(params.min_tokens, wanted))
+
+
+def without_stop_strings(params: SamplingParams) -> SamplingParams:
+    """The same parameters without stop strings, which the engine does not use."""
+    return _replace_unchecked(params, stop=()) if params.stop else params
+
+
+def _replace_unchecked(params: SamplingParams, **values: Any) -> SamplingParams:
+    """A copy with other values that are known to be valid; unlike `replace`, it checks nothing."""
+    changed = copy(params)
+    for name, value in values.items():
+        msgspec.structs.force_setattr(changed, name, value)
+    return changed
 
 
 class FinishReason(str, Enum):
-    """Why a request ended. The first two are OpenAI's words; the others never reach a healthy client."""
+    """Why a request ended. OpenAI defines the first two; the others never reach a healthy client."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -188,19 +209,56 @@ class FinishReason(str, Enum):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the model thought of one token: natural logarithms, of its own distribution."""
+    """Log probabilities (natural) at one token's position, in the model's own distribution."""
 
     token_id: int
     logprob: float
     rank: int
-    """1 + how many tokens are likelier."""
+    """1 + the number of more likely tokens."""
     top_ids: list[int]
-    """The likeliest tokens, best first; as many as were asked for."""
+    """The most likely tokens, best first; as many as the request asked for."""
     top_logprobs: list[float]
 
 
+LOWEST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON can't express; OpenAI uses this number."""
+
+
+class PackedLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The `TokenLogprobs` of N tokens with k most likely tokens each, in the device's format."""
+
+    token_ids: bytes
+    """Little-endian int32 [N]."""
+    lines: bytes
+    """Little-endian int32 [N, 2 + 2 * k], see `engine.logits.pack_logprobs`."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // 4
+
+    def unpack(self) -> list[TokenLogprobs]:
+        """One `TokenLogprobs` for each token."""
+        if not self.token_ids:
+            return []
+        token_ids = np.frombuffer(self.token_ids, "<i4")
+        lines = np.frombuffer(self.lines, "<i4").reshape(len(token_ids), -1)
+        k = (lines.shape[1] - 2) // 2
+        logprobs = np.maximum(
+            lines.view(np.float32)[:, [0, *range(2 + k, 2 + 2 * k)]], LOWEST_LOGPROB
+        ).tolist()
+        return [
+            TokenLogprobs(token_id, logprob, rank, top_ids, top_logprobs)
+            for token_id, rank, top_ids, (logprob, *top_logprobs) in zip(
+                token_ids.tolist(),
+                (lines[:, 1] + 1).tolist(),
+                lines[:, 2 : 2 + k].tolist(),
+                logprobs,
+                strict=True,
+            )
+        ]
+
+
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):
-    """What one step gave one request. The one with a `finish_reason` is the last, exactly once."""
+    """A request's output of one step. Exactly one has a `finish_reason`; it is the last."""
 
     request_id: int
     token_ids: list[int]
@@ -209,24 +267,24 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     error_status: int = 0
-    """HTTP status of a refusal; 0 = none. With `finish_reason` ERROR only."""
+    """HTTP status of a refusal; 0 = no error. Set only with `finish_reason` ERROR."""
     error_code: str = ""
     error_message: str = ""
     error_param: str | None = None
-    """The field at fault."""
+    """The request's field at fault, if a single one is."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`, where asked for."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """One for each token of the prompt but the first, where asked for; with the first output that has
-    tokens, or with the last if none has."""
+    """One for each of `token_ids`, if the request asked for them."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """One for each token of the prompt but the first, if the request asked for them. Set in the first output
+    that has tokens, or in the last output if none has."""
 
 
 class RequestState(Enum):
-    WAITING = "waiting"  # not in the pool: new, or preempted
-    PREFILL = "prefill"  # has a row and pages; prompt tokens left to feed
-    DECODE = "decode"  # feeds the token it generated last
+    WAITING = "waiting"  # new or preempted: holds no row and no pages
+    PREFILL = "prefill"  # holds a row and pages; part of its feed is not computed yet
+    DECODE = "decode"  # each step feeds the token that it generated last
     FINISHED = "finished"  # its final output is out; row and pages are still held
-    RETIRED = "retired"  # row and pages given back
+    RETIRED = "retired"  # row and pages are released
 
 
 NEXT: dict[RequestState, frozenset[RequestState]] = {
@@ -238,24 +296,24 @@ NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.FINISHED: frozenset({RequestState.RETIRED}),
     RequestState.RETIRED: frozenset(),
 }
-"""WAITING from PREFILL or DECODE is preemption; RETIRED needs `steps_in_flight == 0`."""
+"""A change from PREFILL or DECODE to WAITING is preemption. RETIRED needs `steps_in_flight == 0`."""
 
 
 class Request:
     """One completion from its arrival to its retirement. Only the scheduler writes to it.
 
-    `prompt` and `output` are what the user sees. `feed` is what has to be prefilled while it holds a
-    row: the prompt, or after a preemption the prompt and the tokens generated so far.
+    The user sees `prompt` and `output`. `feed` holds the tokens to prefill: the prompt, and after a
+    preemption also the tokens generated before it.
     """
 
     __slots__ = (
-        "arrival",
         "changes_logits",
         "decode_limit",
         "feed",
+        "is_isolated",
         "is_preempting",
-        "last_fed_tokens",
         "lease",
+        "max_fed_tokens",
         "max_new_tokens",
         "num_cached_tokens",
         "num_planned_tokens",
@@ -266,11 +324,14 @@ class Request:
         "prompt",
         "request_id",
         "row",
+        "rules",
         "seed",
+        "seniority",
         "state",
         "steps_in_flight",
         "stop_ids",
         "streamed",
+        "uses_shared_pages",
         "wants_logprobs",
         "was_admitted",
     )
@@ -282,41 +343,40 @@ class Request:
         params: SamplingParams,
         *,
         priority: int,
-        arrival: int,
+        seniority: tuple[int, int],
         streamed: bool,
         seed: int,
         max_new_tokens: int,
         stop_ids: frozenset[int],
+        rules: Any = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # int32 [prompt tokens]
         self.params = params
         self.priority = priority
-        self.arrival = arrival
-        self.streamed = streamed  # its tokens are read as they come
+        self.seniority = seniority  # sort key; the smallest goes first
+        self.streamed = streamed  # the client reads its tokens as they come
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.stop_ids = stop_ids
-        self.changes_logits = params.changes_logits
+        self.rules = rules  # scheduler.plan.LogitRules without output, shared by a prompt's choices
+        self.changes_logits = rules is not None
         self.wants_logprobs = params.logprobs is not None
         self.state = RequestState.WAITING
         self.output: list[int] = []
         self.feed = prompt
         self.num_cached_tokens = 0  # found in the tree at the first admission
         self.was_admitted = False
-        self.num_times_skipped = 0  # while waiting: how often a better prefix went first
+        self.num_times_skipped = 0  # how often a request with a longer cached prefix went first
         self.row = -1
         self.lease: Any = None  # kvcache.manager.Lease while it holds pages
-        self.num_planned_tokens = 0  # K/V is in the pool, or will be after the launched steps
-        self.last_fed_tokens = len(prompt) + max(max_new_tokens, 1) - 1  # fed when the last output is sampled
-        self.decode_limit = 0  # num_planned_tokens up to which a decode needs no decision
-        self.steps_in_flight = 0  # launched steps this request is part of, not yet applied
-        self.is_preempting = False  # will go back to WAITING when no step is in flight
-
-    @property
-    def seniority(self) -> tuple[int, int]:
-        """Sort key: who goes first, smallest first."""
-        return (-self.priority, self.arrival)
+        self.num_planned_tokens = 0  # tokens whose K/V are in the pool after all launched steps
+        self.max_fed_tokens = len(prompt) + max(max_new_tokens, 1) - 1  # fed when the last output is sampled
+        self.decode_limit = 0  # below it, num_planned_tokens may grow without a check
+        self.steps_in_flight = 0  # launched steps with this request that are not applied yet
+        self.is_preempting = False  # returns to WAITING once no step is in flight
+        self.uses_shared_pages = False  # has pages that another request may have computed
+        self.is_isolated = False  # computes all of its pages itself, and shares none
 
     def tokens(self) -> np.ndarray:
         """Prompt and output, int32 [tokens]."""
@@ -328,7 +388,7 @@ class Request:
         """Change state.
 
         Raises:
-            RuntimeError: `NEXT` has no such transition; a bug of ours.
+            RuntimeError: `NEXT` has no such transition, which is a bug in minisgl.
         """
         if state not in NEXT[self.state]:
             raise RuntimeError(

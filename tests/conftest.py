@@ -33,3 +33,20 @@ settings.load_profile("minisgl")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many workers `-n auto` means: few, as every one starts servers; on a GPU one, for its memory."""
     return 1 if HAS_GPU else min(4, len(os.sched_getaffinity(0)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-rounds", type=int, default=4, help="rounds of each engine fuzz test")
+
+
+@pytest.fixture(scope="session")
+def fuzz_rounds(request: pytest.FixtureRequest) -> int:
+    return request.config.option.fuzz_rounds
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What fuzz tests met, also in a run that passes."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "fuzz":
+                terminalreporter.write_line(f"fuzz: {report.nodeid}: {value}")

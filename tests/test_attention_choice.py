@@ -5,11 +5,19 @@ from dataclasses import replace
 import pytest
 from tiny_config import TINY
 
-from minisgl.attention_choice import NAMES, Backends, Place, available, choose, obstacle, parse
+from minisgl.attention.choice import (
+    NAMES,
+    AttentionEnvironment,
+    Backends,
+    available,
+    choose,
+    parse,
+    reason_unavailable,
+)
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.errors import ConfigError
 
-H200 = Place("cuda", (9, 0), "0.6.14", "bfloat16", 32, 8, 128, 16)
+H200 = AttentionEnvironment("cuda", (9, 0), "0.6.14", "bfloat16", 32, 8, 128, 16)
 MODEL = replace(TINY, hidden_size=256, head_dim=64, max_position=2048, checkpoint_dtype="bfloat16")
 
 
@@ -106,7 +114,7 @@ def test_every_backend_has_an_answer_everywhere() -> None:
     for device, capability in (("cpu", (0, 0)), ("cuda", (7, 5)), ("cuda", (9, 0)), ("cuda", (10, 0))):
         place = H200._replace(device=device, capability=capability)
         runs = available(place)
-        assert [name for name in NAMES if obstacle(name, place) is None] == runs
+        assert [name for name in NAMES if reason_unavailable(name, place) is None] == runs
         assert "torch" in runs
 
 
@@ -135,3 +143,9 @@ def test_what_does_not_go_with_a_backend_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(backend, **settings)
+
+
+def test_a_soft_cap_of_attention_scores_leaves_our_kernels_and_the_reference() -> None:
+    assert available(H200._replace(has_softcap=True)) == ["triton", "torch"]
+    with pytest.raises(ConfigError, match="flashinfer has no soft cap"):
+        choose("triton,flashinfer", H200._replace(has_softcap=True))

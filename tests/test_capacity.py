@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
-from minisgl.capacity import describe, find_capacity, gpu_gib
 from minisgl.cli import main
+from minisgl.commands.plan import describe, find_capacity, gpu_gib
 from minisgl.config import GIB, EngineConfig
 from minisgl.errors import ConfigError
 
@@ -72,6 +73,16 @@ def test_a_model_that_does_not_fit_is_one_line(folder: Path, capsys) -> None:
     assert "the weights take 15.02 GiB" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="minisgl plan plans for GPUs"):
         find_capacity(EngineConfig(device="cpu"), folder, "H200")
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_a_plan_on_a_machine_without_a_gpu_says_which_one_it_assumes(
+    is_here: bool, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
+    assert main(["plan", "--model", str(folder), "--gpu", "h100"]) == 0
+    said = "This machine has no GPU; the plan assumes the one that --gpu names (h100).\n"
+    assert capsys.readouterr().out.endswith(said) is not is_here
 
 
 def test_more_memory_never_holds_fewer_pages(folder: Path) -> None:

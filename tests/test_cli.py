@@ -1,5 +1,7 @@
 """The `minisgl` command as a user meets it: exit codes, one-line errors, and what it does not load."""
 
+import argparse
+import io
 import json
 import os
 import signal
@@ -11,7 +13,8 @@ import pytest
 
 from compile_cache.store import open_cache
 from minisgl import __version__
-from minisgl.cli import cache_dir, main, settings_in
+from minisgl.cli import COMMANDS, cache_dir, main, prompt_from, settings_from
+from minisgl.commands.parser import build_parser
 from minisgl.errors import ConfigError
 from minisgl.weights.sources import default_cache_dir
 
@@ -67,6 +70,47 @@ def test_words_that_are_no_command_line_give_the_usage_and_exit_code_2(arguments
     assert answer.returncode == 2
     assert "usage: minisgl" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serve", "--prot", "1"], "did you mean --port?"),
+        (["serve", "--page_size=3"], "did you mean --page-size?"),
+        (["generate", "hi", "--temprature", "0"], "did you mean --temperature?"),
+        (["bench", "offline", "--num-request", "3"], "did you mean --num-requests?"),
+        (["cache", "ls", "--compile-cach", "x"], "did you mean --compile-cache?"),
+        (["--versoin"], "did you mean --version?"),
+        (["serve", "--xyzzy"], "see minisgl serve --help"),
+        (["bench", "offline", "extra"], "see minisgl bench offline --help"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_one_most_like_it_or_with_where_to_look(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("minisgl: error: unrecognized arguments: ")
+    assert last_line.partition("; ")[2] == hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompt"), [("hi\n", "hi"), ("hi", "hi"), ("a\n\n", "a\n"), ("a\nb\n", "a\nb")]
+)
+def test_a_prompt_from_a_pipe_ends_where_its_last_line_does(typed: str, prompt: str) -> None:
+    assert prompt_from("-", io.StringIO(typed)) == prompt
+    assert prompt_from(None, io.StringIO(typed)) == prompt
+    assert prompt_from(typed, io.StringIO()) == typed
+
+
+def test_doctor_refuses_a_model_that_is_none_as_serve_does(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for command in ("serve", "doctor"):
+        assert main([command, "--model", "/no/such/folder"]) == 2
+        said.append(capsys.readouterr())
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
@@ -214,11 +258,21 @@ def test_doctor_without_the_model_warns_and_fetches_nothing(tmp_path: Path) -> N
 
 def test_a_prompt_is_asked_for_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    from minisgl.cli import build_parser
-
     arguments = build_parser({}).parse_args(["generate"])
     with pytest.raises(ConfigError, match="give a prompt"):
-        arguments.run(arguments, {}, 0.0)
+        COMMANDS[arguments.command](arguments, {}, 0.0)
+
+
+def test_every_command_of_the_parser_has_a_function() -> None:
+    def commands_below(parser: argparse.ArgumentParser) -> set[str]:
+        inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        if not inner:
+            return {parser.get_default("command")}
+        return {
+            name for action in inner for below in action.choices.values() for name in commands_below(below)
+        }
+
+    assert commands_below(build_parser({})) == COMMANDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -264,6 +318,7 @@ def test_server_mistakes_are_known_before_a_model_is_looked_for(
     [
         ([""], b"", "the prompt is empty"),
         (["-"], b"", "the prompt is empty"),
+        (["-"], b"\n", "the prompt is empty"),
         (["", "--chat"], b"", "the prompt is empty"),
         ([b"caf\xe9"], b"", "the prompt is not valid UTF-8"),
         (["-"], b"caf\xe9", "the prompt is not valid UTF-8"),
@@ -288,8 +343,10 @@ def test_the_variable_of_a_kubernetes_service_is_no_port() -> None:
     answer = run("serve", "--help", MINISGL_PORT="tcp://10.96.0.1:8000")
     assert answer.returncode == 0
     assert "(default: 8000)" in " ".join(answer.stdout.split())
-    assert settings_in({"MINISGL_PORT": "tcp://10.96.0.1:80", "MINISGL_HOST": "::"}) == {"MINISGL_HOST": "::"}
-    assert settings_in({"MINISGL_PORT": "9000"}) == {"MINISGL_PORT": "9000"}
+    assert settings_from({"MINISGL_PORT": "tcp://10.96.0.1:80", "MINISGL_HOST": "::"}) == {
+        "MINISGL_HOST": "::"
+    }
+    assert settings_from({"MINISGL_PORT": "9000"}) == {"MINISGL_PORT": "9000"}
 
 
 def test_what_the_terminal_cannot_show_is_no_traceback(tmp_path: Path) -> None:
@@ -317,7 +374,7 @@ def test_the_compile_cache_is_listed_packed_unpacked_and_cleared(tmp_path: Path,
         Path(environ["TRITON_CACHE_DIR"]).mkdir()
         kernel = Path(environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
         kernel.write_text("x" * 100)
-        cache.seal()
+        cache.publish()
         cache.close()
         code, said = minisgl("ls")
         assert code == 0

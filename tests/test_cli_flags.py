@@ -12,17 +12,18 @@ from typing import cast
 import pytest
 
 from minisgl.benchmark import settings as benchmark_settings
-from minisgl.cli import build_parser
+from minisgl.commands.flags import add_flags, fields_of, values_of
+from minisgl.commands.parser import build_parser
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
-from minisgl.flags import add_flags, fields_of, values_of
 from minisgl.request import SamplingParams
 
 SERVER = """
-    --access-log --api-key --api-workers --cors-origin --drain-timeout-s --heartbeat-timeout-s --host
-    --log-level --max-body-bytes --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log
-    --port --request-timeout-s --sampling-defaults --served-model-name --startup-timeout-s --tls-cert
-    --tls-key --upload-timeout-s
+    --access-log --admin-key --allowed-host --api-key --api-workers --cors-origin --drain-timeout-s
+    --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
+    --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --port
+    --request-timeout-s --sampling-defaults --served-model-name --startup-timeout-s --tls-cert --tls-key
+    --upload-timeout-s
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
@@ -186,11 +187,18 @@ def test_a_bad_variable_is_named(name: str, text: str) -> None:
         build_parser({name: text})
 
 
-@pytest.mark.parametrize("command", ["serve", "bench serve"])
-def test_help_never_shows_a_secret(command: str) -> None:
-    shown = subparsers({"MINISGL_API_KEY": "hidden-value"})[command].format_help()
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        ("serve", "MINISGL_API_KEY"),
+        ("serve", "MINISGL_ADMIN_KEY"),
+        ("bench serve", "MINISGL_API_KEY"),
+    ],
+)
+def test_help_never_shows_a_secret(command: str, variable: str) -> None:
+    shown = subparsers({variable: "hidden-value"})[command].format_help()
     assert "hidden-value" not in shown
-    assert "(default: $MINISGL_API_KEY)" in " ".join(shown.split())
+    assert f"(default: ${variable})" in " ".join(shown.split())
     assert "(default: none)" in " ".join(subparsers()[command].format_help().split())
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_config import TINY
 
+from minisgl.commands.flags import fields_of
 from minisgl.config import (
     DeviceFacts,
     EngineConfig,
@@ -21,8 +22,7 @@ from minisgl.config import (
     resolve_engine_config,
 )
 from minisgl.errors import ConfigError
-from minisgl.flags import fields_of
-from minisgl.model_config import ExpertsConfig
+from minisgl.model_config.config import ExpertsConfig
 
 MODEL = replace(TINY, max_position=512, checkpoint_dtype="bfloat16")
 VALUES = st.one_of(
@@ -85,10 +85,15 @@ def test_what_no_engine_can_run_with_is_known_without_device_and_model(fields: d
         {"max_body_bytes": 1.5},
         {"max_upload_bytes": 1000},
         {"max_queued_requests": 0},
+        {"api_key": ("",)},
+        {"admin_key": ("key\n",)},
+        {"admin_key": (" key",)},
+        {"api_key": ("a", "b"), "admin_key": ("b",)},
         {"request_timeout_s": math.nan},
         {"request_timeout_s": 0.0},
         {"request_timeout_s": math.inf},
         {"upload_timeout_s": 0},
+        {"keep_alive_timeout_s": 0},
         {"drain_timeout_s": -1.0},
         {"heartbeat_timeout_s": 0.0},
         {"startup_timeout_s": -1},
@@ -149,7 +154,16 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
     hints, open_hints = get_type_hints(ResolvedConfig), get_type_hints(EngineConfig)
     assert hints.keys() == open_hints.keys() | {"must_compile"}
     optional = {name for name, kind in hints.items() if NoneType in get_args(kind)}
-    none = {"revision", "tokenizer", "num_pages", "compile_cache", "profile_dir", "rdzv", "cpu_threads"}
+    none = {
+        "revision",
+        "tokenizer",
+        "num_pages",
+        "seed",
+        "compile_cache",
+        "profile_dir",
+        "rdzv",
+        "cpu_threads",
+    }
     assert optional == none
     for name, kind in open_hints.items():
         assert hints[name] in (kind, *get_args(kind)), name

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compile_cache.store import open_cache
-from minisgl import doctor
+from minisgl.commands import doctor
 from minisgl.config import DeviceFacts, EngineConfig
 
 H200 = DeviceFacts(
@@ -73,7 +73,7 @@ def test_it_says_what_lies_in_the_compile_cache_and_what_is_wrong_with_it(tmp_pa
         kernel = Path(environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
         kernel.parent.mkdir(parents=True)
         kernel.write_bytes(bytes(1 << 20))
-        cache.seal()
+        cache.publish()
         cache.close()
     report = examine(tmp_path, None)
     assert report.warnings == []

@@ -6,7 +6,7 @@ import pytest
 from msgspec import Meta
 
 from minisgl.errors import RequestError
-from minisgl.fields import checked, needed, refuse_unknown
+from minisgl.fields import convert_value, describe_type, refuse_unknown
 
 Small = Annotated[int, Meta(ge=0, le=9)]
 
@@ -31,7 +31,7 @@ Small = Annotated[int, Meta(ge=0, le=9)]
     ],
 )
 def test_a_type_is_said_in_words(kind: Any, words: str) -> None:
-    assert needed(kind) == words
+    assert describe_type(kind) == words
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,18 @@ def test_a_type_is_said_in_words(kind: Any, words: str) -> None:
 )
 def test_a_refusal_says_what_was_needed_and_what_came(value: Any, code: str, message: str) -> None:
     with pytest.raises(RequestError) as refused:
-        checked(value, Small, "digit")
+        convert_value(value, Small, "digit")
     assert (refused.value.code, refused.value.message, refused.value.param) == (code, message, "digit")
 
 
 def test_the_item_at_fault_is_shown_with_its_place() -> None:
     with pytest.raises(RequestError, match=r"got 12 at grid\[1\]\[2\]$"):
-        checked([[1], [2, 3, 12]], list[list[Small]], "grid")
+        convert_value([[1], [2, 3, 12]], list[list[Small]], "grid")
 
 
 def test_a_set_where_a_list_belongs_is_no_accident() -> None:
     with pytest.raises(RequestError, match=r"^words must be "):
-        checked([{"a", 5}], list[list[str]], "words")
+        convert_value([{"a", 5}], list[list[str]], "words")
 
 
 def test_true_is_not_one_but_a_float_may_be() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -17,8 +18,9 @@ from transformers import (
 )
 
 from minisgl.errors import ModelError
-from minisgl.hf_config import FAMILIES, Windows, read_model_config
-from minisgl.model_config import RopeScaling
+from minisgl.model_config.config import RopeScaling
+from minisgl.model_config.families import FAMILIES, Windows
+from minisgl.model_config.hf_config import read_model_config
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -110,6 +112,30 @@ def test_rope_kinds(changes: dict[str, object], kind: str | None, tmp_path: Path
     config = read_model_config(write(tmp_path, **changes))
     assert (config.rope_scaling and config.rope_scaling.kind) == kind
     assert config.rope_theta == (10000.0 if changes.get("rope_theta") is ... else 500000.0)
+
+
+@pytest.mark.parametrize(
+    ("of_generation", "of_config", "joined"),
+    [
+        ([128009, 5], 7, (128009, 5, 7)),
+        (7, [128009, 5], (7, 128009, 5)),
+        (None, 7, (7,)),
+        (7, None, (7,)),
+        ([7, 5], [5, 7], (7, 5)),
+    ],
+)
+def test_what_either_file_says_ends_a_text_does_end_it(
+    of_generation: object, of_config: object, joined: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = write(tmp_path, {"eos_token_id": of_generation}, eos_token_id=of_config)
+    assert read_model_config(folder).eos_token_ids == joined
+
+
+def test_the_first_token_is_config_jsons_and_only_if_it_names_none_the_other_files(tmp_path: Path) -> None:
+    both = write(tmp_path, {"bos_token_id": 3}, bos_token_id=2)
+    assert read_model_config(both).bos_token_id == 2
+    other = write(tmp_path, {"bos_token_id": 3}, bos_token_id=...)
+    assert read_model_config(other).bos_token_id == 3
 
 
 def test_eos_ids_of_both_files_are_joined_each_once(tmp_path: Path) -> None:
@@ -205,6 +231,7 @@ def test_yarn_reaches_as_far_as_its_factor_says(tmp_path: Path) -> None:
 
 
 KINDS: dict[str, type[PreTrainedConfig]] = {
+    "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
     "LlamaForCausalLM": LlamaConfig,
     "MistralForCausalLM": MistralConfig,
@@ -248,7 +275,12 @@ def test_layers_have_the_windows_that_transformers_gives_them(
     )
     theirs = kind.from_pretrained(folder)
     window = getattr(theirs, "sliding_window", None)
-    has_types = architecture in ("Gemma3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    has_types = architecture in (
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    )
     types = theirs.layer_types if has_types else ["sliding_attention" if window else "full_attention"] * 32
     expected = tuple(window if kind == "sliding_attention" else 0 for kind in types)
     if None in expected:
@@ -327,6 +359,24 @@ def test_gemma_3_is_read_as_transformers_4_wrote_it(tmp_path: Path) -> None:
     assert (config.attention_scale, config.embedding_scale) == (0.1, 640**0.5)
     assert config.tie_word_embeddings is False, "this file says so"
     assert config.logit_softcap is None
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_gemma_2_has_the_soft_caps_and_scale_that_transformers_gives_it(
+    left_out: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, object] = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    if not left_out:
+        changes |= {"attn_logit_softcapping": 20.0, "final_logit_softcapping": None}
+        changes |= {"query_pre_attn_scalar": 144}
+    folder = write(tmp_path, rope_scaling=None, **changes)
+    config, theirs = read_model_config(folder), Gemma2Config.from_pretrained(folder)
+    assert config.attention_softcap == theirs.attn_logit_softcapping
+    assert config.logit_softcap == theirs.final_logit_softcapping
+    assert config.attention_scale == theirs.query_pre_attn_scalar**-0.5
+    assert config.local_rope_layers == frozenset()
+    assert config.norm_weights_minus_one
+    assert not config.qk_norm
 
 
 @pytest.mark.parametrize(

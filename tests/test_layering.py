@@ -1,7 +1,8 @@
 """Who may import whom. The table is the drawing of the project: change it only with the design.
 
-A unit is a module or folder directly in `minisgl/`, or one of the two packages beside it. Imports are
-read from the source, those inside functions and under TYPE_CHECKING included.
+A unit is a folder or module directly in `minisgl/`, a module inside a folder if it has a line of its own, or
+one of the two packages beside `minisgl/`. Imports are read from the source, also those inside functions and
+under TYPE_CHECKING.
 """
 
 import ast
@@ -9,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,121 +19,87 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("minisgl", "triton_kernels", "compile_cache")
 
-SEAMS = {"errors", "log", "request", "config", "messages", "transport"}
-ENGINE_SIDE = {
-    "kvcache",
-    "scheduler",
-    "parallel",
-    "layers",
-    "attention",
-    "models",
-    "weights",
-    "model_config",
-    "hf_config",
-}
-
 MAY_IMPORT: dict[str, set[str]] = {
-    # the bottom: what everyone may know
-    "errors": set(),
-    "log": set(),
-    "fields": {"errors"},
-    "request": {"errors", "log", "fields"},
-    "attention_choice": {"errors"},
-    "model_config": set(),
-    "config": {"errors", "log", "attention_choice", "model_config"},
-    "hf_config": {"errors", "model_config"},
-    "messages": {"request"},
-    "transport": {"messages", "errors", "log"},
-    # what decides: no torch
-    "kvcache": {"errors", "log"},
-    "scheduler": {"errors", "log", "request", "kvcache"},
-    # what computes
-    "triton_kernels": set(),
-    "compile_cache": set(),
-    "parallel": {"errors", "log", "model_config", "hf_config", "triton_kernels"},
-    "attention": {"errors", "log", "attention_choice", "triton_kernels"},
-    "layers": {"errors", "log", "model_config", "triton_kernels", "attention"},
-    "models": {"errors", "log", "model_config", "parallel", "layers", "attention", "triton_kernels"},
-    "weights": {"errors", "log", "model_config", "parallel"},
-    "engine": SEAMS | ENGINE_SIDE | {"attention_choice", "triton_kernels", "compile_cache", "__init__"},
-    # what talks to people: no torch
-    "text": {"errors", "log", "fields"},
-    "server": SEAMS | {"fields", "text", "__init__"},
-    "offline": {"errors", "request", "messages", "text"},
-    "llm": {"errors", "log", "config", "request", "text", "offline", "engine", "weights"},
-    # the user's door
-    "flags": {"errors"},
-    "shell": {"errors", "request", "offline", "llm"},
-    "doctor": {
-        "compile_cache",
-        "errors",
-        "attention_choice",
-        "config",
-        "model_config",
-        "hf_config",
-        "weights",
-        "parallel",
-        "engine",
-        "__init__",
-    },
-    "capacity": {"errors", "config", "model_config", "hf_config", "models", "parallel", "engine"},
-    "benchmark": SEAMS
-    | {
-        "text",
-        "triton_kernels",
-        "compile_cache",
-        "engine",
-        "scheduler",
-        "kvcache",
-        "weights",
-        "model_config",
-        "hf_config",
-        "parallel",
-    }
-    | {"server", "__init__"},
-    "cli": SEAMS
-    | {"flags", "shell", "doctor", "server", "llm", "weights", "benchmark", "compile_cache", "capacity"}
-    | {"engine", "__init__"},
-    "__init__": {"errors", "request", "offline", "llm"},
-    "__main__": {"cli"},
+    unit: set(others.split())
+    for unit, others in {
+        # what everyone may know
+        "errors": "",
+        "log": "",
+        "seeds": "",
+        "fields": "errors",
+        "request": "errors fields",
+        "model_config": "errors",
+        "attention.choice": "errors",
+        "config": "errors log attention.choice model_config",
+        "ipc": "errors request",
+        # what decides: no torch
+        "kvcache": "errors",
+        "scheduler": "errors request kvcache",
+        # what computes
+        "triton_kernels": "",
+        "compile_cache": "",
+        "parallel": "errors model_config triton_kernels",
+        "attention": "errors attention.choice triton_kernels",
+        "layers": "errors model_config attention triton_kernels",
+        "models": "errors model_config parallel layers attention triton_kernels",
+        "weights": "errors ipc model_config parallel",
+        "engine": "errors log request config ipc attention.choice model_config kvcache scheduler parallel "
+        "layers attention models weights triton_kernels compile_cache __init__",
+        # what talks to people: no torch
+        "text": "errors fields",
+        "server": "errors log seeds fields request config ipc text __init__",
+        "offline": "errors seeds request ipc text",
+        "llm": "errors config request text offline engine weights",
+        # the user's door
+        "commands.flags": "errors",
+        "commands.parser": "log request config commands.flags benchmark __init__",
+        "commands.chat": "errors request offline llm",
+        "commands": "errors config attention.choice model_config parallel models weights engine "
+        "compile_cache __init__",
+        "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
+        "text server triton_kernels compile_cache __init__",
+        "cli": "errors log request config commands commands.flags commands.parser commands.chat server llm "
+        "weights engine benchmark",
+        "__init__": "errors request offline llm",
+        "__main__": "cli",
+    }.items()
 }
 
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("layers", "attention"): {"minisgl.attention.interface"},
+    ("weights", "ipc"): {"minisgl.ipc.child_process"},
+    ("offline", "ipc"): {"minisgl.ipc.messages"},
     ("benchmark", "compile_cache"): {"compile_cache.bytecode"},
-    ("benchmark", "server"): {"minisgl.server.startup_report"},
+    ("benchmark", "server"): {"minisgl.server.engines.startup_report"},
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
-    ("doctor", "compile_cache"): {"compile_cache.entries"},
-    ("doctor", "parallel"): {"minisgl.parallel.sizes"},
-    ("doctor", "weights"): {"minisgl.weights.sources"},
-    ("doctor", "engine"): {"minisgl.engine.device"},
+    ("commands", "compile_cache"): {"compile_cache.entries", "compile_cache.manifest"},
+    ("commands.parser", "benchmark"): {"minisgl.benchmark.settings"},
     ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
-    ("cli", "engine"): {"minisgl.engine.node"},
-    ("cli", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
+    ("cli", "engine"): {"minisgl.engine.ranks.node"},
+    ("cli", "weights"): {
+        "minisgl.weights.builtin_models",
+        "minisgl.weights.sources",
+        "minisgl.weights.progress",
+    },
 }
 """Where only these modules of a folder may be imported."""
 
-TORCH_FREE = (
-    SEAMS
-    | {
-        "kvcache",
-        "scheduler",
-        "text",
-        "server",
-        "model_config",
-        "hf_config",
-        "offline",
-        "flags",
-        "shell",
-        "cli",
-    }
-) | {"fields", "attention_choice", "__init__", "__main__"}
+LOADS_TORCH = {
+    *("triton_kernels", "compile_cache", "parallel", "attention", "layers", "models", "weights", "engine"),
+    *("llm", "commands", "benchmark"),
+}
+TORCH_FREE = MAY_IMPORT.keys() - LOADS_TORCH
 HEAVY = {"torch", "transformers", "triton"}
 
 ONLY_IN: dict[str, set[str]] = {
-    "zmq": {"minisgl/transport.py"},
-    "torch._dynamo": {"minisgl/engine/compiled.py"},
-    "torch._inductor": {"minisgl/engine/compiled.py", "compile_cache/"},
+    "zmq": {"minisgl/ipc/transport.py"},
+    "torch._dynamo": {"minisgl/engine/graphs/decode_graphs.py"},
+    "torch._inductor": {"minisgl/engine/graphs/decode_graphs.py", "compile_cache/"},
+    "sys.executable": {
+        "minisgl/ipc/child_process.py",
+        "minisgl/commands/doctor.py",
+        "minisgl/weights/pull.py",
+    },
     "os.environ": {"minisgl/cli.py", "minisgl/parallel/regions.py", "compile_cache/"},
     "os.getenv": set(),
     "os.putenv": set(),
@@ -159,6 +127,9 @@ def unit_of(module: str) -> str:
     parts = module.split(".")
     if parts[0] != "minisgl":
         return parts[0]
+    module_of_a_folder = ".".join(parts[1:3])
+    if module_of_a_folder in MAY_IMPORT:
+        return module_of_a_folder
     return parts[1] if len(parts) > 1 else "__init__"
 
 
@@ -173,7 +144,11 @@ def is_module(name: str) -> bool:
 
 
 def imports_of(file: Path) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    return imports_in(ast.parse(file.read_text(encoding="utf-8")), file)
+
+
+def imports_in(tree: ast.Module, file: Path) -> Iterator[Import]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(file, node.lineno, alias.name)
@@ -208,6 +183,23 @@ def test_imports_follow_the_table() -> None:
         if not allowed:
             wrong.append(f"{found.where} imports {found.module}")
     assert wrong == []
+
+
+def imports_at_run_time(file: Path) -> set[str]:
+    """The modules of this project that `file` imports, except those it names for annotations only."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    return {found.module for found in imports_in(tree, file) if found.module.split(".")[0] in PACKAGES}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module_name(file): imports_at_run_time(file) for file in source_files()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
 
 
 def test_no_relative_imports() -> None:
@@ -263,7 +255,7 @@ def test_every_file_says_what_it_is_for() -> None:
         "minisgl",
         "minisgl.cli",
         "minisgl.server.app",
-        "minisgl.server.launch",
+        "minisgl.server.engines.launch",
         "minisgl.scheduler.scheduler",
         "minisgl.kvcache.manager",
         "minisgl.text.chat_template",

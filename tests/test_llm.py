@@ -9,7 +9,7 @@ import pytest
 
 from minisgl import LLM, Completion, ConfigError, FinishReason, MinisglError, RequestError, SamplingParams
 from minisgl.engine.engine import Engine
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.weights.sources import resolve_model_folder
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_golden.json").read_text(encoding="utf-8"))
@@ -146,6 +146,8 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
     (only_prompt,) = llm.generate([[504, 3575]], SamplingParams(max_tokens=0, prompt_logprobs=1))
     assert (only_prompt.token_ids, only_prompt.text) == ((), "")
     assert only_prompt.prompt_logprobs is not None
+    first, second = llm.generate([[504, 3575]], SamplingParams(max_tokens=1, prompt_logprobs=1), n=2)
+    assert first.prompt_logprobs == second.prompt_logprobs == only_prompt.prompt_logprobs
     assert only_prompt.prompt_logprobs[0].logprob == pytest.approx(reply.prompt_logprobs[0].logprob, abs=1e-3)
 
 
@@ -168,6 +170,12 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(llm: LLM) -> None:
     (alone,) = llm.generate("My favourite", params)
     company: list[Completion] = llm.generate(["My favourite", "Other", "Texts"], params)
     assert company[0].token_ids == alone.token_ids
+
+
+def test_choices_and_calls_without_a_seed_differ(llm: LLM) -> None:
+    params = SamplingParams(temperature=10.0, max_tokens=12, ignore_eos=True)
+    replies = llm.generate("My favourite", params, n=2) + llm.generate("My favourite", params)
+    assert len({reply.token_ids for reply in replies}) == 3
 
 
 @pytest.mark.parametrize(

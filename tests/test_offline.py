@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.offline import OfflineDriver, Reply, check_prompt, interrupts_deferred
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.reply import ReplyText
@@ -36,6 +36,7 @@ class ScriptedEngine:
         self._script = script or {}
         self._refused = refused
         self.running: dict[int, list[int]] = {}
+        self.seeds: list[int | None] = []
         self.aborted: list[int] = []
         self.num_steps = 0
         self.closed = False
@@ -47,6 +48,7 @@ class ScriptedEngine:
 
     def add(self, request: AddRequest) -> None:
         assert request.params.max_tokens is not None
+        self.seeds += request.seeds or (request.params.seed,)
         tokens = self._script.get(request.request_id, [])
         self.running[request.request_id] = list(tokens[: request.params.max_tokens])
 
@@ -88,8 +90,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(fast, {})
 
 
-def driver_for(tokenizer: Tokenizer, engine: ScriptedEngine) -> OfflineDriver:
-    return OfflineDriver(engine, lambda ids, params: ReplyText(tokenizer, ids, StopStrings(params.stop)))
+def driver_for(tokenizer: Tokenizer, engine: ScriptedEngine, seed: int | None = None) -> OfflineDriver:
+    return OfflineDriver(
+        engine, lambda ids, params: ReplyText(tokenizer, ids, StopStrings(params.stop)), seed
+    )
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -101,7 +105,7 @@ def submit(driver: OfflineDriver, *, stop: tuple[str, ...] = ()) -> Reply:
 
 
 def deltas(driver: OfflineDriver, reply: Reply) -> Iterator[str]:
-    while reply.has_news or not reply.ended:
+    while reply.is_readable or not reply.ended:
         driver.wait([reply])
         for delta in reply.read():
             yield delta.text
@@ -265,6 +269,23 @@ def test_a_second_interrupt_does_not_wait() -> None:
     with pytest.raises(KeyboardInterrupt):
         press_twice()
     assert reached == [1]
+
+
+@pytest.mark.parametrize(("seed", "is_same"), [(None, False), (3, True)])
+def test_seeds_are_fresh_in_every_process_unless_one_is_given(
+    tokenizer: Tokenizer, seed: int | None, is_same: bool
+) -> None:
+    drawn = []
+    for _ in range(2):
+        engine = ScriptedEngine()
+        driver = driver_for(tokenizer, engine, seed)
+        submit(driver)
+        submit(driver)
+        driver.submit([1], SamplingParams(max_tokens=1, seed=8))
+        assert len(set(engine.seeds)) == 3
+        assert engine.seeds[2] == 8
+        drawn.append(engine.seeds)
+    assert (drawn[0] == drawn[1]) == is_same
 
 
 def test_an_iterator_that_is_dropped_aborts_its_request(tokenizer: Tokenizer) -> None:

@@ -8,8 +8,8 @@ import pytest
 from transformers import Gemma3TextConfig
 
 from minisgl.errors import ModelError
-from minisgl.hf_config import read_model_config
-from minisgl.model_config import ModelConfig, RopeScaling
+from minisgl.model_config.config import ModelConfig, RopeScaling
+from minisgl.model_config.hf_config import read_model_config
 
 SIZES = {
     "hidden_size": 4096,
@@ -110,6 +110,35 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
         },
         {"max_position": 131072},
     ),
+    "Gemma-2-9b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "model_type": "gemma2",
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_size": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 8192,
+            "vocab_size": 256000,
+        },
+        {
+            "windows": (4096, 0) * 21,
+            "attention_scale": 1 / 16,
+            "attention_softcap": 50.0,
+            "logit_softcap": 30.0,
+            "tie_word_embeddings": True,
+            "norm_weights_minus_one": True,
+        },
+    ),
     "Gemma-3-4b, which sees, its text": (
         GEMMA_3_4B,
         {
@@ -191,10 +220,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen1.5-MoE-A2.7B, with shared experts": (
         {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5632},
         "Qwen2MoeForCausalLM",
-    ),
-    "Gemma-2-9b, with soft caps": (
-        {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},
-        "Gemma2ForCausalLM",
     ),
     "gpt-oss-20b": (
         {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},

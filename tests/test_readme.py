@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.cli import build_parser
+from minisgl.commands.parser import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
+READING = re.compile(r"^\| `([\w/.]+\.py)` \| (\d+) \| ", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:\s]+)\)")
 PATH = re.compile(r"\.?[\w-]+(/[\w.-]+)*(/|\.(py|md|toml|json))")
 NAMES_ELSEWHERE = {"config.json", "tokenizer.json", "generation_config.json"}
@@ -139,3 +140,18 @@ def test_the_first_screen_has_the_two_commands() -> None:
     first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:12])
     assert "make serve" in first
     assert "make test" in first
+
+
+def test_the_reading_list_has_the_files_and_lines_that_it_says() -> None:
+    """Line counts within 10 %, about a dozen files, and no more than an afternoon's reading."""
+    listed = {
+        path: int(lines) for path, lines in READING.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    }
+    real = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in listed}
+    assert {path: lines for path, lines in real.items() if abs(listed[path] - lines) > lines / 10} == {}
+    assert 10 <= len(listed) <= 14
+    assert sum(real.values()) <= 3500
+
+
+def test_the_tour_of_the_architecture_stays_short() -> None:
+    assert len((ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()) <= 250

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.errors import RequestError
-from minisgl.request import SamplingParams, fit_to_context, with_bad_words_ids
+from minisgl.request import (
+    PackedLogprobs,
+    SamplingParams,
+    fit_to_context,
+    params_for_choice,
+    with_bad_words_ids,
+    without_stop_strings,
+)
+from minisgl.scheduler.logprobs import read_logprobs
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,7 @@ def test_a_wrong_type_is_a_request_error_that_names_the_field(field: str, value:
         ("logit_bias", {-1: 1}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("allowed_token_ids", (-1,)),
+        ("allowed_token_ids", tuple(range(8193))),
         ("bad_words", ("",)),
         ("bad_words", ("x",) * 65),
         ("bad_words_ids", ((),)),
@@ -161,3 +170,33 @@ def test_whatever_is_accepted_survives_the_wire(values: dict[str, Any]) -> None:
 
 def test_a_number_of_numpys_that_is_a_float_is_taken() -> None:
     assert SamplingParams(temperature=np.float64(0.5)).temperature == 0.5
+
+
+def test_packed_log_probabilities_are_those_of_each_line() -> None:
+    source = np.random.default_rng(0)
+    token_ids = source.integers(0, 1000, 7).astype("<i4")
+    for k in (0, 1, 20):
+        values = -source.random((7, 1 + k)).astype("<f4")
+        values[2] = -np.inf
+        counts = source.integers(0, 1000, (7, 1 + k)).astype("<i4")
+        bits = values.view("<i4")
+        lines = np.concatenate([bits[:, :1], counts, bits[:, 1:]], 1)
+        packed = PackedLogprobs(token_ids.tobytes(), lines.tobytes())
+        assert len(packed) == 7
+        expected = [
+            read_logprobs(line, token_id, k) for line, token_id in zip(lines, token_ids.tolist(), strict=True)
+        ]
+        assert packed.unpack() == expected
+    assert PackedLogprobs(b"", b"").unpack() == []
+
+
+def test_what_is_derived_from_checked_parameters_is_not_checked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(seed=-1, prompt_logprobs=2, stop=("x",), allowed_token_ids=(1, 2), min_tokens=3)
+    monkeypatch.setattr("minisgl.request.convert_value", None)  # would raise a TypeError
+    first, second = (params_for_choice(fit_to_context(6, params, 8), rank) for rank in (0, 1))
+    assert (first.max_tokens, first.min_tokens, first.seed, first.prompt_logprobs) == (2, 2, -1, 2)
+    assert (second.max_tokens, second.seed, second.prompt_logprobs) == (2, 0, None)
+    assert without_stop_strings(params).stop == ()
+    assert (params.max_tokens, params.seed, params.stop) == (None, -1, ("x",))

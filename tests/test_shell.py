@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from minisgl.commands.chat import run_chat
 from minisgl.errors import MinisglError, RequestError
 from minisgl.llm import LLM
 from minisgl.offline import Delta
 from minisgl.request import FinishReason, SamplingParams
-from minisgl.shell import run_chat
 from minisgl.weights.sources import resolve_model_folder
 
 

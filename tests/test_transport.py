@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.errors import EngineDeadError
-from minisgl.messages import (
+from minisgl.ipc.messages import (
     IDS_PER_SERVER,
     AbortRequest,
     AddRequest,
@@ -25,8 +25,8 @@ from minisgl.messages import (
     Status,
     StepOutput,
 )
+from minisgl.ipc.transport import EngineSocket, ServerSocket, make_ipc_dir
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
-from minisgl.transport import EngineSocket, ServerSocket, make_ipc_dir
 
 LIMIT_S = 10.0
 
@@ -38,7 +38,7 @@ def ipc_dir() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_trap_26_the_directory_is_private_and_never_the_same(ipc_dir: Path) -> None:
+def test_the_directory_is_private_and_never_the_same(ipc_dir: Path) -> None:
     other = make_ipc_dir()
     other.rmdir()
     assert other != ipc_dir
@@ -84,7 +84,7 @@ def test_messages_of_every_kind_arrive_unchanged_and_in_order(ipc_dir: Path) -> 
     asyncio.run(talk())
 
 
-def test_trap_26_no_message_of_a_burst_is_lost_or_overtaken(ipc_dir: Path) -> None:
+def test_no_message_of_a_burst_is_lost_or_overtaken(ipc_dir: Path) -> None:
     count = 5000  # above zmq's default high-water mark of 1000
 
     async def talk() -> None:
@@ -181,11 +181,11 @@ def test_sending_to_no_engine_is_an_error_and_never_waits(ipc_dir: Path) -> None
     asyncio.run(talk())
 
 
-def test_trap_25_the_last_words_of_an_engine_get_out(ipc_dir: Path) -> None:
+def test_the_last_words_of_an_engine_get_out(ipc_dir: Path) -> None:
     script = """
         import sys
-        from minisgl.messages import Fatal
-        from minisgl.transport import EngineSocket
+        from minisgl.ipc.messages import Fatal
+        from minisgl.ipc.transport import EngineSocket
         socket = EngineSocket(sys.argv[1])
         socket.send(Fatal("x" * 100_000))
         socket.close()
@@ -212,8 +212,8 @@ def test_an_engine_whose_server_is_gone_can_still_close(ipc_dir: Path) -> None:
 
 def test_the_text_and_server_side_load_neither_torch_nor_transformers() -> None:
     modules = (
-        "minisgl.transport, minisgl.text.chat_template, minisgl.text.reply, "
-        "minisgl.server.app, minisgl.server.launch, minisgl.server.frontend"
+        "minisgl.ipc.transport, minisgl.text.chat_template, minisgl.text.reply, "
+        "minisgl.server.app, minisgl.server.engines.launch, minisgl.server.streams"
     )
     check = "import sys; assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
     done = subprocess.run(

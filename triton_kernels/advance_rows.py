@@ -1,16 +1,17 @@
 """The end of a step: write each row's new token and context length into the persistent row tables.
 
     for r with 0 <= row_ids[r] < max_rows:
-        last_token[row_ids[r]]  = tokens[r]
+        last_token[row_ids[r]]  = max(tokens[r], 0)
         context_len[row_ids[r]] = new_context_len[r]
 
-R rows of the batch, B rows of the tables. Entries of padding rows (row_ids[r] >= max_rows) change nothing.
-Real rows appear once; if a row came twice, one of its values would win.
+R rows of the batch, B rows of the tables. A negative token means that none was sampled: 0 is stored, because
+the row's next step may be launched already and looks its last token up. Entries of padding rows
+(row_ids[r] >= max_rows) change nothing. Real rows must appear once; of duplicates, one value wins.
 
 Cost: 12*R bytes read, 8*R written: a launch.
 """
 
-# Launching a kernel looks like calling it, but takes plain numbers for its constexpr parameters.
+# A kernel launch looks like a call, but it takes plain numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 import triton
@@ -30,10 +31,10 @@ def advance_rows_reference(
     context_len: Tensor,
     max_rows: int,
 ) -> None:
-    """What advance_rows means, in plain torch."""
+    """The same as advance_rows, in plain torch."""
     real = (row_ids >= 0) & (row_ids < max_rows)
     rows = row_ids[real].long()
-    last_token[rows] = tokens[real]
+    last_token[rows] = tokens[real].clamp(min=0)
     context_len[rows] = new_context_len[real]
 
 
@@ -53,7 +54,7 @@ def _advance_rows_kernel(
     real = (rows >= 0) & (rows < max_rows)
     tokens = tl.load(tokens_ptr + entries, real, other=0)
     lengths = tl.load(new_context_len_ptr + entries, real, other=0)
-    tl.store(last_token_ptr + rows, tokens, real)
+    tl.store(last_token_ptr + rows, tl.maximum(tokens, 0), real)
     tl.store(context_len_ptr + rows, lengths, real)
 
 
@@ -65,7 +66,7 @@ def advance_rows_triton(
     context_len: Tensor,
     max_rows: int,
 ) -> None:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     num_entries = row_ids.shape[0]
     grid = (ceil_div(num_entries, _BLOCK_R),)
     _advance_rows_kernel[grid](
@@ -83,6 +84,7 @@ def advance_rows(
 ) -> None:
     """Scatter tokens and new_context_len (int32 [R]) into the tables last_token and context_len (int32 [B]).
 
+    A negative token is stored as 0.
     Entries whose row_ids (int32 [R]) is not in [0, max_rows) are padding and write nothing.
     """
     if row_ids.device.type == "cpu":

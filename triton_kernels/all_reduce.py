@@ -1,39 +1,28 @@
-"""The sum over ranks of what each has, alone or with the residual add and RMSNorm behind it, in one launch.
+"""The sum over ranks, alone or followed by the residual add and RMSNorm, in one launch.
 
     all_reduce(x)                 s = round(sum over ranks of x)
     all_reduce_norm(x, r, w)      s = round(round(sum over ranks of x) + r)
                                   y = round(w * s / sqrt(mean(s^2) + eps));  returns (y, s)
 
-N ranks, each with a GPU of its own; T rows, M width. Sums are float32 in the order of the ranks, so all of
-them get the same bits. T may be 0; then, as everywhere, all ranks must call with the same T.
+N ranks with a GPU each; T rows, M width. Ranks are added in order, in float32, so all ranks get the same
+bits. All ranks must call with the same T, which may be 0.
 
-The ranks' GPUs reach each other's memory: `addresses` names a region of each, `region_bytes` long, cleared
-by `clear_region` before the first call (`minisgl/parallel/regions.py` has them made). Two ways, which a
-configuration chooses:
+`addresses` names a memory region of each rank, `region_bytes` long, which all GPUs can write; `clear_region`
+prepares it before the first call. A configuration chooses the algorithm:
 
-    one shot   each rank writes its x into the regions of all others, and adds up what comes into its own
-    two shots  ... writes to each rank a share of the columns, adds up what comes of its own share, writes the
-               sums to all, and reads all sums
+    one shot   each rank writes its x into all other ranks' regions, and adds up what arrives in its own
+    two shots  each rank writes to every rank its share of the columns; each rank adds up its own share,
+               writes the sums to all ranks, and reads all sums
 
-There are no flags, and nothing is fenced: who waits for data reads the data until they are there. An element
-that has not come yet holds ABSENT, a NaN that no rank sends (it sends another NaN instead), and each is put
-back as soon as it is read. A region has two buffers, which calls take turns with: a rank writes into the one
-of a call when all others are done with the call before the last, because it has their data of the last,
-which they sent in a later kernel than the one that put ABSENT back. (NVIDIA's TensorRT-LLM calls this kind
-"Lamport": https://github.com/NVIDIA/TensorRT-LLM, customAllReduceKernels.)
+Cost per rank and row: one shot sends (N - 1) * M elements over the link, two shots 2 * M * (N - 1) / N; the
+norm moves 4 * M elements of local memory. A small sum takes two trips to memory and one over the link.
 
-Program p of a rank waits for the programs p of the others alone, as all do the same rows; no more programs
-are launched than run at once.
-
-Cost per rank and row: one shot sends (N - 1) * M elements over the link, two shots 2 * M * (N - 1) / N, which
-pays off when N or T grows; with the norm, 4 * M elements of local memory. What is small takes what two
-trips to memory and one over the link take: a few microseconds.
-
-Promise: deterministic, recordable in a CUDA graph, on one stream per region. A rank that never calls leaves
-the others waiting; `release_flag` ends that.
+Promise: deterministic, recordable in a CUDA graph, on one stream per region. If a rank never calls, the
+others wait; `release_flag` ends that.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int in
 # a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -51,61 +40,68 @@ from triton_kernels.tuning import tuned
 
 MAX_RANKS = 16
 MAX_PROGRAMS = 128
-"""So few that all run at once: an H200 has 132 multiprocessors, smaller GPUs' hold several programs each."""
+"""All programs must run at once: an H200 has 132 multiprocessors, and smaller GPUs hold several programs on
+each."""
 
-# Places in a region: MAX_PROGRAMS counts of calls, whether this rank is released, the two buffers.
+# Layout of a region: MAX_PROGRAMS call counters, the release flag, two buffers. There are no flags and no
+# fences (NVIDIA calls this protocol "Lamport": TensorRT-LLM, customAllReduceKernels). A receiver polls the
+# data
+# itself: an element that has not arrived holds _ABSENT, a NaN that no rank sends, and the receiver puts
+# _ABSENT back when it has read the element. Calls alternate between the two buffers. When a rank writes into
+# a buffer, every other rank has finished the call before the last one: it sent its data of the last call from
+# a later kernel than the one that restored _ABSENT.
 _RELEASED = tl.constexpr(MAX_PROGRAMS)
 _BUFFERS = tl.constexpr(8 * (MAX_PROGRAMS + 16))
 _COUNTS = tl.constexpr(MAX_PROGRAMS)
-# A NaN in every type of elements, and another one that stands in for it.
+# The bits of _ABSENT are a NaN in every dtype. A rank that has this very NaN sends the other one.
 _ABSENT = tl.constexpr(-1)
 _OTHER_NAN = tl.constexpr(-2)
 
 
 class AllReduceConfig(NamedTuple):
-    """How to add up a certain number of bytes."""
+    """The algorithm for sums of a given size."""
 
     shots: int
-    """1, 2, or 0: leave it to the collectives' library."""
+    """1 or 2; 0 = use the collectives' library."""
     num_warps: int
 
 
 class Regions(NamedTuple):
-    """Memory of all ranks that this one's GPU can reach."""
+    """The memory regions of all ranks, which this rank's GPU can read and write."""
 
     addresses: Tensor
     """int64 [N]: where each rank's region begins, in this rank's address space."""
     rank: int
-    """Whose this process is."""
+    """The rank of this process."""
     capacity: int
-    """Bytes of x at most, a multiple of 16."""
+    """Most bytes of x, a multiple of 16."""
 
 
 def region_bytes(capacity: int, num_ranks: int) -> int:
-    """How long a region for up to `capacity` bytes of x is."""
+    """The size of a region for up to `capacity` bytes of x."""
     return _BUFFERS.value + 2 * num_ranks * capacity
 
 
 def clear_region(region: Tensor) -> None:
-    """Make a region, uint8, ready for the first call; all ranks must have done so before any calls."""
+    """Prepare a region (uint8) for the first call. All ranks must do so before any rank calls."""
     region[: _BUFFERS.value].zero_()
     region[_BUFFERS.value :].fill_(255)
 
 
 def release_flag(region: Tensor) -> Tensor:
-    """A place in a region, int64 [1].
+    """The release flag of a region, int64 [1].
 
-    Anything but 0 in it, put there on a stream on which nothing waits, lets no call of this rank wait any
-    more; what calls return then means nothing.
+    A value other than 0 ends all waiting of this rank's calls, whose results are then meaningless. Write it
+    on a stream on which nothing waits.
     """
     return region[: _BUFFERS.value].view(torch.int64)[_RELEASED.value : _RELEASED.value + 1]
 
 
 def default_all_reduce_config(num_bytes: int, width: int, num_ranks: int) -> AllReduceConfig:
-    """The configuration used where no other is given or tuned."""
+    """The configuration if none is given or tuned."""
     num_warps = min(16, max(4, next_power_of_2(width) // 256))
-    # Between two ranks both ways send as much, and one shot waits once. Between more it sends more, and a
-    # program reads a row of every rank for each of its own.
+    # Between two ranks both algorithms send the same amount, and one shot waits only once. Between more ranks
+    # one shot sends more, and a program reads one row per rank for each of its own rows.
     few = num_bytes * (num_ranks - 1) <= 512 << 10 and num_ranks * width <= 24 << 10
     return AllReduceConfig(1 if num_ranks == 2 or few else 2, num_warps)
 
@@ -125,7 +121,7 @@ def all_reduce_config(x: Tensor, num_ranks: int) -> AllReduceConfig:
 
 
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:
-    """What all_reduce means, in plain torch; parts: each rank's x."""
+    """The same as all_reduce, in plain torch; parts: each rank's x."""
     stacked = torch.stack(parts)
     wide = stacked if stacked.dtype == torch.float64 else stacked.float()
     return wide.sum(0).to(stacked.dtype)
@@ -134,29 +130,30 @@ def all_reduce_reference(parts: list[Tensor]) -> Tensor:
 def all_reduce_norm_reference(
     parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """What all_reduce_norm means, in plain torch."""
+    """The same as all_reduce_norm, in plain torch."""
     return add_rms_norm_reference(all_reduce_reference(parts), residual, weight, eps)
 
 
 @triton.jit
 def _as_bits(values, BITS: tl.constexpr):
-    """What is sent for values: their bits, but never _ABSENT."""
+    """The bits of values, with _ABSENT replaced."""
     bits = values.to(BITS, bitcast=True)
     return tl.where(bits == _ABSENT, _OTHER_NAN, bits).to(BITS)
 
 
 @triton.jit
 def _place(addresses_ptr, rank, offset, BITS: tl.constexpr):
-    """An address in the region of a rank."""
+    """The address at `offset` in the region of a rank."""
     pointer = tl.pointer_type(BITS)  # pyright: ignore[reportArgumentType] (a constexpr, not a dtype, to it)
     return tl.multiple_of((tl.load(addresses_ptr + rank) + offset).to(pointer), 16)
 
 
 @triton.jit
 def _receive(ptrs, stride, own, mask, rank, released_ptr, dtype: tl.constexpr, N: tl.constexpr):
-    """Wait for what N ranks send to `ptrs`, `stride` elements further for each, and put _ABSENT in its place.
+    """Wait for the data of N ranks at `ptrs` (`stride` elements apart), and put _ABSENT back.
 
-    Returns its sum, float32 in the order of the ranks; that of `rank` is `own`, float32, and is not sent.
+    Returns their float32 sum in the order of the ranks. The part of `rank` is `own` (float32), which is not
+    sent.
     """
     waiting = 1
     total = own
@@ -169,7 +166,7 @@ def _receive(ptrs, stride, own, mask, rank, released_ptr, dtype: tl.constexpr, N
             total += tl.where(other == rank, own, bits.to(dtype, bitcast=True).to(tl.float32))
         released = tl.load(released_ptr, volatile=True)
         waiting = tl.where(released == 0, tl.max(absent), 0)
-    # It is 0, but Triton 3.6 fails to compile a loop of which only a tensor is used.
+    # `waiting` is 0 here. Triton 3.6 fails to compile a loop from which only a tensor is used.
     mask &= waiting == 0
     for other in tl.static_range(N):
         tl.store(ptrs + other * stride, _ABSENT, mask & (other != rank))
@@ -261,23 +258,25 @@ def _all_reduce_kernel(
         else:
             tl.store(sum_ptr + at, total, mask)
 
-    # A program reads one count, and no other program writes that one.
+    # Program p waits only for the programs p of the other ranks, as all of them process the same rows.
+    # A program reads one count, and no other program writes that count.
     programs = tl.arange(0, _COUNTS)
-    tl.debug_barrier()  # all threads have read it
+    tl.debug_barrier()  # wait until all threads have read it
     tl.store(counts + programs, call + 1, programs % num_programs == program)
 
 
 def all_reduce(x: Tensor, regions: Regions, config: AllReduceConfig) -> None:
-    """Put the sum of all ranks' x, contiguous [T, M], at a multiple of 16 bytes, in its place; `config.shots`
-    is 1 or 2."""
+    """Replace x (contiguous [T, M], 16-byte aligned) by the sum of all ranks' x; `config.shots` is 1 or 2."""
     _launch(x, x, x, x, x, 0.0, regions, config, norm=False)
 
 
 def all_reduce_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, regions: Regions, config: AllReduceConfig
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of residual + the sum of all ranks' x, both contiguous [T, M], at multiples of 16 bytes, with
-    weight [M]; returns (normed, residual + sum). `config.shots` is 1 or 2."""
+    """RMSNorm with weight [M] of residual + the sum of all ranks' x; returns (normed, residual + sum).
+
+    x and residual are contiguous [T, M] and 16-byte aligned; `config.shots` is 1 or 2.
+    """
     y, new_residual = torch.empty_like(x), torch.empty_like(x)
     _launch(x, residual, weight, y, new_residual, eps, regions, config, norm=True)
     return y, new_residual

@@ -1,6 +1,6 @@
-"""How decode attention is launched: its configurations, and where a batch gets another one.
+"""The launch configurations of decode attention, and the batch sizes at which they change.
 
-All of this decides the last bits of results; see triton_kernels/paged_decode.py. R rows of the batch, H query
+They decide the last bits of results; see triton_kernels/paged_decode.py. R rows of the batch, H query
 heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size.
 """
 
@@ -15,10 +15,11 @@ from triton_kernels.tuning import tuned
 TIERS = (64 * 128, 192 * 128, 320 * 128)
 """Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
 FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
-"""The same where `four_warps_share`; there is none larger."""
+"""The same if `four_warps_share`; such batches are never larger."""
 MAX_SPLITS = 64
 FEW_ROWS = MAX_ROWS
-"""Rows up to which the configuration may be another one; torch.compile compiles for so many rows anyway."""
+"""Most rows of a batch that may get its own configuration. torch.compile specialises for this bound
+anyway."""
 
 
 class DecodeConfig(NamedTuple):
@@ -46,7 +47,7 @@ def choose_config(
 
     Args:
         x: [R, ...], the batch's queries or what they are made of.
-        config: what the caller wants; None = the tuned one, but for the batches in which `four_warps_share`.
+        config: the caller's choice; None = the tuned one, except for batches in which `four_warps_share`.
     """
     if config is not None:
         return config, tier_rows(num_kv_heads, head_dim, TIERS)
@@ -64,9 +65,9 @@ def choose_config(
 def default_decode_config(
     head_dim: int, element_size: int, group: int = 4, num_kv_heads: int = 8, few_rows: bool = False
 ) -> DecodeConfig:
-    """The configuration used where no other is given, as measured on an H200.
+    """The configuration if none is given or tuned, as measured on an H200.
 
-    One warp where the outputs of a KV head's query heads leave it enough registers.
+    A program is one warp if the outputs of a KV head's query heads leave it enough registers.
 
     Args:
         few_rows: for batches of up to FEW_ROWS.
@@ -78,7 +79,7 @@ def default_decode_config(
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
     few = 24 // num_warps
-    # Measured with heads of 64, 128 and 256: the less a program has on its way, the more of them.
+    # Measured with heads of 64, 128 and 256: the fewer loads a program has in flight, the more programs.
     share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
     return DecodeConfig(
         block_n,
@@ -95,8 +96,8 @@ def default_decode_config(
 def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
     """Whether four warps share a unit in batches of up to FEW_ROWS.
 
-    With few KV heads there are fewer units than places for programs, and with many query heads to each of
-    them a unit is much work: so a unit's end comes sooner. Measured with heads of 128.
+    With few KV heads the GPU has room for more programs than there are units, and with many query heads per
+    KV head a unit is much work, which four warps finish sooner. Measured with heads of 128.
     """
     return num_kv_heads <= 4 < group and head_dim == 128 and element_size == 2
 
@@ -107,7 +108,7 @@ def block_g(group: int) -> int:
 
 
 def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
-    """How many `arrivals` paged_decode needs for so many rows, whatever the number of their pages."""
+    """Number of `arrivals` counters that paged_decode needs for this many rows, with any number of pages."""
     return 1 + num_kv_heads * num_rows * MAX_SPLITS
 
 
@@ -117,9 +118,10 @@ def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> 
 
 
 def fewest_alike(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> int:
-    """The fewest rows of a batch in which a row's result is, to the last bit, the same as among num_rows.
+    """The fewest rows of a batch in which a row's result equals, to the last bit, that in a batch of
+    num_rows.
 
-    Where no config is given.
+    Valid if no config is given.
     """
     changes = tier_rows(num_kv_heads, head_dim, TIERS)
     if four_warps_share(head_dim, element_size, num_heads // num_kv_heads, num_kv_heads):

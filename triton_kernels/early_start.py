@@ -1,11 +1,10 @@
-"""Programmatic dependent launch: kernels that may start while the kernel before them still runs.
+"""Programmatic dependent launch: kernels that may start while the previous kernel still runs.
 
-A kernel of EARLY_KERNELS passes a number, on which its loads of what other kernels write depend, through
-`after_predecessor`: programs may start while the predecessor ends, and see all that it stored afterwards.
-Whoever launches the kernels decides: without the launch attribute, or the edge in a CUDA graph, the
-instructions cost next to nothing and change nothing.
+A kernel of EARLY_KERNELS computes its load addresses from a number that it passes through
+`after_predecessor`. So its programs may start while the previous kernel ends, and still see all its stores.
+The launch decides: without the launch attribute (in a CUDA graph: the edge) the instructions change nothing.
 
-Promise: where the GPU has no such launches (before Hopper), nothing of it is in the kernels.
+Promise: on GPUs without such launches (before Hopper) the kernels contain none of these instructions.
 https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html
 """
 
@@ -31,20 +30,21 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_sum_splits_kernel": None,
     "_tiled_linear_kernel": None,
 }
-"""Names of the kernels that may start early, each with the only kernel that may be before it; None = any.
+"""The kernels that may start early, each with the only kernel that may precede it; None = any.
 
-Every program waits before it stores, and before it loads what others store, but for two exceptions. What was
-stored before a kernel that is not named here may be loaded at any time behind it: it began when all before it
-had ended, and no kernel begins before those in front of it have begun. In a decode step these are the step's
-inputs (positions, slots, lengths, the page table): behind them comes the embedding, which is torch's. And one
-that names the kernel before it may load what that does not store, if that lets the next start no sooner than
-all of its programs have waited or ended. At least one program of a kernel must wait.
+Every program waits before it stores and before it loads data that other kernels store. There are two
+exceptions. (1) Data stored before a kernel that is not in this table may be loaded at any time after that
+kernel: it started when all kernels before it had ended, and kernels start in order. In a decode step these
+are the step's inputs (positions, slots, lengths, the page table): torch's embedding follows them. (2) A
+kernel
+with a named predecessor may load data that the predecessor does not store, if the predecessor lets it start
+only after all of its own programs have waited or ended. At least one program of each kernel must wait.
 """
 
 
 @torch.compiler.assume_constant_result
 def can_start_early(device: torch.device) -> bool:
-    """Whether kernels for this device have the instructions."""
+    """Whether this device supports programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -54,7 +54,7 @@ _START_NEXT = tl.constexpr("griddepcontrol.launch_dependents; ")
 
 @triton.jit
 def _behind(instructions: tl.constexpr, number, EARLY: tl.constexpr, PURE: tl.constexpr):
-    """`number`, int32, when the instructions have run."""
+    """Run the instructions, then return `number` (int32)."""
     if EARLY:
         return tl.inline_asm_elementwise(
             instructions + "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=PURE, pack=1
@@ -65,29 +65,31 @@ def _behind(instructions: tl.constexpr, number, EARLY: tl.constexpr, PURE: tl.co
 
 @triton.jit
 def after_predecessor(number, EARLY: tl.constexpr):
-    """`number`, int32, as soon as the kernel before this one has ended.
+    """Wait until the previous kernel has ended, then return `number` (int32).
 
-    Declared pure, as all of these, because torch.compile takes every argument of a kernel with other inline
-    assembly for written. So only what depends on the result is sure to come afterwards.
+    All these functions are declared pure: torch.compile believes that a kernel with other inline assembly
+    writes all its arguments. So only code that depends on the result is certain to run afterwards.
     """
     return _behind(_WAIT, number, EARLY, PURE=True)
 
 
 @triton.jit
 def start_next_and_wait(number, EARLY: tl.constexpr):
-    """`after_predecessor`, and the next kernel may start before that: where it is of few small programs."""
+    """`after_predecessor`; the next kernel may start before the wait. For next kernels of few small
+    programs."""
     return _behind(_START_NEXT + _WAIT, number, EARLY, PURE=True)
 
 
 @triton.jit
 def between_kernels(number, EARLY: tl.constexpr):
-    """`after_predecessor`, and the next kernel may start right then: for kernels of few small programs."""
+    """`after_predecessor`; the next kernel may start after the wait. For kernels of few small programs."""
     return _behind(_WAIT + _START_NEXT, number, EARLY, PURE=True)
 
 
 @triton.jit
 def start_next_if_few(number, most: tl.constexpr, EARLY: tl.constexpr):
-    """`number`, int32; if it is at most `most`, the next kernel may start once all programs have begun."""
+    """Return `number` (int32); if it is at most `most`, the next kernel may start once all programs have
+    begun."""
     if EARLY:
         return tl.inline_asm_elementwise(
             "{.reg .pred p; setp.le.s32 p, $1, $2; @p griddepcontrol.launch_dependents; mov.b32 $0, $1;}",
@@ -103,9 +105,9 @@ def start_next_if_few(number, most: tl.constexpr, EARLY: tl.constexpr):
 
 @triton.jit
 def let_next_start(values, EARLY: tl.constexpr):
-    """`values`, float32; once all programs have them, or have ended, the next kernel may start.
+    """Return `values` (float32); the next kernel may start once all programs have got here or ended.
 
-    A kernel that never says so lets the next one start when its programs have ended.
+    Without this call the next kernel starts when all programs have ended.
     """
     if EARLY:
         return tl.inline_asm_elementwise(
@@ -120,18 +122,20 @@ def let_next_start(values, EARLY: tl.constexpr):
         return values
 
 
-# The two below are for kernels that torch.compile does not see: it would take all their tensors for written.
+# The next two are only for kernels that torch.compile does not see: it would believe that they write all
+# their
+# tensors.
 
 
 @triton.jit
 def let_next_start_here(number, EARLY: tl.constexpr):
-    """`number`, int32; once all programs are here, or have ended, the next kernel may start."""
+    """Return `number` (int32); the next kernel may start once all programs have got here or ended."""
     return _behind(_START_NEXT, number, EARLY, PURE=False)
 
 
 @triton.jit
 def fetch_into_l2(pointers):
-    """Asks for the lines of memory at `pointers`, and does not wait for them."""
+    """Prefetch the memory lines at `pointers` into L2, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",

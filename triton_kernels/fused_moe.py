@@ -6,20 +6,17 @@
     out[t]    = sum over e in S(t) of w[t, e] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
 
 T tokens, E experts, M model width, F expert width (both multiples of 16); gate[e] and up[e] are the upper and
-lower F rows of gate_up[e]. T may be 0; rows of x and of the logits may be strided. NaN logits count as -inf,
-and a token all of whose logits are -inf goes to no expert and yields zeros: give padding tokens such logits,
-and they cost nothing. Weights of experts that no token goes to are never read (they may hold NaN).
+lower F rows of gate_up[e]. T may be 0; rows of x and of the logits may be strided. NaN logits count as -inf.
+A token whose logits are all -inf (padding) goes to no expert, costs nothing and yields zeros. Weights of
+experts without tokens are never read (they may hold NaN).
 
-How: one to four tokens take moe_pairs.py (two launches, every pair by itself); more are sorted by expert
-(moe_route.py, two launches) and multiplied in tiles (moe_gemm.py, three). No host sync, no atomics: grids
-depend on T alone, so one captured graph serves every routing, and equal inputs give equal bits. The last
-bits depend on T (through the configuration), not on what else is in the batch at the same T.
+One to four tokens use moe_pairs.py (two launches). More tokens are sorted by expert (moe_route.py, two
+launches) and multiplied in tiles (moe_gemm.py, three). There are no host syncs and no atomics, and grids
+depend only on T: one CUDA graph serves every routing, and equal inputs give equal bits. The last bits depend
+on T (through the configuration), not on the other tokens of a batch of the same T.
 
 Cost: 3 * M * F elements for every expert hit (decode: memory bound), 6 * T * top_k * M * F FLOP (prefill).
 Scratch: T * top_k * (M + F) elements.
-
-The launcher is a custom op, so that torch.compile with a symbolic T leaves the choice of configuration to the
-run (for a CUDA graph: to its capture).
 """
 
 from typing import NamedTuple
@@ -34,7 +31,7 @@ from triton_kernels.tuning import tuned
 
 
 class MoeConfig(NamedTuple):
-    """A launch configuration of fused_moe: the pairs' where `pairs` is given, the products' otherwise."""
+    """A launch configuration of fused_moe: `pairs` for the pair kernels if given, else the two products."""
 
     gate_up: GemmConfig
     down: GemmConfig
@@ -42,7 +39,7 @@ class MoeConfig(NamedTuple):
 
 
 _SMALL = MoeConfig(GemmConfig(16, 64, 128, 4, 4, 1), GemmConfig(16, 128, 128, 4, 3, 1))
-_TABLE = (  # pairs per expert up to which it is used (measured on an H200: M 2048, F 768, E 128)
+_TABLE = (  # most pairs per expert for each configuration (measured on an H200: M 2048, F 768, E 128)
     (8, _SMALL),
     (16, MoeConfig(GemmConfig(32, 64, 128, 4, 3, 1), GemmConfig(32, 128, 64, 4, 4, 1))),
     (48, MoeConfig(GemmConfig(64, 64, 64, 4, 4, 4), GemmConfig(64, 128, 64, 4, 4, 4))),
@@ -51,13 +48,13 @@ _TABLE = (  # pairs per expert up to which it is used (measured on an H200: M 20
 _FLOAT32 = MoeConfig(GemmConfig(32, 32, 32, 4, 2, 4), GemmConfig(32, 64, 32, 4, 2, 4))
 _PAIRS = PairsConfig()
 _PAIRS_OF_WIDE_EXPERTS = PairsConfig(1, 1024, 1, 1, 1024, 6)
-"""For fewer tiles, as the kernel has each in its code."""
+"""For wide experts: fewer tiles, because the kernel unrolls them."""
 
 
 def default_moe_config(
     num_tokens: int, num_experts: int, expert_width: int, top_k: int, element_size: int
 ) -> MoeConfig:
-    """The configuration used where no other is given."""
+    """The configuration if none is given or tuned."""
     if num_tokens <= 4:
         pairs = _PAIRS if expert_width <= 2048 else _PAIRS_OF_WIDE_EXPERTS
         if element_size > 2:
@@ -72,7 +69,7 @@ def default_moe_config(
 def fused_moe_reference(
     x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool = True
 ) -> Tensor:
-    """What fused_moe means, in plain torch, one expert at a time; float64 if x is."""
+    """The same as fused_moe, in plain torch, one expert at a time; float64 if x is."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     experts, weights = top_k_reference(router_logits.to(dtype), top_k, renormalize)
     slots = torch.zeros((*experts.shape, x.shape[1]), dtype=dtype, device=x.device)
@@ -95,7 +92,7 @@ def fused_moe_triton(
     renormalize: bool = True,
     config: MoeConfig | None = None,
 ) -> Tensor:
-    """The kernels, whatever the device."""
+    """Launch the kernels on any device."""
     num_tokens = x.shape[0]
     num_experts = router_logits.shape[1]
     if num_tokens == 0:

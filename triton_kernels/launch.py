@@ -1,18 +1,19 @@
-"""Host-side arithmetic of the launchers; one promise: all of it is traceable by torch.compile."""
+"""Host-side arithmetic of the launchers. Promise: torch.compile can trace all of it."""
 
 import torch
 
 ALIGNMENT = 4
-"""Arrays of int32 begin at multiples of 16 bytes: Triton compiles other kernels for pointers that don't."""
+"""Int32 values per 16 bytes. Arrays start at multiples of 16 bytes: Triton compiles another kernel for
+unaligned pointers."""
 
 
 def align_up(count: int) -> int:
-    """So many int32 values that what lies behind them is aligned, too."""
+    """`count` rounded up to the alignment, so that the array behind it is aligned, too."""
     return ceil_div(count, ALIGNMENT) * ALIGNMENT
 
 
 def align_down(count: int) -> int:
-    """As `align_up`, at most `count`."""
+    """`count` rounded down to the alignment."""
     return count // ALIGNMENT * ALIGNMENT
 
 

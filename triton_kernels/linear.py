@@ -6,9 +6,8 @@
 M rows, N outputs, K inputs, F = N / 2. Sums in float32, `round` being that to the dtype of x, so that
 gated_linear is what linear followed by silu_mul yields. Rows of x may be strided, w is [N, K], contiguous.
 
-Up to MAX_ROWS rows, as a decode step of a small batch has, are linear_few.py's, more are linear_many.py's or
-torch's; float32 is torch's. A row's result is the same to the last bit alone and in any batch of up to
-MAX_ROWS rows.
+linear_few.py serves up to MAX_ROWS rows (decode steps of small batches), linear_many.py or torch serve more;
+torch serves float32. A row's result is the same to the last bit in all batches of up to MAX_ROWS rows.
 """
 
 from torch import Tensor
@@ -20,12 +19,12 @@ from triton_kernels.silu_mul import silu_mul, silu_mul_reference
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What linear means, in plain torch."""
+    """The same as linear, in plain torch."""
     return F.linear(x, weight, bias)
 
 
 def gated_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """What gated_linear means, in plain torch."""
+    """The same as gated_linear, in plain torch."""
     return silu_mul_reference(F.linear(x, weight))
 
 

@@ -5,20 +5,21 @@
 
 M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous.
 
-How: with so few rows reading the weights is all the work. BLOCK_N rows of w at a time go through a tensor
-core as its tall operand, the M rows of x as its narrow one; a program owns its outputs from the first k to
-the last, so there are no partial sums to merge, and small tiles give every multiprocessor enough loads in
-flight. Where outputs are few, the time is that of a program's products, each of which waits for the one
-before it: there the weight is the narrow operand, 8 or 16 outputs to a program, and the warps sum over
-different k.
+With so few rows, reading the weights dominates. BLOCK_N rows of w are the tall operand of the tensor cores,
+the
+M rows of x the narrow one. A program computes its outputs over all of k, so there are no partial sums to
+merge, and small tiles keep enough loads in flight. With few outputs, a program's chain of dependent products
+dominates instead: then the weight is the narrow operand (8 or 16 outputs per program), and the warps sum over
+different parts of k.
 
-A row's result is the same to the last bit alone and in any batch of up to MAX_ROWS rows, and in any batch of
-more, where other configurations add in another order.
+A row's result is the same to the last bit in all batches of up to MAX_ROWS rows, and the same in all larger
+batches, which may sum in another order.
 
 Cost: N*K elements read: memory bound. 2*M*N*K FLOP.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int in
 # a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -35,26 +36,26 @@ from triton_kernels.tuning import tuned
 
 MAX_ROWS = 16
 FEW_ROWS = 32
-"""Programs are for MAX_ROWS rows, and where there are more for FEW_ROWS."""
+"""Kernels are compiled for MAX_ROWS rows, and for FEW_ROWS if there are more rows."""
 
 
 class LinearConfig(NamedTuple):
-    """A launch configuration of the kernels; one for all M up to MAX_ROWS: it changes the order of sums."""
+    """A launch configuration; the same for all M up to MAX_ROWS, because it decides the order of sums."""
 
     block_n: int  # outputs per program
     block_k: int
     num_warps: int
     num_stages: int
-    splits: int = 1  # parts of block_k that are summed apart, each by one warp or some; 1 where gated
+    splits: int = 1  # parts of block_k that are summed separately, by one or more warps each; 1 if gated
 
 
 def default_linear_config(num_outputs: int, width: int, gated: bool, shared_bytes: int) -> LinearConfig:
-    """The configuration used where no other is given; measured on an H200.
+    """The configuration if none is given or tuned; measured on an H200.
 
     Args:
-        num_outputs: what the kernel writes for each row: N, or N / 2 when `gated`.
+        num_outputs: outputs per row: N, or N / 2 if `gated`.
         width: K.
-        shared_bytes: what a program may have; fewer stages where the wanted ones do not fit.
+        shared_bytes: shared memory of a program, which limits the stages.
     """
     if num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
@@ -124,9 +125,10 @@ def _linear_kernel(
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lanes = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, BLOCK_M)
-    # Behind a gated layer comes a linear one, whose programs would be spread unevenly if they came while some
-    # of this kernel still run. Behind others come a norm or a sum over ranks, which are small, or attention,
-    # which has much to look up before it waits.
+    # After a gated layer comes a linear one, whose programs would be distributed unevenly if they started
+    # beside this kernel's. After other layers comes a norm or a sum over ranks, which are small, or
+    # attention,
+    # which loads much before it waits.
     num_rows = after_predecessor(num_rows, EARLY) if GATED else start_next_and_wait(num_rows, EARLY)
     there = rows < num_rows
     x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]
@@ -206,12 +208,12 @@ def _split_linear_kernel(
 def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, config: LinearConfig | None = None
 ) -> Tensor:
-    """The kernel, whatever the device; up to FEW_ROWS rows."""
+    """Launch the kernel on any device; up to FEW_ROWS rows."""
     return _launch(x, weight, bias, False, config or _config(x, weight, "linear"))
 
 
 def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
-    """The kernel, whatever the device; up to FEW_ROWS rows."""
+    """Launch the kernel on any device; up to FEW_ROWS rows."""
     return _launch(x, weight, None, True, config or _config(x, weight, "gated_linear"))
 
 

@@ -5,21 +5,23 @@
 
 M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous; K a multiple of 8.
 
-How: BLOCK_N rows of w at a time are a tensor core's tall operand, BLOCK_M rows of x its narrow one, or the
-other way round, both fetched by the copy engine (TMA) several steps ahead. The tall one has at least 64 rows:
-where outputs are few, x is it, so that more programs share them. Where they are too few even so to keep all
-multiprocessors busy, SPLITS programs share the sum over k; their partial sums go through memory, and a second
-kernel adds them in order, so that results do not depend on timing.
+BLOCK_N rows of w are the tall operand of the tensor cores and BLOCK_M rows of x the narrow one, or the other
+way round; the copy engine (TMA) fetches both several steps ahead. The tall operand has at least 64 rows; with
+few outputs it is x, so that more programs share the outputs. If that still leaves multiprocessors idle,
+SPLITS
+programs share the sum over k, and a second kernel adds their partial sums in a fixed order.
 
-Up to FEW_ROWS rows are linear_few.py's. For more, which configuration is fastest, and whether torch's own
-product is, depends on shape and rows: the tuning table knows, and without an entry it is torch's. A row's
-result is the same to the last bit in any batch that has the same configuration; another configuration adds in
-another order.
+linear_few.py serves up to FEW_ROWS rows. For more rows the tuning table chooses a configuration or torch's
+own
+product by shape and rows; without an entry torch's product is used. A row's result is the same to the last
+bit
+in all batches with the same configuration.
 
 Cost: N*K elements read, x once for every BLOCK_N outputs: memory bound up to about 200 rows. 2*M*N*K FLOP.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int in
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int in
 # a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -46,7 +48,7 @@ from triton_kernels.tuning import has_entry, tuned
 
 MOST_ROWS = 256
 LARGE_WEIGHT = 1 << 27
-"""Elements of a weight that takes so long to read that a launch costs nothing beside it."""
+"""Elements of a weight above which the time of a launch is negligible."""
 SUM_BLOCK = 512
 _LINE = tl.constexpr(64)
 """Inputs in a line of memory."""
@@ -54,7 +56,7 @@ _LINES_AHEAD = tl.constexpr(8)
 
 
 class TiledConfig(NamedTuple):
-    """A launch configuration of the kernel; LIBRARY = torch's own product instead of it."""
+    """A launch configuration of the kernel; LIBRARY = torch's own product instead."""
 
     block_m: int  # rows per program
     block_n: int  # outputs per program
@@ -106,7 +108,7 @@ def _tiled_linear_kernel(
     blocks_each = tl.cdiv(blocks, SPLITS)
     first = split * blocks_each
     if EARLY:
-        # The weights' first lines, which no kernel writes, are on their way while the one before ends.
+        # Prefetch the weights' first lines, which no kernel writes, while the previous kernel ends.
         ahead_k = tl.minimum(first * BLOCK_K + tl.arange(0, _LINES_AHEAD) * _LINE, K - 1)
         ahead_outputs = tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1).to(tl.int64)
         fetch_into_l2(w_ptr + ahead_outputs[:, None] * K + ahead_k[None, :])
@@ -116,7 +118,7 @@ def _tiled_linear_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N] if ROWS_TALL else [BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N] if ROWS_TALL else [BLOCK_N, BLOCK_M], tl.float32)
     for block in range(first, min(first + blocks_each, blocks)):
-        # What lies beyond the rows and columns is fetched as zeros.
+        # The copy engine reads zeros beyond the last row and column.
         x = x_desc.load([row_start, block * BLOCK_K])
         w = w_desc.load([output_start, block * BLOCK_K])
         acc = _product(w, x, acc, ROWS_TALL)
@@ -235,10 +237,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config:
 
 
 def is_for_many(x: Tensor, weight: Tensor, op: str) -> bool:
-    """Whether the table has something to say about this layer, and asking it is worth the time.
+    """Whether the tuning table has an entry for this layer and the look-up is worth its time.
 
-    Compiled code pays once, when it is recorded. In other code the host's time for a launch counts, so that
-    it is only for weights that take long to read.
+    Compiled code looks up once, when it is recorded. Otherwise the host's time per launch counts, so only
+    large weights are worth it.
 
     Args:
         op: "linear_many" or "gated_linear_many".
@@ -263,13 +265,14 @@ def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
     return tuned(LIBRARY, op, x.device, x.dtype, exact=(weight.shape[0], width), near=(), size=size)
 
 
-# Opaque to torch.compile, whose code is for any number of rows: the choice is made when the op runs, which is
-# once for each graph that is recorded.
+# Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
+# for
+# each recorded graph.
 
 
 @torch.library.custom_op("minisgl::linear_many", mutates_args=())
 def linear_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear, by what is fastest for these rows."""
+    """linear, by the fastest kernel for this number of rows."""
     if _are_few(x):
         return linear_triton(x, weight, bias)
     return linear_many_with(x, weight, bias, config=_config(x, weight, "linear_many"))
@@ -282,7 +285,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.library.custom_op("minisgl::gated_linear_many", mutates_args=())
 def gated_linear_many(x: Tensor, weight: Tensor) -> Tensor:
-    """gated_linear, by what is fastest for these rows."""
+    """gated_linear, by the fastest kernel for this number of rows."""
     if _are_few(x):
         return gated_linear_triton(x, weight)
     return gated_linear_many_with(x, weight, config=_config(x, weight, "gated_linear_many"))

@@ -8,16 +8,16 @@ P pairs, E experts, M model width, F expert width; gate[e] and up[e] are the upp
 gate_up[e]. Float32 inside; hidden, partial and out are each rounded once to x's dtype. Any M and F that are
 multiples of 16.
 
-How: an expert's rows are cut into tiles of BLOCK_M, and a program finds its tile by a prefix sum over
-`expert_end` (one vector load), so nothing depends on the tile size but the kernel, and a grid sized by an
-upper bound serves every routing: programs without a tile leave at once. A tile's rows past the expert's last
-are neither loaded from memory of their own nor stored; experts without rows are never touched. Tiles go in
-groups of GROUP_M along M, so that those running together share weights and tokens in L2.
+An expert's rows are cut into tiles of BLOCK_M, and a program finds its tile by a prefix sum over `expert_end`
+(one vector load). The grid is an upper bound for every routing; programs without a tile exit at once. Tile
+rows past the expert's last row are not stored, and experts without rows are never read. Tiles run in groups
+of GROUP_M along M, so that concurrent programs share weights and tokens in L2.
 
 Cost: weights of the experts hit, once (decode: memory bound); 6 * P * M * F FLOP (prefill: arithmetic).
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int
 # in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -93,7 +93,7 @@ def _gate_up_kernel(
     expert, row, row_end, n = _find_tile(starts, ends, experts, tl.program_id(0), NUM_N, BLOCK_M, GROUP_M)
     if expert >= 0:
         rows = row + tl.arange(0, BLOCK_M)
-        # Rows past the expert's last stand for its last: read where something is read anyway.
+        # Rows past the expert's last row read the last row instead, which is loaded anyway.
         pairs = tl.load(order_ptr + tl.minimum(rows, row_end - 1))
         lanes = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride + lanes[None, :]
@@ -200,7 +200,7 @@ def _sum_slots_kernel(
 
 
 def _most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Tiles that the pairs can need at most: every expert hit may leave a last tile nearly empty."""
+    """Most tiles that the pairs need: the last tile of every expert may be nearly empty."""
     hit = min(num_pairs, num_experts)
     return min(num_pairs, (num_pairs + hit * (block_m - 1)) // block_m)
 

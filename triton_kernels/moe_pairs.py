@@ -1,22 +1,22 @@
-"""A mixture of experts for one to a few tokens: every (token, expert) pair by itself, no sort, two launches.
+"""A mixture of experts for one to a few tokens: each (token, expert) pair separately, no sort, two launches.
 
     hidden[t, s] = silu(gate[e] @ x[t]) * (up[e] @ x[t])          e = the s-th expert of token t
     out[t]       = sum over s of weight[t, s] * down[e] @ hidden[t, s]
 
 T tokens, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
-gate_up[e]. Routing as in moe_route.py, found anew by each program, which costs less than a launch. Float32
+gate_up[e]. Routing as in moe_route.py; each program repeats it, which costs less than a launch. Float32
 inside; hidden and out are rounded once each.
 
-How: reading the weights is all the work. Programs are single warps, so that nothing waits at barriers, each
-with a few rows of weights, whose next tiles are on their way into registers while the one before is
-multiplied on the ordinary cores. The second launch starts during the first, where the GPU can: it knows the
-experts, too, and fetches its first tiles of weights while the other still computes what they are multiplied
-with. Programs go through the tokens one after the other, and those of padding are over at once.
+Reading the weights dominates. A program is a single warp (no barriers) with a few rows of weights; it loads
+the next tiles into registers while it multiplies one on the ordinary cores. The second launch may start
+during the first: it finds the experts itself, and prefetches its first tiles of weights. Programs process
+the tokens one after the other; padding tokens end at once.
 
-Cost: the weights of each pair's expert: where tokens share an expert, once more from L2. Memory bound.
+Cost: the weights of each pair's expert: if tokens share an expert, once more from L2. Memory bound.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int
 # in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -37,7 +37,7 @@ class PairsConfig(NamedTuple):
 
     up_block_n: int = 4
     up_block_k: int = 512
-    up_ahead: int = 1  # tiles, of gate and up each, that are on their way while one is multiplied
+    up_ahead: int = 1  # tiles of gate and of up that are prefetched while one is multiplied
     down_block_n: int = 2
     down_block_k: int = 256
     down_ahead: int = 12
@@ -61,7 +61,7 @@ def _pick(keys, ids, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def _load_tile(ptrs, rows, lanes, k0, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Weights, which are read once; zeros beyond the matrix, unless it is EVEN."""
+    """Load weights, which are read once; zeros beyond the matrix unless it is EVEN."""
     if EVEN:
         return tl.load(ptrs + k0, eviction_policy="evict_first")
     else:
@@ -144,7 +144,8 @@ def _down_sum(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """A token's output before its division by the sum of the masses; the first `tiles` are on their way."""
+    """A token's output before its division by the sum of the masses; the first `tiles` are already
+    loading."""
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for i in tl.static_range(TOP_K * STEPS):
@@ -184,7 +185,8 @@ def _pairs_down_kernel(
     ids = tl.arange(0, BLOCK_E)
     lanes = tl.arange(0, BLOCK_K)
     for token in range(num_tokens):
-        # What the logits come from has ended: the other kernel lets this one start when it has waited for it.
+        # The kernel that wrote the logits has ended: the first kernel waits for it before it lets this one
+        # start.
         keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
         top = key_logits(tl.max(keys, 0))
         somewhere = top > float("-inf")

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the (token, expert) pairs sorted by expert, all on the device.
+"""Routing on the device: the experts of each token, and the (token, expert) pairs sorted by expert.
 
     p[t]                = softmax(logits[t])                    over the experts, in float32
     expert[t, s]        = the expert with the s-th largest logit, the lowest id first among equals
@@ -10,14 +10,15 @@ T tokens, E experts, P = T * top_k pairs. NaN logits count as -inf; a token all 
 padding token, say) goes to no expert: its pairs carry expert E and are not in `order`, which then ends
 earlier. 1 <= top_k <= E <= 1024.
 
-How: a counting sort. Blocks of tokens pick their experts, rank them within the block and leave a histogram;
-then, in a second launch unless there is but one block (T <= 32), each block adds up the histograms before it
-and writes its pairs to their places. No atomics, no host sync: the grid depends on T alone.
+The sort is a counting sort. Each block of tokens picks its experts, ranks them within the block and writes a
+histogram. Then each block sums the histograms before its own and writes its pairs to their places; this is a
+second launch unless there is one block (T <= 32). No atomics, no host sync: the grid depends on T alone.
 
 Cost: T * E logits read, 16 bytes a pair, and (T / BLOCK_T)^2 * E * 4 bytes of histograms from L2.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; range yields no int
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int
 # in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -32,9 +33,9 @@ from triton_kernels.launch import ceil_div, next_power_of_2
 
 
 class Routing(NamedTuple):
-    """Where the tokens go. T tokens, E experts."""
+    """The routing of T tokens to E experts."""
 
-    experts: Tensor  # int32 [T, top_k]; E = none
+    experts: Tensor  # int32 [T, top_k]; E = no expert
     weights: Tensor  # float32 [T, top_k]
     order: Tensor  # int32 [T * top_k], the pairs by expert
     expert_end: Tensor  # int32 [E]
@@ -54,7 +55,7 @@ def top_k_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tens
 
 
 NO_KEY = tl.constexpr(-(2**31))
-"""For lanes of no expert and lanes that were picked: the smallest integer, which is no logit's key."""
+"""Key of lanes without an expert and of picked lanes: the smallest integer, which no logit maps to."""
 
 
 @triton.jit

@@ -7,14 +7,14 @@
 T tokens, M model width, E experts. Float32 inside, `round` being that to x's dtype, as in rms_norm.py; the
 kernel leaves the logits in float32. Rows of x and of the residual may be strided, M is any, T may be 0.
 
-How: a program normalises a whole row, which is quickly done and saves a launch, and multiplies it with a few
-of the router's rows, which it has loaded before the kernel in front has ended. More than MAX_ROWS rows take
-add_rms_norm, linear and a mask, one after the other.
+Each program normalises a whole row, which is cheap and saves a launch, and multiplies it with a few rows of
+the router, which it loads before the previous kernel has ended. With more than MAX_ROWS rows, add_rms_norm,
+linear and a mask run one after the other.
 
 Cost: E * M elements of the router, 4 * T * M elements besides; a launch, for few rows.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare.
+# A kernel launch looks like a call, but it takes options that the kernel does not declare.
 # pyright: reportCallIssue=false
 
 import torch
@@ -34,7 +34,7 @@ _NUM_WARPS = 4
 def add_rms_norm_router_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What add_rms_norm_router means, in plain torch."""
+    """The same as add_rms_norm_router, in plain torch."""
     y, new_residual = add_rms_norm_reference(x, residual, weight, eps)
     return y, new_residual, masked_logits(linear_reference(y, router), slot_mapping)
 
@@ -66,7 +66,7 @@ def _norm_router_kernel(
     columns = tl.arange(0, BLOCK_M)
     inside = columns < width
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    # Before the wait, because no kernel writes them.
+    # Loaded before the wait, because no kernel writes them.
     router_mask = (experts < E)[:, None] & inside[None, :]
     router = tl.load(router_ptr + experts[:, None] * width + columns[None, :], router_mask, other=0.0)
     weight = tl.load(weight_ptr + columns, inside, other=0.0)
@@ -80,7 +80,7 @@ def _norm_router_kernel(
     mean_square = tl.sum(wide * wide, axis=0) / width
     y = (wide * tl.rsqrt(mean_square + eps) * weight.to(tl.float32)).to(dtype)
     logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1)
-    # Not before: programs of the next kernel that come while others of this one run land unevenly.
+    # No earlier: programs of the next kernel that start beside this one are distributed unevenly.
     logits = let_next_start(logits, EARLY)
     logits = tl.where(slot < 0, float("-inf"), logits)
     tl.store(logits_ptr + row * E + experts, logits, experts < E)
@@ -92,7 +92,7 @@ def _norm_router_kernel(
 def add_rms_norm_router_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel, whatever the device; for T of at least 1."""
+    """Launch the kernel on any device; for T of at least 1."""
     num_rows, width = x.shape
     num_experts = router.shape[0]
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)

@@ -6,48 +6,24 @@
     token j's k and v lie at page page_table[row_ids[r], j // S], offset j % S of the pools
 
 R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV heads, G = H / K
-query heads per KV head, D head dim, P pages, S page size. A row with context_len 0 yields zeros. Memory
-outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D from 16 to 256 and a
-multiple of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided;
-the D elements of a head lie next to each other.
+query heads per KV head, D head dim, P pages, S page size. A row with context_len 0 yields zeros. The kernel
+never uses memory outside the seen tokens (it may hold NaN). H must be a multiple of K, G at most 16, D a
+multiple of 8 from 16 to 256, S a power of two. q's rows and heads and the pools' pages, tokens and heads may
+be strided; the D elements of a head must be contiguous.
 
-rope_paged_decode begins one op earlier, with what the qkv projection yields: it does what rope_store does
-with the rows' new tokens, and then what is above. A program makes the queries that it needs, and the one
-with a row's newest token makes and stores that one's key and value, which no other looks at. That saves a
-launch, and q's way through memory.
+rope_paged_decode starts from the output of the qkv projection. It does the work of rope_store for the rows'
+new tokens and then the above, in one launch: each program rotates the queries it needs, and the program with
+a row's newest token also stores that token's key and value.
 
-How: a row is cut into splits of `split_tokens`, or of twice, four times ... as many where there would be
-more than `max_splits`; the last one takes what is left over, up to half of another. Splits are longer in
-larger batches, which have enough of them: they double with each of the tiers that the batch exceeds; where
-another configuration begins, they begin anew. The splits of a row are the leaves of a tree: eight are folded
-from left to right to a node, eight nodes to the next, up to the row. So a row's result depends on the row,
-the configuration and the batch's tier, to the last bit, and on nothing else (`fewest_alike`).
-
-A unit of work is one (split, KV head): first the full splits, each found by a prefix sum over context_len,
-then the last one of each row, for which no search is needed. A fixed number of programs takes them, so one
-captured grid serves all lengths: each begins with the unit of its own number, and when it is done takes the
-next that nobody has, which evens out units of unequal length. It does so best where the longest rows come
-first. Above the second tier a multiprocessor gets only as many programs as keep the memory busy: where it
-had more, they would all have a unit at once, and nobody would be free to even anything out. In smaller
-batches there are more programs than the GPU holds: those that wait for a place start when no unit is left to
-take.
-
-A program is one warp where one has registers enough and there are many: nothing waits at barriers, and
-while one program changes units the others keep the memory busy. A tile is never masked in memory: a lane
-beyond the unit's end reads its last token, whose weight there is 0. The query heads are the columns of both
-products (scores are [keys, heads], outputs [head dim, heads]): tensor cores take 8 columns, but 16 rows.
-
-One kernel does it all. A program that is done with a unit leaves its softmax state in memory and counts its
-arrival at the tree's node above; the one that arrives last finds all states there, folds them and goes on
-upwards. Nobody waits for anybody. The counters are zeros before and after a call, so that graphs can replay.
+A row's result depends, to the last bit, only on the row, the configuration and the batch's tier
+(`fewest_alike`).
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
-Scratch: D + 2 floats for each head and a counter for each KV head, for each split that the page table has
-room for (at most `max_splits` a row), and one counter more; what rows with several splits need of it is
-written and read.
+Scratch: D + 2 floats per head and one counter per KV head, for each split that the page table has room for
+(at most `max_splits` per row), plus one counter. Only rows with several splits write and read it.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
 # another looks like the call that raises outside of a kernel; range yields no int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -80,7 +56,7 @@ def paged_decode_reference(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """What paged_decode means, in plain torch, one row at a time."""
+    """The same as paged_decode, in plain torch, one row at a time."""
     _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -111,10 +87,14 @@ def _row_cuts(
     DOUBLINGS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """How a row is cut into splits of 1 << log_split tokens or longer ones; an empty row is one empty split.
+    """Cut a row into splits of 1 << log_split tokens or longer; an empty row is one empty split.
+
+    A split has `split_tokens` tokens. If a row would have more than `max_splits` of them, splits are twice,
+    four times, ... as long. They also double with each tier that the batch exceeds. The last split takes the
+    remainder, up to half a split more.
 
     Returns (first seen token, begin of the first split, log2 of the tokens per split, number of splits).
-    Splits begin at multiples of the tile, so that a tile lies in one page where pages are large enough.
+    Splits begin at multiples of the tile, so each tile lies in one page if pages are large enough.
     """
     start = tl.maximum(length - window, 0) if window > 0 else length * 0
     begin = start // BLOCK_N * BLOCK_N
@@ -128,7 +108,7 @@ def _row_cuts(
 
 @triton.jit
 def _fold(top, mass, acc, more_top, more_mass, more_acc):
-    """The softmax state over two sets of keys from theirs; both may be empty."""
+    """Combine the softmax states of two sets of keys; both sets may be empty."""
     new_top = tl.maximum(top, more_top)
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     old = tl.exp2(top - base)
@@ -138,9 +118,9 @@ def _fold(top, mass, acc, more_top, more_mass, more_acc):
 
 @triton.jit
 def _load_state(acc_ptr, sum_ptr, place, there, lanes, group, G: tl.constexpr, D: tl.constexpr):
-    """The softmax state (top, mass, acc) at `place` if it is `there`; else that over no keys.
+    """Load the softmax state (top, mass, acc) at `place` if it is `there`; else return that of no keys.
 
-    Not through L1, which does not see what other multiprocessors write.
+    The load bypasses L1, which does not see writes of other multiprocessors.
     """
     mask = there & (group < G)
     top = tl.load(sum_ptr + place * (2 * G) + group, mask, other=float("-inf"), cache_modifier=".cg")
@@ -208,13 +188,17 @@ def _paged_decode_kernel(
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
-    # So few units leave multiprocessors free for the programs of the next kernel; more, and it costs time.
+    # So few units leave multiprocessors free for the next kernel. With more, an early start costs time.
     num_rows = start_next_if_few(num_rows, _START_NEXT_HEADS // K, EARLY)
     tier = (num_rows > TIER_ROWS_1).to(tl.int32) + (num_rows > TIER_ROWS_2).to(tl.int32)
     tier += (num_rows > TIER_ROWS_3).to(tl.int32)
     log_split = LOG_SPLIT + tier
-    # The searches load in the kernel's own body, because torch.compile takes a tensor that is loaded in a
-    # function, and then decides where to store, for one that is written.
+    # The searches load in the kernel's own body: if a function loads a tensor and the value then decides
+    # where to store, torch.compile believes that the tensor is written.
+    # A unit of work is one (split, KV head). First come the full splits, which a program finds by a prefix
+    # sum over context_len, then the last split of each row, which need no search. Program i starts with unit
+    # i, then takes the next unclaimed unit (an atomic counter). This balances units of unequal length best
+    # if the longest rows come first. The number of programs is fixed, so one CUDA graph serves all lengths.
     num_full = tl.program_id(0) * 0
     for r0 in range(0, num_rows, BLOCK_R):
         rows = r0 + tl.arange(0, BLOCK_R)
@@ -224,7 +208,7 @@ def _paged_decode_kernel(
     num_units = (num_full + num_rows) * K
     unit = tl.program_id(0)
     while unit < num_units:
-        # The row's full split that the unit is, or else its last: row 0's comes after all full ones.
+        # The unit is a full split of its row, or the row's last split. Last splits come after all full ones.
         target = unit // K
         row = target - num_full
         full_split = target * 0
@@ -251,15 +235,15 @@ def _paged_decode_kernel(
         high = tl.where(split == num_splits - 1, length, low + (1 << log_tokens))
         pages_ptr = page_table_ptr + line.to(tl.int64) * page_table_stride
 
-        # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
-        # pipeline half its depth. Further ahead, and Triton would not pipeline the loop at all.
+        # Page ids are fetched one tile ahead: a load that depends on another load of the same iteration would
+        # halve the pipeline's depth. With page ids further ahead, Triton would not pipeline the loop at all.
         last = high - 1
         ahead = tl.minimum(low if ONE_PAGE else low + keys, last)
         if window > 0:
             ahead = tl.maximum(ahead, start)
         next_page = tl.load(pages_ptr + ahead // S, low < high, other=0)
         if ROPE:
-            # A lane's partner is the element that it is rotated with.
+            # A lane's partner is the other element of its rotated pair.
             partner = tl.where(lanes < HALF, lanes + HALF, lanes - HALF)
             partner = tl.max_contiguous(tl.multiple_of(partner, HALF & -HALF), HALF & -HALF)
             slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
@@ -274,7 +258,9 @@ def _paged_decode_kernel(
             if K_NORM:
                 k_weight = tl.load(k_norm_ptr + lanes, lanes < D, other=0.0).to(tl.float32)
                 k_weight_of_partner = tl.load(k_norm_ptr + partner, lanes < D, other=0.0).to(tl.float32)
-        # All of that is there since the step began. Every row has a unit, so some program waits.
+        # Earlier kernels of this step wrote none of that, so it may be loaded before the wait. Every row has
+        # a
+        # unit, so at least one program waits.
         kv_head = after_predecessor(kv_head, EARLY)
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
@@ -307,16 +293,16 @@ def _paged_decode_kernel(
             v_to = v_head_ptr + (new_page * v_page_stride + place_in_page * v_token_stride) + lanes
             tl.store(k_to, new_k.to(k_cache_ptr.dtype.element_ty), is_new)
             tl.store(v_to, new_v.to(v_cache_ptr.dtype.element_ty), is_new)
-            tl.debug_barrier()  # all threads have stored what the loop loads
+            tl.debug_barrier()  # wait until all threads have stored what the loop loads
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        masses = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # of the keys of a tile: summed up at the end
+        masses = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # per key of a tile; summed up at the end
         acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
         for n0 in range(low, high, BLOCK_N):
             page = next_page.to(tl.int64)
             ahead = tl.minimum(n0 + BLOCK_N if ONE_PAGE else n0 + BLOCK_N + keys, last)
             next_page = tl.load(pages_ptr + ahead // S)
             seen = n0 + keys < high
-            # Places in the tile, those of unseen tokens moved to seen ones.
+            # Positions in the tile. Lanes of unseen tokens read a seen token instead, with weight 0.
             there = tl.minimum(keys, last - n0)
             if window > 0:
                 seen = seen & (n0 + keys >= start)
@@ -348,7 +334,8 @@ def _paged_decode_kernel(
             top = new_top
         mass = tl.sum(masses, 0)
 
-        # The first counter counts how often programs asked for more: once for each unit, the last resets it.
+        # The first counter hands out the units. Programs ask once per unit, and the last one to ask resets
+        # it.
         next_unit = num_units
         if num_units > tl.num_programs(0):
             asked_ptr = arrivals_ptr + (kv_head - unit % K)  # + 0, which is known after the wait
@@ -357,8 +344,10 @@ def _paged_decode_kernel(
             if num_asked == num_units - 1:
                 tl.store(asked_ptr, 0)
 
-        # Up the tree, as far as this program is the last to arrive. A node's state goes where the first of
-        # those it was folded from lay, `apart` places from the next node's.
+        # The splits of a row are the leaves of a tree with _FAN children per node. A finished program stores
+        # its softmax state and counts its arrival at the parent node. The last program to arrive folds the
+        # children's states from left to right and goes on upwards, so no program waits for another one. A
+        # node's state replaces that of its first child, `apart` places from the next node's.
         row_splits = tl.minimum((MOST_SPLITS + (1 << tier) - 1) >> tier, MAX_SPLITS)
         first_place = (row.to(tl.int64) * K + kv_head) * row_splits
         arrivals_here = arrivals_ptr + 1 + first_place
@@ -376,7 +365,7 @@ def _paged_decode_kernel(
             tl.store(acc_here + place_offsets, acc, q_mask)
             tl.store(sum_here + place * (2 * G) + group, top, group < G)
             tl.store(sum_here + place * (2 * G) + G + group, mass, group < G)
-            tl.debug_barrier()  # all threads have stored; the counter then makes it known to other programs
+            tl.debug_barrier()  # all threads have stored before the counter tells other programs
             arrived = tl.atomic_add(arrivals_here + parent, 1, sem="acq_rel", scope="gpu")
             if arrived == num_below - 1:
                 tl.store(arrivals_here + parent, 0)
@@ -384,7 +373,7 @@ def _paged_decode_kernel(
                 mass = tl.zeros([BLOCK_G], tl.float32)
                 acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
                 for below in range(0, num_below, WIDE):
-                    # Several at a time, as many as fit into registers: none waits for another's loads.
+                    # As many at a time as fit into registers, so that their loads overlap.
                     states = ()
                     for i in tl.static_range(WIDE):
                         place = (first + below + i) * apart
@@ -393,7 +382,7 @@ def _paged_decode_kernel(
                         states = states + (state,)  # noqa: RUF005 (no unpacking in kernels)
                     for i in tl.static_range(WIDE):
                         top, mass, acc = _fold(top, mass, acc, *states[i])
-                tl.debug_barrier()  # all threads have loaded what the next store overwrites
+                tl.debug_barrier()  # all threads have loaded before the next store overwrites
                 num_nodes = (num_nodes + _FAN - 1) // _FAN
                 arrivals_here += num_nodes
                 apart *= _FAN
@@ -408,7 +397,7 @@ def _paged_decode_kernel(
 
 
 class Rope(NamedTuple):
-    """What rope_paged_decode takes for the rows' new tokens, as rope_store does."""
+    """The arguments of rope_store that rope_paged_decode needs for the rows' new tokens."""
 
     cos_sin: Tensor  # float32 [max_position, D]
     positions: Tensor  # int32 [R]
@@ -432,9 +421,9 @@ def paged_decode_triton(
     config: DecodeConfig | None = None,
     rope: Rope | None = None,
 ) -> Tensor:
-    """The kernel, whatever the device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written.
+    """Launch the kernel on any device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written.
 
-    Without a config it is `choose_config`'s.
+    Without a config, `choose_config` decides.
     """
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_rows = q.shape[0]
@@ -443,15 +432,19 @@ def paged_decode_triton(
     shape = (num_heads, num_kv_heads, head_dim, page_size)
     config, (first, second, third) = choose_config(q, *shape, config)
     multiprocessors = num_multiprocessors(q.device)
-    # The most that the page table has room for.
+    # Most tokens that a row of the page table has room for.
     max_tokens = page_table.shape[1] * page_size
     if window > 0:
         max_tokens = min(max_tokens, window + config.block_n)
     doublings = (ceil_div(max_tokens, config.split_tokens * config.max_splits) - 1).bit_length()
-    # Splits that a row may have in the first tier; in the others half, a quarter, an eighth. Beyond eight
-    # times the maximum it does not matter how many: all longer page tables have one code.
+    # Most splits of a row in the first tier; the other tiers have half, a quarter, an eighth of them. The
+    # bound of eight times the maximum gives all longer page tables the same compiled kernel.
     most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
-    # In calculations without a branch: torch.compile has one code for any number of rows.
+    # Arithmetic without branches, because torch.compile makes one code for any number of rows. Above the
+    # second
+    # tier a multiprocessor gets only as many programs as keep the memory busy: with more, all would hold a
+    # unit
+    # at once and none could balance the load. Smaller batches get more programs than the GPU holds.
     units = [
         min(num_rows, rows) * min(config.max_splits, ceil_div(most_splits, 1 << tier))
         for tier, rows in enumerate((first, second, third, num_rows))
@@ -464,7 +457,7 @@ def paged_decode_triton(
         + not_many * (config.some_programs_per_sm - config.many_programs_per_sm)
         + are_few * (config.few_programs_per_sm - config.some_programs_per_sm)
     )
-    # Without `rope` the kernel has no use for the first three and the norms: any tensor does.
+    # Without `rope` the kernel does not read the first three tensors and the norms: any tensor will do.
     cos_sin, positions, slot_mapping, q_norm, k_norm, eps = rope or Rope(q, row_ids, row_ids)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_acc = torch.empty((max_units, group, head_dim), dtype=torch.float32, device=q.device)
@@ -546,9 +539,10 @@ def paged_decode(
     """Attention of q [R, H, D] over the first context_len[r] tokens of row row_ids[r]; returns [R, H, D].
 
     k_cache and v_cache are [P, S, K, D], page_table int32 [B, C], row_ids and context_len int32 [R]. With
-    window > 0 only the last `window` tokens are seen; softcap > 0 bends scores to softcap * tanh(s/softcap).
-    arrivals are at least num_arrivals(R, K) int32 zeros, which are zeros again afterwards: calls that
-    follow each other on a stream may share them. None: new ones, which takes another launch.
+    window > 0 a row sees only its last `window` tokens; with softcap > 0 scores are softcap *
+    tanh(s/softcap).
+    arrivals are at least num_arrivals(R, K) counters (int32 zeros). They are zeros again afterwards, so
+    successive calls on a stream may share them. None allocates new ones, which takes another launch.
     """
     if q.device.type == "cpu":
         return paged_decode_reference(
@@ -569,14 +563,15 @@ def rope_paged_decode(
     context_len: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     arrivals: Tensor | None = None,
 ) -> Tensor:
     """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
 
-    Arguments as theirs. Token r is the last of row r's context_len[r], and its slot the place of that in the
-    page table. One that is not stored (slot -1) is not seen: its row sees what the pools hold.
+    Arguments as theirs. Token r is the last of row r's context_len[r] tokens, and its slot is that token's
+    place in the page table. With slot -1 the token is not stored, and its row sees what the pools hold.
     """
-    where = (page_table, row_ids, context_len, scale, window)
+    where = (page_table, row_ids, context_len, scale, window, softcap)
     if qkv.device.type == "cpu":
         q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:])
         return paged_decode_reference(q, k_cache, v_cache, *where)

@@ -9,25 +9,26 @@
 T new tokens, R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV
 heads, G = H / K query heads per KV head, D head dim, P pages, S page size. The new tokens' own k and v are
 already in the pools. Rows may own no token (padding rows), one or more. Tokens from row_start[R] on are
-padding and yield zeros; those before row_start[0] are nobody's, and what out has for them is not written.
+padding and yield zeros; for tokens before row_start[0] out is not written.
 Memory outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D <= 256 and a
 multiple of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided;
 the D elements of a head lie next to each other.
 
-On a Hopper GPU the calls that paged_prefill_hopper.py takes run there; the kernel below is for all others
-and runs anywhere that Triton does, its interpreter included.
+On Hopper GPUs paged_prefill_hopper.py runs the calls that it supports. The kernel below runs all others, and
+works wherever Triton does, including its interpreter.
 
-How: a program takes BLOCK_M / G neighbouring queries of one row times the G heads that share a KV head, so
-that keys and values are read once for all of them; it finds its row by a prefix sum over row_start, so the
-grid depends on T and R only. Key tiles beyond the last query's position (and before its window) are skipped,
-those that every query sees entirely are not masked. Long tiles start first. Softmax runs in base 2.
+A program processes BLOCK_M / G neighbouring queries of one row times the G heads of a KV head, so keys and
+values are read once for all of them. It finds its row by a prefix sum over row_start, so the grid depends
+only
+on T and R. Key tiles that no query sees are skipped, and tiles that all queries see are not masked. Programs
+with long tiles start first. Softmax runs in base 2.
 
 Cost: 4 * H * D FLOP per (query, seen key) pair: compute bound for chunks above about 50 tokens (G = 4). A row
-of one token costs a whole tile of products, which its keys' way from memory hides (in both kernels), but its
-keys are not split: a few long decode rows belong in paged_decode.
+of one token costs a whole tile of products, which the loads of its keys hide (in both kernels). Its keys are
+not split among programs, so a few long decode rows should use paged_decode.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
 # another looks like the call that raises outside of a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -57,7 +58,7 @@ class PrefillConfig(NamedTuple):
 
 
 def default_prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
-    """The configuration used where no other is given."""
+    """The configuration if none is given or tuned."""
     if element_size > 2:
         return PrefillConfig(16, 16, num_warps=4, num_stages=2)  # float32 is for tests
     if head_dim > 128:
@@ -78,7 +79,7 @@ def paged_prefill_reference(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """What paged_prefill means, in plain torch, a block of one row's queries at a time."""
+    """The same as paged_prefill, in plain torch, a block of one row's queries at a time."""
     _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
@@ -115,10 +116,11 @@ def paged_prefill_reference(
 
 @triton.jit
 def _count_tiles(tiles, target, rows_before, row_begin, row_tiles, total):
-    """Go on with a search for the target-th tile over a block of rows: what comes before it, and the sum.
+    """One step of the search for the target-th tile, over a block of rows: the tiles before it, and the sum.
 
-    (The search loads in the kernel's own body, because torch.compile takes a tensor that is loaded in a
-    function, and then decides where to store, for one that is written.)
+    The search loads in the kernel's own body: if a function loads a tensor and the value then decides where
+    to
+    store, torch.compile believes that the tensor is written.
     """
     ends = total + tl.cumsum(tiles, 0)
     before = ends <= target
@@ -157,8 +159,9 @@ def _attend(
     """One online-softmax pass over the keys low : high, whole tiles; MASKED applies causality and window."""
     lanes = tl.arange(0, BLOCK_D)
     to_base_2: tl.constexpr = _LOG2_E if softcap > 0 else scale * _LOG2_E
-    # Page ids are fetched one tile ahead: a load in this loop that another load waits for would cost the
-    # pipeline half its depth.
+    # Page ids are fetched one tile ahead: a load that depends on another load of the same iteration would
+    # halve
+    # the pipeline's depth.
     token = low + tl.arange(0, BLOCK_N)
     next_page = tl.load(pages_ptr + token // S, token < length, other=0)
     for n0 in range(low, high, BLOCK_N):
@@ -184,7 +187,7 @@ def _attend(
                 seen = seen & (token[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * to_base_2)
-        # With a window a query may see nothing of the first tile: keep -inf minus -inf out.
+        # With a window a query may see nothing of the first tile: avoid -inf minus -inf.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top) if window > 0 else new_top
         weights = tl.exp2(scores * to_base_2 - shift[:, None])
         shrink = tl.exp2(top - shift)
@@ -257,7 +260,7 @@ def _paged_prefill_kernel(
     tile = row_tiles - 1 - (target - row_begin)
 
     if tl.program_id(0) >= num_tiles:
-        # There is always a program to spare: it and its like clear the padding tokens.
+        # There is always a spare program. The spare programs write zeros for the padding tokens.
         first = tl.load(row_start_ptr + num_rows) + (tl.program_id(0) - num_tiles) * BLOCK_Q
         for t0 in range(first, num_tokens, (tl.num_programs(0) - num_tiles) * BLOCK_Q):
             token = (t0 + query).to(tl.int64)
@@ -280,7 +283,8 @@ def _paged_prefill_kernel(
 
         first_position = length - end + first
         position = first_position + query
-        # The window cuts keys low : full_low, all see full_low : full_high, causality cuts the rest.
+        # The window masks keys low : full_low, all queries see full_low : full_high, causality masks the
+        # rest.
         high = tl.minimum(length, first_position + BLOCK_Q)
         full_high = (first_position + 1) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -327,7 +331,7 @@ def paged_prefill_triton(
     softcap: float = 0.0,
     config: PrefillConfig | None = None,
 ) -> Tensor:
-    """The kernel, whatever the device; max_query_len is not needed (the grid follows from T and R)."""
+    """Launch the kernel on any device; max_query_len is not needed (the grid follows from T and R)."""
     num_tokens, num_heads, head_dim = q.shape
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
@@ -337,7 +341,7 @@ def paged_prefill_triton(
         config = tuned(default, "paged_prefill", q.device, q.dtype, exact, near)
     block_q = config.block_m // (num_heads // num_kv_heads)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    # At most this many tiles, and one more: sum of ceil(n_r / block_q) < T / block_q + R.
+    # An upper bound of the tiles, plus one: sum of ceil(n_r / block_q) < T / block_q + R.
     grid = (ceil_div(num_tokens, block_q) + num_rows, num_kv_heads)
     _paged_prefill_kernel[grid](
         q,
@@ -377,7 +381,7 @@ def paged_prefill_triton(
 
 
 def _attend_on_gpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rows_and_options: Any) -> Tensor:
-    """The kernel that suits the GPU and the call."""
+    """Run the Hopper kernel if it supports the call, else the Triton kernel."""
     launch = paged_prefill_hopper if takes(q, k_cache, v_cache) else paged_prefill_triton
     return launch(q, k_cache, v_cache, *rows_and_options)
 

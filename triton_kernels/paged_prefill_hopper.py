@@ -1,30 +1,28 @@
-"""Prefill attention on Hopper GPUs: what paged_prefill means, for 16-bit types, at the matrix unit's pace.
+"""Prefill attention on Hopper GPUs: paged_prefill for 16-bit types, with warp-specialised matrix products.
 
-Shape letters, formulas and edge cases are those of paged_prefill.py; G <= 64 query heads per KV head, D one
-of 64, 128, 256, pages of 16 tokens or more, pools whose tokens lie at one stride through all pages
-(`takes` says whether a call qualifies). Written in Gluon, Triton's language of explicit layouts and warps.
+Shape letters, formulas and edge cases are those of paged_prefill.py. G <= 64 query heads per KV head, D one
+of
+64, 128, 256, pages of 16 tokens or more, pools with one token stride through all pages (`takes` checks a
+call). Written in Gluon, Triton's language of explicit layouts and warps.
 
-How: a program owns 2 * (64 // G) neighbouring queries of one row, and works through them for HEADS KV heads,
-one after the other. Its twelve warps split the work:
-    two groups of four   64 query rows (64 // G tokens times G heads) each: scores of key tile j and values
-                         of tile j - 1 are in the matrix unit while they compute the softmax; they take turns
-                         at issuing, so that one group's softmax falls into the other's products
+A program processes 2 * (64 // G) neighbouring queries of one row for HEADS KV heads, one after the other. Its
+twelve warps have roles:
+    two groups of four   64 query rows (64 // G tokens times G heads) each. While the matrix unit computes the
+                         scores of key tile j and the values of tile j - 1, the group computes its softmax;
+                         the
+                         groups alternate, so that one group's softmax overlaps the other's products
     one warp for keys,   copy the pages of the next tiles to shared memory with the tensor copy engine, a box
-    one for values       of at most a page and 64 columns per instruction; pages that no token of the row
-                         lies in are filled with zeros, and what follows the row's last token in its page is
-                         zeroed before values are used (keys are masked, but NaN times weight 0 is NaN)
-    two for queries      fetch the next KV head's queries while the current one's are in use
-More than one KV head per program hides all but the first's ramp-up, where there are programs enough.
-Key tiles beyond the last query (and before its window) are skipped, those that all queries see are not
-masked, programs with long tiles start first.
+    one for values       of at most a page and 64 columns per instruction. They fill pages without tokens of
+                         the row with zeros, and zero the values after the row's last token (its keys are
+                         masked, but NaN times weight 0 is NaN)
+    two for queries      fetch the next KV head's queries while the current ones are in use
+With several KV heads per program only the first one's start-up time is visible. Key tiles that no query sees
+are skipped, tiles that all queries see are not masked, and programs with long tiles start first.
 
-Cost: 4 * H * D FLOP per (query, seen key) pair, and the pages once per 2 * (64 // G) queries from L2. What
-keeps it from the pace of a matrix product: the first and the masked tiles of each KV head, whose softmax
-hides behind nothing of its own group, and probably the power limit: repeated launches on an H200 are up to
-a tenth slower than the first.
+Cost: 4 * H * D FLOP per (query, seen key) pair, and the pages once per 2 * (64 // G) queries from L2.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
 # another looks like the call that raises outside of a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 # Gluon's compile-time values are plain objects to a reader of types, and its tensors are built by them.
@@ -77,7 +75,7 @@ class HopperPrefillConfig(NamedTuple):
 def default_hopper_config(
     head_dim: int, num_kv_heads: int, tiles: int, processors: int
 ) -> HopperPrefillConfig:
-    """The configuration used where no other is given; `tiles` of queries at most, for each KV head."""
+    """The configuration if none is given or tuned; `tiles` of queries at most, for each KV head."""
     heads = 4 if num_kv_heads % 4 == 0 and tiles * (num_kv_heads // 4) >= 3 * processors else 1
     return HopperPrefillConfig(block_n=64 if head_dim > 128 else 128, stages=2, heads=heads)
 
@@ -89,7 +87,7 @@ def _add(a, b):
 
 @gluon.jit
 def _box_rows(pages_ptr, n0, length, S: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr):
-    """The pool's token at which each box of the key tile from n0 on starts; negative: there is none."""
+    """The pool token at which each box of the key tile at n0 starts; negative = no box."""
     rows = ()
     for i in gl.static_range(BOXES):
         token = n0 + i * BOX
@@ -104,9 +102,9 @@ def _fetch_tiles(
     S: gl.constexpr, BOX: gl.constexpr, BLOCK_N: gl.constexpr, SLABS: gl.constexpr, STAGES: gl.constexpr,
     HEADS: gl.constexpr, CLEAN: gl.constexpr,
 ):  # fmt: skip
-    """One warp: keys or values, tile after tile, into the slots that both groups are done with.
+    """One warp: copies keys or values, tile after tile, into slots that both groups have finished with.
 
-    CLEAN zeroes what follows the row's last token; full[STAGES] is where that tile lands first.
+    CLEAN zeroes the tokens after the row's last one; that tile is first copied to full[STAGES].
     """
     BOXES: gl.constexpr = BLOCK_N // BOX
     num_tiles = (high - low + BLOCK_N - 1) // BLOCK_N
@@ -151,7 +149,7 @@ def _fetch_queries(
     q_ptr, slabs, full, empty, first, end, first_head, q_row_stride, q_head_stride,
     G: gl.constexpr, SLABS: gl.constexpr, HEADS: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """Two warps: both groups' queries of one KV head after the other, zeros where the row has none."""
+    """Two warps: fetch both groups' queries for one KV head after the other; zeros beyond the row."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     place = gl.arange(0, 64, gl.SliceLayout(1, layout))
     lanes = gl.arange(0, 64, gl.SliceLayout(0, layout))
@@ -181,7 +179,8 @@ def _softmax(
     scale: gl.constexpr, window: gl.constexpr, softcap: gl.constexpr, MASKED: gl.constexpr,
     BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Weights of one key tile, what the sums so far shrink by, the new maximum (base 2) and mass."""
+    """The weights of one key tile, the factor on the sums so far, the new maximum (base 2) and the new
+    mass."""
     to_base_2: gl.constexpr = _LOG2_E if softcap > 0 else scale * _LOG2_E
     if softcap > 0:
         scores = softcap - 2 * softcap / (1 + gl.exp2(scores * (2 * scale * _LOG2_E / softcap)))
@@ -192,7 +191,7 @@ def _softmax(
             seen = seen & (token[None, :] > position[:, None] - window)
         scores = gl.where(seen, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1) * to_base_2)
-    # With a window a query may see nothing of the first tile: keep -inf minus -inf out.
+    # With a window a query may see nothing of the first tile: avoid -inf minus -inf.
     shift = gl.where(new_top == float("-inf"), 0.0, new_top) if window > 0 else new_top
     weights = gl.exp2(scores * to_base_2 - shift[:, None])
     shrink = gl.exp2(top - shift)
@@ -207,7 +206,9 @@ def _attend(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Scores of key tiles begin : end, and the values of the tile before each; `weights` are the last's."""
+    """Process the scores of key tiles begin : end, each with the values of the previous tile; `weights`
+    belong to
+    the last tile."""
     for j in range(begin, end):
         count = tiles_before + j
         slot = count % STAGES
@@ -239,7 +240,7 @@ def _attend_group(
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEADS: gl.constexpr, Q_BUFFERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 query rows over all key tiles, for one KV head after the other."""
+    """Four warps: attention of 64 query rows over all key tiles, for one KV head after the other."""
     BLOCK_Q: gl.constexpr = 64 // G
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -295,7 +296,7 @@ def _attend_group(
         mbarrier.arrive(v_empty.index(last % STAGES))
         mass = gl.where(mass > 0, mass, 1.0)
         acc = acc * gl.convert_layout(1.0 / mass, gl.SliceLayout(1, o_layout))[:, None]
-        # By way of the queries' place, so that whole lines are written.
+        # The outputs go through the queries' shared memory, so that whole lines are written.
         q.store(acc.to(q.dtype))
         tl.debug_barrier()
         out = q.load(io_layout)
@@ -372,7 +373,7 @@ def _paged_prefill_hopper_kernel(
     tile = row_tiles - 1 - (target - row_begin)
 
     if target >= num_tiles:
-        # There is always a program to spare: it and its like clear the padding tokens.
+        # There is always a spare program. The spare programs write zeros for the padding tokens.
         flat_layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
         first = gl.load(row_start_ptr + num_rows) + target - num_tiles
         for token in range(first, num_tokens, num_targets - num_tiles):
@@ -452,7 +453,7 @@ def _paged_prefill_hopper_kernel(
 
 
 def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether paged_prefill_hopper can run this call; nothing is read from the device."""
+    """Whether paged_prefill_hopper supports this call; reads nothing from the device."""
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
     _, num_heads, head_dim = q.shape
@@ -500,7 +501,7 @@ def paged_prefill_hopper(
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
     block_q = 2 * (64 // (num_heads // num_kv_heads))
-    # At most this many tiles, and one more: sum of ceil(n_r / block_q) < T / block_q + R.
+    # An upper bound of the tiles, plus one: sum of ceil(n_r / block_q) < T / block_q + R.
     tiles = ceil_div(num_tokens, block_q) + num_rows
     if config is None:
         default = default_hopper_config(head_dim, num_kv_heads, tiles, num_multiprocessors(q.device))
@@ -508,7 +509,7 @@ def paged_prefill_hopper(
         config = tuned(
             default, "paged_prefill_hopper", q.device, q.dtype, exact, near=(page_size,), size=num_tokens
         )
-        # A batch with fewer tiles than the one that was tuned for must not leave multiprocessors idle.
+        # A batch with fewer tiles than the tuned one must not leave multiprocessors idle.
         config = config._replace(heads=min(config.heads, default.heads))
     box = min(page_size, config.block_n)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""The beginning of a step: what the row tables hold for each row of the batch, gathered in one launch.
+"""The start of a step: gathers the entries of the row tables for each row of the batch in one launch.
 
     token_ids[r]    = last_token[row_ids[r]]
     positions[r]    = context_len[row_ids[r]]                 where the row's next token goes
@@ -7,14 +7,15 @@
                                                               page = page_table[row, p // S]
     and temperature, top_k, top_p, min_p, seed of the row
 
-R rows of the batch, B rows of the tables, C pages a row may have, S page size. A row may come several times
-(padding does). Where p // S is not below C, and where the page is 0, which belongs to nobody (all pages of a
-padding row are that), the slot is -1: nothing is written for such a row, and it goes to no expert.
+R rows of the batch, B rows of the tables, C pages a row may have, S page size. A row may occur several times
+(padding does). The slot is -1 if p // S >= C or if the page is 0, the scratch page of padding rows: then
+nothing is stored for the row, and it goes to no expert.
 
 Cost: 40*R bytes read, 40*R written: a launch.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare, and plain numbers for
+# A kernel launch looks like a call, but it takes options that the kernel does not declare, and plain numbers
+# for
 # its constexpr parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -56,7 +57,7 @@ def read_rows_reference(
     seed: Tensor,
     page_size: int,
 ) -> RowState:
-    """What read_rows means, in plain torch."""
+    """The same as read_rows, in plain torch."""
     index = row_ids.long()
     positions = context_len[index]
     column = (positions // page_size).long()
@@ -121,7 +122,7 @@ def read_rows_triton(
     seed: Tensor,
     page_size: int,
 ) -> RowState:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     num_entries = row_ids.shape[0]
 
     def column(dtype: torch.dtype) -> Tensor:

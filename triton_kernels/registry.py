@@ -1,7 +1,7 @@
-"""Which function runs for each op: ours, or one of somebody's own for an experiment.
+"""The function of each op: ours, or a user's replacement for an experiment.
 
-Promise: a `Kernels` is complete and never changes; the layers hold one and call its fields, or in place of
-several that are all ours an op that does the work of them, so choosing costs nothing when they run.
+Promise: a `Kernels` is complete and never changes. The layers hold one and call its fields, so the choice
+costs nothing at run time. A fused op runs only if none of the ops that it fuses is replaced.
 """
 
 import importlib
@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
 
 
 KERNELS = Kernels()
-"""Our own."""
+"""Our own functions."""
 
 
 def with_replacements(specs: Iterable[str], kernels: Kernels = KERNELS) -> Kernels:
@@ -64,7 +64,7 @@ def with_replacements(specs: Iterable[str], kernels: Kernels = KERNELS) -> Kerne
         _check_signature(op, getattr(KERNELS, op), function, target)
         chosen[op] = function
     if "silu_mul" in chosen or "linear" in chosen:
-        # Fused only as long as what it is made of is ours.
+        # The fused op is used only while all its parts are ours.
         chosen.setdefault("gated_linear", _gated_linear_of(kernels._replace(**chosen)))
     return kernels._replace(**chosen)
 
@@ -77,10 +77,10 @@ def _gated_linear_of(kernels: Kernels) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def op_named(name: str) -> str:
-    """The op that a user means by `name`.
+    """The op with this name, ignoring case and underscores.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such op.
     """
     ops = {op.replace("_", ""): op for op in Kernels._fields}
     op = ops.get(name.replace("_", "").replace("-", "").lower())
@@ -91,10 +91,10 @@ def op_named(name: str) -> str:
 
 def _load(module_name: str, function_name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())  # last, so that no other module comes from there
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever somebody's module raises when it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise ValueError(f"can't import {module_name}: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -103,7 +103,7 @@ def _load(module_name: str, function_name: str) -> Callable[..., Any]:
 
 
 def _check_signature(op: str, ours: Callable, theirs: Callable, target: str) -> None:
-    """Whether `theirs` takes everything that the layers may pass, in the order they pass it."""
+    """Whether `theirs` accepts all arguments that the layers may pass, in their order."""
     wanted = inspect.signature(ours)
     parameters = wanted.parameters.values()
     required = [None for parameter in parameters if parameter.default is parameter.empty]
@@ -113,5 +113,5 @@ def _check_signature(op: str, ours: Callable, theirs: Callable, target: str) -> 
     except TypeError as error:
         shown = ", ".join(str(parameter).split(":")[0] for parameter in parameters)
         raise ValueError(f"{target} can't stand in for {op}({shown}): {error}") from error
-    except ValueError:  # no signature to be had, as for functions written in C
+    except ValueError:  # no signature, as for functions written in C
         return

@@ -11,7 +11,7 @@ slice of a wider tensor), elements of a row lie next to each other.
 Cost: 2*T*M elements moved for rms_norm, 4*T*M for add_rms_norm, about 4 FLOP an element: memory bound.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare.
+# A kernel launch looks like a call, but it takes options that the kernel does not declare.
 # pyright: reportCallIssue=false
 
 from typing import NamedTuple
@@ -34,20 +34,20 @@ class NormConfig(NamedTuple):
 
 
 def default_norm_config(width: int) -> NormConfig:
-    """The configuration used where no other is given or tuned."""
+    """The configuration if none is given or tuned."""
     block_m = next_power_of_2(width)
     return NormConfig(max(1, 1024 // block_m), min(16, max(4, block_m // 1024)))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What rms_norm means, in plain torch."""
+    """The same as rms_norm, in plain torch."""
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What add_rms_norm means, in plain torch."""
+    """The same as add_rms_norm, in plain torch."""
     new_residual = x + residual
     return rms_norm_reference(new_residual, weight, eps), new_residual
 
@@ -116,7 +116,7 @@ def _config(op: str, x: Tensor) -> NormConfig:
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, config: NormConfig | None = None) -> Tensor:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     config = config or _config("rms_norm", x)
     num_rows, width = x.shape
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
@@ -140,7 +140,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, config: NormConfig | 
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, config: NormConfig | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     config = config or _config("add_rms_norm", x)
     num_rows, width = x.shape
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)

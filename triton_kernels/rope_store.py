@@ -12,13 +12,14 @@ of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not s
 (rotated as at position 0, so that a padding token's position is never trusted). T may be 0. qkv rows and the
 pools' page, token and head strides are free; the elements of a head lie next to each other.
 
-Scaling of the angles (linear, dynamic, Llama 3, YaRN) is in the table; YaRN's attention factor is too, as a
-factor on both halves of its rows. A rotation of only part of a head is not: the table covers all D elements.
+The table contains the scaling of the angles (linear, dynamic, Llama 3, YaRN), and YaRN's attention factor as
+a
+factor on both halves of its rows. Rotating only a part of a head is not supported.
 
 Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: memory bound.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
 # another looks like the call that raises outside of a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -43,7 +44,7 @@ def rope_store_reference(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """What rope_store means, in plain torch."""
+    """The same as rope_store, in plain torch."""
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     stored = slot_mapping >= 0
@@ -115,7 +116,7 @@ def _rope_store_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     lanes = tl.arange(0, BLOCK_HALF)
     in_half = lanes < half
-    # Before the wait: weights, a table, and what is there since the step began.
+    # Loaded before the wait: weights, a table, and data from before the step.
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
     position = tl.where(slot < 0, 0, position)
@@ -137,12 +138,12 @@ def _rope_store_kernel(
     kv_offsets = kv_heads[:, None] * D + lanes[None, :]
     row_ptr = qkv_ptr + token * qkv_stride
     kv_row = row_ptr + (H + part * K) * D
-    # Every load comes before the first store, which the compiler must not move a load across.
+    # All loads come before the first store, because the compiler must not move a load across a store.
     a = tl.load(row_ptr + q_offsets, q_mask, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + q_offsets + half, q_mask, other=0.0).to(tl.float32)
     kv_a = tl.load(kv_row + kv_offsets, kv_mask, other=0.0)
     kv_b = tl.load(kv_row + kv_offsets + half, kv_mask, other=0.0)
-    if not FEW:  # here, because no other load can be issued while this one waits for the position
+    if not FEW:  # loaded here, because its wait for the position would delay all later loads
         cos = tl.load(cos_sin_ptr + position * D + lanes, in_half, other=0.0)[None, :]
         sin = tl.load(cos_sin_ptr + position * D + half + lanes, in_half, other=0.0)[None, :]
 
@@ -182,14 +183,15 @@ def rope_store_triton(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     num_tokens = qkv.shape[0]
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     half_heads = ceil_div(num_heads, 2)
     block_h = next_power_of_2(half_heads)
-    # Which programs run side by side, as measured: a token's two with 8 KV heads, those of one part with 4.
+    # Measured order of programs: with 8 KV heads a token's two programs are neighbours, with 4 those of one
+    # part.
     parts_first = num_kv_heads * head_dim >= 1024
     few = True if num_tokens <= MAX_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     _rope_store_kernel[(2 * num_tokens, 1) if parts_first else (num_tokens, 2)](

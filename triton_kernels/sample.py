@@ -2,6 +2,7 @@
 
 For one row, l = its logits in float32 (NaN counts as -inf, +inf as the largest finite number):
 
+    max l == -inf:     NO_TOKEN, whatever the temperature
     temperature == 0:  argmax of l, the lowest id among equals
     otherwise:         w = exp((l - max l) / temperature), and the support shrinks in this order
       top_k (0 = off)    ids with l >= the k-th largest l                     (all that tie with it stay)
@@ -12,26 +13,29 @@ For one row, l = its logits in float32 (NaN counts as -inf, +inf as the largest 
 The largest logit always stays, so the support is never empty. u is the top 24 bits of the first word of
 Philox-4x32-10 with key `seed` and counter `position`: a row's draw depends on nothing else in the batch.
 
-The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; every id is in [0, V).
+The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; every id is in [0, V) or
+NO_TOKEN.
 
-How: no sort. One kernel goes over all blocks of all rows: the largest logit of a block and of every group of
-64 ids in it, and the block's mass. Rows without top_k, top_p and min_p need no more. For the others a program
-per row brackets the smallest logit that stays:
-  from below, by the largest logits of the groups, a part of the row whose count and mass are known; or
-  where these do not weigh enough (a flat distribution), from both sides, by a sample of one id in 64; or
-  where the sample says too little, from below by what three quarters of the groups reach.
-A third kernel adds up what lies above the bracket and lists what lies in it; it reads only groups that reach
-the bracket. The last finds the smallest logit that stays among the listed ones, by cutting the range of the
-ordered integers that float32 values map to in _WAYS + 1 parts again and again, and draws. Where the bracket
-turns out wrong or holds too much (many equal logits), it cuts over the row itself, one pass for each time (7
-of them settle bf16 logits, 14 float32): same meaning, slower. A row decides by its own logits and options
-alone.
+There is no sort. The first kernel finds the largest logit of each block and of each group of 64 ids, and the
+block's mass. Rows without top_k, top_p and min_p need no more. For the others the second kernel brackets the
+smallest logit that stays (the threshold), with one program per row:
+  from below, by the largest logits of the groups, whose count and mass are known; or
+  if these have too little mass (a flat distribution), from both sides, by a sample of one id in 64; or
+  if the sample is too small, from below, by a value that three quarters of the groups reach.
+The third kernel sums the ids above the bracket and lists the ids inside it; it reads only groups that reach
+the
+bracket. The last kernel searches the threshold among the listed ids: it maps float32 values to ordered
+integers
+and splits their range into _WAYS + 1 parts, again and again. Then it draws. If the bracket is wrong or holds
+too many ids (many equal logits), it searches over the whole row, one pass per split (7 for bf16 logits, 14
+for
+float32), with the same result. All choices depend on the row's own logits and options only.
 
-Cost: R*V elements read once, and where there is top_k, top_p or min_p a part of them again: little where few
-ids stay, all where many do.
+Cost: R*V elements read once; with top_k, top_p or min_p a part of them again, which grows with the number of
+ids that stay.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare; calling one from
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
 # another looks like the call that raises outside of a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -42,19 +46,23 @@ from torch import Tensor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
 
+NO_TOKEN = -1
+"""The result for a row without a logit above -inf."""
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 _LOWEST_TEMPERATURE = tl.constexpr(1e-10)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MASK32 = 0xFFFFFFFF
 _BLOCK_V = 4096
 _WIDTH = 64  # ids of a group
-_SLOTS = 1024  # ids that a block may list before its row takes the long way
-_LANES = 2048  # listed ids that are looked at together
+_SLOTS = 1024  # most ids that a block may list before the search covers the whole row
+_LANES = 2048  # listed ids that are processed together
 _WAYS = tl.constexpr(4)  # thresholds tried at once
-_ROUNDS = tl.constexpr(4)  # times that a bracket is narrowed by a factor of _WAYS + 1
-_REACH = tl.constexpr(64.0)  # temperatures below the largest logit where nothing has mass
+_ROUNDS = tl.constexpr(4)  # rounds that narrow a bracket, each by a factor of _WAYS + 1
+_REACH = tl.constexpr(64.0)  # a logit that is this many temperatures below the largest has no mass
 _MARGIN = tl.constexpr(3.5)  # standard deviations of a sampled mass on either side
-_ENOUGH = tl.constexpr(32.0)  # times the weight of the last sampled id, which the sampled mass must have
+_ENOUGH = tl.constexpr(32.0)  # the sampled mass must be this many times the weight of the last sampled id
 _LOW_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """How many low bits of a float32 are zero whenever it holds a value of this dtype."""
 
@@ -95,7 +103,7 @@ def support_reference(
     kept_weights = weights * kept
     order = values.argsort(dim=1, descending=True)
     running = kept_weights.gather(1, order).cumsum(1)
-    # The mass before the first of the ids that tie with this one.
+    # The mass of all strictly larger logits.
     first_equal = torch.searchsorted(-ordered, -ordered, side="left")
     before = torch.where(first_equal == 0, 0.0, running.gather(1, (first_equal - 1).clamp(min=0)))
     inside = (before < top_p[:, None].double() * running[:, -1:]) | (top_p[:, None] >= 1) | (first_equal == 0)
@@ -114,10 +122,11 @@ def sample_reference(
     seed: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """What sample means, in plain torch, by sorting the vocabulary of every row that is not greedy."""
+    """The same as sample, in plain torch, by sorting the vocabulary of every row that is not greedy."""
     values = logits.float().nan_to_num(nan=float("-inf"), posinf=_FLOAT_MAX.value, neginf=float("-inf"))
     # torch.argmax promises no order among equals: take the lowest index of the largest value.
-    ids = (values == values.amax(1, keepdim=True)).int().argmax(1)
+    largest = values.amax(1, keepdim=True)
+    ids = (values == largest).int().argmax(1)
     drawn_rows = (temperature > 0).nonzero().flatten()
     if drawn_rows.numel():
         weights, kept = support_reference(
@@ -130,11 +139,12 @@ def sample_reference(
         running = (weights * kept).cumsum(1)
         uniform = uniform_reference(seed[drawn_rows], position[drawn_rows]).double()
         target = uniform[:, None] * running[:, -1:]
-        # The first id of the support whose running mass exceeds the target; the last if rounding hides it.
+        # The first id of the support whose running mass exceeds the target; the last id if rounding prevents
+        # that.
         beyond = (running > target) & kept
         first = torch.where(beyond.any(1), beyond.int().argmax(1), last_true(kept))
         ids[drawn_rows] = first
-    return ids.int()
+    return ids.masked_fill_(largest[:, 0] == float("-inf"), NO_TOKEN).int()
 
 
 def last_true(mask: Tensor) -> Tensor:
@@ -169,7 +179,7 @@ def _weight(x, largest, sharpness):
 
 @triton.jit
 def _bracket(x, measure, low, high, bound):
-    """Narrows low..high, keeping measure(x > low) >= bound > measure(x > high) where it holds."""
+    """Narrow low..high, keeping measure(x > low) >= bound > measure(x > high) if it holds."""
     for _ in tl.static_range(_ROUNDS):
         t = low + (high - low) * ((1.0 + tl.arange(0, _WAYS)) / (_WAYS + 1))
         holds = tl.sum(tl.where(x[None, :] > t[:, None], measure[None, :], 0.0), 1) < bound
@@ -257,7 +267,8 @@ def _tops_kernel(
     WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Of a block of a row: the largest logit, its group, the mass relative to it; each group's largest."""
+    """For a block of a row: the largest logit, its group, the mass relative to it, and each group's largest
+    logit."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     GROUPS: tl.constexpr = BLOCK_V // WIDTH
@@ -396,8 +407,8 @@ def _list_kernel(
         high = tl.load(bracket_ptr + 2 * row + 1)
         ids = (groups * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
         there = ids < vocab
-        # Loaded here, since torch.compile takes a tensor that is loaded in a function, and then decides
-        # where to store, for one that is written.
+        # Loaded here and not in a function: if a function loads a tensor and the value then decides where to
+        # store, torch.compile believes that the tensor is written.
         x = tl.load(logits_ptr + row * row_stride + ids, there, other=float("-inf"))
         x = _tamed(x)
         inside = (there & (x >= low) & (x < high)).to(tl.int32)
@@ -453,7 +464,7 @@ def _sample_kernel(
     WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The id that a row draws, or its first largest. A chunk is BLOCK_V ids: a block, or hits of the row."""
+    """Draw the row's id, or take its first largest. A chunk is BLOCK_V ids: a block, or hits of the row."""
     row = tl.program_id(0).to(tl.int64)
     LANES: tl.constexpr = PADDED_BLOCKS * TILE
     GROUPS: tl.constexpr = BLOCK_V // WIDTH
@@ -579,13 +590,14 @@ def _sample_kernel(
         reached = before + tl.cumsum(tl.where(inside, weight, 0.0), 0)
         first = tl.min(tl.where(inside & (reached > target), ids, vocab), 0)
         fallback = tl.max(tl.where(inside & (weight > 0), ids, 0), 0)
-        tl.store(out_ptr + row, tl.where(first < vocab, first, fallback))
+        token = tl.where(first < vocab, first, fallback)
     else:
         block_groups = tl.load(block_group_ptr + places, known, other=0)
         group = tl.min(tl.where(known & (block_tops == largest), block_groups, vocab), 0)
         candidates = group * WIDTH + tl.arange(0, WIDTH)
         is_largest = (_load_logits(row_ptr, candidates, vocab) == largest) & (candidates < vocab)
-        tl.store(out_ptr + row, tl.min(tl.where(is_largest, candidates, vocab), 0))
+        token = tl.min(tl.where(is_largest, candidates, vocab), 0)
+    tl.store(out_ptr + row, tl.where(largest > float("-inf"), token, _NO_TOKEN))
 
 
 def sample_triton(
@@ -597,7 +609,7 @@ def sample_triton(
     seed: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """The kernels, whatever the device."""
+    """Launch the kernels on any device."""
     num_rows, vocab = logits.shape
     num_blocks = ceil_div(vocab, _BLOCK_V)
     padded_blocks = next_power_of_2(num_blocks)
@@ -708,7 +720,7 @@ def sample(
     seed: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """One token id per row, int32 [R], from logits [R, V] of any float dtype.
+    """One token id per row (NO_TOKEN where no logit is above -inf), int32 [R], of any float logits [R, V].
 
     temperature, top_p, min_p are float32 [R], top_k and position int32 [R], seed int64 [R]; rows of logits
     may be strided.

@@ -1,4 +1,4 @@
-"""A gated MLP's elementwise half: the activation of the gate times up, from the fused gate_up projection.
+"""The elementwise part of a gated MLP: activation(gate) * up, from the fused gate_up projection.
 
     silu_mul(x)       y[t, f] = silu(x[t, f]) * x[t, F + f],        silu(g) = g / (1 + exp(-g))
     gelu_tanh_mul(x)  y[t, f] = gelu_tanh(x[t, f]) * x[t, F + f],
@@ -10,7 +10,7 @@ T tokens, F MLP width. Float32 inside, one rounding at the end. Any F, T may be 
 Cost: 3*T*F elements moved, about 6 (GELU: 10) FLOP an output element: memory bound.
 """
 
-# Launching a kernel looks like calling it, but takes options that it does not declare.
+# A kernel launch looks like a call, but it takes options that the kernel does not declare.
 # pyright: reportCallIssue=false
 
 from typing import NamedTuple
@@ -33,14 +33,14 @@ class SiluMulConfig(NamedTuple):
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """What silu_mul means, in plain torch."""
+    """The same as silu_mul, in plain torch."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
-    """What gelu_tanh_mul means, in plain torch."""
+    """The same as gelu_tanh_mul, in plain torch."""
     wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
     gate, up = wide.chunk(2, dim=-1)
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
@@ -69,12 +69,12 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     return _gated(gate_up, config, gelu=False)
 
 
 def gelu_tanh_mul_triton(gate_up: Tensor, config: SiluMulConfig | None = None) -> Tensor:
-    """The kernel, whatever the device."""
+    """Launch the kernel on any device."""
     return _gated(gate_up, config, gelu=True)
 
 

@@ -2,13 +2,14 @@
 
     config = tuned(default_decode_config(...), "paged_decode", q.device, q.dtype, exact=(D, G), near=(K, S))
 
-An entry fits if op, dtype and `exact` are equal; among those the one whose `near` is nearest counts (sum of
-|log2 ratio|, at most NEAR_ENOUGH). A `size` (tokens, rows) picks the nearest measured size, in log space too;
-without one, and in code that torch.compile traces, where sizes are symbols, the entry's config for all sizes
-is taken. Nothing fits: the default.
+An entry matches if op, dtype and `exact` are equal. Of several matches the one with the nearest `near` wins
+(sum of |log2 ratio|, at most NEAR_ENOUGH). A `size` (tokens, rows) selects the nearest measured size, also in
+log space. Without a size, or when torch.compile traces (sizes are symbols), the entry's configuration for all
+sizes applies. Without a match the default applies.
 
-Promise: a lookup never raises, costs a dictionary look-up when it runs and nothing when it is traced. Entries
-that were measured with another Triton or another version of the kernel are ignored, and said to be, once.
+Promise: a lookup never raises; it costs a dictionary look-up at run time and nothing in compiled code.
+Entries
+measured with another Triton or another version of the kernel are ignored, with one warning.
 """
 
 import ast
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "tuned"
 FORMAT = 1
 NEAR_ENOUGH = 3.0
-"""Sum of |log2 ratio| over `near` up to which an entry is taken for another shape: a factor of 8 in all."""
+"""Largest sum of |log2 ratio| over `near` for which an entry matches: a factor of 8 in all."""
 ADVICE = "run: minisgl tune --model MODEL"
 
 Config = TypeVar("Config", bound=tuple)
@@ -73,13 +74,13 @@ def has_entry(op: str, device: torch.device, dtype: torch.dtype, exact: tuple[in
 
 
 class Choice(NamedTuple):
-    """What an entry says: one configuration for all sizes, and others for single ones."""
+    """An entry: one configuration for all sizes, and configurations for single sizes."""
 
     for_all: tuple[Any, ...]
     by_size: tuple[tuple[float, tuple[Any, ...]], ...]  # (log2 of the size, configuration)
 
     def at(self, size: int | None) -> tuple[Any, ...]:
-        """The configuration of the nearest size; None = the one for all."""
+        """The configuration of the nearest size; without a size, the one for all sizes."""
         if size is None or not self.by_size:
             return self.for_all
         wanted = math.log2(max(1, size))
@@ -98,7 +99,7 @@ def _choice(
 
 @functools.cache
 def _entries_in_use(gpu: str) -> list[dict[str, Any]]:
-    """The usable entries of a GPU's table, read once; says in one line why there are none or fewer."""
+    """The usable entries of a GPU's table, read once; logs one line if entries are missing or ignored."""
     path = table_path(gpu)
     if not path.is_file():
         logger.warning("no tuned kernel configurations for %s, taking the defaults; %s", gpu, ADVICE)
@@ -111,7 +112,7 @@ def _entries_in_use(gpu: str) -> list[dict[str, Any]]:
 
 
 def usable_entries(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries that belong to this Triton and to the kernels as they are; one log line if any do not."""
+    """The entries for this Triton and the current kernels; logs one line if any are ignored."""
     if table["triton"] != triton.__version__:
         logger.warning(
             "kernel configurations for %s were tuned with Triton %s, this is %s: taking the defaults; %s",
@@ -129,7 +130,7 @@ def usable_entries(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_fresh(table: dict[str, Any], op: str) -> bool:
-    """Whether `op`'s entries in a table of this Triton belong to the kernel as it is."""
+    """Whether `op`'s entries were measured with the current version of the kernel."""
     known = table["kernels"].get(op)
     return known is not None and known["hash"] == kernel_hash(tuple(known["files"]))
 
@@ -137,7 +138,7 @@ def is_fresh(table: dict[str, Any], op: str) -> bool:
 def find_choice(
     entries: list[dict[str, Any]], op: str, dtype: str, exact: tuple[int, ...], near: tuple[int, ...]
 ) -> Choice | None:
-    """The nearest entry that is near enough."""
+    """The nearest matching entry; None = no match."""
 
     def distance(entry: dict[str, Any]) -> float:
         theirs = tuple(entry["near"].values())
@@ -209,7 +210,7 @@ def new_table(gpu: str) -> dict[str, Any]:
 
 
 def write_table(path: Path, table: dict[str, Any]) -> None:
-    """Put the table in place in one piece, whatever interrupts it; a line for each entry."""
+    """Write the table atomically, with one line per entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     first = {name: value for name, value in table.items() if name != "entries"}
@@ -221,7 +222,7 @@ def write_table(path: Path, table: dict[str, Any]) -> None:
 
 @functools.cache
 def kernel_hash(files: tuple[str, ...]) -> str:
-    """Of the code in these files of this package; comments, docstrings and blank lines do not count."""
+    """Hash of the code in these files of this package, without comments, docstrings and blank lines."""
     digest = hashlib.sha256()
     for file in files:
         path = Path(__file__).parent / file

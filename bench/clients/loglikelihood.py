@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--name", default="smollm2-135m", help="the served model's name")
     parser.add_argument("--model-folder", type=Path, required=True, help="the same model, for transformers")
     parser.add_argument("--items", type=int, default=50)
-    parser.add_argument("--text", type=Path, default=ROOT / "docs" / "architecture.md")
+    parser.add_argument("--text", type=Path, default=ROOT / "docs" / "operations.md")
     parser.add_argument("--tolerance", type=float, default=5e-3, help="of a sum of log probabilities")
     arguments = parser.parse_args()
 

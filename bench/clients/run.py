@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from minisgl.benchmark.report import make_report, write_report
+from minisgl.benchmark.reports.report import make_report, write_report
+from minisgl.ipc.child_process import module_command
 
 HERE = Path(__file__).resolve().parent
 NUM_ITEMS = 50
@@ -62,12 +63,14 @@ def python_command(client: Client, folder: Path) -> tuple[list[str], str]:
     home = folder / client.package
     python = home / "bin" / "python"
     if not (home / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run(module_command("venv", "--clear", str(home)), check=True)
+        install = [home / "bin" / "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*install, client.package, *client.beside], check=True, stdout=sys.stderr)
         (home / "complete").touch()
     ask = f"from importlib.metadata import version; print(version({client.package!r}))"
-    version = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    version = subprocess.run(
+        [python, "-I", "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.strip()
     return [str(python), str(HERE / client.script)], version
 
 
@@ -91,7 +94,7 @@ def expected_loglikelihoods(model_folder: Path, file: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     rows = []
-    for item in make_items(ROOT / "docs" / "architecture.md", tokenizer, model, NUM_ITEMS):
+    for item in make_items(ROOT / "docs" / "operations.md", tokenizer, model, NUM_ITEMS):
         context, continuation = tokenizer.decode(item.context), tokenizer.decode(item.continuation)
         # As lm-eval does it: both together, and the context's number of tokens off the front.
         ids, first = tokenizer(context + continuation).input_ids, len(tokenizer(context).input_ids)

@@ -20,7 +20,7 @@ from typing import Any
 
 from run import Client, python_command
 
-from minisgl.benchmark.report import format_table, make_report, write_report
+from minisgl.benchmark.reports.report import format_table, make_report, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

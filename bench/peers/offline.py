@@ -19,13 +19,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from minisgl.benchmark.model_configs import model_folder
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.report import Cell, Report, format_metrics, format_table, make_report, read_report
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import (
+    Cell,
+    Report,
+    format_metrics,
+    format_table,
+    make_report,
+    read_report,
+)
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
-from minisgl.benchmark.workload import Item, check_offline_settings, random_workload
+from minisgl.benchmark.steps.workload import Item, check_offline_settings, random_workload
+from minisgl.commands.flags import add_flags, values_of
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.flags import add_flags, values_of
 
 FOLDER = Path(__file__).resolve().parent
 PEERS = sorted(path.stem.removeprefix("peer_").replace("_", "-") for path in FOLDER.glob("peer_*.py"))
@@ -46,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(format_metrics(report.metrics))
         if ours is not None:
             print(f"\n{format_table(ratios(report, ours))}")
-        deliver(report, output, sys.stdout)
+        write_outputs(report, output, sys.stdout)
     except MinisglError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The attention backends by the name `--attention-backend` knows them by."""
+"""The attention backends, by their names in `--attention-backend`."""
 
 import importlib
 import logging
@@ -9,24 +9,24 @@ import torch
 
 from minisgl.attention import torch as torch_backend
 from minisgl.attention import triton as triton_backend
+from minisgl.attention.choice import FA2, FA3, TORCH, TRITON, TRTLLM, Backends
 from minisgl.attention.flashinfer import AttentionShape, Copy, FlashinferDecode, FlashinferPrefill
-from minisgl.attention.interface import Attend, Backend, Pair, pair
+from minisgl.attention.interface import Attend, Backend, PrefillDecodePair, pair_backends
 from minisgl.attention.trtllm import TrtllmAttention
-from minisgl.attention_choice import FA2, FA3, TORCH, TRITON, TRTLLM, Backends
 from minisgl.errors import ConfigError
 from triton_kernels.launch import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 
 STATELESS: dict[str, Attend] = {
-    TRITON: Pair(triton_backend.attend, triton_backend.attend, decodes_by_kernels=True),
+    TRITON: PrefillDecodePair(triton_backend.attend, triton_backend.attend, decodes_with_triton=True),
     TORCH: torch_backend.attend,
 }
-"""Those that need to know nothing but their arguments."""
+"""The backends without state."""
 
 
 def select(name: str) -> Attend:
-    """A stateless backend's function.
+    """The function of a stateless backend.
 
     Raises:
         ConfigError: there is no such backend.
@@ -46,20 +46,20 @@ def build_backend(
     max_context_tokens: int,
     load: Callable[[str], Any] = importlib.import_module,
 ) -> Backend:
-    """What `attention_choice.choose` chose, ready for a model of this shape.
+    """Build the backends that `choice.choose` named, for a model of this shape.
 
     Args:
-        buckets: batch sizes of recorded decode steps.
-        max_rows: of a decode step.
-        max_context_tokens: that a row can have.
+        buckets: batch sizes of decode steps with a CUDA graph.
+        max_rows: most rows of a decode step.
+        max_context_tokens: most tokens of a row.
         load: imports a package.
 
     Raises:
-        ConfigError: the package that a backend needs can't be imported, or does not run here.
+        ConfigError: the package of a backend can't be imported or does not run here.
     """
     if set(names) <= STATELESS.keys():
         prefill, decode = (Backend(select(name)) for name in names)
-        return prefill if names.prefill == names.decode else pair(prefill, decode)
+        return prefill if names.prefill == names.decode else pair_backends(prefill, decode)
     before = _allocated_bytes(shape.device)
     num_processors = num_multiprocessors(shape.device)
     try:
@@ -85,12 +85,12 @@ def build_backend(
             decode = Backend(tokens.attend, plan_decode=tokens.plan)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a package that is not ours, with compilers behind it, raises anything
+    except Exception as error:  # a third-party package that calls compilers may raise anything
         raise ConfigError(
             f"--attention-backend {names}: flashinfer does not run here; use --attention-backend {TRITON}. "
             f"It said: {type(error).__name__}: {error}"
         ) from error
-    return pair(prefill, decode)._replace(num_bytes=_allocated_bytes(shape.device) - before)
+    return pair_backends(prefill, decode)._replace(num_bytes=_allocated_bytes(shape.device) - before)
 
 
 _KERNELS = {FA2: "fa2", FA3: "fa3"}

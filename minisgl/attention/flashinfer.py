@@ -1,14 +1,13 @@
-"""Attention by flashinfer's kernels after FlashAttention 2 and 3, over our pool as it is (its layout NHD).
+"""Attention by flashinfer's FlashAttention 2 and 3 kernels over our pool (flashinfer's layout NHD).
 
-flashinfer divides a batch's work among the multiprocessors on the host, from the rows' lengths: each batch is
-planned once, which writes tables on the device, and then run in every layer. Wrappers of a fixed batch size
-keep these tables where they are, so that a recorded CUDA graph may read them.
+flashinfer plans each batch on the host: from the rows' lengths it divides the work among multiprocessors and
+writes tables to the device, which every layer then uses. In wrappers of a fixed batch size these tables stay
+in place, so that CUDA graphs can read them.
 
-Promise: planning and running wait for no launched step. What is planned is what the next `attend` of the same
-kind of step, and of as many rows in a decode step, computes.
+Promise: planning and running do not wait for launched steps. The next `attend` of the same kind of step (for
+decode: with the same number of rows) computes the batch that was planned last.
 
-R rows, T new tokens, H query heads, K KV heads, D head dim, P pages, S page size. Workspaces follow
-PrefillPlan in flashinfer's scheduler.cuh (0.6.14).
+R rows, T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
 """
 
 import itertools
@@ -26,21 +25,21 @@ from triton_kernels.launch import align_up
 
 MIB = 1 << 20
 WORKSPACE_BYTES = 128 * MIB
-"""What flashinfer recommends for partial results; a batch of many heads may need more."""
+"""The size that flashinfer recommends for partial results. Models with many heads may need more."""
 TABLE_BYTES = MIB
-"""Of the tables of one batch size: three numbers for each of its tiles, a few for each row."""
+"""Size of the tables of one batch size: three numbers per tile, a few per row."""
 LARGEST_TILE = 128
-"""Query heads times tokens that a program of the FA2 kernels takes, at most."""
+"""Most query heads times tokens of one program of the FA2 kernels."""
 
 
 class Copy(Protocol):
-    """Copies int32 numbers from the host to the device, behind what was launched, without waiting for it."""
+    """Copies int32 numbers from host to device in stream order, without waiting for launched work."""
 
     def __call__(self, target: Tensor, source: np.ndarray) -> None: ...
 
 
 class AttentionShape(NamedTuple):
-    """What all batches of a model have in common; heads as this rank has them."""
+    """The sizes that all batches of a model share; heads are those of this rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,7 +52,7 @@ class AttentionShape(NamedTuple):
 
 
 class _Planned(ABC):
-    """Attention over the batch that was planned last."""
+    """Attention over the batch that was planned last; registers itself for the op."""
 
     def __init__(self) -> None:
         self._number = next(_NUMBERS)
@@ -67,22 +66,24 @@ class _Planned(ABC):
         inputs: AttentionInputs,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> Tensor:
         """q [T, H, D] over the planned rows' pages of k_cache and v_cache [P, S, K, D] -> [T, H, D]."""
+        assert softcap == 0, "choice.py refuses this backend for models with a soft cap"
         return torch.ops.minisgl.flashinfer_attend(q, k_cache, v_cache, self._number, window)
 
     @abstractmethod
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int) -> Tensor:
-        """What the op does."""
+        """Compute attention; the op calls this."""
 
 
-# torch.compile takes numbers and tensors into its graph, not objects, so the op finds its backend by number.
+# The graphs of torch.compile hold numbers and tensors, not objects, so the op finds its backend by number.
 _BACKENDS: weakref.WeakValueDictionary[int, _Planned] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 class FlashinferPrefill(_Planned):
-    """Prompts, in batches of any shape; never recorded.
+    """Prompts, in batches of any shape; never recorded as CUDA graphs.
 
     Args:
         flashinfer: the package.
@@ -102,8 +103,9 @@ class FlashinferPrefill(_Planned):
             own = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
             return _Wrapper(own, shape.device)
 
-        # Two take turns: a prompt's tables are copied behind the decodes of their step, so they may still be
-        # on their way when the next step is planned.
+        # Two sets take turns: a prompt's tables are copied after the decodes of the same step, so the copy
+        # may
+        # still be pending when the next step is planned.
         self._turns = [{window: wrapper() for window in shape.windows} for _ in range(2)]
         self.plan(_one_page_each(1))  # loads the kernels
 
@@ -126,17 +128,17 @@ class FlashinferPrefill(_Planned):
             )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int) -> Tensor:
-        """`attend`, as the op calls it."""
+        """Compute attention; the op calls this."""
         return self._turns[0][window].own.run(q, (k_cache, v_cache), out=q.new_empty(q.shape))
 
 
 class FlashinferDecode(_Planned):
-    """Decode steps by the FA2 kernels, whose tensor cores take all query heads of a KV head at once.
+    """Decode steps by the FA2 kernels, which process all query heads of a KV head together.
 
     Args:
         flashinfer: the package.
-        buckets: batch sizes that are recorded; a step of another size is planned without a graph in mind.
-        max_pages: that all rows of a batch can have together.
+        buckets: batch sizes with a CUDA graph; steps of other sizes use a wrapper without graph support.
+        max_pages: most pages of all rows of a batch together.
         num_processors: multiprocessors of the GPU.
     """
 
@@ -157,7 +159,7 @@ class FlashinferDecode(_Planned):
         most_rows = max(buckets, default=0)
         tile = tile_of(shape.num_heads // shape.num_kv_heads, shape.head_dim)
         workspace = _workspace(split_workspace_bytes(shape, num_processors, most_rows, tile), shape.device)
-        # One set of tables serves all batch sizes: steps run one after the other, each behind its own tables.
+        # All batch sizes share one buffer: each step's copy and kernels run in stream order.
         self._packed = torch.zeros(
             align_up(most_rows + 1) + align_up(most_rows) + align_up(max_pages),
             dtype=torch.int32,
@@ -182,7 +184,9 @@ class FlashinferDecode(_Planned):
             )
             own.reset_workspace_buffer(workspace, tables[window])
             wrapper = _Wrapper(own, shape.device)
-            self._plan_anew(wrapper, window, _one_page_each(rows))  # loads the kernels: the fast way does not
+            self._plan_anew(
+                wrapper, window, _one_page_each(rows)
+            )  # loads the kernels, which the fast plan does not
             return wrapper
 
         self._recorded = {
@@ -199,7 +203,7 @@ class FlashinferDecode(_Planned):
         }
 
     def plan(self, pages: BatchPages) -> None:
-        """Prepare `attend`, or the replay of what was recorded with it, for this batch."""
+        """Prepare `attend`, or the replay of a graph that contains it, for this batch."""
         rows = len(pages.last_page_len)
         recorded = self._recorded.get(rows)
         if recorded is None:
@@ -222,7 +226,7 @@ class FlashinferDecode(_Planned):
             )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int) -> Tensor:
-        """`attend`, as the op calls it."""
+        """Compute attention; the op calls this."""
         wrapper = self._recorded.get(q.shape[0], self._others)[window]
         return wrapper.own.run(q, (k_cache, v_cache), out=q.new_empty(q.shape))
 
@@ -240,23 +244,24 @@ class FlashinferDecode(_Planned):
         )
 
     def _buffers(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """page_start, last_page_len and page_ids of a batch of so many rows: parts of the packed buffer."""
+        """Views of the packed buffer for this many rows: page_start, last_page_len and page_ids."""
         first, second = align_up(rows + 1), align_up(rows + 1) + align_up(rows)
         return self._packed[: rows + 1], self._packed[first : first + rows], self._packed[second:]
 
 
 def tile_of(group: int, head_dim: int) -> int:
-    """Query heads that a program of the FA2 kernels takes in a decode step (FA2DetermineCtaTileQ)."""
+    """Query heads per program of the FA2 kernels in a decode step (flashinfer's FA2DetermineCtaTileQ)."""
     if group > 64 and head_dim < 256:
         return 128
     return 64 if group > 16 else 16
 
 
 def split_workspace_bytes(shape: AttentionShape, num_processors: int, rows: int, tile: int) -> int:
-    """What the partial results of rows whose keys are split may take, in bytes.
+    """Most bytes of the partial results of rows with split keys (after PrefillPlan in flashinfer's
+    scheduler.cuh, 0.6.14).
 
     Args:
-        rows: of the largest recorded decode step, which has a place for a tile of each; 0 = none.
+        rows: rows of the largest decode graph, which reserves a tile for each of them; 0 = no graph.
     """
     group = shape.num_heads // shape.num_kv_heads
     tiles = max(2 * num_processors // shape.num_kv_heads, -(-rows * group // tile) + rows)
@@ -264,14 +269,14 @@ def split_workspace_bytes(shape: AttentionShape, num_processors: int, rows: int,
 
 
 class _Wrapper:
-    """One of flashinfer's wrappers, and when the pinned memory that it plans in may be written again."""
+    """A flashinfer wrapper, with the event after which its pinned memory may be overwritten."""
 
     def __init__(self, own: Any, device: torch.device) -> None:
         self.own = own
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def plan(self, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        """Call a function that plans."""
+        """Call a planning function once the last plan's copy to the device is done."""
         if self._copied is None:
             function(*arguments, **options)
             return
@@ -281,15 +286,15 @@ class _Wrapper:
 
 
 def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
-    """As both kinds of step are planned with them."""
+    """Planning arguments that both kinds of step share."""
     return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
 
 
 def _options(shape: AttentionShape, window: int) -> dict[str, Any]:
-    """As both kinds of step are planned with them."""
+    """Planning arguments that both kinds of step share."""
     return {
         "sm_scale": shape.scale,
-        "window_left": window - 1,  # tokens before the own one; -1 = all
+        "window_left": window - 1,  # tokens before the query's own; -1 = all
         "q_data_type": shape.dtype,
         "kv_data_type": shape.dtype,
     }
@@ -300,13 +305,13 @@ def _workspace(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _one_page_each(rows: int) -> BatchPages:
-    """A batch of rows with a key each, in page 0."""
+    """A batch in which each row has one key, in page 0."""
     starts = np.arange(rows + 1, dtype=np.int32)
     return BatchPages(starts, starts, np.ones(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32))
 
 
 def _packed(*parts: np.ndarray) -> np.ndarray:
-    """The parts one after the other, each aligned."""
+    """Concatenate the parts, each aligned."""
     packed = np.zeros(sum(align_up(len(part)) for part in parts), dtype=np.int32)
     begin = 0
     for part in parts:

@@ -1,7 +1,7 @@
-"""What a step tells the attention layers: where each row's keys and values lie in the pool.
+"""The arguments of attention: where each row's keys and values lie in the pool.
 
-R rows, T new tokens, N of them that go on behind attention, B rows of the device tables, C max pages per row,
-I pages that the rows of a batch have.
+R rows, T new tokens, N of them that leave the attention layer, B rows of the device tables, C most pages of a
+row, I pages of all rows of a batch.
 """
 
 from collections.abc import Callable
@@ -12,47 +12,49 @@ from torch import Tensor
 
 
 class AttentionInputs(NamedTuple):
-    """One step's batch. Padding rows have `context_len` 0 or point to the scratch page; never NaN out.
+    """The batch of one step. Padding rows have `context_len` 0 or the scratch page; their outputs are not
+    NaN.
 
     Row r owns the new tokens `row_start[r] : row_start[r + 1]`, the last of its `context_len[r]` keys.
     """
 
-    page_table: Tensor  # int32 [B, C]  page ids of every row of the device tables
-    row_ids: Tensor  # int32 [R]  which line of page_table each row of the batch is
+    page_table: Tensor  # int32 [B, C]  page ids of each row of the device tables
+    row_ids: Tensor  # int32 [R]  the line of page_table of each row of the batch
     context_len: Tensor  # int32 [R]  keys each row sees, this step's included
-    slot_mapping: Tensor  # int32 [T]  slot each new token's K/V goes to; -1 = padding, not written
+    slot_mapping: Tensor  # int32 [T]  slot of each new token's K/V; -1 = padding, not stored
     row_start: Tensor  # int32 [R + 1]
-    max_query_len: int  # most new tokens of a row; 1 = each row has one (T == R, unless there are `decodes`)
-    is_decode: bool = False  # a decode step; prompts may come token by token, too
-    arrivals: Tensor | None = None  # int32, zeros: what our decode kernel counts in, and leaves as it was
-    decodes: "JoinedDecodes | None" = None  # rows that decode with the prompts of a batch
-    kept: Tensor | None = None  # int [N]  places of the tokens that go on behind attention; None = all
+    max_query_len: int  # most new tokens of a row; with 1 each row has one (T == R without `decodes`)
+    is_decode: bool = False  # False for prompts, even if they are fed token by token
+    arrivals: Tensor | None = None  # int32 zeros: counters of our decode kernel, which resets them
+    decodes: "JoinedDecodes | None" = None  # rows that decode in the same batch as prompts
+    output_index: Tensor | None = None  # int [N]  new tokens that leave the attention layer; None = all
 
-    def keep(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [N, ...], those that go on."""
-        return x if self.kept is None else x.index_select(0, self.kept)
+    def select_outputs(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [N, ...]: the tokens that leave the attention layer."""
+        return x if self.output_index is None else x.index_select(0, self.output_index)
 
 
 class JoinedDecodes(NamedTuple):
-    """D rows that decode with the prompts of others: row r owns the batch's new token r, if it is no padding.
+    """D rows that decode in the same batch as prompts. Row r owns the new token r unless it is padding.
 
-    Behind them come the prompts' tokens, from the first D on or before. For backends that plan nothing.
+    The prompts' tokens follow and may overlap the padding. Only for backends that plan nothing.
     """
 
-    inputs: AttentionInputs  # as if nobody else were there
-    is_real: Tensor  # bool [D]  whether a row is no padding
+    inputs: AttentionInputs  # of the decoding rows alone
+    is_real: Tensor  # bool [D]  False = padding
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int], Tensor]
-"""(q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window) -> [T, H, D]; causal.
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int, float], Tensor]
+"""(q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window, softcap) -> [T, H, D];
+causal.
 
-A token sees the last `window` tokens, itself included; 0 = all. What comes out for tokens that belong to
-`decodes` may be anything.
+A token sees the last `window` tokens, itself included; 0 = all. With softcap > 0 scores become
+softcap * tanh(scores / softcap). The output for tokens of `decodes` is undefined.
 """
 
 
 class BatchPages(NamedTuple):
-    """A batch as the host knows it, for a backend that plans: each row has at least one page. On the host."""
+    """The host's copy of a batch, for backends that plan on the host. Each row has at least one page."""
 
     row_start: np.ndarray  # int32 [R + 1]  as in AttentionInputs
     page_start: np.ndarray  # int32 [R + 1]  row r has page_ids[page_start[r] : page_start[r + 1]]
@@ -61,26 +63,26 @@ class BatchPages(NamedTuple):
 
 
 PlanBatch = Callable[[BatchPages], None]
-"""Called before each run of a batch, replays of a recorded one included, and before it is recorded. It waits
-for no step that was launched."""
+"""Called before each run of a batch, including CUDA graph replays, and before its recording. It does not wait
+for launched steps."""
 
 
 class Backend(NamedTuple):
-    """Attention of an engine: how it is computed, and what the host has to say of a batch before."""
+    """An attention backend: the function that computes it, and its planning on the host."""
 
     attend: Attend
     plan_prefill: PlanBatch | None = None
     plan_decode: PlanBatch | None = None
-    num_bytes: int = 0  # of the device's memory that it holds
+    num_bytes: int = 0  # device memory that it holds
 
 
-class Pair(NamedTuple):
-    """An `Attend` of two: one for prompts and one for decode steps."""
+class PrefillDecodePair(NamedTuple):
+    """An `Attend` that uses one backend for prompts and another one for decode steps."""
 
     prefill: Attend
     decode: Attend
-    decodes_by_kernels: bool = False
-    """decode is by our kernels: a step that would call it may begin at qkv (`rope_paged_decode`)."""
+    decodes_with_triton: bool = False
+    """`decode` is our Triton kernel, so the fused op `rope_paged_decode` may replace it."""
 
     def __call__(
         self,
@@ -90,18 +92,19 @@ class Pair(NamedTuple):
         inputs: AttentionInputs,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> Tensor:
-        """As the one whose turn it is."""
+        """Call `decode` in decode steps, else `prefill`."""
         attend = self.decode if inputs.is_decode else self.prefill
-        return attend(q, k_cache, v_cache, inputs, scale, window)
+        return attend(q, k_cache, v_cache, inputs, scale, window, softcap)
 
 
-def pair(prefill: Backend, decode: Backend) -> Backend:
-    """One backend for prompts and one for decode steps."""
-    attend = Pair(prefill.attend, decode.attend, decodes_by_kernels(decode.attend))
+def pair_backends(prefill: Backend, decode: Backend) -> Backend:
+    """Combine a backend for prompts and one for decode steps."""
+    attend = PrefillDecodePair(prefill.attend, decode.attend, decodes_with_triton(decode.attend))
     return Backend(attend, prefill.plan_prefill, decode.plan_decode)
 
 
-def decodes_by_kernels(attend: Attend) -> bool:
-    """Whether decode steps attend by our kernels."""
-    return isinstance(attend, Pair) and attend.decodes_by_kernels
+def decodes_with_triton(attend: Attend) -> bool:
+    """Whether decode steps use our Triton kernel."""
+    return isinstance(attend, PrefillDecodePair) and attend.decodes_with_triton

@@ -16,11 +16,13 @@ def attend(
     inputs: AttentionInputs,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     kernels: Kernels = KERNELS,
 ) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
     where = (inputs.page_table, inputs.row_ids, inputs.context_len)
     if inputs.max_query_len == 1 and inputs.decodes is None:
-        return kernels.paged_decode(q, k_cache, v_cache, *where, scale, window, arrivals=inputs.arrivals)
+        options = (scale, window, softcap, inputs.arrivals)
+        return kernels.paged_decode(q, k_cache, v_cache, *where, *options)
     rows = (*where, inputs.row_start, inputs.max_query_len)
-    return kernels.paged_prefill(q, k_cache, v_cache, *rows, scale, window)
+    return kernels.paged_prefill(q, k_cache, v_cache, *rows, scale, window, softcap)

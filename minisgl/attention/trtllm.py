@@ -1,7 +1,7 @@
-"""Attention by TensorRT-LLM's kernels for Blackwell GPUs, which flashinfer fetches and calls.
+"""Attention by TensorRT-LLM's kernels for Blackwell GPUs, through flashinfer.
 
-They find lengths and pages on the device, so nothing is planned on the host. Written after the documentation
-of trtllm_batch_context_with_kv_cache and trtllm_batch_decode_with_kv_cache in flashinfer 0.6.14.
+The kernels read lengths and pages on the device, so the host plans nothing. Follows the documentation of
+trtllm_batch_context_with_kv_cache and trtllm_batch_decode_with_kv_cache in flashinfer 0.6.14.
 
 T new tokens, H query heads, K KV heads, D head dim, P pages, S page size.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from minisgl.attention.interface import AttentionInputs
 
 WORKSPACE_BYTES = 128 << 20
-"""As flashinfer's documentation has it; zeros before its first use."""
+"""The size in flashinfer's documentation. The workspace must be zeros before its first use."""
 
 
 class TrtllmAttention:
-    """Prompts and decode steps.
+    """Attention of prompts and of decode steps.
 
     Args:
-        max_context_tokens: most keys that a row can have.
+        max_context_tokens: most keys of a row.
     """
 
     def __init__(self, max_context_tokens: int, device: torch.device) -> None:
@@ -37,8 +37,10 @@ class TrtllmAttention:
         inputs: AttentionInputs,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> Tensor:
         """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
+        assert softcap == 0, "choice.py refuses this backend for models with a soft cap"
         return torch.ops.minisgl.trtllm_attend(
             q,
             k_cache,
@@ -81,7 +83,7 @@ def _trtllm_attend(
     is_decode: bool,
 ) -> Tensor:
     flashinfer: Any = importlib.import_module("flashinfer")
-    lengths = context_len.clamp(min=1)  # padding sees the scratch page
+    lengths = context_len.clamp(min=1)  # padding rows see the scratch page
     common = {
         "query": q.contiguous(),
         "kv_cache": (k_cache, v_cache),
@@ -90,7 +92,7 @@ def _trtllm_attend(
         "seq_lens": lengths,
         "bmm1_scale": scale,
         "bmm2_scale": 1.0,
-        "window_left": window - 1,  # tokens before the own one; -1 = all
+        "window_left": window - 1,  # tokens before the query's own; -1 = all
         "out": q.new_empty(q.shape),
         "kv_layout": "NHD",
     }

@@ -1,0 +1,1 @@
+"""The commands that measure: `minisgl bench ...` and `minisgl tune`."""

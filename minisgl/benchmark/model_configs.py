@@ -1,7 +1,7 @@
 """Public models as their config.json: to run their shapes with dummy weights, without a checkpoint.
 
-Promise: the one table of model sizes in the benchmarks; the fields are those of the models' own files on the
-Hugging Face hub, as far as an engine reads them.
+Promise: this is the only table of model sizes in the benchmarks. Its fields are those of the models' own
+config.json on the Hugging Face hub that an engine reads.
 """
 
 import json
@@ -81,7 +81,7 @@ def _llama(
 def _qwen3(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
 ) -> dict[str, Any]:
-    """Qwen3, dense or with experts: normed q and k, no attention bias."""
+    """Qwen3, dense or with experts: RMSNorm of q and k, no attention bias."""
     return _decoder(
         others.pop("architecture", "Qwen3ForCausalLM"),
         layers,
@@ -242,19 +242,20 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
         eos_token_id=2,
     ),
 }
-"""By the name that `--model` takes together with --dummy-weights."""
+"""Models by the name that `--model` takes together with --dummy-weights."""
 
 
 @contextmanager
 def model_folder(
     config: EngineConfig, *, cache_dir: Path | None = None, progress: Progress = no_progress
 ) -> Iterator[Path]:
-    """A folder for `build_engine`: with dummy weights and a name of MODEL_CONFIGS, a temporary one that holds
-    config.json alone; else the model's own.
+    """A folder for `build_engine`: the model's own folder.
+
+    With dummy weights and a name in MODEL_CONFIGS, it is a temporary folder with only config.json.
 
     Raises:
         ModelError: there is no such model.
-        ConfigError: the name is one of MODEL_CONFIGS, but dummy weights were not asked for.
+        ConfigError: the name is in MODEL_CONFIGS, but the settings lack dummy weights.
     """
     if config.dummy_weights and config.model in MODEL_CONFIGS:
         with tempfile.TemporaryDirectory(prefix="minisgl-") as name:

@@ -1,7 +1,7 @@
-"""`minisgl chat`: a conversation in the terminal, streamed, with history and a few commands.
+"""`minisgl chat`: a streamed conversation in the terminal, with line history and a few commands.
 
-Promise: Ctrl-C during an answer ends that answer and nothing else, what was said of it is kept in the
-conversation, and no mistake of the user ends the program. Works on a pipe as well as on a terminal.
+Promise: Ctrl-C during an answer stops only that answer, and its text so far stays in the conversation. No
+user mistake ends the program. It works on a pipe as well as on a terminal.
 """
 
 import select
@@ -35,20 +35,20 @@ Ctrl-C stops an answer; at the prompt it leaves. A line that ends in \\ goes on 
 
 
 class Figures(NamedTuple):
-    """What one reply took."""
+    """Text, token counts and times of one reply."""
 
     text: str
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     first_token_s: float
-    """From asking to the first token."""
+    """From the question to the first token."""
     total_s: float
     finish_reason: str
-    """As in the API; "stopped" when the user stopped it."""
+    """As in the API, or "stopped" if the user stopped the reply."""
 
     def line(self) -> str:
-        """One line for a person."""
+        """The figures as one line of text."""
         decode_s = self.total_s - self.first_token_s
         rate = f", {(self.num_output_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else ""
         return (
@@ -60,30 +60,30 @@ class Figures(NamedTuple):
 
 @dataclass
 class Conversation:
-    """The messages so far. A question enters only together with its answer."""
+    """The messages so far. A question is added only together with its answer."""
 
     system: str | None
     turns: list[dict[str, str]]
 
     def messages_with(self, question: str) -> list[dict[str, str]]:
-        """What is sent to the model to have `question` answered."""
+        """The messages to send to the model for `question`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Remember a question and what was said to it."""
+        """Append a question and its answer."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def print_reply(deltas: Iterator[Delta], out: TextIO, stopped: Callable[[], bool] = lambda: False) -> Figures:
-    """Write a reply to `out` as it comes, a newline at its end; ends early once `stopped()` is true."""
+    """Write a reply to `out` as it arrives, and a final newline. Stops early once `stopped()` is true."""
     asked_at = time.monotonic()
     first_s = 0.0
     last: Delta | None = None
     text = ""
     num_output_tokens = 0
     interrupted = False
-    # closing: leaving early must abort the request now, not when the iterator is collected
+    # closing aborts the request at once when the loop ends early, not when the iterator is collected
     with closing(cast("Generator[Delta]", deltas)):
         for delta in deltas:
             if last is None:
@@ -120,7 +120,7 @@ def run_chat(
     stdout: TextIO,
     stderr: TextIO,
 ) -> int:
-    """Talk until the user leaves; returns the exit code. Answers go to `stdout`, the rest to `stderr`."""
+    """Chat until the user leaves; returns the exit code. Answers go to `stdout`, all else to `stderr`."""
     conversation = Conversation(system, [])
     answers: list[Figures] = []
     with _line_reader(stdin, stderr, history_file) as read_line:
@@ -139,7 +139,7 @@ def run_chat(
             if question.startswith("/"):
                 if question.split()[0] in ("/exit", "/quit"):
                     return 0
-                _obey(question, conversation, answers, stderr)
+                _run_command(question, conversation, answers, stderr)
                 continue
             try:
                 deltas = llm.stream(conversation.messages_with(question), params)
@@ -157,7 +157,7 @@ def run_chat(
             answers.append(figures)
 
 
-def _obey(command: str, conversation: Conversation, answers: list[Figures], stderr: TextIO) -> None:
+def _run_command(command: str, conversation: Conversation, answers: list[Figures], stderr: TextIO) -> None:
     name, _, argument = command.partition(" ")
     if name == "/reset":
         conversation.turns.clear()
@@ -188,7 +188,10 @@ def _say(stderr: TextIO, text: str) -> None:
 
 @contextmanager
 def _interrupt_flag() -> Iterator[Callable[[], bool]]:
-    """While it lasts Ctrl-C only sets a flag, so that no engine step is torn; a third one gets through."""
+    """In the `with` block Ctrl-C only sets a flag, so that no engine step is interrupted.
+
+    The third Ctrl-C raises KeyboardInterrupt.
+    """
     presses = 0
 
     def note(signum: int, frame: object) -> None:
@@ -206,9 +209,9 @@ def _interrupt_flag() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _line_reader(stdin: TextIO, stderr: TextIO, history_file: Path) -> Iterator[Callable[[], str]]:
-    """A function that reads the next message, with line editing and history on a terminal.
+    """Yields a function that reads the next message, with line editing and history on a terminal.
 
-    It raises EOFError at the end of the input. Lines that are pasted together are one message.
+    The function raises EOFError at the end of the input. Lines pasted together are one message.
     """
     if not stdin.isatty():
 
@@ -218,7 +221,7 @@ def _line_reader(stdin: TextIO, stderr: TextIO, history_file: Path) -> Iterator[
                 raise EOFError
             return line
 
-        yield lambda: _continued(read_plain)
+        yield lambda: _read_message(read_plain)
         return
 
     readline = _load_history(history_file)
@@ -230,13 +233,13 @@ def _line_reader(stdin: TextIO, stderr: TextIO, history_file: Path) -> Iterator[
         return "\n".join(lines)
 
     try:
-        yield lambda: _continued(read_terminal)
+        yield lambda: _read_message(read_terminal)
     finally:
         _save_history(readline, history_file, stderr)
 
 
-def _continued(read: Callable[[], str]) -> str:
-    """One message; a line that ends in a backslash is joined with the next."""
+def _read_message(read: Callable[[], str]) -> str:
+    """Read one message. A line that ends in a backslash continues in the next line."""
     text = read().rstrip("\n")
     while text.endswith("\\"):
         text = text[:-1] + "\n" + read().rstrip("\n")
@@ -244,13 +247,13 @@ def _continued(read: Callable[[], str]) -> str:
 
 
 def _load_history(history_file: Path) -> Any:
-    """The readline module with the history in it, or None where Python has none."""
+    """The readline module with the history loaded; None if Python has no readline."""
     try:
-        import readline  # lazy: not part of every Python, and importing it changes the terminal
+        import readline  # lazy: some Pythons lack it, and importing it changes the terminal
     except ImportError:
         return None
     readline.set_history_length(HISTORY_LINES)
-    with suppress(OSError):  # the first time there is none
+    with suppress(OSError):  # no history file yet
         readline.read_history_file(history_file)
     return readline
 

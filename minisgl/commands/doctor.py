@@ -1,7 +1,7 @@
-"""`minisgl doctor`: what this machine has, what the engine would choose here, and why.
+"""`minisgl doctor`: reports what this machine has, which settings the engine would choose, and why.
 
-Promise: it looks and never changes anything, and it comes to an end on a machine where nothing works:
-whatever fails becomes a line of the report.
+Promise: it changes nothing, and it finishes even on a machine where nothing works: every failure becomes a
+line of the report. Only a `--model` that does not exist is an error, as for serve.
 """
 
 import json
@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 
 from compile_cache.entries import list_entries
 from minisgl import __version__
-from minisgl.attention_choice import FLASHINFER, NAMES, TRITON, choose, obstacle, parse
+from minisgl.attention.choice import FLASHINFER, NAMES, TRITON, choose, parse, reason_unavailable
 from minisgl.config import (
     GIB,
     MIB,
     DeviceFacts,
     EngineConfig,
     ResolvedConfig,
-    attention_place,
+    attention_environment,
     resolve_engine_config,
     with_cache_dir,
 )
-from minisgl.errors import MinisglError
-from minisgl.hf_config import read_model_config
-from minisgl.model_config import ModelConfig
-from minisgl.parallel.sizes import possible_sizes, rank_sizes
+from minisgl.errors import MinisglError, ModelNotHereError
+from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.hf_config import read_model_config
+from minisgl.parallel.sizes import rank_sizes, supported_tp_sizes
 from minisgl.weights.sources import resolve_model_folder
 
 REQUIRED = (
@@ -53,8 +53,8 @@ OPTIONAL = ("flashinfer-python", "openai")
 NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
-class Choice(NamedTuple):
-    """One setting as the engine would have it."""
+class ChosenSetting(NamedTuple):
+    """One setting that the engine would choose, with the reason."""
 
     flag: str
     value: str
@@ -62,15 +62,15 @@ class Choice(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything found. `problems` keep the engine from serving; `warnings` don't."""
+    """All findings. `problems` prevent serving; `warnings` do not."""
 
     system: dict[str, str]
     packages: dict[str, str | None]
     """Package -> version; None = not installed."""
     devices: list[dict[str, str]]
-    choices: list[Choice]
+    choices: list[ChosenSetting]
     attention: dict[str, str]
-    """Attention backend -> what it would run here, or why it can't."""
+    """Attention backend -> what it would compute here, or why it can't run."""
     model: dict[str, str]
     cache: dict[str, str]
     warnings: list[str]
@@ -78,9 +78,15 @@ class Report(NamedTuple):
 
 
 def examine(config: EngineConfig, cache_dir: Path) -> Report:
-    """Look at the machine with the eyes of an engine that was given `config`."""
+    """Examine the machine as an engine with the settings `config` would see it.
+
+    Raises:
+        ModelError: the model neither exists here nor could be fetched.
+        ConfigError: `config.revision` is given for a model that is not on a hub.
+    """
     warnings: list[str] = []
     problems: list[str] = []
+    model, model_config = _model(config, cache_dir, warnings, problems)
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     problems += _missing_packages(packages)
     warnings += _known_conflicts(packages)
@@ -89,11 +95,10 @@ def examine(config: EngineConfig, cache_dir: Path) -> Report:
 
     torch = _import_torch(problems)
     devices, facts = _devices(torch, warnings)
-    model, model_config = _model(config, cache_dir, warnings, problems)
     resolved = _resolved(config, model_config, facts, problems)
     return Report(
         system={
-            "minisgl": f"{__version__} in {Path(__file__).parent}",
+            "minisgl": f"{__version__} in {Path(__file__).parent.parent}",
             "python": f"{platform.python_version()} in {sys.executable}",
             "platform": platform.platform(),
             "cpu": f"{os.cpu_count()} cores, {_cpu_memory()}",
@@ -114,13 +119,13 @@ def examine(config: EngineConfig, cache_dir: Path) -> Report:
 
 
 def as_json(report: Report) -> str:
-    """The report for a machine, or for a bug report."""
+    """The report as JSON, for programs and bug reports."""
     content = report._asdict() | {"choices": [choice._asdict() for choice in report.choices]}
     return json.dumps(content, indent=2)
 
 
 def as_text(report: Report) -> str:
-    """The report for a person."""
+    """The report as text."""
     lines: list[str] = []
 
     def section(title: str, rows: list[tuple[str, str]]) -> None:
@@ -181,14 +186,17 @@ def _known_conflicts(packages: dict[str, str | None]) -> list[str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cu130"."""
+    """Major and minor version: (2, 13) for "2.13.0+cu130"."""
     parts = version.split("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
 def _shadowed_packages() -> list[str]:
-    """Our top-level packages must lie beside `minisgl`; other projects use one of the names, too."""
-    ours = Path(__file__).resolve().parent.parent
+    """Problems with our other top-level packages: other projects use the same names.
+
+    They must be imported from the folder that contains `minisgl`.
+    """
+    ours = Path(__file__).resolve().parent.parent.parent
     found = []
     for name in ("triton_kernels", "compile_cache"):
         spec = util.find_spec(name)
@@ -205,8 +213,8 @@ def _shadowed_packages() -> list[str]:
 
 def _import_torch(problems: list[str]) -> Any:
     try:
-        import torch  # lazy: the report must appear also where torch is broken
-    except Exception as error:  # a broken installation raises anything: OSError, RuntimeError ...
+        import torch  # lazy: the report must also work with a broken torch
+    except Exception as error:  # a broken torch raises any type: OSError, RuntimeError ...
         problems.append(f"torch can't be imported: {type(error).__name__}: {error}")
         return None
     return torch
@@ -266,7 +274,7 @@ def _cpu_memory() -> str:
 def _model(
     engine: EngineConfig, cache_dir: Path, warnings: list[str], problems: list[str]
 ) -> tuple[dict[str, str], ModelConfig | None]:
-    """Where the model lies and what it is; fetches nothing."""
+    """The model's facts and its config (None = not here or unreadable). Fetches nothing."""
     name = engine.model
     try:
         folder = resolve_model_folder(
@@ -276,7 +284,7 @@ def _model(
             pull_missing=False,
             cache_dir=cache_dir,
         )
-    except MinisglError as error:
+    except ModelNotHereError as error:
         warnings.append(str(error))
         return {"name": name, "folder": "not here"}, None
     try:
@@ -292,14 +300,14 @@ def _model(
         "architecture": config.architecture,
         "context": f"{config.max_position} tokens",
         "weights stored as": config.checkpoint_dtype,
-        "--tp may be": ", ".join(str(tp) for tp in possible_sizes(config)),
+        "--tp may be": ", ".join(str(tp) for tp in supported_tp_sizes(config)),
     }, config
 
 
 def _resolved(
     config: EngineConfig, model: ModelConfig | None, facts: DeviceFacts, problems: list[str]
 ) -> ResolvedConfig | None:
-    """The settings as the engine would have them; None = without a model, or it would refuse them."""
+    """The settings that the engine would use; None = there is no model, or the engine would refuse them."""
     if model is None:
         return None
     try:
@@ -312,20 +320,20 @@ def _resolved(
 def _attention(
     config: EngineConfig, model: ModelConfig | None, resolved: ResolvedConfig | None, facts: DeviceFacts
 ) -> dict[str, str]:
-    """Every backend, also where the one that was asked for can't run."""
+    """The state of every attention backend, even if the requested one can't run."""
     if model is None:
         return {}
     try:
         settings = resolved or resolve_engine_config(replace(config, attention_backend=None), model, facts)
     except MinisglError:
         return {}
-    place = attention_place(
+    place = attention_environment(
         model, facts, device=settings.device, dtype=settings.dtype, page_size=settings.page_size
     )
     chosen = parse(resolved.attention_backend) if resolved is not None else None
     found = {}
     for name in NAMES:
-        reason = obstacle(name, place)
+        reason = reason_unavailable(name, place)
         if reason is not None:
             found[name] = f"no: it {reason}"
         elif chosen is not None and name in chosen:
@@ -342,9 +350,9 @@ def _choices(
     resolved: ResolvedConfig | None,
     facts: DeviceFacts,
     problems: list[str],
-) -> list[Choice]:
+) -> list[ChosenSetting]:
     if model is None:
-        return [Choice("--model", config.model, "the other choices depend on it; fetch it first")]
+        return [ChosenSetting("--model", config.model, "the other choices depend on it; fetch it first")]
     if resolved is None:
         return []
     on_cuda = resolved.device == "cuda"
@@ -374,7 +382,7 @@ def _choices(
     for name, reason in reasons.items():
         asked = getattr(config, name) is not None
         why = "asked for" if asked else reason
-        choices.append(Choice("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
+        choices.append(ChosenSetting("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
     return choices
 
 
@@ -400,7 +408,7 @@ def _cache(cache_dir: Path, problems: list[str]) -> dict[str, str]:
 
 
 def _compiled_code(config: EngineConfig, cache_dir: Path, warnings: list[str]) -> str:
-    """What former starts left for the next one."""
+    """The compiled code that earlier starts left for the next one."""
     place = with_cache_dir(config, cache_dir).compile_cache
     if not place:
         return "left to torch and Triton (--compile-cache is empty)"
@@ -424,10 +432,10 @@ def _made_by(facts: dict[str, str]) -> str:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Bytes of all files below `folder`."""
+    """Total bytes of all files below `folder`."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # removed while we look
+            with suppress(OSError):  # the file was removed meanwhile
                 total += (Path(parent) / name).stat().st_size
     return total

@@ -1,8 +1,8 @@
-"""Command-line flags made from the fields of a settings class, their types, defaults and docstrings.
+"""Generates command-line flags from the fields of a settings class: names, types, defaults, docstrings.
 
-Promise: a field is a flag of the same name, an environment variable MINISGL_NAME may set its default,
-and the help is the field's own docstring, so that the three can't drift apart. Reads no environment
-itself; the caller hands it in.
+Promise: each field becomes a flag of the same name, the environment variable MINISGL_NAME sets its default,
+and its docstring is the help text, so they always agree. This module does not read the environment; the
+caller passes it in.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from minisgl.errors import ConfigError
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
-SECRETS = frozenset({"api_key"})
-"""Fields whose value is never printed."""
+SECRETS = frozenset({"admin_key", "api_key"})
+"""Fields whose values are never printed."""
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Field(NamedTuple):
-    """One setting: its name, the type of one value, whether it repeats, default and meaning."""
+    """One setting: name, type of one value, whether the flag may repeat, default and help text."""
 
     name: str
-    kind: type | None  # None: no flag can hold it
+    kind: type | None  # None: a flag can't express it
     repeats: bool
     default: Any
     doc: str
@@ -45,7 +45,11 @@ class Field(NamedTuple):
 
 
 def fields_of(cls: type) -> list[Field]:
-    """The settings of a dataclass or msgspec Struct, in order, with the docstrings below them."""
+    """The fields of a dataclass or msgspec Struct, in order, with the docstrings below them.
+
+    Raises:
+        TypeError: a field has no default, or a type that no flag supports.
+    """
     docs = _field_docs(cls)
     hints = typing.get_type_hints(cls)
     if is_dataclass(cls):
@@ -68,10 +72,10 @@ def add_flags(
     environ: Mapping[str, str],
     skip: Iterable[str] = (),
 ) -> None:
-    """Give `parser` a group of flags, one per field of `cls`; `environ` overrides the defaults.
+    """Add a group of flags to `parser`, one per field of `cls`. `environ` overrides the defaults.
 
     Raises:
-        ConfigError: a MINISGL_ variable has a value its flag would refuse.
+        ConfigError: a MINISGL_ variable has a value that its flag would refuse.
     """
     group = parser.add_argument_group(title)
     for field in fields_of(cls):
@@ -106,7 +110,7 @@ def add_flags(
 
 
 def values_of(cls: type, namespace: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the parsed flags say for the fields of `cls`; fields without a flag are left out."""
+    """The values of the parsed flags, by field of `cls`. Fields without a flag are left out."""
     values: dict[str, Any] = {}
     for field in fields_of(cls):
         if not hasattr(namespace, field.name):
@@ -119,10 +123,10 @@ def values_of(cls: type, namespace: argparse.Namespace, environ: Mapping[str, st
 
 
 def default_of(field: Field, environ: Mapping[str, str]) -> Any:
-    """The value a field has without its flag: the environment's, else the class's.
+    """The value of a field whose flag is not given: from the environment, else the class's default.
 
     Raises:
-        ConfigError: the variable's text is none of the field's type.
+        ConfigError: the variable's text is not a value of the field's type.
     """
     text = environ.get(field.variable)
     if text is None or field.kind is None:
@@ -153,9 +157,12 @@ def _help(field: Field, default: Any) -> str:
 
 
 def _kind(hint: Any) -> tuple[type | None, bool]:
-    """The type of one value and whether a field holds several: int, `int | None`, `tuple[int, ...]`.
+    """The type of one value, and whether the field holds several: int, `int | None`, `tuple[int, ...]`.
 
-    No flag can hold mappings, nor lists of lists: None.
+    The type is None for mappings and tuples of tuples, which no flag can express.
+
+    Raises:
+        TypeError: the type is none of these.
     """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         inner = [part for part in typing.get_args(hint) if part is not type(None)]
@@ -172,7 +179,7 @@ def _kind(hint: Any) -> tuple[type | None, bool]:
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a class, on one line, read from its source."""
+    """The docstring below each field of a class, joined into one line, read from the source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs: dict[str, str] = {}

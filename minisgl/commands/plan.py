@@ -1,7 +1,7 @@
-"""`minisgl plan`: what fits on a GPU, from a model's config.json alone.
+"""`minisgl plan`: computes how many requests of a model fit on a GPU, from its config.json alone.
 
-Promise: the arithmetic is the engine's own (`minisgl/engine/memory.py`); only activations, which the engine
-measures, are estimated here, and the GPU's memory is taken from a table or from the user.
+Promise: the arithmetic is the engine's own (`minisgl/engine/memory.py`). Only activations, which the engine
+measures, are estimated here. The GPU's memory comes from a table or from the user.
 """
 
 from pathlib import Path
@@ -10,19 +10,18 @@ from typing import NamedTuple
 import torch
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.buckets import buckets_of
 from minisgl.engine.memory import (
     MemoryBudget,
-    bytes_of,
     check_weights_fit,
     estimate_activation_bytes,
     graph_reserve_bytes,
+    logit_extras_bytes,
+    module_bytes,
     plan_memory,
-    special_steps_bytes,
 )
 from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
-from minisgl.hf_config import read_model_config
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
 
@@ -55,22 +54,22 @@ OTHER_COMPUTE = {
     "L4": (8, 9),
     "T4": (7, 5),
 }
-"""Compute capabilities; the others are Hoppers, and so are GPUs of which only the memory is said."""
+"""Compute capabilities. GPUs not listed here, and those given only by memory, count as Hopper (9.0)."""
 CONTEXT_GIB = 0.6
-"""What a CUDA context takes before the engine asks what is free."""
+"""Memory of a CUDA context, which is in use before the engine queries the free memory."""
 
 
 class Capacity(NamedTuple):
-    """What fits."""
+    """The memory budget and how many requests fit."""
 
     config: ResolvedConfig
     budget: MemoryBudget
     requests: dict[int, int]
-    """Context in tokens -> requests of that length whose pages fit, not limited by --max-running-requests."""
+    """Context in tokens -> requests of that length whose pages fit, ignoring --max-running-requests."""
 
 
 def gpu_gib(name: str) -> float:
-    """Memory of a GPU in GiB: a name of GPU_GIB, in any case, or a number.
+    """Memory of a GPU in GiB. `name`: a key of GPU_GIB in upper or lower case, or a number of GiB.
 
     Raises:
         ConfigError: it is neither.
@@ -92,16 +91,21 @@ def _known_gpu(name: str) -> str | None:
     return next((gpu for gpu in GPU_GIB if gpu.lower() == wanted), None)
 
 
+def gpu_is_here() -> bool:
+    """Whether torch sees a GPU on this machine. The plan itself does not use it."""
+    return torch.cuda.is_available()
+
+
 def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
-    """What of the model in `folder` fits on the GPU, or on each of `config.tp`.
+    """Compute how much of the model in `folder` fits on the GPU, or on each of `config.tp` GPUs.
 
     Raises:
-        ConfigError: nothing does, or a setting is impossible.
+        ConfigError: the model does not fit, or a setting is impossible.
         ModelError: config.json can't be read.
     """
     model = read_model_config(folder)
     capability = OTHER_COMPUTE.get(_known_gpu(gpu) or "", (9, 0))
-    # Which packages that machine has is not known here.
+    # The packages of that machine are unknown, so flashinfer is assumed to be installed.
     facts = DeviceFacts(has_cuda=True, cuda_name=gpu, compute_capability=capability, flashinfer="assumed")
     resolved = resolve_engine_config(config, model, facts)
     if resolved.device != "cuda":
@@ -110,12 +114,12 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     meta = torch.device("meta")
     decoder = build_model(
         model,
-        attention_backend="torch",  # none of them has weights
+        attention_backend="torch",  # any backend would do: none has weights
         dtype=getattr(torch, resolved.dtype),
         device=meta,
         tp=resolved.tp,
     )
-    weights_bytes = bytes_of(decoder)
+    weights_bytes = module_bytes(decoder)
     model = rank_sizes(model, resolved.tp)
     check_weights_fit(weights_bytes, available_bytes, resolved)
     pages_per_row = -(-resolved.max_context_tokens // resolved.page_size)
@@ -125,10 +129,12 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
         activation_bytes=estimate_activation_bytes(model, resolved, resolved.max_step_tokens),
-        tables_bytes=bytes_of(Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)),
+        tables_bytes=module_bytes(
+            Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)
+        ),
         reserve_bytes=estimate_activation_bytes(model, resolved, resolved.max_graph_tokens)
-        + graph_reserve_bytes(buckets_of(resolved).num_graphs)
-        + special_steps_bytes(model, resolved),
+        + graph_reserve_bytes(model, resolved)
+        + logit_extras_bytes(model, resolved),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]
     usable = budget.num_pages - 1  # one is the scratch page
@@ -140,7 +146,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
 
 
 def describe(capacity: Capacity, model: str, gpu: str) -> str:
-    """The plan as a person reads it."""
+    """The plan as text for the user."""
     config, budget, requests = capacity
     parts = [
         ("weights", budget.weights_bytes, f"in {config.dtype}"),

@@ -1,8 +1,8 @@
-"""What attention backends that plan on the host are told of each batch before it runs.
+"""Tells attention backends that plan on the host the lengths and pages of each batch before it runs.
 
-Promise: the host's lengths are those that the device's rows will have when the batch runs, whatever is in
-flight: a row grows by one with each decode step that was launched, so nothing has to be read back. A backend
-that plans nothing costs nothing here.
+Promise: the host knows the lengths that the device's rows will have when the batch runs, even while earlier
+steps are in flight. A row grows by one token with each launched decode step, so the host reads nothing back.
+If a backend plans nothing, these calls do nothing.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from minisgl.engine.inputs import HostPageTable
 from minisgl.scheduler.plan import Chunk
 
 
-class AttentionPlans:
+class AttentionPlanner:
     """Plans the batches of one engine, in the order in which they are launched.
 
     Args:
-        pages: the host's page table, which has the pages of a batch before it is planned.
+        pages: the host's page table. It must hold the pages of a batch before the batch is planned.
     """
 
     def __init__(self, backend: Backend, pages: HostPageTable) -> None:
@@ -27,20 +27,20 @@ class AttentionPlans:
         self._pages = pages
         self._lengths = np.zeros(pages.padding_row + 1, dtype=np.int32)  # tokens in the pool
 
-    def decode(self, rows: Sequence[int], num_rows: int) -> None:
-        """One more token for each of `rows`, in a batch that is padded to `num_rows`."""
+    def plan_decode(self, rows: Sequence[int], num_rows: int) -> None:
+        """Plan a decode batch: one more token for each of `rows`, padded to `num_rows` rows."""
         if self._plan_decode is None:
             return
         ids = np.full(num_rows, self._pages.padding_row, dtype=np.int32)
         ids[: len(rows)] = rows
         self._lengths[ids[: len(rows)]] += 1
-        lengths = np.maximum(self._lengths[ids], 1)  # padding has its scratch page
+        lengths = np.maximum(self._lengths[ids], 1)  # a padding row has its scratch page
         self._plan_decode(
             BatchPages(np.arange(num_rows + 1, dtype=np.int32), *self._pages.pages_of(ids, lengths))
         )
 
-    def prefill(self, chunks: tuple[Chunk, ...]) -> None:
-        """Chunks of prompts, whose rows are as long as their chunks end afterwards."""
+    def plan_prefill(self, chunks: tuple[Chunk, ...]) -> None:
+        """Plan a batch of prompt chunks. Each row's length becomes the end of its chunk."""
         if self._plan_decode is None and self._plan_prefill is None:
             return
         ids = np.array([chunk.row for chunk in chunks], dtype=np.int32)
@@ -49,8 +49,8 @@ class AttentionPlans:
         self._lengths[ids] = lengths
         self._plan_prompts(ids, new_tokens, lengths)
 
-    def padding_prefill(self, num_rows: int, row_tokens: int) -> None:
-        """Rows of padding with so many tokens each, as runs before serving have them."""
+    def plan_padding_prefill(self, num_rows: int, row_tokens: int) -> None:
+        """Plan a batch of `num_rows` padding rows with `row_tokens` tokens each, for dry runs."""
         ids = np.full(num_rows, self._pages.padding_row, dtype=np.int32)
         tokens = np.full(num_rows, row_tokens, dtype=np.int32)
         self._plan_prompts(ids, tokens, tokens)

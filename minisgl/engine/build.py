@@ -1,6 +1,6 @@
-"""From settings and a model folder to an engine that is ready to serve, of one rank or of several.
+"""Builds an engine that is ready to serve from settings and a model folder, for one rank or several.
 
-Promise: a mistake in the settings is a ConfigError that says what to change; a start that fails leaves no
+Promise: a mistake in the settings raises a ConfigError that says what to change. A failed start leaves no
 process behind.
 """
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 import torch
 
-from minisgl.attention_choice import TRITON, obstacle
+from minisgl.attention.choice import TRITON, reason_unavailable
 from minisgl.config import (
     DeviceFacts,
     EngineConfig,
     ResolvedConfig,
-    attention_place,
+    attention_environment,
     resolve_engine_config,
 )
+from minisgl.engine.build_rank import Rendezvous, build_rank
 from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
-from minisgl.engine.rank import Rendezvous, build_rank
-from minisgl.engine.stages import OnStage, Stages
+from minisgl.engine.startup_stages import OnStage, StartupStages
 from minisgl.errors import ConfigError
-from minisgl.hf_config import read_model_config
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.parallel.sizes import rank_sizes
 
 logger = logging.getLogger(__name__)
@@ -38,17 +38,18 @@ def build_engine(
     ipc_dir: Path | None = None,
     on_lost_rank: Callable[[str], None] = lambda reason: None,
 ) -> Engine:
-    """An engine that is ready to serve the model in `folder`, all its stages reported to `on_stage`.
+    """Build an engine that is ready to serve the model in `folder`, and report each stage to `on_stage`.
 
-    With `config.tp` above 1 it starts the other ranks' processes, and ends them in `close`.
+    If `config.tp` is above 1, the engine starts the other ranks' processes, and `close` ends them.
 
     Args:
-        ipc_dir: a private directory for their sockets, which the caller removes; None = one of its own.
-        on_lost_rank: called with the reason, from another thread, when a rank has ended; the next `step`
-            raises, but this one may not return until its process ends.
+        ipc_dir: a private directory for the ranks' sockets, which the caller removes. None: the engine makes
+            and removes one.
+        on_lost_rank: called with the reason, from another thread, when a rank has ended. The next `step`
+            raises. A `step` that is running may hang until this process ends.
 
     Raises:
-        ConfigError: a setting is impossible, or memory does not suffice.
+        ConfigError: a setting is impossible, or there is too little memory.
         ModelError: the folder's model can't be loaded.
         EngineDeadError: another rank could not start.
     """
@@ -57,7 +58,7 @@ def build_engine(
             f"--node-rank {config.node_rank}: node 0 uses the engine; 'minisgl serve' with the same --model, "
             "--tp, --nnodes and --rdzv starts this host's ranks"
         )
-    stages = Stages(on_stage)
+    stages = StartupStages(on_stage)
     model_config = read_model_config(folder)
     facts = find_device_facts()
     resolved = resolve_engine_config(config, model_config, facts)
@@ -65,41 +66,41 @@ def build_engine(
     if resolved.tp == 1:
         return build_rank(resolved, folder, model_config, stages, None, None)
     _check_ranks_fit(resolved, model_config)
-    # Lazy: torch.distributed takes a while, and one rank needs none of it.
-    from minisgl.engine.follower_link import FollowerLink
+    # Lazy: importing torch.distributed is slow, and one rank does not need it.
+    from minisgl.engine.ranks.follower_link import FollowerLink
 
     followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank)
     rendezvous = Rendezvous(0, followers.store, followers.wait_for_all)
     try:
         return build_rank(resolved, folder, model_config, stages, rendezvous, followers)
     except BaseException as error:
-        cause = followers.explain(error) if isinstance(error, Exception) else error
+        cause = followers.cause_of(error) if isinstance(error, Exception) else error
         followers.close()
         raise cause from (error if cause is not error else None)
 
 
 def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous, on_stage: OnStage) -> Engine:
-    """A further rank's engine, whose `follow` executes rank 0's plans: its own scheduler is never asked.
+    """Build the engine of a rank above 0. Its `follow` executes rank 0's plans; its scheduler stays unused.
 
     Args:
-        config: as rank 0's.
+        config: the same as rank 0's.
 
     Raises:
-        MinisglError: as `build_engine`.
+        MinisglError: as in `build_engine`.
     """
-    return build_rank(config, folder, read_model_config(folder), Stages(on_stage), rendezvous, None)
+    return build_rank(config, folder, read_model_config(folder), StartupStages(on_stage), rendezvous, None)
 
 
 def _warn_of_slower_attention(
     config: EngineConfig, resolved: ResolvedConfig, model_config: ModelConfig, facts: DeviceFacts
 ) -> None:
-    """Say so where an auto choice on a GPU could not be the usual one."""
+    """Warn if the automatic choice on a GPU is not the usual attention backend."""
     if config.attention_backend is not None or resolved.device != "cuda":
         return
-    place = attention_place(
+    place = attention_environment(
         model_config, facts, device="cuda", dtype=resolved.dtype, page_size=resolved.page_size
     )
-    reason = obstacle(TRITON, place)
+    reason = reason_unavailable(TRITON, place)
     if reason is not None:
         logger.warning(
             "attention runs on %s, because %s %s; 'minisgl doctor' lists what else there is",

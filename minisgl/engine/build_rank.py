@@ -1,7 +1,7 @@
-"""One rank's engine, or the only one's: device, model, weights, pool, graphs, and a scheduler around them.
+"""Builds the engine of one rank: device, model, weights, KV pool, graphs and scheduler.
 
-Promise: what was taken on the way (ranks, the compile cache) is given back when a start fails, and too little
-memory is a ConfigError that says what to lower.
+Promise: a failed start leaves the process group and closes the compile cache. Too little memory raises a
+ConfigError that says which setting to lower.
 """
 
 import logging
@@ -17,45 +17,46 @@ import torch
 
 from compile_cache.store import OpenCache
 from minisgl.attention.backends import build_backend
+from minisgl.attention.choice import parse
 from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
-from minisgl.attention_choice import parse
 from minisgl.config import ResolvedConfig
-from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import buckets_of
-from minisgl.engine.compiled import KernelCompilations, import_compiler
-from minisgl.engine.compiled_code import open_compiled_code, seal
+from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.device import free_host_bytes, peak_host_bytes
-from minisgl.engine.dry_runs import Peaks, measure_peaks
 from minisgl.engine.engine import Engine
+from minisgl.engine.graphs.buckets import buckets_of
+from minisgl.engine.graphs.decode_graphs import KernelCompilations, import_compiler
+from minisgl.engine.graphs.dry_runs import Peaks, measure_peaks
+from minisgl.engine.graphs.rank_compile_cache import open_rank_compile_cache, publish_compile_cache
+from minisgl.engine.graphs.recording import record_steps
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.memory import (
     MemoryBudget,
-    bytes_of,
     check_weights_fit,
     estimate_activation_bytes,
     graph_reserve_bytes,
+    logit_extras_bytes,
+    module_bytes,
     plan_memory,
-    special_steps_bytes,
 )
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.recording import record_steps
 from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
-from minisgl.engine.stages import Stages
+from minisgl.engine.startup_stages import StartupStages
 from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
-from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
-from minisgl.weights.dummy import fill_dummy
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.scheduler import Scheduler
+from minisgl.weights.dummy import DUMMY_SEED, fill_dummy
 from minisgl.weights.loader import load_weights
 from minisgl.weights.progress import Progress, no_progress, shown_progress
 
 if TYPE_CHECKING:
-    from minisgl.engine.follower_link import FollowerLink
+    from minisgl.engine.ranks.follower_link import FollowerLink
     from minisgl.models.sharded import ShardedTensors
     from minisgl.parallel.mesh import Ranks
 
@@ -63,83 +64,83 @@ logger = logging.getLogger(__name__)
 
 
 class Rendezvous(NamedTuple):
-    """Where a rank meets the others."""
+    """How a rank joins the other ranks."""
 
     rank: int
     store: str
-    """See `parallel.mesh.open_store`."""
+    """The address of the ranks' torch store, see `parallel.mesh.open_store`."""
     on_arrival: Callable[[], None]
-    """Called just before joining, which waits for all ranks."""
+    """Called just before the rank joins. Joining waits for all ranks."""
 
 
 class _Hardware(NamedTuple):
-    """What one rank computes on."""
+    """The device that one rank computes on."""
 
     device: torch.device
     dtype: torch.dtype
     available_bytes: int
-    """What the engine may take."""
+    """Memory that the engine may use."""
 
 
 def build_rank(
     config: ResolvedConfig,
     folder: Path,
     model_config: ModelConfig,
-    stages: Stages,
+    stages: StartupStages,
     rendezvous: Rendezvous | None,
     followers: "FollowerLink | None",
 ) -> Engine:
-    """One rank's engine, or the only one's.
+    """Build the engine of one rank.
 
     Args:
-        rendezvous: None = there are no other ranks.
-        followers: the other ranks' processes, at rank 0.
+        rendezvous: None if there is only one rank.
+        followers: the other ranks' processes; None on all ranks but rank 0.
 
     Raises:
-        ConfigError: a setting is impossible, or memory does not suffice.
+        ConfigError: a setting is impossible, or there is too little memory.
         ModelError: the folder's model can't be loaded.
     """
-    # RoPE's table is as long as the longest context served, and LongRoPE chooses its factors by that.
+    # RoPE's table has one row per position of the longest context. LongRoPE chooses its factors by that.
     model_config = replace(model_config, max_position=config.max_context_tokens)
-    hardware = _take_hardware(config, rendezvous)
-    cache = open_compiled_code(config, hardware.device, 0 if rendezvous is None else rendezvous.rank)
+    hardware = _set_up_hardware(config, rendezvous)
+    cache = open_rank_compile_cache(config, hardware.device, 0 if rendezvous is None else rendezvous.rank)
     ranks = None
-    stages.done("settings and device")
+    stages.finish("settings and device")
 
     importing = threading.Thread(target=import_compiler, name="import-compiler", daemon=True)
     if config.compile_mode != "off":
-        importing.start()  # loading weights is work for disk and copies, and leaves Python free
+        importing.start()  # loading weights waits for the disk and copies, so Python is free
     try:
         rank_config = rank_sizes(model_config, config.tp)
         stager = Stager(hardware.device)
         attention = _build_attention(config, rank_config, hardware, stager)
         model = _allocate_model(config, model_config, attention.attend, hardware)
-        stages.done("allocate the model")
+        stages.finish("allocate the model")
         loadable = model
         if rendezvous is not None:
             ranks, hardware = _join(rendezvous, config.tp, config.nnodes == 1, hardware)
             if followers is not None:
-                followers.joined(ranks)
-            loadable = _share_out(model, model_config, ranks)
-            stages.done(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
+                followers.set_ranks(ranks)
+            loadable = _shard_model(model, model_config, ranks)
+            stages.finish(f"meet the other {config.tp - 1} ranks" if config.tp > 2 else "meet the other rank")
         if config.dummy_weights:
-            fill_dummy(model, config.seed)
-            stages.done("dummy weights")
+            fill_dummy(model, DUMMY_SEED)
+            stages.finish("dummy weights")
         else:
-            # The other ranks are as far at any time: one of them shows it.
+            # All ranks load at the same pace, so only rank 0 shows the progress.
             shown = shown_progress(logger) if rendezvous is None or rendezvous.rank == 0 else no_progress
             _load_weights(loadable, folder, model_config, hardware, shown)
-            stages.done("load weights")
+            stages.finish("load weights")
         if importing.ident is not None:
             importing.join()
-            stages.done("import the compiler")
+            stages.finish("import the compiler")
         with torch.inference_mode():
             engine = _assemble(
                 config, rank_config, model, attention, stager, hardware, stages, cache, ranks, followers
             )
         if cache is not None:
-            seal(cache)
-            stages.done("compile cache")
+            publish_compile_cache(cache)
+            stages.finish("compile cache")
         return engine
     except BaseException as error:
         if ranks is not None:
@@ -162,12 +163,16 @@ def _assemble(
     attention: Backend,
     stager: Stager,
     hardware: _Hardware,
-    stages: Stages,
+    stages: StartupStages,
     cache: OpenCache | None,
     ranks: "Ranks | None",
     followers: "FollowerLink | None",
 ) -> Engine:
-    """Tables, pool, graphs and scheduler around a loaded model; model_config: as this rank has it."""
+    """Build tables, KV pool, graphs and scheduler around a loaded model.
+
+    Args:
+        model_config: the sizes of this rank's share of the model.
+    """
     device = hardware.device
     kernels = KernelCompilations() if device.type == "cuda" else None
     page_size = config.page_size
@@ -175,16 +180,16 @@ def _assemble(
     rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
     replace_kernels(model, rows, config.kernel)
     pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
-    plans = AttentionPlans(attention, pages)
-    tables_bytes = bytes_of(rows) + attention.num_bytes
-    budget = _plan_memory(config, model_config, model, rows, plans, tables_bytes, hardware)
+    planner = AttentionPlanner(attention, pages)
+    tables_bytes = module_bytes(rows) + attention.num_bytes
+    budget = _plan_memory(config, model_config, model, rows, planner, tables_bytes, hardware)
     if ranks is not None:
         budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
     logger.info("memory: %s", budget.describe())
     model.allocate_kv(budget.num_pages, page_size, hardware.dtype, device)
-    stages.done("memory profile and KV pool")
-    recorded = record_steps(config, model, rows, pages, plans, stager, device, kernels, stages, ranks)
-    runner = ModelRunner(model, rows, pages, plans, stager, device, recorded)
+    stages.finish("memory profile and KV pool")
+    recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
+    runner = ModelRunner(model, rows, pages, planner, stager, device, recorded)
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
     )
@@ -192,7 +197,7 @@ def _assemble(
     return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers)
 
 
-def _take_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Hardware:
+def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Hardware:
     if config.cpu_threads is not None or config.tp > 1:
         torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.ranks_per_node))
     if config.device == "cuda":
@@ -210,7 +215,7 @@ def _take_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Ha
 def _build_attention(
     config: ResolvedConfig, model_config: ModelConfig, hardware: _Hardware, stager: Stager
 ) -> Backend:
-    """The attention backends, ready for the model as this rank has it."""
+    """Build the attention backends for this rank's share of the model."""
     shape = AttentionShape(
         num_heads=model_config.num_heads,
         num_kv_heads=model_config.num_kv_heads,
@@ -243,7 +248,7 @@ def _allocate_model(
         dtype=hardware.dtype,
         tp=config.tp,
     )
-    check_weights_fit(bytes_of(build(device=torch.device("meta"))), hardware.available_bytes, config)
+    check_weights_fit(module_bytes(build(device=torch.device("meta"))), hardware.available_bytes, config)
     model = build(device=hardware.device)
     model.requires_grad_(False)
     return model
@@ -252,7 +257,7 @@ def _allocate_model(
 def _join(
     rendezvous: Rendezvous, size: int, one_host: bool, hardware: _Hardware
 ) -> "tuple[Ranks, _Hardware]":
-    """Meet the other ranks; what is left of the hardware then."""
+    """Join the other ranks. The returned hardware has less available memory: NCCL takes some."""
     from minisgl.parallel.mesh import join, open_store  # lazy: one rank needs no torch.distributed
 
     device = hardware.device
@@ -260,17 +265,17 @@ def _join(
     rendezvous.on_arrival()
     store = open_store(rendezvous.store, size)
     ranks = join(rendezvous.rank, size, store, device, one_host=one_host)
-    ranks.minimum(0)  # the first collective takes what memory they need
+    ranks.minimum(0)  # the first collective allocates NCCL's memory
     if device.type == "cuda":
         taken_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
         hardware = hardware._replace(available_bytes=hardware.available_bytes - taken_bytes)
     return ranks, hardware
 
 
-def _share_out(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "ShardedTensors":
-    from minisgl.models.sharded import share_out  # lazy: as above
+def _shard_model(model: Decoder, model_config: ModelConfig, ranks: "Ranks") -> "ShardedTensors":
+    from minisgl.models.sharded import shard_model  # lazy: as above
 
-    return share_out(model, model_config, ranks)
+    return shard_model(model, model_config, ranks)
 
 
 def _load_weights(
@@ -306,7 +311,7 @@ def _plan_memory(
     model_config: ModelConfig,
     model: Decoder,
     rows: Rows,
-    plans: AttentionPlans,
+    planner: AttentionPlanner,
     tables_bytes: int,
     hardware: _Hardware,
 ) -> MemoryBudget:
@@ -314,15 +319,15 @@ def _plan_memory(
     if hardware.device.type == "cpu":
         peaks = Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
     else:
-        peaks = measure_peaks(config, model, rows, plans, hardware.device, hardware.dtype)
+        peaks = measure_peaks(config, model, rows, planner, hardware.device, hardware.dtype)
         recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
-        reserve_bytes = recorded_bytes + graph_reserve_bytes(buckets_of(config).num_graphs)
-        reserve_bytes += special_steps_bytes(model_config, config)
+        reserve_bytes = recorded_bytes + graph_reserve_bytes(model_config, config)
+        reserve_bytes += logit_extras_bytes(model_config, config)
     return plan_memory(
         model_config,
         config,
         available_bytes=hardware.available_bytes,
-        weights_bytes=bytes_of(model),
+        weights_bytes=module_bytes(model),
         activation_bytes=peaks.prefill_bytes,
         tables_bytes=tables_bytes,
         reserve_bytes=reserve_bytes,
@@ -346,6 +351,5 @@ def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache:
         vocab_size=model_config.vocab_size,
         output_reserve_tokens=config.output_reserve_tokens,
         eos_token_ids=model_config.eos_token_ids,
-        seed=config.seed,
     )
     return Scheduler(limits, kv_cache)

@@ -1,4 +1,4 @@
-"""What this machine offers, found out once before settings are resolved."""
+"""Detects the hardware of this machine, once, before the settings are resolved."""
 
 from importlib import metadata
 from pathlib import Path
@@ -9,7 +9,7 @@ from minisgl.config import GIB, DeviceFacts
 
 
 def find_device_facts() -> DeviceFacts:
-    """The facts that `resolve_engine_config` decides by."""
+    """Collect the facts that `resolve_engine_config` needs."""
     has_cuda = torch.cuda.is_available()
     return DeviceFacts(
         has_cuda=has_cuda,
@@ -22,7 +22,7 @@ def find_device_facts() -> DeviceFacts:
 
 
 def flashinfer_version() -> str:
-    """The installed package's version; empty = there is none."""
+    """The installed flashinfer's version; empty if it is not installed."""
     try:
         return metadata.version("flashinfer-python")
     except metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def flashinfer_version() -> str:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 (Linux on x86 tells; elsewhere False)."""
+    """Whether the processor has bfloat16 instructions. Always False outside Linux on x86."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -39,7 +39,7 @@ def cpu_has_bf16() -> bool:
 
 
 def free_host_bytes() -> int:
-    """Memory this machine could still give a process (Linux: MemAvailable; elsewhere 8 GiB are assumed)."""
+    """Host memory that a process can still allocate: MemAvailable on Linux, 8 GiB elsewhere."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -50,9 +50,9 @@ def free_host_bytes() -> int:
 
 
 def peak_host_bytes() -> int:
-    """Most memory that this process has had resident so far, mapped files included; 0 where nobody tells."""
+    """Peak resident memory of this process so far, mapped files included; 0 outside Linux."""
     try:
-        # Not getrusage(): its figure begins with that of the process this one was started by.
+        # Not getrusage(): its figure starts at the parent process's peak.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -1,42 +1,45 @@
-"""The engine: scheduler and model runner joined by one function, `step`.
+"""The engine: its function `step` drives the scheduler and the model runner.
 
-Promise: everything that is added is answered through `step`, refusals and aborts included; serial and
-overlapped execution are the same code and give the same tokens.
+Promise: `step` returns a final output for every added request, also for refused and aborted ones. Serial and
+overlapped execution run the same code and give the same tokens.
 """
 
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from compile_cache.store import OpenCache
 from minisgl.config import ResolvedConfig
-from minisgl.engine.compiled_code import seal
+from minisgl.engine.graphs.rank_compile_cache import publish_compile_cache
+from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.profiler import StepProfiler
-from minisgl.engine.recording import RecordedSteps
-from minisgl.engine.timeline import Timeline
+from minisgl.engine.step_timeline import StepTimeline
 from minisgl.errors import RequestError
+from minisgl.ipc.messages import AddRequest, Status
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
-from minisgl.messages import AddRequest, Status
 from minisgl.request import RequestOutput
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from minisgl.engine.follower_link import FollowerLink, Started
+    from minisgl.engine.ranks.follower_link import FollowerLink, Started
     from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Engine:
-    """Serves requests step by step. Not thread-safe: one thread adds, aborts and steps."""
+    """Serves requests step by step. Not thread-safe: call it from one thread only."""
 
     def __init__(
         self,
@@ -58,14 +61,17 @@ class Engine:
         self._ranks = ranks
         self._followers = followers
         self._launched: deque[LaunchedStep] = deque()
-        self.timeline = Timeline()
+        self.timeline = StepTimeline()
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
-        self.num_broken_counts = 0  # times `check_at_idle` found pages lost
-        self._num_sealed = self._num_compiled
+        self.num_broken_counts = 0  # how often `check_at_idle` found lost pages
+        self._num_published = self._num_compiled
 
     @property
     def max_context_tokens(self) -> int:
-        """Longest prompt + output of one request: the least of the model's, the flag's and the pool's."""
+        """Most tokens of one request, prompt and output together.
+
+        This is the smallest of the limits of the model, of the settings and of the KV pool.
+        """
         return self._scheduler.config.max_context_tokens
 
     @property
@@ -75,7 +81,7 @@ class Engine:
 
     @property
     def weights_bytes(self) -> int:
-        """Of this rank's share of the model."""
+        """Bytes of this rank's share of the weights."""
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
     @property
@@ -84,8 +90,9 @@ class Engine:
         return self._scheduler.has_work
 
     def add(self, request: AddRequest) -> None:
-        """Take in a request; its first output, or its refusal, comes out of a later `step`."""
-        prompt = np.frombuffer(request.prompt_ids, dtype="<i4").astype(np.int32)
+        """Add a request, or a call with several. A later `step` returns its first outputs or its refusal."""
+        data = (request.prompt_ids, *request.more_prompts)
+        prompts = [np.frombuffer(prompt_ids, dtype="<i4").astype(np.int32) for prompt_ids in data]
         if request.params.changes_logits:
             try:
                 self.runner.allocate_logit_tables()
@@ -96,27 +103,40 @@ class Engine:
                     "no memory is left for penalties, biases and bans; start the server with a lower "
                     "--memory-fraction or --max-running-requests",
                 )
-                self._scheduler.refuse(request.request_id, refusal)
+                for rank in range(len(prompts) * request.num_choices):
+                    self._scheduler.refuse(request.request_id + rank, refusal)
                 return
-        self._scheduler.add(request.request_id, prompt, request.params, request.priority, request.streamed)
+        self._scheduler.add_call(
+            request.request_id,
+            prompts,
+            request.params,
+            request.num_choices,
+            request.priority,
+            request.streamed,
+            request.seeds,
+        )
 
     def abort(self, request_id: int) -> None:
-        """Stop a request; a later `step` gives its final ABORT output. Unknown and ended ids are ignored."""
+        """Stop a request. A later `step` returns its final ABORT output. Ignores unknown and ended ids."""
         self._scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """Plan and launch a step, collect the one before (with overlap) or this one; what came of it.
+        """Plan and launch a step, collect this step (with overlap: the one before), and return its outputs.
 
         Raises:
             EngineDeadError: another rank has ended.
         """
+        return self._run_checking_ranks(self._step)
+
+    def _run_checking_ranks(self, work: Callable[[], Result]) -> Result:
+        """Call `work`. If it fails because another rank was lost, raise that loss instead."""
         if self._followers is None:
-            return self._step()
+            return work()
         try:
-            self._followers.check()
-            return self._step()
+            self._followers.raise_if_lost()
+            return work()
         except Exception as error:
-            cause = self._followers.explain(error)
+            cause = self._followers.cause_of(error)
             raise cause from (error if cause is not error else None)
 
     def _step(self) -> list[RequestOutput]:
@@ -127,10 +147,10 @@ class Engine:
             step = self.launch(plan)
             self._launched.append(step)
             launched_s = time.perf_counter()
-            self.timeline.launched(plan, step.graphs, begin_s, planned_s, launched_s)
-            if self._recorded.late.is_due:
-                self.record_graph()  # here, where the device has work meanwhile
-        # With overlap one step stays in flight while the next is planned; without a plan nothing can.
+            self.timeline.record_launch(plan, step.graphs, begin_s, planned_s, launched_s)
+            if self._recorded.background.is_due:
+                self._record_graph()  # the device is busy with the launched step meanwhile
+        # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
         keep_in_flight = 1 if self.config.overlap and plan is not None else 0
         while len(self._launched) > keep_in_flight:
             step = self._launched.popleft()
@@ -139,32 +159,32 @@ class Engine:
             collected_s = time.perf_counter()
             result = self.collect(step)
             self._scheduler.apply(step.plan, *result)
-            self.timeline.applied(waiting_s, collected_s, time.perf_counter())
-            self.profiler.step_is_over()
+            self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
+            self.profiler.count_step()
         return self._scheduler.take_outputs()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step on all ranks, whatever the scheduler has in mind: `step` is for serving."""
+        """Queue a step on all ranks. The scheduler does not learn of it: use `step` for serving."""
         if self._followers is not None:
             self._followers.send(plan)
         return self.runner.launch(plan)
 
     def collect(self, step: LaunchedStep) -> StepResult:
-        """Wait for a launched step; in the order of their launch."""
+        """Wait for a launched step. Steps must be collected in the order of their launch."""
         result = self.runner.collect(step)
         if self._followers is not None:
-            self._followers.note(result.token_ids)
+            self._followers.compare_tokens(result.token_ids)
         return result
 
     def fill_pool(self) -> None:
-        """Put random keys and values everywhere, to measure with: zeros are no real data."""
+        """Fill the KV pool with random values for measurements, because zeros are not realistic."""
         with torch.inference_mode():
             for attention in self.runner.model.attention_layers():
                 attention.k_cache.normal_()
                 attention.v_cache.normal_()
 
-    def other_ranks(self) -> "list[Started]":
-        """What the other ranks say of their start, once all are ready.
+    def wait_for_other_ranks(self) -> "list[Started]":
+        """Wait until the other ranks are ready, and return their reports of the start.
 
         Raises:
             EngineDeadError: one has ended.
@@ -173,26 +193,32 @@ class Engine:
 
     @property
     def num_missing_graphs(self) -> int:
-        """Graphs that `step` will record between others, or `record_graph` sooner."""
-        return self._recorded.late.num_missing
+        """Graphs still to be recorded: `step` records them one by one, and `record_graph` does at once."""
+        return self._recorded.background.num_missing
 
     def record_graph(self) -> None:
-        """Record one of the missing graphs: tens of milliseconds, so best called while nothing runs.
+        """Record one of the missing graphs. It takes tens of milliseconds, so call it while nothing runs.
 
-        With several ranks they all do, in the order of their steps.
+        All ranks record the same graph, after the same step.
+
+        Raises:
+            EngineDeadError: another rank has ended.
         """
+        self._run_checking_ranks(self._record_graph)
+
+    def _record_graph(self) -> None:
         if self._followers is not None:
             self._followers.record_graph()
-        self._recorded.late.record_one()
+        self._recorded.background.record_one()
 
     def record_graphs(self) -> None:
-        """Record all that is missing, so that nothing disturbs what is measured next."""
+        """Record all missing graphs, so that no recording disturbs a measurement."""
         while self.num_missing_graphs:
             self.record_graph()
 
     def follow(self, plan: StepPlan) -> list[list[int]]:
-        """Execute a plan of rank 0, as a further rank; the tokens of each step that is over by now."""
-        if any(init.rules is not None for init in plan.row_inits):
+        """Execute a plan of rank 0 on another rank. Returns the tokens of each step that was collected."""
+        if plan.row_rules:
             self.runner.allocate_logit_tables()
         self._launched.append(self.runner.launch(plan))
         over = []
@@ -222,12 +248,14 @@ class Engine:
             - self.cache.num_free_pages
             - self.cache.num_evictable_pages,
             num_held_rows=self._scheduler.num_held_rows,
+            num_without_logits=stats.num_without_logits,
+            num_without_token=stats.num_without_token,
         )
 
     def check_at_idle(self) -> None:
-        """Recount all pages while nothing runs: a broken count is logged, and the cache starts over.
+        """Recount all pages while nothing runs. If the count is broken, log it and reset the cache.
 
-        A lost page must not end a server that could go on; tests call the same check after every step.
+        A lost page does not end the server. Tests call the same check after every step.
         """
         if self.has_work:
             return
@@ -242,37 +270,38 @@ class Engine:
                 "the page count is broken (a bug, please report it): %s; the cache starts over", problem
             )
             self.num_broken_counts += 1
-            self.cache.start_over()
+            self.cache.reset()
 
     def flush_prefix_cache(self) -> int:
-        """Forget the K/V of all finished requests; returns the pages freed."""
+        """Drop the cached keys and values of all finished requests. Returns the number of freed pages."""
         return self.cache.flush()
 
     @property
     def _num_compiled(self) -> int:
-        """What was compiled so far, and the compile cache has been sealed for or not."""
+        """Number of compilations so far, both in the published compile cache and not yet in it."""
         decode, kernels = self._recorded.decode, self._recorded.kernels
         return (decode.num_recompiles if decode else 0) + (kernels.num_compiled if kernels else 0)
 
     def close(self) -> None:
-        """Wait for launched steps, let go of them and of the compile cache. Open requests get no answer.
+        """Wait for launched steps, then release the graphs, the ranks and the compile cache.
 
-        What is closed may be closed again.
+        Open requests get no output. `close` may be called twice.
         """
         try:
             while self._launched:
                 self.runner.collect(self._launched.popleft())
+            self.profiler.close()
         finally:
             if self._ranks is not None:
-                self._recorded.release()  # NCCL ends no sooner than the graphs in which it is
+                self._recorded.release()  # NCCL waits for the end of graphs that hold its kernels
             if self._followers is not None:
                 self._followers.stop()
             if self._ranks is not None:
-                self._ranks.leave()  # when the others do
+                self._ranks.leave()  # the other ranks leave at the same time
             if self._followers is not None:
                 self._followers.close()
             compile_cache, self._compile_cache = self._compile_cache, None
             if compile_cache is not None:
-                if self._num_compiled > self._num_sealed:
-                    seal(compile_cache)
+                if self._num_compiled > self._num_published:
+                    publish_compile_cache(compile_cache)
                 compile_cache.close()

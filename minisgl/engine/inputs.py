@@ -1,9 +1,9 @@
-"""From a step plan to tensors: everything a step needs from the host travels in one packed copy.
+"""Turns a step plan into tensors, and copies them to the device in one packed copy.
 
-Promise: a staging buffer is not written again before the copy out of it is over (the copies are
-asynchronous on CUDA; an engine that forgets this reads garbage only under load).
+Promise: a staging buffer is not overwritten before the copy from it has ended. The copies are asynchronous
+on CUDA, so a violation would corrupt inputs only under load.
 
-T new tokens, R rows of the batch, C of them chunks, U page-table entries that change.
+T new tokens, R rows of the batch, C of them chunks, D decodes, U page-table entries that change.
 """
 
 from collections.abc import Sequence
@@ -13,41 +13,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.buckets import PrefillBucket
-from minisgl.scheduler.plan import SCRATCH_PAGE, Chunk, RowInit, StepPlan
+from minisgl.engine.graphs.buckets import PrefillBucket
+from minisgl.kvcache.page_allocator import SCRATCH_PAGE
+from minisgl.scheduler.plan import Chunk, RowInit, StepPlan
 from triton_kernels.launch import align_up
 
 STAGING_BUFFERS = 21
-"""A step makes up to seven copies; one step is being filled, two may be in flight."""
+"""Up to seven copies per step, for three steps: the host fills one while two are in flight."""
 
 
 class PageTableChange(NamedTuple):
-    """Entries of the flattened page table to overwrite, each named once."""
+    """Entries of the flattened page table to overwrite. Each entry appears once."""
 
     flat_index: np.ndarray  # int32 [U]; the resolver keeps rows * pages below 2**31
     page_ids: np.ndarray  # int32 [U]
 
 
 class PrefillBatch(NamedTuple):
-    """A step's chunks as one ragged batch on the device, behind the decodes that go with them.
+    """A step's chunks, and the decodes that join them, as one ragged batch on the device.
 
-    First come the decodes, a token each, then the chunks' tokens, then padding. Rows are `num_decodes` for
-    decodes, then C for chunks; the last of both may be padding.
+    The order of tokens is decodes (one token each), chunks, padding. The order of rows is `num_decodes` rows
+    of decodes, then C rows of chunks. The last rows of both kinds may be padding.
     """
 
-    token_ids: Tensor  # int32 [T]  of the decodes anything: only the device knows what they sampled last
+    token_ids: Tensor  # int32 [T]  undefined for decodes: only the device knows their last tokens
     positions: Tensor  # int32 [T]
     slot_mapping: Tensor  # int32 [T]  -1 = padding, not written
     row_ids: Tensor  # int32 [R]
     context_len: Tensor  # int32 [R]  this step's tokens included; 0 = padding
-    row_start: Tensor  # int32 [C + 1]  of the chunks; padding rows own no token
-    logit_index: Tensor  # int32 [R]  each row's last token; of padding rows the last one that is no padding
+    row_start: Tensor  # int32 [C + 1]  for the chunks; a padding row has no token
+    logit_index: Tensor  # int32 [R]  each row's last token; for padding rows, the last real token
     max_query_len: int
     num_decodes: int = 0
 
 
 class Decodes(NamedTuple):
-    """Rows that decode with a step's chunks: each feeds its last token."""
+    """Rows that decode in one batch with a step's chunks. Each feeds its last token."""
 
     rows: np.ndarray  # int32 [D]
     lengths: np.ndarray  # int32 [D]  tokens in the pool, this step's included
@@ -57,13 +58,13 @@ NO_DECODES = Decodes(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
 
 
 def decodes_of(plan: StepPlan) -> Decodes:
-    """The decodes of a plan with chunks."""
+    """The decodes of a plan that has chunks."""
     rows, lengths = np.array([plan.decode_rows, plan.decode_lengths], dtype=np.int32)
     return Decodes(rows, lengths)
 
 
 class HostPageTable:
-    """The host's copy of the page table: what slots are computed from."""
+    """The host's copy of the page table, from which it computes slots."""
 
     def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int) -> None:
         self._table = np.full((max_rows + 1, max_pages_per_row), SCRATCH_PAGE, dtype=np.int32)
@@ -71,16 +72,16 @@ class HostPageTable:
 
     @property
     def padding_row(self) -> int:
-        """The row that belongs to nobody."""
+        """The row id of padding. No request ever has it."""
         return self._table.shape[0] - 1
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a row has pages for, at most."""
+        """Most tokens that the pages of one row can hold."""
         return self._table.shape[1] * self._page_size
 
     def update(self, plan: StepPlan) -> PageTableChange | None:
-        """Apply the plan's changes here and return them for the device; None = none."""
+        """Apply the plan's page updates here, and return them for the device; None if there are none."""
         if not plan.page_updates:
             return None
         width = self._table.shape[1]
@@ -95,15 +96,15 @@ class HostPageTable:
         return change
 
     def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int32 [T]: the pool's slot of each position of a row, or of a row each."""
+        """The pool's slot of each position, int32 [T], in one row or in one row per position."""
         return self._table[row, positions // self._page_size] * self._page_size + positions % self._page_size
 
     def pages_of(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The pages of R rows, at least one, with so many tokens, at least one; int32 all.
+        """The pages of R >= 1 rows, given their numbers of tokens, each at least 1.
 
         Returns:
-            Where each row's pages begin, and the last one's end [R + 1]; the tokens in each row's last page
-            [R]; and the pages, one row after the other.
+            Three int32 arrays: where each row's pages begin, plus the end of the last row [R + 1]; the number
+            of tokens in each row's last page [R]; the page ids, row after row.
         """
         counts = -(-lengths // self._page_size)
         page_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -112,7 +113,7 @@ class HostPageTable:
 
 
 class Stager:
-    """Copies packed int32 arrays to the device through a ring of pinned buffers."""
+    """Copies packed int32 arrays to the device through a ring of pinned host buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -121,18 +122,18 @@ class Stager:
         self._next = 0
 
     def to_device(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """int32 arrays -> int32 tensors on the device, views of one copy."""
+        """Copy int32 arrays to the device. The returned tensors are views of one packed tensor."""
         return self.buffer(arrays)[1]
 
     def buffer(self, arrays: list[np.ndarray]) -> tuple[Tensor, list[Tensor]]:
-        """The arrays in memory of their own, which `overwrite` fills again, and the views of it."""
+        """Copy arrays to a new packed tensor, which `overwrite` can refill. Returns it and its views."""
         packed = _packed(arrays)
         tensor = torch.empty(len(packed), dtype=torch.int32, device=self._device)
         self._copy(packed, tensor)
         return tensor, _views(tensor, arrays)
 
     def overwrite(self, packed: Tensor, arrays: list[np.ndarray]) -> None:
-        """Other arrays of the same lengths into a `buffer`, behind what is queued on the device."""
+        """Refill a `buffer` with arrays of the same lengths, after the work queued on the device."""
         self._copy(_packed(arrays), packed)
 
     def _copy(self, packed: np.ndarray, target: Tensor) -> None:
@@ -155,14 +156,14 @@ class Stager:
         self._next = (self._next + 1) % STAGING_BUFFERS
 
 
-def row_ids_on(device: torch.device, rows: Sequence[int]) -> Tensor:
-    """int32 [R] on the device, without waiting for what is queued there."""
+def row_ids_to_device(device: torch.device, rows: Sequence[int]) -> Tensor:
+    """Copy row ids to the device, int32 [R], without waiting for the work queued there."""
     staged = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
     return staged.to(device, non_blocking=True)
 
 
 def _packed(arrays: list[np.ndarray]) -> np.ndarray:
-    """One array of all of them, each aligned."""
+    """Join the arrays to one, each aligned."""
     starts = _starts(arrays)
     packed = np.zeros(starts[-1], dtype=np.int32)
     for array, start in zip(arrays, starts, strict=False):
@@ -171,17 +172,17 @@ def _packed(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _views(packed: Tensor, arrays: list[np.ndarray]) -> list[Tensor]:
-    """The parts of a packed tensor that stand for `arrays`."""
+    """The views of a packed tensor that correspond to `arrays`."""
     return [packed[start : start + len(a)] for a, start in zip(arrays, _starts(arrays), strict=False)]
 
 
 def _starts(arrays: list[np.ndarray]) -> list[int]:
-    """Where each array starts, and where the last one ends, padded."""
+    """The aligned start of each array, and the aligned end of the last one."""
     return [0, *np.cumsum([align_up(len(array)) for array in arrays]).tolist()]
 
 
-def size_of(chunks: tuple[Chunk, ...], num_decodes: int = 0) -> PrefillBucket:
-    """What these chunks take with so many decodes, without padding."""
+def prefill_size(chunks: tuple[Chunk, ...], num_decodes: int = 0) -> PrefillBucket:
+    """The size of a prefill of these chunks and decodes, without padding."""
     num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
     return PrefillBucket(num_tokens + num_decodes, len(chunks), num_decodes)
 
@@ -189,8 +190,8 @@ def size_of(chunks: tuple[Chunk, ...], num_decodes: int = 0) -> PrefillBucket:
 def build_prefill(
     chunks: tuple[Chunk, ...], pages: HostPageTable, stager: Stager, decodes: Decodes = NO_DECODES
 ) -> PrefillBatch:
-    """The decodes, then the chunks, as one batch with no more padding than alignment takes."""
-    size = size_of(chunks, len(decodes.rows))
+    """Build one batch of the decodes, then the chunks. It has only the padding that alignment needs."""
+    size = prefill_size(chunks, len(decodes.rows))
     room = align_up(size.decodes)
     size = PrefillBucket(max(size.tokens, room), size.rows, room)
     tensors = stager.to_device(pack_prefill(chunks, decodes, pages, size))
@@ -201,13 +202,13 @@ def build_prefill(
 def pack_prefill(
     chunks: tuple[Chunk, ...], decodes: Decodes, pages: HostPageTable, size: PrefillBucket
 ) -> list[np.ndarray]:
-    """The int32 arrays of a `PrefillBatch`, in its order, padded to this size."""
+    """The int32 arrays of a `PrefillBatch`, in the order of its fields, padded to `size`."""
     num_rows = size.decodes + size.rows
     token_ids, positions, slots = np.zeros((3, size.tokens), dtype=np.int32)
     slots.fill(-1)
     row_ids = np.full(num_rows, pages.padding_row, dtype=np.int32)
     context_len = np.zeros(num_rows, dtype=np.int32)
-    # A token whose logits are wanted anyway: padding sends no other one to experts.
+    # Padding rows repeat the last real token, whose logits are wanted anyway: no other token reaches experts.
     num_tokens = len(decodes.rows) + sum(chunk.num_new_tokens for chunk in chunks)
     logit_index = np.full(num_rows, max(num_tokens - 1, 0), dtype=np.int32)
     row_start = np.empty(size.rows + 1, dtype=np.int32)
@@ -230,7 +231,7 @@ def pack_prefill(
 
 
 def pack_row_inits(inits: tuple[RowInit, ...]) -> list[np.ndarray]:
-    """int32 [N] each: row, temperature, top_k, top_p, min_p (floats as bits); and seed as bits, [2 * N]."""
+    """Arrays int32 [N] of row, temperature, top_k, top_p, min_p (floats as bits), and seed bits [2 * N]."""
     floats = np.array([(init.temperature, init.top_p, init.min_p) for init in inits], dtype=np.float32)
     temperature, top_p, min_p = floats.T.copy().view(np.int32)
     seed = np.array([init.seed for init in inits], dtype="<i8").view("<i4")

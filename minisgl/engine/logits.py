@@ -1,21 +1,11 @@
-"""What some requests ask for between the model's logits and the sampler, and of the log probabilities.
+"""Penalties, biases and bans of logits before sampling, and log probabilities.
 
-Promise: a row that asks for nothing gets its logits back bit by bit, so that its tokens do not depend on the
-company; and a row that does has its state on the device, advanced by the step itself. The tables are large
-(one entry per row and token of the vocabulary) and are made when the first such request comes.
+Promise: a row without rules gets its logits back bit by bit, so its tokens do not depend on other rows. A row
+with rules keeps its state on the device, and the step itself advances it. The tables have one entry per row
+and vocabulary token, so the engine allocates them when the first request with rules comes.
 
-For one row, l = its logits in float32, c[t] = how often the output has token t so far, in this order:
-
-    repetition  l[t] / r where l[t] > 0, else l[t] * r, of tokens in prompt or output (Keskar et al. 2019)
-    frequency   l[t] - f * c[t]
-    presence    l[t] - p where c[t] > 0
-    bias        l[t] + b[t]
-    bans        -inf: tokens that are not allowed, that would end the output before it has min_tokens, or that
-                would complete a bad word
-then rounded to the logits' own precision.
-
-R rows of the batch, B rows of the tables, N of them at hand, V vocabulary, K biases, W bad words of up to L
-tokens, k top tokens.
+R rows of the batch, B rows of the tables, N rows to write, D different rules among them, M tokens that the
+rules name, V vocabulary, K biases, W bad words of up to L tokens, k top tokens.
 """
 
 from typing import NamedTuple
@@ -23,59 +13,79 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from minisgl.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
-from minisgl.scheduler.plan import LogitRules, RowInit
+from minisgl.scheduler.plan import LogitRules, RowInit, RowRules
 
 COUNT_MASK = (1 << 24) - 1
-"""The low bits of a mark count the token in the output; the others say what else is known of it."""
+"""The low bits of a mark count the token in the output. The high bits are the flags below."""
 IN_PROMPT = 1 << 24
 ENDS = 1 << 25
 BANNED = 1 << 26
 
 SLICE_ROWS = 64
-"""Rows that are worked on at a time: bounds the float32 copies of the logits."""
+"""Rows processed at a time, which bounds the memory of float32 copies of the logits."""
+INIT_TABLES = (
+    ("min_len", 0),
+    ("repetition", 0),
+    ("frequency", 0),
+    ("presence", 0),
+    ("bias_ids", 0),
+    ("bias", 0.0),
+    ("bad_words", -1),
+    ("bad_last", -1),
+    ("recent", -1),
+)
+"""The tables whose whole rows `init_rows` writes, and the value that fills unused biases and bad words."""
 
 
 class StagedRules(NamedTuple):
-    """The rules of N rows as packed arrays, all int32 (floats as bits)."""
+    """The D different rules of N rows as packed int32 arrays (floats as bits).
 
-    plain_rows: np.ndarray  # [rows that change hands and have no rules]
+    K' and W' are the largest numbers of biases and of bad words among these rules.
+    """
+
+    plain_rows: np.ndarray  # rows that go to another request and have no rules
     row: np.ndarray  # [N]
-    min_len: np.ndarray  # [N]
-    repetition: np.ndarray  # [N]
-    frequency: np.ndarray  # [N]
-    presence: np.ndarray  # [N]
-    bias_ids: np.ndarray  # [N * K]
-    bias: np.ndarray  # [N * K]
-    bad_words: np.ndarray  # [N * W * (L - 1)]
-    bad_last: np.ndarray  # [N * W]
-    recent: np.ndarray  # [N * (L - 1)]
-    mark_base: np.ndarray  # [N]  of all tokens but those that are named
-    mark_at: np.ndarray  # [named tokens]  places in the flattened table, which has fewer than 2**31
-    mark: np.ndarray  # [named tokens]
+    rules_of: np.ndarray  # [N]  index of the row's rules, 0..D-1
+    min_len: np.ndarray  # [D]
+    repetition: np.ndarray  # [D]
+    frequency: np.ndarray  # [D]
+    presence: np.ndarray  # [D]
+    bias_ids: np.ndarray  # [D * K']
+    bias: np.ndarray  # [D * K']
+    bad_words: np.ndarray  # [D * W' * (L - 1)]
+    bad_last: np.ndarray  # [D * W']
+    recent: np.ndarray  # [D * (L - 1)]
+    mark_base: np.ndarray  # [D]  mark of all tokens that the rules do not name
+    mark_begin: np.ndarray  # [D]  index of the first named token in mark_id
+    num_marks: np.ndarray  # [D]
+    mark_id: np.ndarray  # [M]  named tokens; a token may occur twice
+    mark: np.ndarray  # [M]
 
 
-def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
-    """What `LogitTables.init_rows` takes, of the rows that change hands."""
-    ruled = [(init.row, init.rules) for init in inits if init.rules is not None]
-    num = len(ruled)
+def pack_rules(inits: tuple[RowInit, ...], row_rules: tuple[RowRules, ...], vocab_size: int) -> StagedRules:
+    """Pack the rules of rows that go to another request, for `LogitTables.init_rows`."""
+    num = len(row_rules)
+    num_biases = max([1, *(len(rules.bias_ids) // 4 for _, rules in row_rules)])
+    num_words = max([1, *(len(rules.bad_words_ids) for _, rules in row_rules)])
     floats = np.zeros((3, num), dtype=np.float32)
     min_len = np.zeros(num, dtype=np.int32)
-    bias_ids = np.zeros((num, MAX_LOGIT_BIAS), dtype=np.int32)
-    bias = np.zeros((num, MAX_LOGIT_BIAS), dtype=np.float32)
-    bad_words = np.full((num, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
-    bad_last = np.full((num, MAX_BAD_WORDS_IDS), -1, dtype=np.int32)
+    bias_ids = np.zeros((num, num_biases), dtype=np.int32)
+    bias = np.zeros((num, num_biases), dtype=np.float32)
+    bad_words = np.full((num, num_words, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
+    bad_last = np.full((num, num_words), -1, dtype=np.int32)
     recent = np.full((num, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
     mark_base = np.zeros(num, dtype=np.int32)
-    mark_at: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
-    mark: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
-    for place, (row, rules) in enumerate(ruled):
+    mark_id: list[np.ndarray] = []
+    mark: list[np.ndarray] = []
+    scratch = np.zeros(vocab_size, dtype=np.int32)
+    for place, (_, rules) in enumerate(row_rules):
         floats[:, place] = rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty
         min_len[place] = rules.min_len
-        if rules.logit_bias:
-            bias_ids[place, : len(rules.logit_bias)] = [token_id for token_id, _ in rules.logit_bias]
-            bias[place, : len(rules.logit_bias)] = [value for _, value in rules.logit_bias]
+        bias_ids[place, : len(rules.bias_ids) // 4] = np.frombuffer(rules.bias_ids, "<i4")
+        bias[place, : len(rules.bias) // 4] = np.frombuffer(rules.bias, "<f4")
         for word, ids in enumerate(rules.bad_words_ids):
             *before, bad_last[place, word] = ids
             if before:
@@ -84,14 +94,17 @@ def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
         last = np.concatenate([prompt[-recent.shape[1] :], output])[-recent.shape[1] :]
         recent[place, recent.shape[1] - len(last) :] = last
         mark_base[place] = BANNED if rules.allowed_token_ids else 0
-        marks = _marks(rules, prompt, output, vocab_size)
-        named = np.flatnonzero(marks != mark_base[place])
-        mark_at.append((row * vocab_size + named).astype(np.int32))
-        mark.append(marks[named])
+        ids, marks = _marks(rules, prompt, output, scratch)
+        mark_id.append(ids)
+        mark.append(marks)
     repetition, frequency, presence = floats.view(np.int32)
+    num_marks = np.array([len(ids) for ids in mark_id], dtype=np.int32)
+    ruled = [row for rows, _ in row_rules for row in rows]
+    plain = {init.row for init in inits}.difference(ruled)
     return StagedRules(
-        plain_rows=np.array([init.row for init in inits if init.rules is None], dtype=np.int32),
-        row=np.array([row for row, _ in ruled], dtype=np.int32),
+        plain_rows=np.array(sorted(plain), dtype=np.int32),
+        row=np.array(ruled, dtype=np.int32),
+        rules_of=np.repeat(np.arange(num, dtype=np.int32), [len(rows) for rows, _ in row_rules]),
         min_len=min_len,
         repetition=repetition,
         frequency=frequency,
@@ -102,36 +115,60 @@ def pack_rules(inits: tuple[RowInit, ...], vocab_size: int) -> StagedRules:
         bad_last=bad_last.ravel(),
         recent=recent.ravel(),
         mark_base=mark_base,
-        mark_at=np.concatenate(mark_at),
-        mark=np.concatenate(mark),
+        mark_begin=np.cumsum(num_marks, dtype=np.int32) - num_marks,
+        num_marks=num_marks,
+        mark_id=np.concatenate([np.empty(0, dtype=np.int32), *mark_id]),
+        mark=np.concatenate([np.empty(0, dtype=np.int32), *mark]),
     )
 
 
-def _marks(rules: LogitRules, prompt: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:
-    """What is known of each token, int32 [V]."""
-    marks = np.bincount(output, minlength=vocab_size).astype(np.int32)
-    marks[prompt] |= IN_PROMPT
-    if rules.allowed_token_ids:
-        is_banned = np.ones(vocab_size, dtype=bool)
-        is_banned[list(rules.allowed_token_ids)] = False
-        marks[is_banned] |= BANNED
-    ends = [token_id for token_id in rules.stop_ids if token_id < vocab_size]
-    marks[ends] |= ENDS
-    return marks
+def _marks(
+    rules: LogitRules, prompt: np.ndarray, output: np.ndarray, scratch: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that rules name, int32 [M], and the mark of each, int32 [M].
+
+    Args:
+        scratch: int32 [V], zero before and after. The function touches only the named tokens in it, so its
+            time does not depend on V. It holds each mark's difference from `mark_base`.
+    """
+    vocab_size = len(scratch)
+    allowed, ends = np.frombuffer(rules.allowed_token_ids, "<i4"), np.frombuffer(rules.stop_ids, "<i4")
+    ends = ends[ends < vocab_size]
+    np.add.at(scratch, output, 1)
+    scratch[prompt] |= IN_PROMPT
+    scratch[ends] |= ENDS
+    scratch[allowed] |= BANNED
+    named = np.concatenate([prompt, output, ends, allowed])
+    if len(named) > vocab_size // 8:
+        named = np.flatnonzero(scratch)
+    marks = scratch[named] ^ (BANNED if len(allowed) else 0)
+    scratch[named] = 0
+    return named.astype(np.int32), marks
 
 
 class LogitTables(nn.Module):
-    """Persistent tables, indexed by row id; the last row belongs to nobody. Buffers: they never move."""
+    """Tables of rules, indexed by row id. The last row is for padding. They are buffers and never move.
+
+    For one row, l = its logits in float32, c[t] = how often the output has token t so far. The order is:
+
+        repetition  l[t] / r where l[t] > 0, else l[t] * r, of tokens in prompt or output (Keskar et al. 2019)
+        frequency   l[t] - f * c[t]
+        presence    l[t] - p where c[t] > 0
+        bias        l[t] + b[t]
+        bans        -inf: tokens that are not allowed, that would end the output before it has min_tokens, or
+                    that would complete a bad word
+    The result is rounded to the logits' own precision.
+    """
 
     has_rules: Tensor  # bool [B]
-    min_len: Tensor  # int32 [B]  prompt and output together have so many tokens before the output may end
+    min_len: Tensor  # int32 [B]  least tokens of prompt and output before the output may end
     repetition: Tensor  # float32 [B]
     frequency: Tensor  # float32 [B]
     presence: Tensor  # float32 [B]
-    bias_ids: Tensor  # int32 [B, K]  token 0 gets a bias of 0 where there are fewer
+    bias_ids: Tensor  # int32 [B, K]  unused entries give token 0 a bias of 0
     bias: Tensor  # float32 [B, K]
-    bad_words: Tensor  # int32 [B, W, L - 1]  what stands before the last token; -1 = anything
-    bad_last: Tensor  # int32 [B, W]  -1 = no word
+    bad_words: Tensor  # int32 [B, W, L - 1]  the tokens before the last one; -1 = any token
+    bad_last: Tensor  # int32 [B, W]  the last token; -1 = no word
     recent: Tensor  # int32 [B, L - 1]  the newest tokens, the last one last; -1 = none
     marks: Tensor  # int32 [B, V]
 
@@ -154,26 +191,50 @@ class LogitTables(nn.Module):
         table("recent", torch.int32, MAX_BAD_WORD_TOKENS - 1)
         table("marks", torch.int32, vocab_size)
 
-    def init_rows(self, staged: list[Tensor]) -> None:
-        """Write the rules of rows that change hands: `pack_rules`, on the device."""
-        parts = dict(zip(StagedRules._fields, staged, strict=True))
-        # Not by assignment: on CUDA that copies the single value from the host and waits for the copy.
-        self.has_rules.index_fill_(0, parts.pop("plain_rows").long(), False)
-        row = parts.pop("row")
-        if not row.numel():
-            return
-        self.has_rules.index_fill_(0, row.long(), True)
-        self.marks[row] = parts.pop("mark_base")[:, None].expand(-1, self.vocab_size)
-        self.marks.view(-1)[parts.pop("mark_at")] = parts.pop("mark")
-        for name, part in parts.items():
-            target: Tensor = getattr(self, name)
-            target[row] = part.view(target.dtype).view(row.numel(), *target.shape[1:])
+    def init_rows(self, rules: StagedRules, staged: list[Tensor]) -> None:
+        """Write the rules of rows that go to another request.
 
-    def ruled(self, logits: Tensor, row_ids: Tensor, context_len: Tensor) -> Tensor:
-        """Logits [R, V] as the rows' rules make them; context_len: int32 [R], their tokens so far."""
+        Args:
+            rules: from `pack_rules`.
+            staged: the same arrays on the device.
+        """
+        parts = dict(zip(StagedRules._fields, staged, strict=True))
+        # Not by assignment: on CUDA, that copies the value from the host and waits for the copy.
+        self.has_rules.index_fill_(0, parts["plain_rows"].long(), False)
+        if not len(rules.row):
+            return
+        self.has_rules.index_fill_(0, parts["row"].long(), True)
+        num = len(rules.min_len)
+        for name, missing in INIT_TABLES:
+            target: Tensor = getattr(self, name)
+            shape = (num, -1, *target.shape[2:]) if target.dim() > 1 else (num,)
+            part = parts[name].view(target.dtype).view(shape)
+            if target.dim() > 1 and part.shape[1] < target.shape[1]:
+                padding = [0, 0] * (target.dim() - 2)
+                part = functional.pad(part, (*padding, 0, target.shape[1] - part.shape[1]), value=missing)
+            target[parts["row"]] = part[parts["rules_of"]]
+        for begin in range(0, len(rules.row), SLICE_ROWS):
+            end = begin + SLICE_ROWS
+            num_marks = int(rules.num_marks[rules.rules_of[begin:end]].sum())
+            self._write_marks(parts, parts["row"][begin:end], parts["rules_of"][begin:end], num_marks)
+
+    def _write_marks(self, parts: dict[str, Tensor], row: Tensor, rules_of: Tensor, num_marks: int) -> None:
+        """Write the marks of some rows; num_marks: the total number of their named tokens."""
+        self.marks[row] = parts["mark_base"][rules_of][:, None].expand(-1, self.vocab_size)
+        counts = parts["num_marks"][rules_of]
+        # For each mark to write: place = index of its row in `row`, rank = index among the marks of that row.
+        place = torch.arange(len(row), dtype=torch.int32, device=row.device)
+        place = place.repeat_interleave(counts, output_size=num_marks)
+        before = counts.cumsum(0, dtype=torch.int32) - counts
+        rank = torch.arange(num_marks, dtype=torch.int32, device=row.device) - before[place]
+        source = parts["mark_begin"][rules_of][place] + rank
+        self.marks.view(-1)[row[place] * self.vocab_size + parts["mark_id"][source]] = parts["mark"][source]
+
+    def apply_rules(self, logits: Tensor, row_ids: Tensor, context_len: Tensor) -> Tensor:
+        """Apply the rows' rules to logits [R, V]; context_len: int32 [R], the tokens of each row so far."""
         return torch.cat(
             [
-                self._ruled(*parts)
+                self._apply_rules(*parts)
                 for parts in zip(
                     logits.split(SLICE_ROWS),
                     row_ids.long().split(SLICE_ROWS),
@@ -183,7 +244,7 @@ class LogitTables(nn.Module):
             ]
         )
 
-    def _ruled(self, logits: Tensor, rows: Tensor, context_len: Tensor) -> Tensor:
+    def _apply_rules(self, logits: Tensor, rows: Tensor, context_len: Tensor) -> Tensor:
         marks = self.marks[rows]
         counts = marks & COUNT_MASK
         x = logits.float()
@@ -200,10 +261,16 @@ class LogitTables(nn.Module):
         x = x.scatter_add(1, last.clamp(min=0).long(), torch.where(begun, float("-inf"), 0.0))
         return torch.where(self.has_rules[rows][:, None], x.to(logits.dtype), logits)
 
-    def note(self, row_ids: Tensor, token_ids: Tensor, counted: Tensor) -> None:
-        """Book the rows' new tokens, int32 [R], where `counted`, bool [R]; such a row comes once."""
+    def add_tokens(self, row_ids: Tensor, token_ids: Tensor, counted: Tensor) -> None:
+        """Add the rows' new tokens to the counts and to `recent`.
+
+        Args:
+            token_ids: int32 [R]. A negative value means no token, and is skipped.
+            counted: bool [R], the rows to update. Each of them may occur once in the batch.
+        """
         rows = row_ids.long()
-        flat = rows * self.vocab_size + token_ids.long()
+        counted = counted & (token_ids >= 0)
+        flat = rows * self.vocab_size + token_ids.clamp(min=0).long()
         self.marks.view(-1).scatter_add_(0, flat, counted.int())
         old = self.recent[rows]
         new = torch.cat([old[:, 1:], token_ids[:, None]], 1)
@@ -211,14 +278,17 @@ class LogitTables(nn.Module):
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """What the model thinks of these tokens (int [N]) by these logits [N, V]: int32 [N, 2 + 2 * k].
+    """Log probabilities of tokens, int [N], under logits [N, V], as int32 [N, 2 + 2 * k].
 
-    In each line: the token's log probability (float32 as bits), how many tokens are likelier, the ids of the
-    k = min(20, V) likeliest, their log probabilities (as bits).
+    Each line holds the token's log probability (float32 as bits), the number of likelier tokens, the ids of
+    the k = min(20, V) likeliest tokens, and their log probabilities (as bits). The line of a negative token,
+    which means no token, is undefined.
     """
     num_top = min(MAX_LOGPROBS, logits.shape[1])
     packed = []
-    for part, ids in zip(logits.split(SLICE_ROWS), token_ids.long().split(SLICE_ROWS), strict=True):
+    for part, ids in zip(
+        logits.split(SLICE_ROWS), token_ids.clamp(min=0).long().split(SLICE_ROWS), strict=True
+    ):
         logprobs = torch.log_softmax(part.float(), 1)
         chosen = logprobs.gather(1, ids[:, None])
         likelier = (logprobs > chosen).sum(1, keepdim=True)

@@ -1,7 +1,7 @@
-"""How much memory the KV pool may take: profile the largest step, then a budget that adds up.
+"""Sizes the KV pool from the memory that the rest of the engine leaves.
 
-Promise: what the budget promises is there: the pool is sized from what is left after weights, the
-largest step's activations, the device tables and a reserve for graphs were taken off.
+Promise: the pool fits. Its size is the available memory minus weights, the activations of the largest step,
+the device tables, and a reserve for graphs and libraries.
 """
 
 from dataclasses import dataclass
@@ -10,32 +10,33 @@ import torch
 from torch import nn
 
 from minisgl.config import GIB, MIB, ResolvedConfig
+from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.logits import SLICE_ROWS, LogitTables
 from minisgl.errors import ConfigError
-from minisgl.model_config import DTYPE_BYTES, ModelConfig
+from minisgl.model_config.config import DTYPE_BYTES, ModelConfig
 
 CPU_POOL_BYTES = 1 * GIB
 LIBRARY_RESERVE_BYTES = GIB // 2
-"""Kept free on CUDA for what the libraries take on first use."""
+"""Reserve on CUDA for memory that libraries allocate on first use."""
 GRAPH_BYTES = 24 * MIB
-"""Kept free for each recorded graph (measured by others: 6 to 26 MiB)."""
+"""Reserve for each recorded graph. Published measurements are 6 to 26 MiB."""
 
 SLICE_BYTES_PER_LOGIT = 40
-"""Intermediates of `LogitTables.ruled` and `pack_logprobs` per logit of a slice, about ten in float32."""
+"""Intermediates of `LogitTables.apply_rules` and `pack_logprobs` per logit of a slice: about ten float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """Where the device's memory goes, in bytes; the parts add up to `available_bytes` or less."""
+    """The parts of the device's memory, in bytes. Their sum is at most `available_bytes`."""
 
     available_bytes: int
-    """What the engine may take: memory_fraction of what was free before it started."""
+    """Memory that the engine may use: memory_fraction of the memory that was free before the start."""
     weights_bytes: int
     activation_bytes: int
-    """Peak of the largest prefill step beyond weights."""
+    """Peak of the largest prefill step, without weights."""
     tables_bytes: int
     reserve_bytes: int
-    """For recorded graphs and their memory, steps with penalties or log probabilities, and the libraries."""
+    """Reserve for recorded graphs, for steps with penalties or log probabilities, and for libraries."""
     page_bytes: int
     num_pages: int
 
@@ -44,7 +45,7 @@ class MemoryBudget:
         return self.num_pages * self.page_bytes
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the budget in one line for the log."""
         return (
             f"weights {self.weights_bytes / GIB:.2f} GiB, KV pool {self.pool_bytes / GIB:.2f} GiB "
             f"({self.num_pages} pages), activations {self.activation_bytes / GIB:.2f} GiB, "
@@ -53,8 +54,8 @@ class MemoryBudget:
         )
 
 
-def bytes_of(module: nn.Module) -> int:
-    """Parameters and buffers, shared ones once."""
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of parameters and buffers. Shared ones count once."""
     tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -63,7 +64,7 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: Resolved
     """Refuse a model that is too large before anything is allocated.
 
     Raises:
-        ConfigError: weights alone take more than the engine may have.
+        ConfigError: the weights alone take more than the engine may use.
     """
     if weights_bytes > available_bytes:
         raise ConfigError(
@@ -74,34 +75,49 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: Resolved
 
 
 def estimate_activation_bytes(model: ModelConfig, config: ResolvedConfig, num_tokens: int) -> int:
-    """What a step of so many tokens takes beyond weights, pool and tables, generously, where it can't be
-    measured."""
+    """Upper estimate of a step's activations, for devices where they can't be measured."""
     per_token = 8 * model.hidden_size + 3 * model.mlp_elements_per_token
-    logits = 3 * config.max_running_requests * model.vocab_size
-    return DTYPE_BYTES[config.dtype] * (num_tokens * per_token + logits)
+    logits_bytes = config.max_running_requests * model.vocab_size * _logit_bytes(model, config)
+    return DTYPE_BYTES[config.dtype] * num_tokens * per_token + 3 * logits_bytes
 
 
-def graph_reserve_bytes(num_graphs: int) -> int:
-    """Kept free on CUDA for recorded graphs and the libraries."""
-    return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * num_graphs
+def graph_reserve_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """Reserve on CUDA for recorded graphs and libraries, without the activations of plain recorded steps.
+
+    It includes the logits of recorded steps with penalties or log probabilities, because a graph keeps its
+    own memory.
+    """
+    buckets = buckets_of(config)
+    num_rows = buckets.extras[-1] if buckets.extras else 0
+    return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * buckets.num_graphs + _rules_bytes(model, config, num_rows)
 
 
-def special_steps_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """What steps with penalties, biases, bans or log probabilities take, at most.
+def logit_extras_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """Most memory of uncaptured steps with penalties, biases, bans or log probabilities.
 
-    That is their tables, which are allocated when the first such request comes, copies of the logits, and of
-    prompts whose log probabilities are wanted x and the residual, which others do not keep until the head.
+    It is the sum of their tables, which the engine allocates when the first such request comes, of copies of
+    the logits, and of x and the residual of prompts whose log probabilities are wanted. Other prompts do not
+    keep the latter two until the head.
     """
     num_rows = config.max_running_requests
     tables = LogitTables(num_rows, model.vocab_size, torch.device("meta"))
-    logits_bytes = num_rows * model.vocab_size * DTYPE_BYTES[config.dtype]
-    slice_bytes = min(SLICE_ROWS, num_rows) * model.vocab_size * SLICE_BYTES_PER_LOGIT
     stream_bytes = 2 * config.max_step_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
-    return bytes_of(tables) + 2 * logits_bytes + slice_bytes + stream_bytes
+    return module_bytes(tables) + _rules_bytes(model, config, num_rows) + stream_bytes
+
+
+def _rules_bytes(model: ModelConfig, config: ResolvedConfig, num_rows: int) -> int:
+    """Copies of the logits of `num_rows` rows, and the float32 intermediates of one slice of them."""
+    logits_bytes = num_rows * model.vocab_size * _logit_bytes(model, config)
+    slice_bytes = min(SLICE_ROWS, num_rows) * model.vocab_size * SLICE_BYTES_PER_LOGIT
+    return 2 * logits_bytes + slice_bytes
+
+
+def _logit_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    return DTYPE_BYTES[model.logits_dtype or config.dtype]
 
 
 def page_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Bytes of one page: K and V of page_size tokens in all layers."""
+    """Bytes of one page: keys and values of page_size tokens in all layers."""
     return model.kv_elements_per_token * config.page_size * DTYPE_BYTES[config.dtype]
 
 
@@ -115,10 +131,10 @@ def plan_memory(
     tables_bytes: int,
     reserve_bytes: int,
 ) -> MemoryBudget:
-    """Size the pool, or check the --num-pages that was asked for.
+    """Size the pool, or check that the pages of --num-pages fit.
 
     Raises:
-        ConfigError: the pool would hold too little to serve one request, or more than there is.
+        ConfigError: the pool would be too small for one request, or larger than the free memory.
     """
     on_cuda = config.device == "cuda"
     one_page = page_bytes(model, config)
@@ -136,7 +152,7 @@ def plan_memory(
         num_pages = fitting
         if not on_cuda:
             num_pages = min(num_pages, CPU_POOL_BYTES // one_page)
-        # More than every row at full length is of no use, with as much again for the prefix cache.
+        # Twice the pages of all rows at full length: half for running requests, half for the prefix cache.
         pages_per_row = -(-config.max_context_tokens // config.page_size)
         num_pages = min(num_pages, 2 * config.max_running_requests * pages_per_row + 1)
     if config.num_pages is not None and (num_pages - 1) * config.page_size < 2:

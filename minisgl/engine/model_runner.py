@@ -1,7 +1,7 @@
 """Launches step plans on the device and collects their tokens.
 
-Promise: `launch` never waits for the device; `collect` waits for its own step only. Steps run in the
-order of their launch, on one stream, so a step sees all that earlier ones wrote.
+Promise: `launch` never waits for the device, and `collect` waits only for its own step. Steps run in the
+order of their launch, on one stream, so a step sees everything that earlier steps wrote.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.attention_plans import AttentionPlans
+from minisgl.engine.attention_planner import AttentionPlanner
+from minisgl.engine.graphs.logit_extras import prefill_with_extras
+from minisgl.engine.graphs.prefill_graphs import UNCAPTURED, PrefillChoice
+from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.inputs import (
     NO_DECODES,
     HostPageTable,
@@ -19,32 +22,29 @@ from minisgl.engine.inputs import (
     build_prefill,
     decodes_of,
     pack_row_inits,
-    row_ids_on,
+    row_ids_to_device,
 )
 from minisgl.engine.logits import LogitTables, pack_rules
-from minisgl.engine.prefill_graphs import UNCAPTURED, PrefillWay
-from minisgl.engine.recording import RecordedSteps
 from minisgl.engine.rows import Rows
-from minisgl.engine.special_steps import special_prefill
+from minisgl.engine.step_timeline import UsedGraphs
 from minisgl.engine.steps import DecodeStep, prefill_step
-from minisgl.engine.timeline import UsedGraphs
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, StepPlan, StepResult
 
 
 class HostTokens(NamedTuple):
-    """What is copied to the host of the rows' results, and which of them count."""
+    """Results of rows, copied to the host, and the places of those that count."""
 
-    results: Tensor  # int32 [R] tokens, or [R, columns] where the step did more (`special_steps`)
+    results: Tensor  # int32 [R] tokens, or [R, columns] with log probabilities (see `logit_extras`)
     places: list[int]
 
     def read(self) -> list[int]:
-        """The tokens; only after the copy is over."""
+        """The tokens. Call it only after the copy has ended."""
         token_ids = (self.results if self.results.dim() == 1 else self.results[:, 0]).tolist()
         return [token_ids[place] for place in self.places]
 
     def logprobs(self) -> np.ndarray | None:
-        """int32 [places, 2 + 2 * k], or None; only after the copy is over."""
+        """Log probabilities, int32 [places, 2 + 2 * k], or None. Call it only after the copy has ended."""
         if self.results.dim() == 1 or self.results.shape[1] == 1:
             return None
         return self.results[:, 1:].numpy()[self.places]
@@ -52,29 +52,29 @@ class HostTokens(NamedTuple):
 
 @dataclass
 class LaunchedStep:
-    """A step on its way: where its tokens will be on the host, and the event that says they are."""
+    """A step in flight: the host tensors that receive its tokens, and the event after their copy."""
 
     plan: StepPlan
     graphs: UsedGraphs
-    tokens: list[HostTokens]  # all together in the order of plan.sampled_rows
+    tokens: list[HostTokens]  # together, in the order of plan.sampled_rows
     done: torch.cuda.Event | None
     prompt_logprobs: Tensor | None = None  # int32 [all chunks' targets, 2 + 2 * k]
 
     def wait(self) -> None:
-        """Until the device is done with it."""
+        """Wait until the device has finished the step."""
         if self.done is not None:
             self.done.synchronize()
 
 
 class ModelRunner:
-    """Executes plans; owns the device tables and their copy on the host."""
+    """Executes plans. Owns the device tables and their host copy."""
 
     def __init__(
         self,
         model: Decoder,
         rows: Rows,
         pages: HostPageTable,
-        plans: AttentionPlans,
+        planner: AttentionPlanner,
         stager: Stager,
         device: torch.device,
         recorded: RecordedSteps,
@@ -83,56 +83,58 @@ class ModelRunner:
         self.rows = rows
         self._device = device
         self.pages = pages
-        self.plans = plans
+        self.planner = planner
         self.stager = stager
         self._decode = DecodeStep(model, rows)
         self.decode_graphs = recorded.decode
         self.prefill_graphs = recorded.prefill
-        self._special_decode = recorded.special_decode
+        self._extras_decode = recorded.extras_decode
         self._logit_tables: LogitTables | None = None
 
     def allocate_logit_tables(self) -> None:
-        """Make room for rows with `LogitRules`; before the first plan with one. Nothing happens again.
+        """Allocate the tables for rows with `LogitRules`, before the first plan with such a row.
+
+        Further calls do nothing.
 
         Raises:
-            torch.OutOfMemoryError: there is none; nothing has changed.
+            torch.OutOfMemoryError: too little memory is free. Nothing has changed.
         """
         if self._logit_tables is None:
             self._logit_tables = LogitTables(self.rows.max_rows, self.model.vocab_size, self._device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step: the rows' updates, then decodes, then chunks, or both at once."""
+        """Queue a step: first the updates of rows, then decodes and chunks, one after the other or joined."""
         if plan.row_inits:
             self.rows.init_rows(self.stager.to_device(pack_row_inits(plan.row_inits)))
             if self._logit_tables is not None:
-                rules = pack_rules(plan.row_inits, self._logit_tables.vocab_size)
-                self._logit_tables.init_rows(self.stager.to_device(list(rules)))
+                rules = pack_rules(plan.row_inits, plan.row_rules, self._logit_tables.vocab_size)
+                self._logit_tables.init_rows(rules, self.stager.to_device(list(rules)))
         change = self.pages.update(plan)
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
             self.rows.page_table.view(-1).index_copy_(0, index.long(), page_ids)
-        way = self._choose(plan)
+        choice = self._choose_prefill(plan)
         tokens: list[HostTokens] = []
         prompt_logprobs = None
         decode_bucket = 0
-        if plan.decode_rows and not way.joined:
+        if plan.decode_rows and not choice.joined:
             if plan.decode_extras != PLAIN:
-                results = self._special_decode(plan.decode_rows, plan.decode_extras, self._logit_tables)
+                results = self._extras_decode(plan.decode_rows, plan.decode_extras, self._logit_tables)
                 token_ids = results[: len(plan.decode_rows)]
             elif self.decode_graphs is not None:
                 token_ids = self.decode_graphs(plan.decode_rows)[: len(plan.decode_rows)]
             else:
-                row_ids = row_ids_on(self._device, plan.decode_rows)
-                self.plans.decode(plan.decode_rows, len(plan.decode_rows))
+                row_ids = row_ids_to_device(self._device, plan.decode_rows)
+                self.planner.plan_decode(plan.decode_rows, len(plan.decode_rows))
                 token_ids = self._decode(row_ids)
             tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))
             if self.decode_graphs is not None:
                 decode_bucket = self.decode_graphs.bucket_of(len(plan.decode_rows)) or 0
         if plan.chunks:
-            token_ids, first_chunk, targets = self._prefill(plan, way)
+            token_ids, first_chunk, targets = self._prefill(plan, choice)
             prompt_logprobs = None if targets is None else self._to_host(targets)
-            places = list(range(len(plan.decode_rows))) if way.joined else []
+            places = list(range(len(plan.decode_rows))) if choice.joined else []
             places += [first_chunk + place for place, chunk in enumerate(plan.chunks) if chunk.samples]
             if places:
                 tokens.append(HostTokens(self._to_host(token_ids), places))
@@ -140,11 +142,13 @@ class ModelRunner:
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        graphs = UsedGraphs(decode_bucket, way.bucket.tokens if way.bucket is not None else 0, way.joined)
+        graphs = UsedGraphs(
+            decode_bucket, choice.bucket.tokens if choice.bucket is not None else 0, choice.joined
+        )
         return LaunchedStep(plan, graphs, tokens, done, prompt_logprobs)
 
     def collect(self, step: LaunchedStep) -> StepResult:
-        """Wait for a step."""
+        """Wait for a step and return its results."""
         step.wait()
         token_ids = [token for tokens in step.tokens for token in tokens.read()]
         prompt_logprobs: tuple[np.ndarray, ...] = ()
@@ -153,9 +157,9 @@ class ModelRunner:
             prompt_logprobs = tuple(np.split(step.prompt_logprobs.numpy(), ends[:-1]))
         return StepResult(token_ids, _join_logprobs(step.tokens), prompt_logprobs)
 
-    def _choose(self, plan: StepPlan) -> PrefillWay:
-        """How the plan's chunks run, and whether its decodes go with them."""
-        if self.prefill_graphs is None or not plan.chunks or _has_special_chunks(plan):
+    def _choose_prefill(self, plan: StepPlan) -> PrefillChoice:
+        """Choose how the plan's chunks run, and whether its decodes join their batch."""
+        if self.prefill_graphs is None or not plan.chunks or _chunks_have_extras(plan):
             return UNCAPTURED
         num_decodes = len(plan.decode_rows)
         if not num_decodes or plan.decode_extras != PLAIN or self.decode_graphs is None:
@@ -164,15 +168,19 @@ class ModelRunner:
             plan.chunks, num_decodes, self.decode_graphs.duration_us(num_decodes)
         )
 
-    def _prefill(self, plan: StepPlan, way: PrefillWay) -> tuple[Tensor, int, Tensor | None]:
-        """The results of joined decodes and chunks, the place of the first chunk's among them, and log
-        probabilities of targets."""
+    def _prefill(self, plan: StepPlan, choice: PrefillChoice) -> tuple[Tensor, int, Tensor | None]:
+        """Run the chunks and the decodes that join them.
+
+        Returns:
+            The results of their rows, the index of the first chunk's result, and the log probabilities of
+            the targets or None.
+        """
         chunks = plan.chunks
-        self.plans.prefill(chunks)
-        if _has_special_chunks(plan):
+        self.planner.plan_prefill(chunks)
+        if _chunks_have_extras(plan):
             batch = build_prefill(chunks, self.pages, self.stager)
             places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))
-            results, targets = special_prefill(
+            results, targets = prefill_with_extras(
                 self.model,
                 self.rows,
                 batch,
@@ -182,10 +190,10 @@ class ModelRunner:
                 (places, target_ids) if len(places) else None,
             )
             return results, 0, targets
-        decodes = decodes_of(plan) if way.joined else NO_DECODES
-        if self.prefill_graphs is not None and way.bucket is not None:
-            token_ids = self.prefill_graphs.run(chunks, decodes, way.bucket, self.pages)
-            return token_ids, way.bucket.decodes, None
+        decodes = decodes_of(plan) if choice.joined else NO_DECODES
+        if self.prefill_graphs is not None and choice.bucket is not None:
+            token_ids = self.prefill_graphs.run(chunks, decodes, choice.bucket, self.pages)
+            return token_ids, choice.bucket.decodes, None
         batch = build_prefill(chunks, self.pages, self.stager, decodes)
         return prefill_step(self.model, self.rows, batch), batch.num_decodes, None
 
@@ -196,12 +204,12 @@ class ModelRunner:
         return host.copy_(results, non_blocking=True)
 
 
-def _has_special_chunks(plan: StepPlan) -> bool:
+def _chunks_have_extras(plan: StepPlan) -> bool:
     return plan.chunk_extras != PLAIN or any(chunk.targets for chunk in plan.chunks)
 
 
 def _pack_targets(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:
-    """int32: places of the targets in the batch [N], their tokens [N], and which rows sample (1) [R]."""
+    """Three int32 arrays: the targets' places in the batch [N], their tokens [N], 1 for sampling rows [R]."""
     places: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
     begin = 0
     for chunk in chunks:
@@ -213,7 +221,7 @@ def _pack_targets(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:
 
 
 def _join_logprobs(parts: list[HostTokens]) -> np.ndarray | None:
-    """The lines of all parts, zeros for those that have none; None if no part has any."""
+    """Join the log probabilities of all parts. Parts without any get zeros. None if no part has any."""
     lines = [part.logprobs() for part in parts]
     width = max((part.shape[1] for part in lines if part is not None), default=0)
     if not width:

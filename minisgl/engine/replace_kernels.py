@@ -1,7 +1,7 @@
-"""`--kernel op=module:function`: puts somebody's own function in an op's place, for an experiment.
+"""Replaces ops by a user's functions, for experiments: `--kernel op=module:function`.
 
-Promise: called once, between building a model and compiling it; afterwards only layers with a kernel of ours
-that does the work of several ops look whether those are ours.
+Promise: the replacement happens once, between building a model and compiling it. Later, only a layer that has
+a fused kernel for several ops checks whether one of these ops was replaced.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from minisgl.attention import triton as triton_attention
-from minisgl.attention.interface import Pair
+from minisgl.attention.interface import PrefillDecodePair
 from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.layers.attention import Attention
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def replace_kernels(model: nn.Module, rows: Rows, specs: tuple[str, ...]) -> None:
-    """Have the layers of `model` and the sampler call the functions that `specs` names.
+    """Make the layers of `model` and the sampler call the functions that `specs` names.
 
     Raises:
-        ConfigError: a spec is malformed, or names an op or a function that there is not or that does not fit.
+        ConfigError: a spec is malformed, names an unknown op or function, or the function does not fit.
     """
     if not specs:
         return
@@ -32,9 +32,9 @@ def replace_kernels(model: nn.Module, rows: Rows, specs: tuple[str, ...]) -> Non
         kernels = with_replacements(specs)
     except ValueError as error:
         raise ConfigError(f"--kernel: {error}") from error
-    # One function for all layers, which torch.compile would otherwise compile one by one.
+    # All layers share one function; otherwise torch.compile would compile every layer.
     by_kernels = functools.partial(triton_attention.attend, kernels=kernels)
-    attend = Pair(by_kernels, by_kernels, decodes_by_kernels=True)
+    attend = PrefillDecodePair(by_kernels, by_kernels, decodes_with_triton=True)
     module: Any
     for module in model.modules():
         if isinstance(getattr(module, "kernels", None), Kernels):

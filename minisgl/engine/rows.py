@@ -1,9 +1,9 @@
-"""The device's side of every running request: its last token, length, pages and sampling parameters.
+"""Device tables of all running requests: last token, length, pages and sampling parameters.
 
-Promise: the tables never move, so a captured graph may read and write them; the last line belongs to
-nobody and is what padding rows use (length 0, all its pages the scratch page, greedy).
+Promise: the tables never move, so a recorded graph can read and write them. The last line is for padding
+rows: length 0, only the scratch page, greedy sampling.
 
-B = max_rows + 1 rows, C pages a row may have.
+B = max_rows + 1 lines, C most pages of a row.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from minisgl.scheduler.plan import SCRATCH_PAGE
+from minisgl.kvcache.page_allocator import SCRATCH_PAGE
 from triton_kernels.launch import align_up
 from triton_kernels.read_rows import RowState, read_rows
 from triton_kernels.registry import KERNELS
 
 
 class Rows(nn.Module):
-    """Persistent tables, indexed by row id. Buffers, so that torch.compile sees static addresses."""
+    """Tables indexed by row id. They are buffers, so that torch.compile sees static addresses."""
 
-    last_token: Tensor  # int32 [B]  what the next decode feeds
+    last_token: Tensor  # int32 [B]  input of the next decode
     context_len: Tensor  # int32 [B]  tokens in the pool
     page_table: Tensor  # int32 [B, C]
     temperature: Tensor  # float32 [B]
@@ -29,13 +29,13 @@ class Rows(nn.Module):
     top_p: Tensor  # float32 [B]
     min_p: Tensor  # float32 [B]
     seed: Tensor  # int64 [B]
-    counting: Tensor  # int32 [at least B + 1]  0, 1, 2, ...: row_start of a batch of decodes
+    decode_row_start: Tensor  # int32 [at least B + 1]  0, 1, 2, ...: the row_start of every decode batch
 
     def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int, device: torch.device) -> None:
         super().__init__()
         self.max_rows = max_rows
         self.page_size = page_size
-        self.sample = KERNELS.sample  # --kernel may put another in its place
+        self.sample = KERNELS.sample  # --kernel may replace it
         num_lines = max_rows + 1
 
         def table(name: str, dtype: torch.dtype, *shape: int) -> None:
@@ -50,12 +50,12 @@ class Rows(nn.Module):
         table("top_p", torch.float32)
         table("min_p", torch.float32)
         table("seed", torch.int64)
-        counting = torch.arange(align_up(num_lines) + 1, dtype=torch.int32, device=device)
-        self.register_buffer("counting", counting)
+        decode_row_start = torch.arange(align_up(num_lines) + 1, dtype=torch.int32, device=device)
+        self.register_buffer("decode_row_start", decode_row_start)
         self.top_p.fill_(1.0)
 
     def read(self, row_ids: Tensor) -> RowState:
-        """The lines of `row_ids`, int32 [R], and where the next token of each goes."""
+        """Read the lines of `row_ids`, int32 [R], and compute the slot of each row's next token."""
         return read_rows(
             row_ids,
             self.last_token,
@@ -70,10 +70,10 @@ class Rows(nn.Module):
         )
 
     @contextmanager
-    def measurable(self, vocab_size: int) -> Iterator[None]:
-        """Inside, rows feed tokens of their own and store in the first page, which no row has yet.
+    def filled_for_measuring(self, vocab_size: int) -> Iterator[None]:
+        """Within this context, rows have different tokens and share page 1, which no request uses yet.
 
-        What has no slot, as padding rows and all of the scratch page, goes to no expert.
+        Measurements need it: tokens without a slot, such as padding, reach no expert.
         """
         self.last_token.copy_(torch.arange(len(self.last_token)) * 7919 % vocab_size)
         self.page_table[: self.max_rows].fill_(SCRATCH_PAGE + 1)
@@ -85,9 +85,13 @@ class Rows(nn.Module):
             self.page_table.fill_(SCRATCH_PAGE)
 
     def init_rows(self, staged: list[Tensor]) -> None:
-        """Write the sampling parameters of rows that change hands: `inputs.pack_row_inits`, on the device."""
+        """Write the sampling parameters of rows that go to another request.
+
+        Args:
+            staged: the arrays of `inputs.pack_row_inits`, on the device.
+        """
         row, *values = staged
-        index = row.long()  # once: assignment to `table[row]` would convert it each time
+        index = row.long()  # convert it once; an assignment to `table[row]` would convert it for each table
         tables = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
         for table, value in zip(tables, values, strict=True):
             table.index_copy_(0, index, value.view(table.dtype))

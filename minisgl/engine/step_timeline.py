@@ -1,6 +1,7 @@
-"""What the last steps did and how long each part of them took, for people who look for lost time.
+"""Records what the last steps did and how long each of their phases took, to find lost time.
 
-Promise: numbers only, no token and no text; a fixed amount of memory; a few microseconds a step.
+Promise: it holds numbers only, no token and no text. It uses a fixed amount of memory, and takes a few
+microseconds per step.
 """
 
 from collections import deque
@@ -11,20 +12,20 @@ import msgspec
 from minisgl.scheduler.plan import StepPlan
 
 CAPACITY = 4096
-"""Steps that are remembered: about half a minute of a busy engine."""
-HOST, DEVICE = 1, 2
+"""Number of steps to remember: about half a minute of a busy engine."""
+HOST_TRACK, DEVICE_TRACK = 1, 2
 
 
 class UsedGraphs(NamedTuple):
-    """What a step ran in."""
+    """The CUDA graphs that a step used."""
 
-    decode_rows: int = 0  # of the graph that the decodes ran in; 0 = none
-    prefill_tokens: int = 0  # of the graph that the chunks ran in; 0 = none
-    joined: bool = False  # the decodes with the chunks
+    decode_rows: int = 0  # size of the decode graph; 0 = none
+    prefill_tokens: int = 0  # size of the prefill graph; 0 = none
+    joined: bool = False  # decodes and chunks ran in one batch
 
 
 class StepRecord(NamedTuple):
-    """One step. Times are seconds of `time.perf_counter`, in the order in which they come."""
+    """One step. Times are seconds of `time.perf_counter`, in chronological order."""
 
     step_id: int
     begin_s: float  # planning begins
@@ -39,8 +40,8 @@ class StepRecord(NamedTuple):
     applied_s: float = 0.0
 
 
-class Timeline:
-    """A ring of step records. Steps are applied in the order of their launch."""
+class StepTimeline:
+    """A ring buffer of step records. Steps must end in the order of their launch."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._in_flight: deque[StepRecord] = deque()
@@ -48,19 +49,19 @@ class Timeline:
 
     @property
     def records(self) -> list[StepRecord]:
-        """The steps that are over, oldest first."""
+        """The steps that have ended, oldest first."""
         return list(self._records)
 
-    def launched(
+    def record_launch(
         self, plan: StepPlan, graphs: UsedGraphs, begin_s: float, planned_s: float, launched_s: float
     ) -> None:
-        """A step is on its way."""
+        """Record the launch of a step."""
         num_prompt_tokens = plan.num_new_tokens - len(plan.decode_rows)
         counts = (len(plan.decode_rows), len(plan.chunks), num_prompt_tokens)
         self._in_flight.append(StepRecord(plan.step_id, begin_s, planned_s, launched_s, *counts, graphs))
 
-    def applied(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
-        """The oldest step on its way is over."""
+    def record_end(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
+        """Record the end of the oldest step in flight."""
         record = self._in_flight.popleft()
         self._records.append(
             record._replace(waiting_s=waiting_s, collected_s=collected_s, applied_s=applied_s)
@@ -69,14 +70,20 @@ class Timeline:
     def to_trace(self) -> bytes:
         """The records as JSON in Chrome's trace format, which Perfetto reads too (ui.perfetto.dev).
 
-        One track shows the host: plan, launch, wait, apply. The other shows steps on the device, from their
-        launch to the arrival of their tokens; two overlap there when a step is launched before the one
-        before it was read.
+        One track shows the host: plan, launch, wait, apply. The other shows the steps on the device, from
+        their launch to the arrival of their tokens. Two steps overlap there if one is launched before the
+        tokens of the one before have arrived.
         """
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "minisgl engine"}},
-            {"ph": "M", "pid": 1, "tid": HOST, "name": "thread_name", "args": {"name": "host"}},
-            {"ph": "M", "pid": 1, "tid": DEVICE, "name": "thread_name", "args": {"name": "steps in flight"}},
+            {"ph": "M", "pid": 1, "tid": HOST_TRACK, "name": "thread_name", "args": {"name": "host"}},
+            {
+                "ph": "M",
+                "pid": 1,
+                "tid": DEVICE_TRACK,
+                "name": "thread_name",
+                "args": {"name": "steps in flight"},
+            },
         ]
         for record in self._records:
             events += _events(record)
@@ -94,7 +101,7 @@ def _events(record: StepRecord) -> list[dict[str, object]]:
         {
             "ph": "X",
             "pid": 1,
-            "tid": HOST,
+            "tid": HOST_TRACK,
             "name": name,
             "ts": begin_s * 1e6,
             "dur": (end_s - begin_s) * 1e6,
@@ -114,7 +121,7 @@ def _events(record: StepRecord) -> list[dict[str, object]]:
     kinds = [
         kind for kind, count in (("decode", record.num_decodes), ("prefill", record.num_chunks)) if count
     ]
-    common = {"cat": "step", "id": record.step_id, "pid": 1, "tid": DEVICE, "name": " + ".join(kinds)}
+    common = {"cat": "step", "id": record.step_id, "pid": 1, "tid": DEVICE_TRACK, "name": " + ".join(kinds)}
     events.append({"ph": "b", "ts": record.launched_s * 1e6, "args": facts, **common})
     events.append({"ph": "e", "ts": record.collected_s * 1e6, **common})
     load = {"decodes": record.num_decodes, "prompt tokens": record.num_prompt_tokens}

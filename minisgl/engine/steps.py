@@ -1,7 +1,7 @@
-"""The two things an engine runs on the device: a decode step and a prefill step.
+"""The two kinds of steps that an engine runs on the device: decode and prefill.
 
-Promise: both read the persistent rows, compute, sample, and write the new token and length back, so the
-next step can be launched before the host has seen this one's tokens.
+Promise: both read the row tables, compute, sample, and write the new tokens and lengths back. So the host can
+launch the next step before it has seen this step's tokens.
 
 R rows of the batch, T new tokens.
 """
@@ -19,13 +19,13 @@ from triton_kernels.read_rows import RowState
 
 
 class DecodeStep(nn.Module):
-    """One more token for each row of a batch.
+    """Computes one more token for each row of a batch.
 
     Args:
-        run_block: what runs the model's blocks, as `call_block` does.
+        run_block: runs one block of the model; see `call_block`.
     """
 
-    arrivals: Tensor  # `AttentionInputs.arrivals`, enough of them for every row and KV head
+    arrivals: Tensor  # `AttentionInputs.arrivals`, one per row and KV head or more
 
     def __init__(self, model: Decoder, rows: Rows, run_block: RunBlock = call_block) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class DecodeStep(nn.Module):
         self.register_buffer("arrivals", arrivals, persistent=False)
 
     def forward(self, row_ids: Tensor) -> Tensor:
-        """int32 [R] -> the new tokens, int32 [R]. Padding is row id `max_rows`, as often as needed."""
+        """Row ids, int32 [R] -> new tokens, int32 [R]. The row id of padding is `max_rows`."""
         state, logits = self.logits(row_ids)
         return sample_and_advance(self.rows, row_ids, state, logits, state.context_len)
 
     def logits(self, row_ids: Tensor) -> tuple[RowState, Tensor]:
-        """What the tables hold for the rows, and the logits [R, V] of their next tokens."""
+        """The rows' lines of the tables, and the logits [R, V] of their next tokens."""
         state = self.rows.read(row_ids)
         inputs = self.inputs(row_ids, state)
         return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
@@ -56,8 +56,10 @@ class DecodeStep(nn.Module):
 
 
 def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch, run_block: RunBlock = call_block) -> Tensor:
-    """Feed chunks of prompts, and decode what goes with them; a token for each row, int32 [R], to be ignored
-    where a prompt goes on."""
+    """Run chunks of prompts and the decodes that join them. Returns a token for each row, int32 [R].
+
+    Ignore the token of a chunk that does not end its prompt.
+    """
     inputs = prefill_inputs(model, rows, batch)
     if inputs.decodes is not None:
         decodes, is_real = inputs.decodes
@@ -92,13 +94,13 @@ def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> Attention
 def decode_inputs(
     rows: Rows, row_ids: Tensor, context_len: Tensor, slot_mapping: Tensor, arrivals: Tensor
 ) -> AttentionInputs:
-    """Where rows that decode live in the pool; arguments as in `AttentionInputs`."""
+    """Where decoding rows live in the pool; arguments as in `AttentionInputs`."""
     return AttentionInputs(
         page_table=rows.page_table,
         row_ids=row_ids,
         context_len=context_len,
         slot_mapping=slot_mapping,
-        row_start=rows.counting[: row_ids.shape[0] + 1],
+        row_start=rows.decode_row_start[: row_ids.shape[0] + 1],
         max_query_len=1,
         is_decode=True,
         arrivals=arrivals,
@@ -106,14 +108,20 @@ def decode_inputs(
 
 
 def most_kv_heads(model: Decoder) -> int:
-    """Of a layer, as this rank has it."""
+    """The largest number of KV heads of any layer on this rank."""
     return max(layer.num_kv_heads for layer in model.attention_layers())
 
 
 def sample_and_advance(
     rows: Rows, row_ids: Tensor, state: RowState, logits: Tensor, context_len: Tensor
 ) -> Tensor:
-    """A token for each row, int32 [R], which becomes its last; context_len: its number of tokens so far."""
+    """Sample a token for each row, int32 [R], and store it as the row's last token.
+
+    A row without any finite logit gets NO_LOGITS (`sample.NO_TOKEN`), and its last token becomes 0.
+
+    Args:
+        context_len: int32 [R], the number of tokens of each row so far.
+    """
     token_ids = rows.sample(
         logits, state.temperature, state.top_k, state.top_p, state.min_p, state.seed, context_len
     )

@@ -1,9 +1,9 @@
-"""The engine process: `python -m minisgl.engine.worker`, started by the server.
+"""The engine process: the module `minisgl.engine.worker`, started by the server.
 
-Reads one JSON line from stdin, a `WorkerConfig`. The pipe stays open as a sign of life: at its end the parent
-is gone, and so is this process.
+It reads one JSON line from stdin, a `WorkerConfig`. The pipe then stays open. It closes when the parent ends,
+and this process exits.
 
-Promise: it never outlives its parent, answers every message, and says why when it has to end.
+Promise: the process never outlives its parent, answers every message, and reports why it ends.
 """
 
 import contextlib
@@ -21,10 +21,9 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
-from minisgl.engine.garbage import collect_once
-from minisgl.errors import ConfigError, MinisglError
-from minisgl.log import setup_logging
-from minisgl.messages import (
+from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.errors import ConfigError, MinisglError, ModelError
+from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
     AskProfile,
@@ -39,7 +38,8 @@ from minisgl.messages import (
     StartupStage,
     StepOutput,
 )
-from minisgl.transport import EngineSocket
+from minisgl.ipc.transport import EngineSocket
+from minisgl.log import setup_logging
 
 if TYPE_CHECKING:  # it imports torch
     from minisgl.engine.engine import Engine
@@ -48,31 +48,31 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 500
 CHECK_INTERVAL_S = 60
-"""How often the pages are recounted, at most, and only while nothing runs."""
-LAST_RESORT_S = 3.0
-"""How long this process may go on after another rank of --tp has ended."""
+"""The least time between two counts of all pages, which happen only while nothing runs."""
+EXIT_DEADLINE_S = 3.0
+"""How long this process may live after another rank of --tp has ended."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """The line on stdin."""
+    """The JSON line on stdin."""
 
     engine: EngineConfig
     model_folder: str
     ipc_dir: str
     log_level: str = "info"
     num_servers: int = 1
-    """Server processes at the other end of the sockets."""
+    """Number of server processes connected to the sockets."""
 
 
 def main() -> int:
-    """Run until told to stop; the exit code is 0 then, 1 after a failure."""
+    """Run until told to stop. Returns exit code 0, or 1 after a failure."""
     started = time.perf_counter()
     line = sys.stdin.buffer.readline()
     if not line:
-        return 1  # the parent is gone already
+        return 1  # the parent has ended already
     config = msgspec.json.decode(line, type=WorkerConfig)
-    end_with_the_parent(config.ipc_dir)
-    # A terminal or an init system may signal the whole group; the server decides what it means for us.
+    exit_with_parent(config.ipc_dir)
+    # A terminal or an init system may signal the whole process group. The server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(config.log_level, "engine")
@@ -80,15 +80,20 @@ def main() -> int:
     try:
         _run(config, socket, started)
         return 0
-    except MinisglError as error:
-        socket.send(Fatal(str(error)))
-        return 1
     except Exception as error:
-        logger.exception("the engine failed")
-        socket.send(Fatal(f"the engine failed: {type(error).__name__}: {error}"))
+        if not isinstance(error, MinisglError):
+            logger.exception("the engine failed")
+        socket.send(fatal_message(error))
         return 1
     finally:
         socket.close()
+
+
+def fatal_message(error: Exception) -> Fatal:
+    """The message that tells the server which error ends this process."""
+    if not isinstance(error, MinisglError):
+        return Fatal(f"the engine failed: {type(error).__name__}: {error}")
+    return Fatal(str(error), is_user_error=isinstance(error, ConfigError | ModelError))
 
 
 def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
@@ -100,8 +105,8 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
 
     if config.engine.compile_cache:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
-    with collect_once():
-        # Lazy: torch takes seconds, and this is where they are counted.
+    with pause_then_freeze_gc():
+        # Lazy: importing torch takes seconds, which this stage counts.
         from minisgl.engine.build import build_engine
 
         on_stage("import torch", (time.perf_counter() - started) * 1e3)
@@ -110,19 +115,19 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             Path(config.model_folder),
             on_stage,
             ipc_dir=Path(config.ipc_dir),
-            on_lost_rank=_end_soon,
+            on_lost_rank=_exit_soon,
         )
     try:
         _serve(engine, socket, stages)
     except BaseException:
-        with contextlib.suppress(Exception):  # what is broken already is said already
+        with contextlib.suppress(Exception):  # the first error is the one to report
             engine.close()
         raise
     engine.close()
 
 
 def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> None:
-    """Say that the engine is ready, then answer messages until told to stop."""
+    """Report that the engine is ready, then step and answer messages until told to stop."""
     socket.send(
         Ready(
             max_context_tokens=engine.max_context_tokens,
@@ -169,17 +174,21 @@ def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnsw
         return DebugAnswer(sequence, b"", str(error))
 
 
-def _end_soon(reason: str) -> None:
-    """The main thread reports that a rank is lost; where it waits for a GPU and can't, this ends it."""
-    timer = threading.Timer(LAST_RESORT_S, os._exit, (1,))
+def _exit_soon(reason: str) -> None:
+    """End this process soon after a rank is lost.
+
+    The main thread normally reports the loss first. It can't if it waits for a GPU.
+    """
+    timer = threading.Timer(EXIT_DEADLINE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
-def end_with_the_parent(ipc_dir: str | None) -> None:
-    """From now on end this process when stdin does, that is when the parent does, however it dies.
+def exit_with_parent(ipc_dir: str | None) -> None:
+    """Exit as soon as stdin closes, which happens when the parent ends for any reason.
 
-    A parent that was killed could not remove the sockets' directory, if it had one; then this does.
+    Args:
+        ipc_dir: the sockets' directory to remove then, because a killed parent can't; None = none.
     """
 
     def wait_for_the_end_of_stdin() -> None:

@@ -1,7 +1,7 @@
-"""The wire between the server processes and the engine process: msgspec msgpack of tagged structs.
+"""The messages between the server processes and the engine process: tagged msgspec structs as msgpack.
 
-Promise: plain data only (no pickle, no tensors). Structs are positional: fields are only ever
-appended, with defaults, so old and new can talk.
+Promise: plain data only (no pickle, no tensors). Structs are positional: new fields are only appended and
+have defaults, so that old and new versions can talk.
 """
 
 from typing import Annotated
@@ -11,59 +11,71 @@ import msgspec
 from minisgl.request import RequestOutput, SamplingParams
 
 IDS_PER_SERVER = 1 << 40
-"""Server process r hands out the request ids from r * IDS_PER_SERVER on, so that no two are equal."""
+"""Server process r uses the request ids from r * IDS_PER_SERVER on, so that ids are unique."""
 MAX_PROFILED_STEPS = 1000
-"""A trace of more is too large to be opened, and writing it would stop the engine for long."""
+"""A trace of more steps is too large for trace viewers."""
 ProfiledSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILED_STEPS)]
 
 
 class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Server -> engine: start this request. The engine answers every one, refusals included."""
+    """Server -> engine: start one request, or all requests of a call. The engine answers each one."""
 
     request_id: int
     prompt_ids: bytes
     """Token ids as little-endian int32."""
     params: SamplingParams
     priority: int = 0
-    """Larger runs sooner."""
+    """Larger runs sooner: one level counts like an arrival 1024 requests earlier (scheduler/policy.py)."""
     streamed: bool = True
-    """Somebody reads its tokens as they come: `mixed_step_tokens` bounds the pauses between them."""
+    """The client reads tokens as they come, so `mixed_step_tokens` bounds the pauses between them."""
+    num_choices: int = 1
+    """Requests for each prompt (`request.params_for_choice`), with the ids that follow `request_id`."""
+    more_prompts: tuple[bytes, ...] = ()
+    """Further prompts with the same parameters; the ids of their choices follow."""
+    seeds: tuple[int, ...] = ()
+    """One seed for each request, in the order of their ids; () = `params` has a seed or is greedy."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        assert self.seeds or params.seed is not None or params.temperature == 0, (
+            "a request that samples needs a seed; who makes it draws one (minisgl/seeds.py)"
+        )
 
 
 class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Server -> engine: nobody listens any more. The final output says ABORT; ended ids are ignored."""
+    """Server -> engine: end this request with a final ABORT output. Ids of ended requests are ignored."""
 
     request_id: int
 
 
 class Ping(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Server -> engine: are you alive? Answered by `Status` from the engine's own loop."""
+    """Server -> engine: a heartbeat. The engine's own loop answers with `Status`."""
 
     sequence: int
     server: int = 0
-    """Rank of the server process that asks and gets the answer."""
+    """Rank of the asking server process, which gets the answer."""
 
 
 class Shutdown(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Server -> engine: stop now, cleanly."""
+    """Server -> engine: shut down."""
 
 
 class FlushCache(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Server -> engine: drop every cached page that no running request uses. Answered by `CacheFlushed`."""
+    """Server -> engine: evict every cached page that no request uses. The answer is `CacheFlushed`."""
 
     sequence: int
     server: int = 0
 
 
 class AskTimeline(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """Server -> engine: what did the last steps do? Answered by `DebugAnswer` with a trace as JSON."""
+    """Server -> engine: send the last steps' timeline. The answer is a `DebugAnswer` with a JSON trace."""
 
     sequence: int
     server: int = 0
 
 
 class AskProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """Server -> engine: profile your next steps. Answered at once by `DebugAnswer` with the file's path."""
+    """Server -> engine: profile the next steps. A `DebugAnswer` with the file's path comes at once."""
 
     sequence: int
     server: int = 0
@@ -71,27 +83,27 @@ class AskProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
-    """Engine -> server, once: start-up is over, requests are welcome."""
+    """Engine -> server, once: start-up is over and the engine takes requests."""
 
     max_context_tokens: int
-    """Longest prompt + output of one request: the least of the model's, the flag's and the pool's."""
+    """Longest prompt + output of one request: the least of the model's, the flag's and the pool's limit."""
     num_pages: int
     page_size: int
     max_rows: int
     device: str
     startup_ms: dict[str, float]
-    """Stage -> milliseconds, in order; they add up to the engine's start-up time."""
+    """Stage -> milliseconds, in order; the sum is the engine's start-up time."""
 
 
 class StartupStage(msgspec.Struct, tag=17, array_like=True, frozen=True):
-    """Engine -> server, while starting: a stage is over (also proof of life before `Ready`)."""
+    """Engine -> server, before `Ready`: a start-up stage is over. It also shows that the engine is alive."""
 
     name: str
     duration_ms: float
 
 
 class StepOutput(msgspec.Struct, tag=18, array_like=True, frozen=True):
-    """Engine -> server: everything one step gave, in one message."""
+    """Engine -> server: all outputs of one step."""
 
     outputs: list[RequestOutput]
 
@@ -109,23 +121,29 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     num_recompiles: int = 0
     """Compilations after warm-up; 0 in a healthy service."""
     num_graph_misses: int = 0
-    """Decode steps that found no recorded graph; 0 in a healthy service. Prefills that have none by design
-    (large ones, many short chunks) are not among them."""
+    """Decode steps without a recorded graph; 0 in a healthy service. Prefills that have none by design (large
+    ones, many short chunks) do not count."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_broken_counts: int = 0
-    """Times the pages did not add up while nothing ran; 0 unless there is a bug."""
+    """Times the page counts did not add up while no request ran; 0 unless there is a bug."""
     num_held_pages: int = 0
-    """Pages that requests hold; 0 when nothing runs."""
+    """Pages that requests hold; 0 while no request runs."""
     num_held_rows: int = 0
-    """Rows of the device tables that requests hold; 0 when nothing runs."""
+    """Rows of the device tables that requests hold; 0 while no request runs."""
+    num_without_logits: int = 0
+    """Requests that ended because the model gave no finite logits; 0 with a sound checkpoint and dtype."""
+    num_without_token: int = 0
+    """Requests that ended because their own rules banned every token."""
 
 
 class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
-    """Engine -> server, the last message: start-up or a step failed, and what the user should do."""
+    """Engine -> server, the last message: start-up or a step failed. It says what the user should do."""
 
     message: str
+    is_user_error: bool = False
+    """True = the settings or the model can't work; False = the engine broke."""
 
 
 class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):
@@ -133,7 +151,7 @@ class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):
 
     sequence: int
     num_pages: int
-    """Pages that are free because of it."""
+    """Pages that the flush freed."""
 
 
 class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
@@ -142,7 +160,7 @@ class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
     sequence: int
     body: bytes
     error: str = ""
-    """Why it could not be done, and what to do; empty = it could."""
+    """Why the call failed, and what to do; empty = it succeeded."""
 
 
 ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache | AskTimeline | AskProfile

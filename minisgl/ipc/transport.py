@@ -1,10 +1,9 @@
-"""The sockets between the server processes and one engine process, and between the engine's ranks: the only
-user of zmq.
+"""The sockets between the server processes and one engine process, and between the engine's ranks.
 
-Promise: messages arrive in the order they were sent and none is dropped while both processes live
-(PUSH/PULL pairs without a high-water mark; the server's cap on open requests bounds the queues).
-The endpoints are ipc files in a private directory, two for each server process and for each further rank,
-so two instances never meet; ranks on other hosts come over TCP.
+Promise: messages arrive in the order they were sent, and none is dropped while both processes live.
+(PUSH/PULL pairs have no high-water mark; the server's cap on open requests bounds the queues.)
+Endpoints are ipc files in a private directory, two for each server process and each further rank, so two
+instances never share one. Ranks on other hosts connect over TCP. Only this module uses zmq.
 """
 
 import tempfile
@@ -17,30 +16,30 @@ import zmq
 import zmq.asyncio
 
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.messages import IDS_PER_SERVER, StepOutput, ToEngine, ToServer
+from minisgl.ipc.messages import IDS_PER_SERVER, StepOutput, ToEngine, ToServer
 
 TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
 TO_RANK = "to_rank"
 FROM_RANK = "from_rank"
-LONGEST_PATH = 100
-"""A unix socket's path may have 107 bytes; the file names and a margin come off that."""
+MAX_PATH_BYTES = 100
+"""A unix socket's path may have 107 bytes; this limit leaves a margin."""
 CONNECT_MS = 5000
-"""How long the engine waits for each server process's end: the first was there before it, others may start
-at the same time."""
-LAST_WORDS_MS = 1000
-"""How long the engine's `close` may wait for its last message (a `Fatal`) to leave."""
+"""How long the engine waits for each server process's socket. The first server process starts before the
+engine; others may start at the same time."""
+CLOSE_LINGER_MS = 1000
+"""How long the engine's `close` waits until its last message (a `Fatal`) is sent."""
 
 
 def make_ipc_dir() -> Path:
-    """A new directory, mode 0700, with a path short enough for unix sockets. The caller removes it.
+    """Make a directory, mode 0700, with a path short enough for unix sockets. The caller removes it.
 
     Raises:
         ConfigError: no directory could be made.
     """
     errors = []
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(parent) > LONGEST_PATH - 30:
+        if len(parent) > MAX_PATH_BYTES - 30:
             continue
         try:
             return Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))
@@ -50,17 +49,17 @@ def make_ipc_dir() -> Path:
 
 
 class EngineSocket:
-    """The engine's end: plain blocking calls from the engine's one loop.
+    """The engine's end, used with blocking calls from the engine's only loop.
 
     Args:
-        num_servers: server processes, with the ranks 0 to num_servers - 1.
+        num_servers: number of server processes; their ranks are 0 to num_servers - 1.
     """
 
     def __init__(self, ipc_dir: str | Path, num_servers: int = 1) -> None:
         self._context = zmq.Context()
         self._inbox = _socket(self._context, zmq.PULL)
         self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(num_servers)]
-        # A server may answer the first message at once: by then it must have somebody to send to.
+        # A server may answer the first message at once, so its sending socket must be connected before that.
         handshake = self._inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for rank in range(num_servers):
             self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE, rank))
@@ -87,7 +86,7 @@ class EngineSocket:
             outbox.send(data)
 
     def send_outputs(self, step: StepOutput) -> None:
-        """Queue what a step gave, each output for the server process whose request it is."""
+        """Queue a step's outputs, each for the server process that owns the request."""
         if len(self._outboxes) == 1:
             self.send(step)
             return
@@ -99,21 +98,21 @@ class EngineSocket:
             self.send(share, rank)
 
     def close(self) -> None:
-        """Close all sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""
+        """Close all sockets once queued messages are sent, or after `CLOSE_LINGER_MS`. May be repeated."""
         self._inbox.close(linger=0)
         for outbox in self._outboxes:
-            outbox.close(linger=LAST_WORDS_MS)
+            outbox.close(linger=CLOSE_LINGER_MS)
         self._context.term()
 
 
 class ServerSocket:
-    """One server process's end, to be made and used inside one asyncio event loop."""
+    """One server process's end. Make and use it inside one asyncio event loop."""
 
     def __init__(self, ipc_dir: str | Path, rank: int = 0) -> None:
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
-        # A plain socket: sending never waits, and a socket of its own can't swallow the inbox's wake-ups.
+        # A plain socket, because sending never waits. A separate one can't consume the inbox's wake-ups.
         self._outbox = _socket(self._context, zmq.PUSH)
         self._inbox.bind(_endpoint(ipc_dir, TO_SERVER, rank))
         self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE, rank))
@@ -124,7 +123,7 @@ class ServerSocket:
         """The next message; waits for one. Cancelling it loses nothing."""
         while not await self._inbox.poll():
             pass
-        # Nobody else reads this socket, so the message that poll announced is there without waiting.
+        # Only this method reads the socket, so the message that poll announced is there.
         data = await self._inbox.recv(zmq.NOBLOCK)
         return self._decoder.decode(data)
 
@@ -140,28 +139,28 @@ class ServerSocket:
             raise EngineDeadError("no engine process is connected") from None
 
     def close(self) -> None:
-        """Close both sockets at once, dropping what was not delivered; may be called twice."""
+        """Close both sockets at once and drop undelivered messages; may be called twice."""
         self._inbox.close(linger=0)
         self._outbox.close(linger=0)
         self._context.term()
 
 
 class RankAddresses(msgspec.Struct, frozen=True):
-    """Where the sockets of rank 1 or higher connect."""
+    """The endpoints to which the sockets of one rank (1 or higher) connect."""
 
     plans: str
     reports: str
 
 
 class LeaderSocket:
-    """Rank 0's end of the sockets to the other ranks, `size - 1` of them. Made before they are.
+    """Rank 0's end of the sockets to the other `size - 1` ranks. Make it before theirs.
 
     Args:
         num_local: ranks on this host, 0 to num_local - 1.
-        host: this host's name or address, at which the others' ranks reach it over TCP.
+        host: this host's name or address, which ranks on other hosts reach over TCP.
 
     Raises:
-        ConfigError: `host` is not this host's.
+        ConfigError: `host` does not name this host.
     """
 
     def __init__(self, ipc_dir: str | Path, size: int, num_local: int, host: str | None) -> None:
@@ -181,11 +180,11 @@ class LeaderSocket:
                 self._addresses[rank] = RankAddresses(_bind_tcp(outbox, host), remote_reports)
 
     def addresses(self, rank: int) -> RankAddresses:
-        """Where a rank, not 0, connects."""
+        """The endpoints of a rank (1 or higher)."""
         return self._addresses[rank]
 
     def send(self, data: bytes) -> None:
-        """Queue `data` for every other rank; never waits, also where a rank is gone."""
+        """Queue `data` for every other rank; never waits, even if a rank is gone."""
         for outbox in self._outboxes:
             with suppress(zmq.Again):
                 outbox.send(data, zmq.NOBLOCK)
@@ -198,15 +197,15 @@ class LeaderSocket:
         return messages
 
     def close(self) -> None:
-        """Close all sockets after what was sent is out, or after `LAST_WORDS_MS`; may be called twice."""
+        """Close all sockets once queued messages are sent, or after `CLOSE_LINGER_MS`. May be repeated."""
         self._inbox.close(linger=0)
         for outbox in self._outboxes:
-            outbox.close(linger=LAST_WORDS_MS)
+            outbox.close(linger=CLOSE_LINGER_MS)
         self._context.term()
 
 
 class FollowerSocket:
-    """The end of rank 1 or higher."""
+    """The end of one rank, 1 or higher."""
 
     def __init__(self, addresses: RankAddresses) -> None:
         self._context = zmq.Context()
@@ -224,14 +223,14 @@ class FollowerSocket:
         self._outbox.send(data)
 
     def close(self) -> None:
-        """Close both sockets, after what was sent is out or after `LAST_WORDS_MS`; may be called twice."""
+        """Close both sockets once queued messages are sent, or after `CLOSE_LINGER_MS`. May be repeated."""
         self._inbox.close(linger=0)
-        self._outbox.close(linger=LAST_WORDS_MS)
+        self._outbox.close(linger=CLOSE_LINGER_MS)
         self._context.term()
 
 
 def _bind_tcp(socket: zmq.Socket, host: str) -> str:
-    """Bind to a free port; the endpoint to connect to."""
+    """Bind to a free TCP port; returns the endpoint to connect to."""
     try:
         family, _, _, _, address = getaddrinfo(host, None, type=SOCK_STREAM)[0]
         if family == AF_INET6:

@@ -1,0 +1,1 @@
+"""Pages, the prefix tree, and who may use which page. No torch."""

@@ -1,11 +1,11 @@
-"""Who may use which page: admit, grow, commit, release.
+"""Decides which request may use which page: admit, grow, share, commit, invalidate, release.
 
-Promise: every usable page is, at any moment, free, or owned by exactly one lease, or in the radix tree
-once; and a page that a lease can reach is never evicted.
+Promise: at any moment every usable page is free, owned by exactly one lease, or in the radix tree once; and a
+page that a lease can reach is never evicted.
 
-The manager moves page ids, never keys or values. Two things are left to the caller: a lease is
-released only when no step in flight uses it, and the pages that `commit` exchanges are written to
-the row's page table before any later step, because the old ones may belong to someone else by then.
+The manager moves page ids, never keys or values. The caller has two duties: release a lease only when no step
+in flight uses it, and write the pages that `commit` exchanges to the row's page table before any later step,
+because the old pages may have another owner by then.
 """
 
 from collections.abc import Sequence
@@ -23,35 +23,37 @@ TokenIds = Sequence[int] | NDArray[np.integer]
 
 
 class LeaseError(Exception):
-    """A lease was used after its release, with another manager, or with numbers that can't be its own."""
+    """A lease was used after its release, with another manager, or with impossible token counts."""
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """The right of one request to use its pages, given back exactly once. Read it; only the manager writes.
+    """The right of one request to use its pages, released exactly once. Only the manager writes to it.
 
-    The first `num_tree_pages` of `page_ids` are in the tree, locked; the others are this lease's own.
+    The first `num_tree_pages` of `page_ids` are in the tree and locked; this lease owns the others.
     """
 
     page_ids: list[int]
-    """Page i holds tokens i * page_size and on; empty after the release."""
+    """Page i holds the tokens from i * page_size on; empty after the release."""
     num_cached_tokens: int
     """Tokens found in the tree at admission: whole pages, fewer than the prompt has."""
     num_tree_pages: int
     node: Node
-    """Where the pages in the tree end."""
+    """The tree node where the lease's tree pages end; the lease holds a lock on it."""
+    is_shareable: bool = True
+    """Whether other requests may use its keys and values."""
 
 
 class KVCacheManager:
     """The pages of one pool and the prefixes cached in them.
 
     Args:
-        num_pages: of the whole pool; page 0 is the scratch page and never handed out.
+        num_pages: pages of the whole pool; page 0 is the scratch page and is never handed out.
         page_size: tokens per page.
-        prefix_cache: False is the naive mode: nothing is shared and nothing is kept.
+        prefix_cache: False = no page is shared or kept after a release.
 
     Raises:
-        ConfigError: fewer than two pages, or a page of no tokens.
+        ConfigError: there are fewer than two pages, or a page has no tokens.
     """
 
     def __init__(self, *, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
@@ -75,7 +77,7 @@ class KVCacheManager:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages in the tree that no lease has locked: `grow` takes them when no page is free."""
+        """Tree pages that no lease has locked; `grow` evicts them when too few pages are free."""
         return self._tree.num_unlocked_pages
 
     @property
@@ -88,21 +90,39 @@ class KVCacheManager:
             return 0
         return self._tree.match_length(self._matchable(token_ids)) * self.page_size
 
-    def admit(self, token_ids: TokenIds) -> Lease:
-        """Lock the longest cached prefix that leaves at least one token to compute; allocates nothing."""
+    def admit(self, token_ids: TokenIds, *, is_shareable: bool = True) -> Lease:
+        """Lock the longest cached prefix that leaves at least one token to compute; allocates no page.
+
+        Args:
+            is_shareable: False = the lease gets no cached page and shares none.
+        """
         node, page_ids = self._tree.root, []
-        if self.prefix_cache:
+        if self.prefix_cache and is_shareable:
             node, page_ids = self._tree.lock(self._matchable(token_ids))
-        lease = Lease(page_ids, len(page_ids) * self.page_size, len(page_ids), node)
+        lease = Lease(page_ids, len(page_ids) * self.page_size, len(page_ids), node, is_shareable)
         self._leases[lease] = None
         return lease
 
+    def extend_match(self, lease: Lease, token_ids: TokenIds) -> list[int]:
+        """Add to the lease the tree's pages for the tokens after its last page; returns the added pages.
+
+        A lease with pages outside the tree, or an invalidated one, gets none.
+        """
+        self._require_live(lease)
+        first = len(lease.page_ids)
+        if not self.prefix_cache or not lease.is_shareable or lease.num_tree_pages < first:
+            return []
+        lease.node, found = self._tree.lock_below(lease.node, self._matchable(token_ids, first))
+        lease.page_ids.extend(found)
+        lease.num_tree_pages += len(found)
+        return found
+
     def grow(self, lease: Lease, num_tokens: int) -> tuple[int, tuple[int, ...]] | None:
-        """Give `lease` pages for its first `num_tokens` tokens, from the tree if too few are free.
+        """Give `lease` pages for its first `num_tokens` tokens; evicts tree pages if too few are free.
 
         Returns:
-            The index in `lease.page_ids` of the first new page, and the new pages, () if none was
-            needed. None if there are not enough even so; nothing has changed then.
+            The index in `lease.page_ids` of the first new page, and the new pages (possibly none). None if
+            too few pages are free or evictable; nothing has changed then.
         """
         self._require_live(lease)
         first = len(lease.page_ids)
@@ -118,24 +138,36 @@ class KVCacheManager:
         lease.page_ids.extend(new)
         return first, tuple(new)
 
+    def share(self, lease: Lease, token_ids: TokenIds, num_planned_tokens: int) -> None:
+        """Put the full pages of the first `num_planned_tokens` tokens into the tree before they are computed.
+
+        The caller may read such a page only in the step that computes it, or in a later one. If the tree
+        already has pages for these tokens, nothing changes; `commit` exchanges them later.
+
+        Raises:
+            LeaseError: as for `commit`.
+        """
+        first, end = self._full_pages(lease, token_ids, num_planned_tokens)
+        if end <= first:
+            return
+        tokens = _int32(token_ids, first * self.page_size, end * self.page_size)
+        if self._tree.has_page_below(lease.node, tokens):
+            return
+        lease.node, _ = self._tree.extend(lease.node, tokens, lease.page_ids[first:end])
+        lease.num_tree_pages = end
+
     def commit(self, lease: Lease, token_ids: TokenIds, num_computed_tokens: int) -> list[tuple[int, int]]:
-        """Put the full pages among the first `num_computed_tokens` tokens into the tree.
+        """Put the full pages of the first `num_computed_tokens` tokens into the tree, unless invalidated.
 
         Returns:
-            (index in `lease.page_ids`, page id to use from now on) where the tree had a page with the
-            same tokens already: ours is free now, and `lease.page_ids` has the tree's.
+            (index in `lease.page_ids`, page id to use from now on) for each page whose tokens were already
+            in the tree. The lease's own page is free now, and `lease.page_ids` names the tree's page.
 
         Raises:
             LeaseError: the lease is not live, or has no pages or tokens for `num_computed_tokens`.
         """
-        self._require_live(lease)
-        if not 0 <= num_computed_tokens <= min(len(token_ids), len(lease.page_ids) * self.page_size):
-            raise LeaseError(
-                f"{num_computed_tokens} tokens can't be computed: there are {len(token_ids)} tokens "
-                f"and {len(lease.page_ids)} pages of {self.page_size}"
-            )
-        first, end = lease.num_tree_pages, num_computed_tokens // self.page_size
-        if not self.prefix_cache or end <= first:
+        first, end = self._full_pages(lease, token_ids, num_computed_tokens)
+        if end <= first:
             return []
         tokens = _int32(token_ids, first * self.page_size, end * self.page_size)
         own = lease.page_ids[first:end]
@@ -145,8 +177,21 @@ class KVCacheManager:
         self._allocator.free(own[: len(found)])
         return list(enumerate(found, first))
 
+    def invalidate(self, lease: Lease) -> None:
+        """Share no page of `lease` from now on, because its keys and values may be wrong (NaN, for example).
+
+        Any of its pages may be wrong, so its whole prefix and all pages cached after it match no request any
+        more. Other leases keep the pages that they share with it; unlocked pages wait to be evicted.
+
+        Raises:
+            LeaseError: the lease is not live.
+        """
+        self._require_live(lease)
+        lease.is_shareable = False
+        self._tree.detach(lease.node)
+
     def release(self, lease: Lease, token_ids: TokenIds, num_computed_tokens: int) -> None:
-        """Commit what is full and give back everything else; the lease is dead afterwards.
+        """Commit the full computed pages and free the others; the lease can't be used afterwards.
 
         Raises:
             LeaseError: as for `commit`; nothing has changed then.
@@ -157,23 +202,23 @@ class KVCacheManager:
         self._tree.unlock(lease.node)
         lease.page_ids.clear()
 
-    def start_over(self) -> None:
-        """Forget every lease and every cached prefix: all pages are free. Only when nothing runs.
+    def reset(self) -> None:
+        """Forget every lease and every cached prefix, so that all pages are free. Only while no request runs.
 
-        For a caller that found a broken count and would rather go on than end.
+        The engine calls it to go on after it found a broken page count.
         """
         self._allocator = PageAllocator(self._allocator.num_usable_pages + 1)
         self._tree = RadixTree(self.page_size)
         self._leases = {}
 
     def flush(self) -> int:
-        """Drop every cached page that no lease has locked; returns how many are free now because of it."""
+        """Evict every cached page that no lease has locked; returns how many pages that freed."""
         page_ids = self._tree.evict(self.num_evictable_pages)
         self._allocator.free(page_ids)
         return len(page_ids)
 
     def check_invariants(self) -> None:
-        """Recompute the whole bookkeeping in O(pages, counted once per lease that holds them).
+        """Recompute the whole bookkeeping, in time linear in the pages of the pool and of all leases.
 
         Raises:
             BrokenInvariantError: names the promise that is broken.
@@ -207,10 +252,21 @@ class KVCacheManager:
                 f"no page is lost: pages {lost[:8]} ({len(lost)} in all) have no owner"
             )
 
-    def _matchable(self, token_ids: TokenIds) -> Tokens:
-        """The whole pages of `token_ids` that may come from the tree: one token is always left."""
+    def _full_pages(self, lease: Lease, token_ids: TokenIds, num_tokens: int) -> tuple[int, int]:
+        """The lease's full pages outside the tree for these tokens, as a range of indices (first, end)."""
+        self._require_live(lease)
+        if not 0 <= num_tokens <= min(len(token_ids), len(lease.page_ids) * self.page_size):
+            raise LeaseError(
+                f"{num_tokens} tokens can't be computed: there are {len(token_ids)} tokens "
+                f"and {len(lease.page_ids)} pages of {self.page_size}"
+            )
+        may_enter = self.prefix_cache and lease.is_shareable
+        return lease.num_tree_pages, num_tokens // self.page_size if may_enter else 0
+
+    def _matchable(self, token_ids: TokenIds, first_page: int = 0) -> Tokens:
+        """The tokens of the full pages that may come from the tree; at least one token is left to compute."""
         num_pages = max(0, len(token_ids) - 1) // self.page_size
-        return _int32(token_ids, 0, num_pages * self.page_size)
+        return _int32(token_ids, first_page * self.page_size, num_pages * self.page_size)
 
     def _require_live(self, lease: Lease) -> None:
         if lease not in self._leases:
@@ -221,7 +277,7 @@ def _int32(token_ids: TokenIds, start: int, stop: int) -> Tokens:
     """`token_ids[start:stop]` as int32.
 
     Raises:
-        ValueError: a value is no int32, so that it would stand for another token.
+        ValueError: a value does not fit into int32 and would become another token.
     """
     part = np.asarray(token_ids[start:stop])
     if part.dtype == np.int32:

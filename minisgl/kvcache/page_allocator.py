@@ -1,7 +1,7 @@
-"""Which pages of the pool belong to nobody.
+"""The free list of the KV pool's pages.
 
-Promise: a page is handed out to one owner at a time, and a page that is given back twice, or was
-never part of the pool, is an error at that very call.
+Promise: a page has one owner at a time. Freeing a page twice, or a page that is not part of the pool, raises
+an error in that very call.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from minisgl.errors import ConfigError
 
 SCRATCH_PAGE = 0
-"""Never handed out: padding rows write here and unset page-table entries point here."""
+"""Never handed out. Padding rows write to this page, and unset page-table entries point to it."""
 
 
 class BrokenInvariantError(Exception):
-    """The bookkeeping of pages contradicts itself; the message names the promise that is broken."""
+    """The page bookkeeping contradicts itself; the message names the broken promise."""
 
 
 class PageAllocator:
-    """The free list of a pool of `num_pages` pages, page 0 (scratch) excepted; no eviction, no sharing.
+    """The free list of a pool of `num_pages` pages without page 0 (scratch). It neither evicts nor shares.
 
     Raises:
-        ConfigError: fewer than two pages, so none would be left beside the scratch page.
+        ConfigError: there are fewer than two pages, so none is left beside the scratch page.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -46,7 +46,7 @@ class PageAllocator:
         """Take `count` pages, the most recently freed first.
 
         Raises:
-            ValueError: `count` is negative or fewer pages are free; nothing is taken.
+            ValueError: `count` is negative or fewer pages are free; nothing has changed then.
         """
         if not 0 <= count <= len(self._free):
             raise ValueError(f"asked for {count} pages, {len(self._free)} are free")
@@ -63,8 +63,8 @@ class PageAllocator:
         """Take pages back.
 
         Raises:
-            BrokenInvariantError: a page is free already or is not one that is ever handed out; the
-                pages before it in `page_ids` have been taken back.
+            BrokenInvariantError: a page is already free, or can never have been handed out; the pages
+                before it in `page_ids` are free then.
         """
         for page_id in page_ids:
             if not SCRATCH_PAGE < page_id < self.num_pages:
@@ -88,5 +88,5 @@ class PageAllocator:
             raise BrokenInvariantError("the free list holds exactly the pages that are marked free")
 
     def free_page_ids(self) -> tuple[int, ...]:
-        """Every free page, in no order that means anything."""
+        """Every free page, in no particular order."""
         return tuple(self._free)

@@ -1,12 +1,11 @@
-"""Which pages hold the keys and values of which token prefix.
+"""Finds the pages that hold the keys and values of a token prefix.
 
-Promise: a page is in the tree once, under exactly the tokens that lead to it, and leaves it only
-through `evict`, which never takes a page that someone has locked.
+Promise: a page is in the tree once, under exactly the tokens that lead to it, and leaves it only through
+`evict`, which never takes a locked page. A detached node matches no tokens.
 
-An edge holds a run of pages; S tokens make a page, and every length here is in whole pages. Nodes are
-locked along their path to the root, so what hangs below an unlocked node is unlocked too. The order
-of eviction holds every unlocked node, the least recently used first and a child always before its
-parent; so its head is always a leaf, and eviction needs neither a scan nor a heap.
+An edge holds a run of pages; S tokens make a page, and every length here is in full pages. A lock covers a
+node's path to the root, so all nodes below an unlocked node are unlocked, too. The eviction order holds every
+unlocked node, least recently used first and a child before its parent; its head is always a leaf.
 """
 
 from array import array
@@ -22,7 +21,7 @@ Tokens = NDArray[np.int32]
 
 
 class Node:
-    """A run of pages below `parent`; the tree alone changes it."""
+    """A run of pages below `parent`; only the tree changes it."""
 
     __slots__ = ("children", "last_used", "lock_count", "page_ids", "parent", "tokens")
 
@@ -32,13 +31,13 @@ class Node:
         self.parent = parent  # None: the root
         self.children: dict[bytes, Node] = {}  # by the tokens of the child's first page
         self.lock_count = lock_count  # locks on this node or below it; the root's stays 0
-        self.last_used = 0  # the tree's clock when the last lock went
+        self.last_used = 0  # the tree's clock when the last lock was released
 
 
 class RadixTree:
-    """Page-aligned prefixes of token ids. Token arguments are int32 [n * S], whole pages only.
+    """Page-aligned prefixes of token ids. Token arguments are int32 [n * S], full pages only.
 
-    `num_pages` and `num_unlocked_pages` (those that `evict` could take) are kept up to date.
+    `num_pages` and `num_unlocked_pages` (the evictable ones) are always up to date.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -48,38 +47,69 @@ class RadixTree:
         self.root = Node(array("i"), [], None, 0)
         self._clock = 0
         self._eviction_order: OrderedDict[Node, None] = OrderedDict()
+        self._detached: list[Node] = []  # roots of detached subtrees; they have no pages
 
     def match_length(self, tokens: Tokens) -> int:
         """How many leading pages of `tokens` are in the tree; changes nothing, not even recency."""
         return sum(matched for _, matched in self._walk(self.root, tokens))
 
     def lock(self, tokens: Tokens) -> tuple[Node, list[int]]:
-        """Lock the longest prefix of `tokens` in the tree; returns where it ends and its page ids.
+        """Lock the longest prefix of `tokens` in the tree; returns its last node and its page ids.
 
-        Every `lock` needs one `unlock` of the node it returned, or of the one `extend` made of it.
+        Every `lock` needs one `unlock`, with the node that the last call for this lock returned: `lock`,
+        `lock_below` or `extend`.
         """
-        return self._lock_below(self.root, tokens)
+        return self.lock_below(self.root, tokens)
+
+    def lock_below(self, node: Node, tokens: Tokens) -> tuple[Node, list[int]]:
+        """Move the caller's lock of `node` to the end of the longest run of `tokens` below it.
+
+        Args:
+            node: what `lock`, `lock_below` or `extend` returned to this caller last.
+
+        Returns:
+            The node that is locked now, and the page ids of the run.
+        """
+        found: list[int] = []
+        end, matched = node, len(node.page_ids)
+        for end, matched in self._walk(node, tokens):
+            found.extend(end.page_ids[:matched])
+        if matched < len(end.page_ids):
+            end = self._split(end, matched)
+        step = end
+        while step is not node:
+            if step.lock_count == 0:
+                self.num_unlocked_pages -= len(step.page_ids)
+                self._eviction_order.pop(step, None)  # a new node from _split is not in it
+            step.lock_count += 1
+            assert step.parent is not None
+            step = step.parent
+        return end, found
+
+    def has_page_below(self, node: Node, tokens: Tokens) -> bool:
+        """Whether the tree has the first page of `tokens` below `node`."""
+        return tokens[: self.page_size].tobytes() in node.children
 
     def extend(self, node: Node, tokens: Tokens, page_ids: list[int]) -> tuple[Node, list[int]]:
         """Add pages below `node` and move the caller's lock of `node` to where they end.
 
         Args:
-            node: what `lock` or `extend` returned to this caller last.
+            node: what `lock`, `lock_below` or `extend` returned to this caller last.
             tokens: int32 [len(page_ids) * S], the tokens that follow `node`.
-            page_ids: pages that hold them.
+            page_ids: the pages that hold these tokens.
 
         Returns:
-            The node locked now, and the pages the tree had already for the first of these tokens. As
-            many of the caller's own `page_ids` stay the caller's; the tree owns the others now.
+            The node that is locked now, and the n pages that the tree already had for the first of these
+            tokens. The caller keeps its first n `page_ids`; the tree owns the others now.
         """
-        end, found = self._lock_below(node, tokens)
+        end, found = self.lock_below(node, tokens)
         if len(found) == len(page_ids):
             return end, found
         run = array("i")
         run.frombytes(tokens[len(found) * self.page_size :].tobytes())
         own = page_ids[len(found) :]
         self.num_pages += len(own)
-        if end.lock_count == 1 and not end.children:  # nobody else is here: make the run longer
+        if end.lock_count == 1 and not end.children:  # only this caller has locked it: make the run longer
             end.tokens.extend(run)
             end.page_ids.extend(own)
             return end, found
@@ -88,7 +118,7 @@ class RadixTree:
         return leaf, found
 
     def unlock(self, node: Node) -> None:
-        """Give up one lock; what no one else has locked is now the most recently used."""
+        """Release one lock; nodes without any lock become the most recently used ones."""
         self._clock += 1
         while node.parent is not None:
             if node.lock_count < 1:
@@ -100,10 +130,27 @@ class RadixTree:
                 self.num_unlocked_pages += len(node.page_ids)
             node = node.parent
 
-    def evict(self, count: int) -> list[int]:
-        """Drop the `count` least recently used unlocked pages, or all if there are fewer; O(count).
+    def detach(self, node: Node) -> None:
+        """Remove the whole subtree that contains `node`, up to the root, from all later matches.
 
-        A run loses its last pages first, so what is left is still a prefix.
+        Its locks stay, and `extend` may add pages to it. Its unlocked pages are evicted like all others.
+        """
+        top = node
+        while top.parent is not None and top.parent.parent is not None:
+            top = top.parent
+        if top.parent is not self.root:  # `node` is the root, or is detached already
+            return
+        key = self._key(top)
+        del self.root.children[key]
+        top.parent = Node(array("i"), [], None, 0)
+        top.parent.children[key] = top
+        self._detached = [root for root in self._detached if root.children]
+        self._detached.append(top.parent)
+
+    def evict(self, count: int) -> list[int]:
+        """Remove and return the `count` least recently used unlocked pages, or all of fewer; O(count).
+
+        A run loses its last pages first, so the rest is still a prefix.
         """
         evicted: list[int] = []
         while len(evicted) < count and self._eviction_order:
@@ -124,15 +171,15 @@ class RadixTree:
         return evicted
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents before their children."""
-        pending = list(self.root.children.values())
+        """Every node but the roots, parents before their children."""
+        pending = [child for root in self._roots for child in root.children.values()]
         while pending:
             node = pending.pop()
             yield node
             pending.extend(node.children.values())
 
     def path_page_ids(self, node: Node) -> list[int]:
-        """The pages from the root down to the end of `node`."""
+        """The pages from the node's root to the end of `node`."""
         runs: list[list[int]] = []
         while node.parent is not None:
             runs.append(node.page_ids)
@@ -140,10 +187,10 @@ class RadixTree:
         return [page_id for run in reversed(runs) for page_id in run]
 
     def check_invariants(self, locked: Iterable[Node]) -> None:
-        """Recompute everything from the nodes and from the locks that are out, in O(pages).
+        """Recompute everything from the nodes and the held locks, in O(pages).
 
         Args:
-            locked: for every lock that has not been given up, its node.
+            locked: the node of each held lock.
 
         Raises:
             BrokenInvariantError: names the promise that is broken.
@@ -159,11 +206,11 @@ class RadixTree:
                 locks_below[node.parent] += locks_below[node]
             if node.lock_count == 0:
                 unlocked_pages += len(node.page_ids)
-        for node in [self.root, *nodes]:
+        for node in [*self._roots, *nodes]:
             for key, child in node.children.items():
                 _require(child.parent is node, "a child knows its parent")
                 _require(key == self._key(child), "a child is found by the tokens of its first page")
-        _require(locks_below.keys() <= {self.root, *nodes}, "a locked node is in the tree")
+        _require(locks_below.keys() <= {*self._roots, *nodes}, "a locked node is in the tree")
         page_ids = [page_id for node in nodes for page_id in node.page_ids]
         _require(len(set(page_ids)) == len(page_ids), "a page is in the tree once")
         _require(self.num_pages == len(page_ids), "num_pages counts the pages in the tree")
@@ -180,10 +227,14 @@ class RadixTree:
         times = [node.last_used for node in self._eviction_order]
         _require(times == sorted(times), "the least recently used is evicted first")
 
-    def _walk(self, node: Node, tokens: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes below `node` that `tokens` lead through, each with its number of equal pages (>= 1).
+    @property
+    def _roots(self) -> list[Node]:
+        return [self.root, *self._detached]
 
-        Only the last may be matched in part. The tree must not change before the walk has ended.
+    def _walk(self, node: Node, tokens: Tokens) -> Iterator[tuple[Node, int]]:
+        """The nodes below `node` on the path of `tokens`, each with its number of matching pages (>= 1).
+
+        Only the last node may match in part. The tree must not change before the walk has ended.
         """
         size = self.page_size
         position = 0
@@ -193,7 +244,7 @@ class RadixTree:
                 return
             run = len(child.page_ids)
             matched = min(run, (len(tokens) - position) // size)
-            if matched > 1:  # the first page is equal, or the key would not have been
+            if matched > 1:  # the first page matches, because the key does
                 window = tokens[position : position + matched * size]
                 differs = np.frombuffer(child.tokens, np.int32, matched * size) != window
                 first = int(differs.argmax())
@@ -205,28 +256,10 @@ class RadixTree:
             position += matched * size
             node = child
 
-    def _lock_below(self, node: Node, tokens: Tokens) -> tuple[Node, list[int]]:
-        """Lock what `tokens` lead to below `node`, but not `node` itself: where it ends, its page ids."""
-        found: list[int] = []
-        end, matched = node, len(node.page_ids)
-        for end, matched in self._walk(node, tokens):
-            found.extend(end.page_ids[:matched])
-        if matched < len(end.page_ids):
-            end = self._split(end, matched)
-        step = end
-        while step is not node:
-            if step.lock_count == 0:
-                self.num_unlocked_pages -= len(step.page_ids)
-                self._eviction_order.pop(step, None)  # a node that _split just made is not in there
-            step.lock_count += 1
-            assert step.parent is not None
-            step = step.parent
-        return end, found
-
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut off the first pages of a run as a node of their own, which the caller locks at once.
+        """Move the first pages of a run into a new parent node and return it; the caller locks it at once.
 
-        `node` stays the lower part: whoever has locked it keeps the same pages.
+        `node` remains the lower part, so its locks still cover the same pages.
         """
         assert node.parent is not None
         cut = num_pages * self.page_size

@@ -1,7 +1,7 @@
-"""Attention of one layer over the paged pool, whose keys and values this module owns.
+"""The attention of one layer. This module owns the layer's keys and values in the paged pool.
 
-Promise: nothing but the slots named in the step's inputs is written. T new tokens, H query heads, K KV
-heads, D head dim, P pages, S page size.
+Promise: only the slots that the step's inputs name are written. T new tokens, H query heads, K KV heads, D
+head dim, P pages, S page size.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import Attend, AttentionInputs, decodes_by_kernels
+from minisgl.attention.interface import Attend, AttentionInputs, decodes_with_triton
 from minisgl.layers.norm import RMSNorm
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
@@ -20,11 +20,12 @@ from triton_kernels.registry import KERNELS
 class Attention(nn.Module):
     """Rotates q and k, stores k and v in the pool, attends. Buffers: k_cache and v_cache [P, S, K, D].
 
-    The pool is empty (P = 0) until `allocate_kv`; the engine knows its size only after a memory profile.
+    The pool is empty (P = 0) until `allocate_kv`: the engine profiles memory before it chooses the size.
 
     Args:
-        window: tokens that each token sees, itself included; 0 = all before it.
-        scale: of the scores; None = 1 / sqrt(D).
+        window: tokens that each token sees, itself included; 0 = all up to itself.
+        scale: factor on the scores; None = 1 / sqrt(D).
+        softcap: scores become softcap * tanh(scores / softcap); 0 = no soft cap.
     """
 
     k_cache: Tensor
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         *,
         window: int = 0,
         scale: float | None = None,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -46,8 +48,9 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
+        self.softcap = softcap
         self.attend = attend
-        self.decodes_by_kernels = decodes_by_kernels(attend)
+        self.decodes_with_triton = decodes_with_triton(attend)
         self.kernels = KERNELS
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(0, 1, num_kv_heads, head_dim), persistent=False)
@@ -55,7 +58,7 @@ class Attention(nn.Module):
     def allocate_kv(
         self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Put a zeroed pool in place of the present one."""
+        """Replace the pool by a zeroed one."""
         shape = (num_pages, page_size, self.num_kv_heads, self.head_dim)
         self.k_cache = _zeros(shape, dtype, torch.device(device))
         self.v_cache = _zeros(shape, dtype, torch.device(device))
@@ -78,35 +81,37 @@ class Attention(nn.Module):
         if q_norm is not None and k_norm is not None:
             norms = (q_norm.weight, k_norm.weight, q_norm.eps)
         pools = (self.k_cache, self.v_cache)
-        if inputs.is_decode and self._decodes_in_one_op():
+        if inputs.is_decode and self._uses_fused_decode():
             rope = Rope(cos_sin, positions, inputs.slot_mapping, *norms)
-            where = (inputs.page_table, inputs.row_ids, inputs.context_len, self.scale, self.window)
-            out = rope_paged_decode(qkv, rope, *pools, *where, inputs.arrivals)
+            where = (inputs.page_table, inputs.row_ids, inputs.context_len)
+            options = (self.scale, self.window, self.softcap)
+            out = rope_paged_decode(qkv, rope, *pools, *where, *options, inputs.arrivals)
         else:
             q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, *pools, *norms)
             out = self.attend_pool(q, inputs)
         return out.view(-1, self.num_heads * self.head_dim)
 
     def attend_pool(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
-        """q [T, H, D] over the pool, that of rows that decode beside prompts included -> [T, H, D]."""
-        out = self.attend(q, self.k_cache, self.v_cache, inputs, self.scale, self.window)
+        """Attention of q [T, H, D] over the pool -> [T, H, D], including rows that decode beside prompts."""
+        pools, options = (self.k_cache, self.v_cache), (self.scale, self.window, self.softcap)
+        out = self.attend(q, *pools, inputs, *options)
         if inputs.decodes is not None:
             decodes, is_real = inputs.decodes
             q, first = q[: len(is_real)], out[: len(is_real)]
-            decoded = self.attend(q, self.k_cache, self.v_cache, decodes, self.scale, self.window)
+            decoded = self.attend(q, *pools, decodes, *options)
             torch.where(is_real[:, None, None], decoded, first, out=first)
         return out
 
-    def _decodes_in_one_op(self) -> bool:
+    def _uses_fused_decode(self) -> bool:
         both_are_ours = (self.kernels.rope_store, self.kernels.paged_decode) == (
             KERNELS.rope_store,
             KERNELS.paged_decode,
         )
-        return both_are_ours and self.decodes_by_kernels
+        return both_are_ours and self.decodes_with_triton
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU as memory that the system provides on first use, so a large pool costs no time."""
+    """Zeros. On the CPU the system provides the memory on first use, so a large pool takes no time."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)

@@ -37,11 +37,11 @@ class Linear(nn.Module):
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers of one input as a single product; their rows lie one after the other.
+    """Several linear layers with the same input, fused into one matrix product; their rows are concatenated.
 
     Args:
         parts: the checkpoint's name of each part and its output features, in order.
-        bias: every part has one.
+        bias: every part has a bias.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class FusedLinear(nn.Module):
         return self.kernels.linear(x, self.weight, self.bias)
 
     def part_tensors(self) -> dict[str, Tensor]:
-        """Each part's weight [out, in] and bias [out], by the checkpoint's name: views of the fused ones."""
+        """Each part's weight [out, in] and bias [out], by the checkpoint's name: views of the fused
+        tensors."""
         views: dict[str, Tensor] = {}
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:

@@ -9,7 +9,7 @@ from triton_kernels.silu_mul import gelu_tanh_mul
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up as one product."""
+    """`down(silu(gate(x)) * up(x))`, with gate and up in one matrix product."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device
@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """`down(gelu_tanh(gate(x)) * up(x))`, gate and up as one product (Gemma)."""
+    """`down(gelu_tanh(gate(x)) * up(x))`, with gate and up in one matrix product (Gemma)."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device

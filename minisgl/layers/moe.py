@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import ExpertsConfig
+from minisgl.model_config.config import ExpertsConfig
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
 
 
 class AddingNorm(Protocol):
-    """An `RMSNorm`, or one that adds up what ranks have first."""
+    """An `RMSNorm`, or a norm that first sums x over the ranks."""
 
     def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), each [T, M]."""
@@ -20,7 +20,8 @@ class AddingNorm(Protocol):
 
 
 class MoeMLP(nn.Module):
-    """The weighted sum of the gated MLPs of the experts that a token's router picks.
+    """Mixture of experts: the weighted sum of the gated MLPs of the experts that the router picks for a
+    token.
 
     All experts' matrices lie in two tensors: gate_up [E, 2F, M], the gate in the upper F rows, and down
     [E, M, F]; the router is [E, M]. They are allocated, not initialised.
@@ -46,8 +47,8 @@ class MoeMLP(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(mixture of norm(x + residual), x + residual), each [T, M].
 
-        Tokens without a slot (int32 [T], -1: padding) cost nothing and yield zeros: an expert that only they
-        went to would be read for nothing.
+        Padding tokens (slot_mapping int32 [T] is -1) go to no expert and yield zeros, so that no expert is
+        read for padding alone.
         """
         if isinstance(norm, RMSNorm) and self._norm_and_router_are_ours():
             x, residual, logits = add_rms_norm_router(

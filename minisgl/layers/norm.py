@@ -10,12 +10,13 @@ from triton_kernels.registry import KERNELS
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once; the weight is allocated,
-    not initialised.
+    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once.
+
+    The weight is allocated, not initialised.
 
     Args:
-        less_one: checkpoints hold the weight less 1 (Gemma), which `add_one` makes good. It is float32 then:
-            next to 1, the small numbers that are stored would lose most of their digits.
+        weight_minus_one: the checkpoint stores the weight minus 1 (Gemma), and `add_one` adds it back. The
+            weight is float32 then: added to 1 in bfloat16, the small stored numbers would lose most digits.
     """
 
     def __init__(
@@ -25,13 +26,13 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        less_one: bool = False,
+        weight_minus_one: bool = False,
     ) -> None:
         super().__init__()
-        weight = torch.empty(hidden_size, dtype=torch.float32 if less_one else dtype, device=device)
+        weight = torch.empty(hidden_size, dtype=torch.float32 if weight_minus_one else dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
-        self.less_one = less_one
+        self.weight_minus_one = weight_minus_one
         self.kernels = KERNELS
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,6 +44,6 @@ class RMSNorm(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_one(self) -> None:
-        """Called once, when what the checkpoint holds is in place."""
-        if self.less_one:
+        """Called once, after the checkpoint is loaded."""
+        if self.weight_minus_one:
             self.weight.add_(1.0)

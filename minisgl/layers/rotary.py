@@ -1,7 +1,7 @@
 """The table of rotary angles. D head dim.
 
-Promise: the angles are those transformers computes, in float32 and on the CPU, so that every device
-gets the same bits.
+Promise: the angles equal those of transformers. They are computed in float32 on the CPU, so that every
+device gets the same bits.
 """
 
 import math
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from minisgl.errors import ModelError
-from minisgl.model_config import ModelConfig, RopeScaling
+from minisgl.model_config.config import ModelConfig, RopeScaling
 
 
 def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, local: bool = False) -> Tensor:
     """float32 [max_position, D]: the cosines of D/2 angles, then their sines.
 
     Args:
-        local: those of `local_rope_layers`, whose theta is their own and which nothing stretches.
+        local: the table of `local_rope_layers`, with their own theta and no scaling.
 
     Raises:
-        ModelError: the config asks for a RoPE scaling that is not known here.
+        ModelError: the RoPE scaling is not supported.
     """
-    if torch.device(device).type == "meta":  # only its size is asked for
+    if torch.device(device).type == "meta":  # a meta device needs only the shape
         return torch.empty(config.max_position, config.head_dim, device=device)
     theta, scaling = config.rope_theta, config.rope_scaling
     if local:
@@ -38,13 +38,13 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, loc
 
 
 def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None, max_position: int) -> Tensor:
-    """Frequencies theta^(-2i / D), [D/2], after the stretching that `scaling` describes."""
+    """The frequencies theta^(-2i / D), [D/2], after `scaling`."""
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
-        # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.
+        # Llama 3.1: long wavelengths are scaled by `factor`, short ones kept, those between interpolated.
         wavelengths = 2 * math.pi / frequencies
         turns = scaling.original_max_position / wavelengths
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -54,8 +54,8 @@ def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None, max_
         keep = _yarn_share_kept(frequencies.shape[0], theta, scaling)
         return (1 - keep) * frequencies / scaling.factor + keep * frequencies
     if scaling.kind == "longrope":
-        # https://arxiv.org/abs/2402.13753. transformers decides by each sequence's present length; keys that
-        # are in the pool can't be rotated anew, so here it is the longest context that is served.
+        # https://arxiv.org/abs/2402.13753. transformers decides by each sequence's current length. Keys
+        # in the pool can't be rotated again, so here the longest served context decides.
         long = max_position > scaling.original_max_position
         factors = scaling.long_factors if long else scaling.short_factors
         return frequencies / torch.tensor(factors, dtype=torch.float32, device="cpu")
@@ -68,10 +68,10 @@ def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None, max_
 
 
 def _yarn_share_kept(num_frequencies: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency stays as it is, 1 to 0: YaRN's ramp (https://arxiv.org/abs/2309.00071).
+    """The unscaled share of each frequency, from 1 to 0: YaRN's ramp (https://arxiv.org/abs/2309.00071).
 
     Frequency i turns original_max_position * theta^(-2i / D) / 2 pi times over the original context; the
-    ramp falls from where that is beta_fast to where it is beta_slow.
+    ramp falls from 1 where that number is beta_fast to 0 where it is beta_slow.
     """
 
     def place(turns: float) -> float:

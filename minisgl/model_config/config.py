@@ -1,6 +1,6 @@
-"""What a model is, whatever file says so.
+"""The description of a model, independent of the file format it was read from.
 
-Promise: frozen, and complete: layers, loader and memory budget are made from it alone.
+Promise: frozen and complete. Layers, loader and memory budget are built from it alone.
 """
 
 from dataclasses import dataclass
@@ -10,49 +10,50 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+    """How rotary frequencies are scaled for contexts longer than the original training length."""
 
     kind: str
     """One of "linear", "llama3", "yarn", "longrope", "proportional" (others are refused by name)."""
     factor: float
     original_max_position: int = 8192
-    """llama3, yarn and longrope: context length before stretching, in tokens."""
+    """llama3, yarn and longrope: original context length, in tokens."""
     low_freq_factor: float = 1.0
     """llama3 only."""
     high_freq_factor: float = 4.0
     """llama3 only."""
     beta_fast: float = 32.0
-    """yarn only: frequencies with more turns than this over the original context are kept."""
+    """yarn only: frequencies with more turns than this over the original context stay unscaled."""
     beta_slow: float = 1.0
-    """yarn only: frequencies with fewer turns than this are stretched by the whole factor."""
+    """yarn only: frequencies with fewer turns than this are divided by the whole factor."""
     truncate: bool = True
-    """yarn only: the bounds of the blend between the two lie on whole frequencies."""
+    """yarn only: the bounds of the ramp between the two are rounded to whole frequency indices."""
     attention_factor: float = 1.0
-    """yarn and longrope: what cosines and sines are multiplied by."""
+    """yarn and longrope: factor on cosines and sines."""
     short_factors: tuple[float, ...] = ()
-    """longrope only: what each frequency is divided by where no context is longer than the original."""
+    """longrope only: divisor of each frequency if no context exceeds the original length."""
     long_factors: tuple[float, ...] = ()
-    """longrope only: the same where some are."""
+    """longrope only: divisor of each frequency if contexts exceed the original length."""
     rotated_share: float = 1.0
-    """proportional only: the part of the frequencies, highest first, that rotate at all."""
+    """proportional only: share of the frequencies, highest first, that rotate; the others are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The mixture of experts that stands in place of the MLP."""
+    """The mixture of experts that replaces the MLP."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     """Width of one expert."""
     renormalize: bool
-    """The weights of a token's experts sum to 1; otherwise they are their share of all experts' softmax."""
+    """The weights of a token's experts are scaled to sum to 1; otherwise they are the softmax over all
+    experts."""
     dense_layers: frozenset[int] = frozenset()
-    """Layers that have an MLP of `ModelConfig.intermediate_size` instead."""
+    """Layers with an MLP of width `ModelConfig.intermediate_size` instead of experts."""
     module_name: str = "mlp"
-    """What the checkpoint calls the mixture in a layer."""
+    """The mixture's name within a layer of the checkpoint."""
     gate_up_down_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """What the checkpoint calls the matrices of an expert."""
+    """The names of an expert's matrices in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,39 +70,46 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_position: int
-    """Longest context the model was made for, in tokens."""
+    """Longest context that the model supports, in tokens."""
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     qkv_bias: bool = False
-    """The q, k and v projections have biases (Qwen2; others where `attention_bias` says so)."""
+    """The q, k and v projections have biases (Qwen2, and other families with `attention_bias`)."""
     o_bias: bool = False
-    """The output projection has a bias (where `attention_bias` says so)."""
+    """The output projection has a bias (families with `attention_bias`)."""
     qk_norm: bool = False
     """Each head of q and k is normalised before the rotation (Qwen3, Gemma 3)."""
     windows: tuple[int, ...] = ()
-    """Tokens that each layer sees, the new one included; 0 = all of them. Empty = every layer sees all."""
+    """Window of each layer in tokens, the new one included; 0 = no window. Empty = no layer has a window."""
     experts: ExpertsConfig | None = None
     local_rope_layers: frozenset[int] = frozenset()
-    """Layers that rotate by `local_rope_theta`, unscaled, instead (Gemma 3's with a window)."""
+    """Layers that use `local_rope_theta` without scaling (Gemma 3's layers with a window)."""
     local_rope_theta: float = 10000.0
     attention_scale: float | None = None
-    """What attention scores are multiplied by; None = 1 / sqrt(head_dim)."""
+    """Factor on attention scores; None = 1 / sqrt(head_dim)."""
     embedding_scale: float | None = None
-    """What embeddings are multiplied by, rounded to their dtype (Gemma)."""
+    """Factor on embeddings, rounded to their dtype (Gemma)."""
+    attention_softcap: float | None = None
+    """Attention scores become softcap * tanh(scores / softcap) (Gemma 2)."""
     logit_softcap: float | None = None
-    """Logits become softcap * tanh(logits / softcap)."""
-    norms_less_one: bool = False
-    """The checkpoint holds the weights of all norms less 1 (Gemma)."""
+    """Logits become softcap * tanh(logits / softcap), in float32 (Gemma 2)."""
+    norm_weights_minus_one: bool = False
+    """The checkpoint stores the weights of all norms minus 1 (Gemma)."""
     checkpoint_prefix: str = ""
-    """What stands before the tensors' names in the checkpoint, where it has other parts, too, that are not
-    loaded (Gemma 3 and Mistral Small 3 with eyes)."""
+    """Prefix of the text model's tensor names in multimodal checkpoints, whose other parts are not loaded
+    (Gemma 3, Mistral Small 3)."""
     checkpoint_dtype: str
-    """"float32", "bfloat16" or "float16": what the weights are stored in."""
+    """"float32", "bfloat16" or "float16": the dtype of the stored weights."""
     eos_token_ids: tuple[int, ...]
-    """All of them: generation_config's list joined with config's."""
+    """All end-of-sequence ids, of generation_config.json and of config.json."""
     bos_token_id: int | None
+
+    @property
+    def logits_dtype(self) -> str | None:
+        """The dtype that a soft cap gives the logits; None = the dtype of the model's weights."""
+        return None if self.logit_softcap is None else "float32"
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -110,7 +118,7 @@ class ModelConfig:
 
     @property
     def layer_weights_per_token(self) -> int:
-        """Weights that a token is multiplied by in a layer: attention's, and the MLP's or its experts'."""
+        """Weights per layer that a token is multiplied by: attention's, and the MLP's or its experts'."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         width = self.intermediate_size
         if self.experts is not None:
@@ -119,7 +127,7 @@ class ModelConfig:
 
     @property
     def mlp_elements_per_token(self) -> int:
-        """Elements between the two halves of the widest MLP of one token, and its experts' outputs."""
+        """Elements of a token's widest MLP activation; with experts, their outputs are included."""
         if self.experts is None:
             return self.intermediate_size
         each = self.experts.intermediate_size + self.hidden_size

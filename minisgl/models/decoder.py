@@ -1,11 +1,12 @@
-"""The one decoder of the Llama family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv
-bias), Qwen3 (q/k norm) and Qwen3-MoE (both).
+"""The decoder of the Llama family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv bias),
+Qwen3
+(q/k norm), Qwen3-MoE (both), and the frame of Gemma (gemma.py).
 
-Promise: the forward pass is one straight line of tensor operations: no branch looks at a tensor's value,
-so it traces as a single graph; the only state is the KV pool in the attention layers' buffers.
+Promise: the forward pass is a straight line of tensor operations, without branches on tensor values, so it
+traces as a single graph. The only state is the KV pool in the attention layers' buffers.
 
-T new tokens, N of them that go on behind the last layer's attention (all, unless fewer are asked for), M
-model width, V vocabulary, D head dim, P pages, S page size.
+T new tokens, N of them that leave the last layer's attention (all by default), M model width, V vocabulary,
+D head dim, P pages, S page size.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
-"""`call_block`, or what computes the same."""
+"""`call_block`, or a compiled equivalent."""
 MakeBlock = Callable[[ModelConfig, int, Attend, torch.dtype, torch.device], nn.Module]
-"""A layer's block by the layer's number; called as `Block` is."""
+"""Makes the block of a layer from the layer's index; the arguments are those of `Block`."""
 
 
 class Decoder(nn.Module):
@@ -35,7 +36,7 @@ class Decoder(nn.Module):
     Parameters are allocated as `dtype` on `device` and hold nothing until loaded (minisgl/weights).
 
     Args:
-        make_block: for a family whose blocks are other than `Block`; they are called with the same arguments.
+        make_block: makes the blocks of a family that does not use `Block`.
     """
 
     cos_sin: Tensor
@@ -71,6 +72,7 @@ class Decoder(nn.Module):
         if config.embedding_scale is not None:
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         self.logit_softcap = config.logit_softcap
+        self.logits_dtype = dtype if config.logits_dtype is None else getattr(torch, config.logits_dtype)
 
     def forward(
         self,
@@ -83,10 +85,10 @@ class Decoder(nn.Module):
         """Logits [N, V]; fills the tokens' slots in the pool.
 
         Args:
-            token_ids: int32 [T], the rows' new tokens one row after the other.
-            positions: int32 [T], each token's place in its sequence.
-            logit_index: int [N], places in 0..T-1 whose logits are wanted; None = all.
-            run_block: calls a block, as a compiled function that all of them share.
+            token_ids: int32 [T], the new tokens of all rows, row after row.
+            positions: int32 [T], each token's position in its sequence.
+            logit_index: int [N], the tokens (0..T-1) whose logits are returned; None = all.
+            run_block: calls a block; a compiled function that all blocks share.
         """
         return self.head(*self.run_blocks(token_ids, positions, inputs, logit_index, run_block))
 
@@ -98,10 +100,11 @@ class Decoder(nn.Module):
         logit_index: Tensor | None = None,
         run_block: RunBlock | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All but the head: x and residual, [N, M], whose sum is the stream. Arguments as for `forward`.
+        """All layers but the head: x and residual [N, M], whose sum is the residual stream. Arguments as
+        `forward`.
 
-        Of the other tokens nothing is asked any more once the last layer has stored their keys and values:
-        its output projection and MLP, nearly all of what a layer multiplies, compute `logit_index` only.
+        In the last layer, the output projection and the MLP compute only the tokens of `logit_index`. The
+        other tokens only need their keys and values stored.
         """
         run_block = run_block or call_block
         x = self.embed_tokens(token_ids)
@@ -111,16 +114,16 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             cos_sin = self.local_cos_sin if index in self.local_rope_layers else self.cos_sin
             if logit_index is not None and index == len(self.layers) - 1:
-                inputs = inputs._replace(kept=logit_index)
+                inputs = inputs._replace(output_index=logit_index)
             x, residual = run_block(layer, x, residual, positions, cos_sin, inputs)
         return x, residual
 
     def head(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[N, M] each -> logits [N, V]."""
+        """[N, M] each -> logits [N, V] of `logits_dtype`."""
         x, _ = self.norm.forward_add(x, residual)
         logits = self.lm_head(x)
         if self.logit_softcap is not None:
-            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+            logits = self.logit_softcap * torch.tanh(logits.float() / self.logit_softcap)
         return logits
 
     def allocate_kv(
@@ -135,11 +138,12 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def expert_layers(self) -> list[MoeMLP]:
-        """The mixtures of experts, first to last."""
+        """The mixture-of-experts layers, first to last."""
         return [module for module in self.modules() if isinstance(module, MoeMLP)]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint must bring, by the checkpoint's name: views to copy it into."""
+        """Views of the parameters to fill, by the checkpoint's names. The checkpoint must have all of
+        them."""
         views: dict[str, Tensor] = {}
         for path, module in self.named_modules():
             outer = path.rpartition(".")[0]
@@ -153,8 +157,8 @@ class Decoder(nn.Module):
                 views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
         return views
 
-    def loaded(self) -> None:
-        """Called once, when `checkpoint_tensors` hold what the checkpoint does."""
+    def finish_loading(self) -> None:
+        """Called once, after `checkpoint_tensors` are filled."""
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.add_one()
@@ -168,17 +172,17 @@ def call_block(
     cos_sin: Tensor,
     inputs: AttentionInputs,
 ) -> tuple[Tensor, Tensor]:
-    """What a layer's block makes of x and residual, [T, M]: both, [N, M]; their sum is the stream."""
+    """Apply a layer's block: x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
     return block(x, residual, positions, cos_sin, inputs)
 
 
 def make_norm(config: ModelConfig, width: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    """One of the model's norms."""
-    return RMSNorm(width, config.rms_norm_eps, dtype, device, less_one=config.norms_less_one)
+    """A norm with the model's eps and weight convention."""
+    return RMSNorm(width, config.rms_norm_eps, dtype, device, weight_minus_one=config.norm_weights_minus_one)
 
 
 class Block(nn.Module):
-    """Attention and MLP (or experts), each on the normalised sum of what came before."""
+    """Pre-norm attention and MLP (or experts)."""
 
     def __init__(
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
@@ -200,18 +204,18 @@ class Block(nn.Module):
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        """x and residual, [T, M] -> [N, M]; their sum is the stream."""
+        """x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.keep(residual)
+        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.select_outputs(residual)
         norm = self.post_attention_layernorm
         if isinstance(self.mlp, MoeMLP):
-            return self.mlp.forward_add(x, residual, norm, inputs.keep(inputs.slot_mapping))
+            return self.mlp.forward_add(x, residual, norm, inputs.select_outputs(inputs.slot_mapping))
         x, residual = norm.forward_add(x, residual)
         return self.mlp(x), residual
 
 
 class SelfAttention(nn.Module):
-    """The projections around a layer's attention; q, k and v as one product, then normalised if asked for."""
+    """A layer's attention with its projections: q, k and v in one matrix product, and optional q/k norms."""
 
     def __init__(
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
@@ -232,6 +236,7 @@ class SelfAttention(nn.Module):
             attend,
             window=window,
             scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
         )
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
@@ -239,4 +244,4 @@ class SelfAttention(nn.Module):
         """[T, M] -> [N, M]."""
         qkv = self.qkv_proj(x)
         out = self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm)
-        return self.o_proj(inputs.keep(out))
+        return self.o_proj(inputs.select_outputs(out))

@@ -1,10 +1,10 @@
-"""Gemma 3's text model: the decoder's frame around blocks that differ in kind.
+"""Gemma 2 and the text model of Gemma 3: a `Decoder` with blocks of another kind.
 
-Four norms to a block, two of them on what attention and MLP yield, before it joins the stream; GELU in the
-gate. What differs by numbers alone (scaled embeddings, weights of norms less 1, windows and their own theta
-in most layers, the scores' scale) the frame reads from the config.
+A block has four norms and a GELU in the gate of its MLP. Two of the norms are applied to the outputs of
+attention and MLP before these are added to the residual. All other differences are numbers in the config,
+which `Decoder` reads: embedding and score scales, norm weights less 1, windows, RoPE and soft caps.
 
-T new tokens, N of them that go on behind attention, M model width.
+T new tokens, N of them that leave the attention layer, M model width.
 """
 
 import torch
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.mlp import GeluMLP
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder, SelfAttention, make_norm
 
 
-def build_gemma3(config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder of Gemma 3's blocks."""
-    return Decoder(config, attend, dtype, device, Gemma3Block)
+def build_gemma(config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder of Gemma blocks."""
+    return Decoder(config, attend, dtype, device, GemmaBlock)
 
 
-class Gemma3Block(nn.Module):
+class GemmaBlock(nn.Module):
     """Attention and MLP, each between two norms. Modules are named as in the checkpoint."""
 
     def __init__(
@@ -44,9 +44,9 @@ class Gemma3Block(nn.Module):
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        """x and residual, [T, M] -> [N, M]; their sum is the stream."""
+        """x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.keep(residual)
+        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.select_outputs(residual)
         x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.forward_add(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual

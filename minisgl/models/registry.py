@@ -1,4 +1,4 @@
-"""From a Hugging Face architecture name to the module that runs it.
+"""Builds the model of a Hugging Face architecture name.
 
 How to add a model: docs/adding-a-model.md.
 """
@@ -11,13 +11,14 @@ import torch
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Attend
 from minisgl.errors import ModelError
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder
-from minisgl.models.gemma3 import build_gemma3
+from minisgl.models.gemma import build_gemma
 from minisgl.parallel.sizes import rank_sizes, vocabulary_rows
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
-    "Gemma3ForCausalLM": build_gemma3,
+    "Gemma2ForCausalLM": build_gemma,
+    "Gemma3ForCausalLM": build_gemma,
     "LlamaForCausalLM": Decoder,
     "MistralForCausalLM": Decoder,
     "MixtralForCausalLM": Decoder,
@@ -26,7 +27,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "Qwen3ForCausalLM": Decoder,
     "Qwen3MoeForCausalLM": Decoder,
 }
-"""The same names as `minisgl.hf_config.FAMILIES`, which a test holds together."""
+"""The same names as `minisgl.model_config.families.FAMILIES`, which a test checks."""
 
 
 def build_model(
@@ -40,12 +41,12 @@ def build_model(
     """The model with parameters allocated as `dtype` on `device`, their values undefined until loaded.
 
     Args:
-        attention_backend: what the layers attend by, or the name of a backend that needs no more than a name.
-        tp: ranks that share the model; with several, one rank's part (minisgl/models/sharded.py joins them).
+        attention_backend: the layers' attention function, or the name of a stateless backend.
+        tp: number of ranks; above 1 this is one rank's part (minisgl/models/sharded.py connects the parts).
 
     Raises:
-        ModelError: nothing here runs the architecture.
-        ConfigError: there is no such attention backend, or `tp` does not suit the model.
+        ModelError: the architecture is not supported.
+        ConfigError: the attention backend is unknown, or `tp` does not divide the model.
     """
     if config.architecture not in BUILDERS:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""One rank's part of a model: its layers' shares, and the places where ranks add up or gather.
+"""One rank's part of a model: its parameters as shards, and the collectives between the layers.
 
-Promise: with the same tokens, every rank's forward pass returns the whole model's logits, all the same. What
-a step computes with are plain tensors, the local parts of the DTensors that a checkpoint is loaded into.
+Promise: for the same tokens, every rank's forward pass returns the same logits, those of the whole model. A
+step computes with plain tensors: the local parts of the DTensors that the loader fills.
 
 T tokens, R rows, V vocabulary, M model width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Block, Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.collectives import RankSum, all_gather
@@ -27,28 +27,28 @@ from triton_kernels.registry import KERNELS
 
 
 class ShardedTensors:
-    """What `load_weights` fills: the checkpoint's tensors as DTensors over the model's own memory."""
+    """The checkpoint's tensors as DTensors over the model's own memory, for `load_weights`."""
 
     def __init__(self, model: Decoder, tensors: dict[str, Tensor]) -> None:
         self._model = model
         self._tensors = tensors
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """By the checkpoint's name, in the checkpoint's shape."""
+        """DTensors of the checkpoint's shapes, by the checkpoint's names."""
         return self._tensors
 
-    def loaded(self) -> None:
-        """As the model's."""
-        self._model.loaded()
+    def finish_loading(self) -> None:
+        """Call the model's `finish_loading`."""
+        self._model.finish_loading()
 
 
-def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTensors:
-    """Join the parts of a model that each rank built with `build_model(..., tp=ranks.size)`.
+def shard_model(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTensors:
+    """Insert the collectives into a rank's part of a model, from `build_model(..., tp=ranks.size)`.
 
-    Call it once, before loading and before anything is traced.
+    Call it once, before loading and tracing.
 
     Args:
-        config: of the whole model.
+        config: the config of the whole model.
 
     Raises:
         ConfigError: the family has no plan.
@@ -59,30 +59,30 @@ def share_out(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTenso
     tensors = place_tensors(model.checkpoint_tensors(), shapes, plan, config.num_kv_heads, ranks)
     rank_sum = RankSum(ranks)
     norms_add = all(isinstance(layer, Block) for layer in model.layers)
-    eps = config.rms_norm_eps if norms_add else None  # a number of the compiled kernel
+    eps = config.rms_norm_eps if norms_add else None  # a constant of the compiled kernel
     rank_sum.prepare(ranks, config.hidden_size, model.embed_tokens.weight.dtype, eps=eps)
     if norms_add:
-        # Whatever is shared out goes straight into a norm that adds it to the residual.
-        _wrap(model, RMSNorm, NORMS_THAT_ADD, partial(SummingNorm, rank_sum=rank_sum))
-        embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks, None)
+        # Each sharded output goes directly into a norm that adds it to the residual.
+        _wrap(model, RMSNorm, SUMMING_NORMS, partial(SummingNorm, rank_sum=rank_sum))
+        embedding = ShardedEmbedding(model.embed_tokens, config.vocab_size, ranks, None)
     else:
         rowwise = {name for name, split in plan.items() if split is Split.ROWWISE}
         _wrap(model, Linear, rowwise, partial(SummedLayer, rank_sum=rank_sum))
-        embedding = SharedEmbedding(model.embed_tokens, config.vocab_size, ranks, rank_sum)
+        embedding = ShardedEmbedding(model.embed_tokens, config.vocab_size, ranks, rank_sum)
     model.add_module("embed_tokens", embedding)
-    model.add_module("lm_head", SharedHead(model.lm_head, config.vocab_size, ranks))
+    model.add_module("lm_head", ShardedHead(model.lm_head, config.vocab_size, ranks))
     model.vocab_size = config.vocab_size
     return ShardedTensors(model, tensors)
 
 
-NORMS_THAT_ADD = {"input_layernorm", "post_attention_layernorm", "norm"}
-"""The norms of a `Decoder` of `Block`s that take what attention, MLP or embedding yield."""
+SUMMING_NORMS = {"input_layernorm", "post_attention_layernorm", "norm"}
+"""Norms of a `Decoder` with `Block`s that take the output of attention, MLP or embedding."""
 
 
 def _wrap(
     model: nn.Module, kind: type[nn.Module], names: Collection[str], wrap: Callable[[Any], nn.Module]
 ) -> None:
-    """Put `wrap(module)` in place of each module of this kind and one of these names."""
+    """Replace each module of this kind with one of these names by `wrap(module)`."""
     for outer in list(model.modules()):
         for name, module in list(outer.named_children()):
             if name in names and isinstance(module, kind):
@@ -90,7 +90,7 @@ def _wrap(
 
 
 class SummingNorm(nn.Module):
-    """A norm that first adds up what the ranks have."""
+    """A norm that first sums x over the ranks."""
 
     def __init__(self, norm: RMSNorm, rank_sum: RankSum) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ class SummingNorm(nn.Module):
         self.rank_sum = rank_sum
 
     def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(sum of x + residual), sum of x + residual), each [T, M]; x is lost."""
-        if self.norm.kernels.add_rms_norm is not KERNELS.add_rms_norm:  # somebody's own, for an experiment
+        """(norm(sum of x + residual), sum of x + residual), each [T, M]; overwrites x."""
+        if self.norm.kernels.add_rms_norm is not KERNELS.add_rms_norm:  # the user has replaced the op
             return self.norm.forward_add(self.rank_sum(x), residual)
         return self.rank_sum.norm(x, residual, self.norm.weight, self.norm.eps)
 
 
 class SummedLayer(nn.Module):
-    """A layer of which each rank has a part: what they yield is added up."""
+    """A layer that is split by input features: the ranks' outputs are summed."""
 
     def __init__(self, part: nn.Module, rank_sum: RankSum) -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class SummedLayer(nn.Module):
         self.rank_sum = rank_sum
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer: [T, M] of all ranks."""
+        """The output [T, M] of the whole layer."""
         return self.rank_sum(self.part(x))
 
 
-class SharedEmbedding(nn.Module):
-    """The embedding of which each rank has some rows: the others' tokens give zeros.
+class ShardedEmbedding(nn.Module):
+    """An embedding whose rows are split among the ranks. Tokens of other ranks' rows give zeros.
 
     Args:
-        rank_sum: adds the ranks' up; None = whatever comes next does.
+        rank_sum: sums the ranks' outputs; None = the next layer does.
     """
 
     def __init__(self, shard: Embedding, vocab_size: int, ranks: Ranks, rank_sum: RankSum | None) -> None:
@@ -145,8 +145,8 @@ class SharedEmbedding(nn.Module):
         return x if self.rank_sum is None else self.rank_sum(x)
 
 
-class SharedHead(nn.Module):
-    """The head of which each rank has some rows: the ranks' logits are gathered, without the padding."""
+class ShardedHead(nn.Module):
+    """An output head whose rows are split among the ranks; gathers the logits and drops the padding."""
 
     def __init__(self, shard: Linear, vocab_size: int, ranks: Ranks) -> None:
         super().__init__()

@@ -1,0 +1,1 @@
+"""One model over several ranks: sizes, placements and sums."""

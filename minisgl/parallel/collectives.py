@@ -1,15 +1,13 @@
-"""What ranks do together within a step, as ops that torch.compile takes into its graph as they are.
+"""The collectives of a step, as ops that torch.compile puts into its graph unchanged.
 
     all_reduce_        x := the sum of all ranks' x
     all_reduce_norm    RMSNorm of residual + the sum of all ranks' x, and that sum
     all_gather         [N, C] on each rank -> [N, size * C], the ranks' columns one after the other
 
-Sums of few bytes go through memory that the ranks' GPUs share, where there is some (regions.py), in a kernel
-of our own; others, and all on CPU, through torch's process group. What is faster for how many bytes, the
-tuning table knows.
+Small sums use our kernel and memory that the ranks' GPUs share (regions.py); the tuning table says up to
+which size. Larger sums, and all on CPU, use torch's process group, which ops find by name.
 
-Promise: every rank that calls one in the same order gets the same bits. Groups go by name, which torch's own
-registry turns into the process group, so nothing is kept here.
+Promise: ranks that call the ops in the same order all get the same bits.
 """
 
 import logging
@@ -44,7 +42,7 @@ torch.library.define("minisgl::all_gather", "(Tensor x, int size, str group) -> 
 
 
 class RankSum(nn.Module):
-    """The sum over ranks: one for all places of a model where they add up."""
+    """The sum over ranks; all layers of a model share one."""
 
     addresses: Tensor | None
 
@@ -57,11 +55,12 @@ class RankSum(nn.Module):
         self.group = ranks.group
 
     def prepare(self, ranks: Ranks, width: int, dtype: torch.dtype, *, eps: float | None) -> None:
-        """Compile and try out what sums of any number of rows go through; where that does not work, all go
-        through the process group, and a warning says so. Every rank must call it, once.
+        """Compile and test the kernels for all numbers of rows. Every rank must call this once.
+
+        If a kernel fails, all sums use the process group and a warning says so.
 
         Args:
-            eps: `norm` will be called with it; None = `forward` will be.
+            eps: the eps that `norm` will get; None = the model calls `forward` instead.
         """
         if ranks.memory is None:
             return
@@ -86,8 +85,8 @@ class RankSum(nn.Module):
             else:
                 weight = torch.ones(width, dtype=dtype, device=ranks.device)
                 total = self.norm(x, torch.zeros_like(x), weight, eps)[1]
-            # One at a time: behind a kernel that waits for ever, loading the next one might wait, too.
-            works = ranks.memory.has_settled() and bool((total == expected).all())
+            # One at a time: if a kernel never ends, loading the next one might never end either.
+            works = ranks.memory.wait_until_idle() and bool((total == expected).all())
         if not ranks.minimum(works):
             logger.warning("sums through memory that the GPUs share don't work here, so NCCL does them all")
             self._leave_memory(ranks.memory)
@@ -164,7 +163,7 @@ def _all_reduce_norm_fake(
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     num_rows, num_columns = x.shape
     by_rank = x.new_empty(size * num_rows, num_columns)
-    # The group's own method: the public function has another name from one torch to the next.
+    # The group's own method, because the public function's name changes between versions of torch.
     _group(group)._allgather_base(by_rank, x.contiguous()).wait()
     return by_rank.view(size, num_rows, num_columns).transpose(0, 1).reshape(num_rows, size * num_columns)
 
@@ -177,7 +176,7 @@ def _all_gather_fake(x: Tensor, size: int, group: str) -> Tensor:
 def _by_kernel(
     x: Tensor, addresses: Tensor | None, rank: int, capacity: int
 ) -> tuple[Regions, AllReduceConfig] | None:
-    """The arguments of the kernel, if it is to add up x."""
+    """The kernel's arguments if it should sum x; None = use the process group."""
     if addresses is None or x.numel() * x.element_size() > capacity:
         return None
     config = all_reduce_config(x, addresses.shape[0])
@@ -185,6 +184,6 @@ def _by_kernel(
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    # How torch's own compiled collectives find their group, too.
+    # torch's own compiled collectives find their group the same way.
     resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
     return resolve(name)

@@ -1,13 +1,14 @@
-"""The ranks of one engine as a torch process group and its device meshes.
+"""The ranks of one engine: a torch process group and its device meshes.
 
-Promise: one process takes part in one group at a time; whoever joins leaves again through `Ranks.leave`,
-which returns in bounded time even where other ranks are gone.
+Promise: a process is in one group at a time, and leaves it through `Ranks.leave`, which returns in bounded
+time even if other ranks have ended.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -16,18 +17,20 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.parallel.regions import SharedMemory, share_memory
 from triton_kernels.all_reduce import Regions
 
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120
-"""How long a rank waits for the others where they meet, and for a collective on CPU."""
-COME_TIMEOUT_S = 60
-"""How long a rank that can't go on as planned waits for the others to say the same."""
+"""How long a rank waits for the others at the rendezvous, and for a collective on CPU."""
+REACH_TIMEOUT_S = 60
+"""How long a rank waits for the others' answers in the store."""
+POLL_S = 0.001
+"""Time between two looks into the store."""
 LEAVE_TIMEOUT_S = 5
-"""How long taking the group down may take."""
+"""How long destroying the group may take."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,11 @@ class Ranks:
     """All ranks in one dimension, "tp"."""
     device: torch.device
     store: Store
-    """Where they met."""
+    """The store of the rendezvous."""
     memory: SharedMemory | None = None
-    """What small sums go through; None on CPU, and where the GPUs can't reach each other."""
+    """Memory for small sums; None on CPU, and if the GPUs can't reach each other's memory."""
+    lost: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when another rank has ended, so that nothing waits for its answers. Only rank 0 sets it."""
 
     @property
     def group(self) -> str:
@@ -50,53 +55,71 @@ class Ranks:
         return self.mesh.get_group().group_name
 
     @property
-    def sums_are_ours(self) -> bool:
-        """Whether small sums go through `memory`, by our kernel."""
+    def sums_use_kernel(self) -> bool:
+        """Whether our kernel computes small sums, through `memory`."""
         return self.memory is not None and self.memory.in_use
 
     @property
     def regions(self) -> Regions | None:
-        """Of `memory`."""
+        """The regions of `memory`; None without it."""
         return None if self.memory is None else self.memory.regions
 
     def mesh_of_copies(self, num_shards: int) -> DeviceMesh:
-        """The ranks as [num_shards, copies]: neighbours hold the same shard."""
+        """The ranks as a mesh [num_shards, copies], in which neighbouring ranks hold the same shard."""
         places = torch.arange(self.size).view(num_shards, -1)
         return DeviceMesh(self.device.type, places, mesh_dim_names=("shard", "copy"))
 
     def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values; every rank must ask."""
+        """The smallest of the ranks' values. A collective: every rank must call it."""
         return _minimum(value, self.device)
 
     def agree(self, value: int) -> bool:
-        """Whether all ranks have the same value; every rank must ask."""
+        """Whether all ranks have the same value. A collective: every rank must call it."""
         return self.minimum(value) == -self.minimum(-value)
 
-    def all_come(self, place: str) -> bool:
-        """Whether all ranks call this with the same `place` within `COME_TIMEOUT_S`.
+    def all_ranks_reach(self, place: str) -> bool:
+        """Whether all ranks call this with the same `place` within `REACH_TIMEOUT_S`.
 
-        It takes no collective: a rank that does not come may be waiting in one.
+        This uses the store and no collective, because a missing rank may be waiting in a collective.
         """
-        self.store.set(f"{place}/{self.rank}", "here")
-        try:
-            self.store.wait(
-                [f"{place}/{rank}" for rank in range(self.size)], timedelta(seconds=COME_TIMEOUT_S)
+        return self._answers(place, "here") is not None
+
+    def all_ranks_succeeded(self, place: str, fine: bool) -> bool:
+        """Whether all ranks are `fine`. Every rank must call this, each time with a new `place`.
+
+        This uses the store and no collective, so it may run between the collectives of two steps.
+
+        Raises:
+            EngineDeadError: a rank has ended or did not answer within `REACH_TIMEOUT_S`.
+        """
+        answers = self._answers(place, "fine" if fine else "failed")
+        if answers is None:
+            raise EngineDeadError(
+                f"a rank of --tp did not say within {REACH_TIMEOUT_S:g} s whether it is fine: {place}"
             )
-        except RuntimeError:  # how torch says that time is up
-            return False
-        return True
+        return set(answers) == {b"fine"}
+
+    def _answers(self, place: str, own: str) -> list[bytes] | None:
+        """The answers of all ranks at `place`, by rank; None = a rank has ended or did not answer in time."""
+        self.store.set(f"{place}/{self.rank}", own)
+        keys = [f"{place}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + REACH_TIMEOUT_S
+        while not self.store.check(keys):
+            if self.lost.wait(POLL_S) or time.monotonic() > deadline:
+                return None
+        return [self.store.get(key) for key in keys]
 
     def leave(self) -> None:
-        """Take the process group down; collectives are over for this process.
+        """Destroy the process group; this process can run no collective afterwards.
 
-        On a GPU, graphs that hold collectives must be gone: NCCL waits for their end.
+        On a GPU, delete the CUDA graphs with collectives first: NCCL waits until they are gone.
         """
         if dist.is_initialized():
             _in_bounded_time(dist.destroy_process_group)
 
 
 def open_store(place: str, size: int) -> Store:
-    """Where ranks meet: the absolute path of a file that need not be there, or what `serve_store` gave."""
+    """Open the rendezvous store: `place` is an absolute file path or the address from `serve_store`."""
     if place.startswith("/"):
         return FileStore(place, size)
     host, _, port = place.rpartition(":")
@@ -104,16 +127,16 @@ def open_store(place: str, size: int) -> Store:
 
 
 def serve_store(host: str) -> tuple[Store, str]:
-    """A place for ranks on several hosts, at a free port of this one: it is there as long as the store is."""
+    """Serve a store for ranks on several hosts at a free port. It lives as long as the returned store."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{host}:{store.port}"
 
 
 def join(rank: int, size: int, store: Store, device: torch.device, *, one_host: bool = True) -> Ranks:
-    """Meet the other ranks at `store`; gloo on CPU, NCCL on CUDA.
+    """Join the other ranks at `store`; gloo on CPU, NCCL on CUDA.
 
     Args:
-        one_host: all ranks are here, each with the GPU of its number.
+        one_host: all ranks are on this host, and rank i uses GPU i.
 
     Raises:
         ConfigError: this process is in a process group already.
@@ -140,7 +163,7 @@ def join(rank: int, size: int, store: Store, device: torch.device, *, one_host: 
 
 
 def abort(ranks: Ranks | None) -> None:
-    """Break off what waits for other ranks on a GPU; from any thread, and nothing works afterwards.
+    """Abort all waiting for other ranks on the GPU, from any thread. The group is unusable afterwards.
 
     Args:
         ranks: None if this process has not joined yet.
@@ -158,7 +181,7 @@ def _minimum(value: int, device: torch.device) -> int:
 
 
 def _in_bounded_time(function: Callable[[], None]) -> None:
-    """Call it; when it takes too long, leave it to a thread that ends with the process."""
+    """Call `function` in a daemon thread, and wait for it at most LEAVE_TIMEOUT_S."""
     thread = threading.Thread(target=function, name="leave-ranks", daemon=True)
     thread.start()
     thread.join(LEAVE_TIMEOUT_S)

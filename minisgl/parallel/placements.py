@@ -1,7 +1,7 @@
-"""Where each tensor of a checkpoint lies: a plan of DTensor placements for each family of models.
+"""The tensor-parallel plan of each model family: how each checkpoint tensor is placed on the ranks.
 
-Promise: a placed tensor is a DTensor of the checkpoint's own shape whose local part is the memory that the
-model computes with (shards.py says which part of the checkpoint belongs there).
+Promise: a placed tensor is a DTensor of the checkpoint's shape, and its local part is the memory that the
+model computes with (shards.py finds the slice of the checkpoint that belongs there).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from minisgl.parallel.mesh import Ranks
 
 
 class Split(Enum):
-    """How a layer [out, in] is shared out. Whatever has none is whole on every rank."""
+    """How a layer [out, in] is split among the ranks. Layers without a split are whole on every rank."""
 
     COLWISE = "output features; its output is shared out in the same way"
     KV_HEADS = "output features, by KV head; fewer heads than ranks are copied to neighbouring ranks"
@@ -36,9 +36,10 @@ DECODER = {
     "embed_tokens": Split.VOCABULARY,
     "lm_head": Split.VOCABULARY,
 }
-"""By the layer's name in the checkpoint; an expert's layers are called as an MLP's."""
+"""Splits by the layer's name in the checkpoint. An expert's layers have the names of an MLP's."""
 
 PLANS: dict[str, dict[str, Split]] = {
+    "Gemma2ForCausalLM": DECODER,
     "Gemma3ForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
     "MistralForCausalLM": DECODER,
@@ -54,7 +55,7 @@ def plan_for(architecture: str) -> dict[str, Split]:
     """The plan of a family.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the family has no plan.
     """
     if architecture not in PLANS:
         raise ConfigError(f"--tp can't be used with {architecture}: it works for {', '.join(PLANS)}")
@@ -71,7 +72,7 @@ def place_tensors(
     """The model's tensors as DTensors on the ranks' mesh.
 
     Args:
-        views: the memory of this rank, by the checkpoint's names ("....q_proj.weight").
+        views: this rank's memory, by the checkpoint's names ("....q_proj.weight").
         shapes: of the whole tensors, by the same names.
         num_kv_heads: of the whole model.
     """
@@ -87,7 +88,7 @@ def place_tensors(
         shape = shapes[name]
         local_shape, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
         if split is Split.VOCABULARY:
-            view = view[: local_shape[0]]  # the rest is padding
+            view = view[: local_shape[0]]  # further rows are padding
         assert view.shape == local_shape, f"{name} is {list(view.shape)} here, its share {list(local_shape)}"
         stride = torch.empty(shape, device="meta").stride()
         placed[name] = DTensor.from_local(
@@ -100,6 +101,6 @@ def _placements(split: Split | None, kind: str) -> tuple[Placement, ...]:
     if split is None:
         return (Replicate(),)
     if split is Split.ROWWISE:
-        # The first rank has the bias and the others zeros: the sum of outputs has it once.
+        # Only the first rank holds the bias and the others zeros, so the sum of outputs contains it once.
         return (Shard(1),) if kind == "weight" else (Partial(),)
     return (Shard(0),)

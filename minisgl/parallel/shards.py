@@ -1,6 +1,6 @@
-"""Which part of a checkpoint's tensor a rank holds, and where.
+"""Finds the part of a checkpoint tensor that a rank holds.
 
-Promise: without ranks nothing of torch's DTensor is loaded, which takes longer than reading a small model.
+Promise: without ranks, torch's DTensor is not imported (that takes longer than reading a small model).
 """
 
 from typing import NamedTuple
@@ -13,16 +13,16 @@ class LocalShard(NamedTuple):
     """The part of a tensor that this rank holds."""
 
     memory: Tensor
-    """Where it lies: what a checkpoint is copied into."""
+    """The memory that the checkpoint is copied into."""
     place: tuple[slice, ...] | None
-    """Which part of the whole tensor it is; None = all zeros, for what another rank adds."""
+    """The slices of the whole tensor; None = zeros, because another rank holds the values."""
 
 
 def shard_of(tensor: Tensor) -> LocalShard:
-    """This rank's part of a DTensor; a plain tensor is a whole one."""
+    """This rank's part of a DTensor, or the whole of a plain tensor."""
     if type(tensor) in (Tensor, Parameter):
         return LocalShard(tensor, tuple(slice(0, size) for size in tensor.shape))
-    # Lazy: see the promise.
+    # Lazy: see the module's promise.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

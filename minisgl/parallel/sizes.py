@@ -1,29 +1,29 @@
-"""What one of several ranks has of a model: split arithmetic, pure functions of the model's sizes.
+"""The sizes of one rank's part of a model: pure functions of the model's config.
 
-Promise: every rank gets the same sizes, so all run the same step on tensors of the same shapes.
+Promise: all ranks get the same sizes, so all run the same step on tensors of the same shapes.
 """
 
 from dataclasses import replace
 
 from minisgl.errors import ConfigError
-from minisgl.hf_config import EXPERT_TILE
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.experts_config import EXPERT_TILE
 
 
 def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
-    """The model as one of `tp` ranks has it: its share of heads and of the MLP's or each expert's width.
+    """The config of one of `tp` ranks: its share of the heads and of the MLP's or each expert's width.
 
-    Fewer KV heads than ranks are copied: a rank has one then. What all ranks have whole (model width,
-    vocabulary of the logits) stays as it is.
+    With fewer KV heads than ranks, each rank holds a copy of one head. The model width and the vocabulary of
+    the logits stay whole.
 
     Raises:
-        ConfigError: heads or widths can't be shared out evenly.
+        ConfigError: heads or widths are not divisible.
     """
     if tp == 1:
         return model
     uneven = _uneven(model, tp)
     if uneven:
-        fitting = ", ".join(str(size) for size in possible_sizes(model))
+        fitting = ", ".join(str(size) for size in supported_tp_sizes(model))
         raise ConfigError(f"--tp {tp} can't share out the model's {uneven} evenly; it can be {fitting}")
     experts = model.experts
     if experts is not None:
@@ -38,17 +38,17 @@ def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
 
 
 def vocabulary_rows(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and head on each rank; the last ranks' are partly padding if it does not come out."""
+    """Rows of embedding and head per rank, rounded up: the last ranks may have padding rows."""
     return -(-vocab_size // tp)
 
 
-def possible_sizes(model: ModelConfig, most: int = 16) -> list[int]:
-    """The values of --tp that suit the model, up to `most`."""
+def supported_tp_sizes(model: ModelConfig, most: int = 16) -> list[int]:
+    """The values of --tp that divide the model evenly, up to `most`."""
     return [tp for tp in range(1, most + 1) if not _uneven(model, tp)]
 
 
 def _uneven(model: ModelConfig, tp: int) -> str | None:
-    """What `tp` ranks can't share out evenly; None = nothing."""
+    """The first size that `tp` does not divide; None = all are divisible."""
     heads, kv_heads, experts = model.num_heads, model.num_kv_heads, model.experts
     if heads % tp:
         return f"{heads} attention heads"

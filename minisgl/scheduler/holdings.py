@@ -1,24 +1,34 @@
-"""Who holds which row and which pages, and the news of both for the next plan.
+"""Tracks which request holds which row and pages, and collects the table updates for the next plan.
 
-Promise: a row and a lease belong to one request from `take` to `give_back`. The news name each entry of the
-device's tables once, and nothing of a row that has changed hands since.
+Promise: a row and a lease belong to one request from `try_admit` to `release`. The updates name each
+entry of the device's tables once, and name no row that has changed hands since.
 """
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.request import Request, RequestState
-from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit
+from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit, RowRules
 from minisgl.scheduler.policy import pages_for
+from minisgl.scheduler.rules import rules_with_output
+
+
+class TableUpdates(NamedTuple):
+    """The entries that the next plan writes to the device's tables."""
+
+    row_inits: tuple[RowInit, ...]
+    row_rules: tuple[RowRules, ...]
+    page_updates: tuple[PageUpdate, ...]
 
 
 class Holdings:
-    """Hands out rows and pages; the only writer of a request's row, lease and decode_limit.
+    """Hands out rows and pages. It alone writes a request's row, lease and decode_limit.
 
     Args:
-        output_reserve_tokens: room that `take` leaves for the output of each request.
+        output_reserve_tokens: tokens that `try_admit` reserves for the output of each request.
     """
 
     def __init__(self, cache: KVCacheManager, max_rows: int, output_reserve_tokens: int) -> None:
@@ -29,12 +39,15 @@ class Holdings:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._row_inits: list[RowInit] = []
         self._page_updates: list[PageUpdate] = []
+        self._row_rules: dict[int, tuple[LogitRules, list[int]]] = {}  # key: id(rules)
+        self.new_rules_cost_tokens = 0
+        """Cost of writing the collected rules (`LogitRules.cost_tokens`)."""
         self.num_with_extras = 0
-        """Requests with a row that do more than sample."""
+        """Requests with a row that have logit rules or want log probabilities."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that were handed out and have not come back."""
+        """Rows that requests hold now."""
         return self._max_rows - len(self._free_rows)
 
     @property
@@ -43,46 +56,52 @@ class Holdings:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free or can be evicted."""
+        """Pages that are free or evictable."""
         return self._cache.num_free_pages + self._cache.num_evictable_pages
 
     def match_length(self, tokens: np.ndarray) -> int:
-        """How many of the tokens, int32 [tokens], are cached."""
+        """How many leading tokens of `tokens`, int32 [tokens], are cached."""
         return self._cache.match_length(tokens)
 
-    def pages_to_come(self, running: Iterable[Request]) -> int:
-        """Pages that these requests will still take: for the rest of their feeds and some output of each."""
+    def pages_still_needed(self, running: Iterable[Request]) -> int:
+        """Pages that these requests still need for the rest of their feeds and their reserved output."""
         return sum(
-            self._pages_to_come(request, request.num_planned_tokens, len(request.lease.page_ids))
+            self._pages_still_needed(request, request.num_planned_tokens, len(request.lease.page_ids))
             for request in running
         )
 
-    def take(self, request: Request, matchable: np.ndarray, pages_to_come: int | None) -> bool:
-        """Give a request a row and its cached prefix, if the rest fits beside what the running ones need.
+    def try_admit(self, request: Request, matchable: np.ndarray, pages_still_needed: int | None) -> bool:
+        """Give a request a row and its cached prefix, if its other pages fit beside the running requests.
 
         Args:
             matchable: the part of its feed that may come from the cache, int32 [tokens].
-            pages_to_come: `pages_to_come` of all that run; None = whatever it needs, it gets in.
+            pages_still_needed: `pages_still_needed` of all running requests; None = admit it in any case.
+
+        Returns:
+            Whether the request was admitted; if not, nothing has changed.
         """
-        lease = self._lease_if_it_fits(request, matchable, pages_to_come)
+        lease = self._lease_if_it_fits(request, matchable, pages_still_needed)
         if lease is None:
             return False
         request.lease = lease
+        request.uses_shared_pages = bool(lease.page_ids)
         request.row = self._free_rows.pop()
         request.num_planned_tokens = len(lease.page_ids) * self._page_size
         request.decode_limit = 0
         self._row_inits.append(_row_init(request))
+        if request.rules is not None:
+            self._add_rules(request.row, rules_with_output(request.rules, request.output))
         if lease.page_ids:
             self._page_updates.append(PageUpdate(request.row, 0, tuple(lease.page_ids)))
         self.num_with_extras += request.changes_logits or request.wants_logprobs
         return True
 
-    def room_tokens(self, request: Request) -> int:
-        """The most tokens the request could have, with all pages that are available."""
+    def capacity_tokens(self, request: Request) -> int:
+        """Tokens that the request could hold if it got every available page."""
         return (len(request.lease.page_ids) + self.num_available_pages) * self._page_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Get the pages for `num_tokens` tokens; False = there are not enough, nothing changed."""
+        """Get pages for the request's first `num_tokens` tokens; False = too few pages, nothing changed."""
         grown = self._cache.grow(request.lease, num_tokens)
         if grown is None:
             return False
@@ -91,35 +110,68 @@ class Holdings:
             self._page_updates.append(PageUpdate(request.row, first_index, page_ids))
         capacity = len(request.lease.page_ids) * self._page_size
         request.decode_limit = (
-            min(capacity, request.last_fed_tokens) if request.state is RequestState.DECODE else 0
+            min(capacity, request.max_fed_tokens) if request.state is RequestState.DECODE else 0
         )
         return True
 
+    def extend_match(self, request: Request, matchable: np.ndarray) -> None:
+        """Use pages that were cached since the request was admitted, instead of computing their tokens.
+
+        While the request's last page is partly filled, nothing changes.
+
+        Args:
+            matchable: as in `try_admit`.
+        """
+        first_index = len(request.lease.page_ids)
+        if request.num_planned_tokens != first_index * self._page_size:
+            return
+        page_ids = self._cache.extend_match(request.lease, matchable)
+        if page_ids:
+            request.uses_shared_pages = True
+            request.num_planned_tokens += len(page_ids) * self._page_size
+            self._page_updates.append(PageUpdate(request.row, first_index, tuple(page_ids)))
+
+    def share(self, request: Request) -> None:
+        """Put the planned tokens' full pages into the tree; the step being planned computes them."""
+        self._cache.share(request.lease, request.feed, request.num_planned_tokens)
+
     def commit(self, request: Request, num_fed: int) -> None:
-        """So much of the feed is in the pool: share its full pages, and use the tree's where it has them."""
+        """Put the full pages of the first `num_fed` computed tokens into the tree.
+
+        Where the tree already has a page for the same tokens, the request uses that page from now on.
+        """
         for index, page_id in self._cache.commit(request.lease, request.feed, num_fed):
+            request.uses_shared_pages = True
             self._page_updates.append(PageUpdate(request.row, index, (page_id,)))
 
-    def give_back(self, request: Request) -> None:
-        """Take row and pages from a request that no launched step uses; what was computed stays cached."""
+    def invalidate(self, request: Request) -> None:
+        """Remove the request's pages from the cache's matches, because their keys and values may be wrong."""
+        self._cache.invalidate(request.lease)
+
+    def release(self, request: Request) -> None:
+        """Take row and pages from a request without a step in flight; its computed pages stay cached."""
         tokens = request.tokens()
         self._cache.release(request.lease, tokens, min(request.num_planned_tokens, len(tokens)))
         self._row_inits = [init for init in self._row_inits if init.row != request.row]
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
+        self._drop_rules(request.row)
         self._free_rows.append(request.row)
         self.num_with_extras -= request.changes_logits or request.wants_logprobs
         request.lease = None
         request.row = -1
 
-    def take_news(self) -> tuple[tuple[RowInit, ...], tuple[PageUpdate, ...]]:
-        """What has changed since the last call."""
-        news = tuple(self._row_inits), tuple(self._page_updates)
+    def drain_updates(self) -> TableUpdates:
+        """Return the updates collected since the last call, and clear them."""
+        row_rules = tuple(RowRules(tuple(rows), rules) for rules, rows in self._row_rules.values())
+        updates = TableUpdates(tuple(self._row_inits), row_rules, tuple(self._page_updates))
         self._row_inits.clear()
+        self._row_rules.clear()
+        self.new_rules_cost_tokens = 0
         self._page_updates.clear()
-        return news
+        return updates
 
     def check_invariants(self, holders: Collection[Request]) -> None:
-        """Recompute what must hold if these requests hold all that is held; for tests.
+        """Recompute every invariant, given all requests that hold a row or pages; for tests.
 
         Raises:
             AssertionError: names the broken promise.
@@ -131,49 +183,47 @@ class Holdings:
             assert request.lease is not None, "a request with a row has no lease"
         with_extras = sum(request.changes_logits or request.wants_logprobs for request in holders)
         assert self.num_with_extras == with_extras, "num_with_extras is off"
+        cost_tokens = sum(rules.cost_tokens for rules, _ in self._row_rules.values())
+        assert self.new_rules_cost_tokens == cost_tokens, "new_rules_cost_tokens is off"
+
+    def _add_rules(self, row: int, rules: LogitRules) -> None:
+        if id(rules) not in self._row_rules:
+            self._row_rules[id(rules)] = (rules, [])
+            self.new_rules_cost_tokens += rules.cost_tokens
+        self._row_rules[id(rules)][1].append(row)
+
+    def _drop_rules(self, row: int) -> None:
+        """Of a row that is given back before its rules were written."""
+        for key, (rules, rows) in self._row_rules.items():
+            if row in rows:
+                rows.remove(row)
+                if not rows:
+                    del self._row_rules[key]
+                    self.new_rules_cost_tokens -= rules.cost_tokens
+                return
 
     def _lease_if_it_fits(
-        self, request: Request, matchable: np.ndarray, pages_to_come: int | None
+        self, request: Request, matchable: np.ndarray, pages_still_needed: int | None
     ) -> Lease | None:
-        lease = self._cache.admit(matchable)
-        if pages_to_come is not None:
-            needed = pages_to_come + self._pages_to_come(request, 0, len(lease.page_ids))
+        lease = self._cache.admit(matchable, is_shareable=not request.is_isolated)
+        if pages_still_needed is not None:
+            needed = pages_still_needed + self._pages_still_needed(request, 0, len(lease.page_ids))
             if needed > self.num_available_pages:
                 self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
                 return None
         return lease
 
-    def _pages_to_come(self, request: Request, num_planned_tokens: int, num_held_pages: int) -> int:
-        """Pages a request will still take: for the rest of its feed and an estimate of its output."""
+    def _pages_still_needed(self, request: Request, num_planned_tokens: int, num_held_pages: int) -> int:
+        """Pages that a request still needs for the rest of its feed and the reserved part of its output."""
         fed = max(num_planned_tokens, len(request.feed))
-        remaining = request.last_fed_tokens - fed
+        remaining = request.max_fed_tokens - fed
         tokens = fed + min(remaining, self._output_reserve_tokens)
         return max(pages_for(tokens, self._page_size) - num_held_pages, 0)
 
 
 def _row_init(request: Request) -> RowInit:
-    """The sampling state of a row that the request now gets."""
+    """The initial sampling state of the request's new row."""
     params = request.params
-    rules = None
-    if request.changes_logits:
-        rules = LogitRules(
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            logit_bias=tuple((params.logit_bias or {}).items()),
-            allowed_token_ids=params.allowed_token_ids,
-            bad_words_ids=params.bad_words_ids,
-            stop_ids=tuple(request.stop_ids) if params.min_tokens else (),
-            min_len=len(request.prompt) + params.min_tokens,
-            prompt=request.prompt.tobytes(),
-            output=np.array(request.output, dtype=np.int32).tobytes(),
-        )
     return RowInit(
-        request.row,
-        params.temperature,
-        max(params.top_k, 0),
-        params.top_p,
-        params.min_p,
-        request.seed,
-        rules,
+        request.row, params.temperature, max(params.top_k, 0), params.top_p, params.min_p, request.seed
     )

@@ -1,58 +1,63 @@
-"""Log probabilities on their way from the device to the outputs that asked for them.
+"""Attaches log probabilities to the outputs of the requests that asked for them.
 
-Promise: an output has one entry for each of its tokens; those of a prompt come complete and once, however
-often the prompt was computed.
+Promise: an output has one entry for each of its tokens. A prompt's entries come once and complete, even if
+the prompt was computed more than once.
+Shapes: k = top tokens per line.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.request import Request, RequestOutput, TokenLogprobs
+from minisgl.request import LOWEST_LOGPROB, PackedLogprobs, Request, RequestOutput, TokenLogprobs
 from minisgl.scheduler.plan import Chunk
-
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has no word for; the number that OpenAI uses."""
 
 
 class PromptLogprobs:
-    """What is known so far of the prompts that nobody has heard of yet."""
+    """Collects the log probabilities of prompts, chunk by chunk, until they are sent."""
 
     def __init__(self) -> None:
-        self._found: dict[int, list[TokenLogprobs]] = {}  # by request id
+        # Request id -> the target ids and lines of each chunk so far.
+        self._found: dict[int, list[tuple[bytes, np.ndarray]]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any is wanted."""
+        """Whether any request's prompt is being collected."""
         return bool(self._found)
 
-    def want(self, request: Request) -> None:
-        """From the beginning, if the request asks for them."""
+    def start(self, request: Request) -> None:
+        """Start with an empty list for the request, if it asks for its prompt's log probabilities."""
         if request.params.prompt_logprobs is not None:
             self._found[request.request_id] = []
 
-    def wants(self, request: Request) -> bool:
-        """Whether those of its prompt are still to be computed or heard of."""
+    def is_collecting(self, request: Request) -> bool:
+        """Whether the request's prompt is being collected and was not sent yet."""
         return request.request_id in self._found
 
-    def matchable(self, request: Request) -> np.ndarray:
-        """The part of its feed that may come from the cache: cached tokens have no logits."""
-        return request.feed[:1] if self.wants(request) else request.feed
+    def matchable_tokens(self, request: Request) -> np.ndarray:
+        """The part of the request's feed that may come from the cache; cached tokens have no logits."""
+        return request.feed[:1] if self.is_collecting(request) else request.feed
 
     def forget(self, request_id: int) -> None:
         self._found.pop(request_id, None)
 
-    def book(self, request: Request, chunk: Chunk, lines: np.ndarray) -> None:
-        """Read those of one chunk; lines: int32 [targets, 2 + 2 * k]."""
+    def add_chunk(self, request: Request, chunk: Chunk, lines: np.ndarray) -> None:
+        """Add one chunk's log probabilities; lines: int32 [targets, 2 + 2 * k]."""
         found = self._found.get(request.request_id)
         if found is None or not chunk.targets:
             return
-        num_top = request.params.prompt_logprobs or 0
-        for line, token_id in zip(lines, np.frombuffer(chunk.targets, dtype="<i4").tolist(), strict=True):
-            found.append(read_logprobs(line, token_id, num_top))
+        k = (lines.shape[1] - 2) // 2
+        num_top = min(request.params.prompt_logprobs or 0, k)
+        found.append((chunk.targets, lines[:, [*range(2 + num_top), *range(2 + k, 2 + k + num_top)]]))
 
-    def take(self, request: Request) -> list[TokenLogprobs] | None:
-        """All of a prompt, once; None = they are not wanted, or are known already."""
-        return self._found.pop(request.request_id, None)
+    def pop(self, request: Request) -> PackedLogprobs | None:
+        """Return and forget a prompt's log probabilities; None = not asked for, or sent already."""
+        found = self._found.pop(request.request_id, None)
+        if found is None:
+            return None
+        return PackedLogprobs(
+            b"".join(targets for targets, _ in found),
+            b"".join(lines.astype("<i4", copy=False).tobytes() for _, lines in found),
+        )
 
 
 def attach_logprobs(
@@ -61,7 +66,7 @@ def attach_logprobs(
     prompts: PromptLogprobs,
     outputs: Sequence[RequestOutput],
 ) -> None:
-    """Give a step's outputs the log probabilities that their requests asked for.
+    """Attach to a step's outputs the log probabilities that their requests asked for.
 
     Args:
         lines: int32 [R, 2 + 2 * k], one for each of `sampled`.
@@ -75,17 +80,17 @@ def attach_logprobs(
             assert lines is not None, "log probabilities were planned and did not come"
             num_top = request.params.logprobs or 0
             output.logprobs = [read_logprobs(lines[index], token, num_top) for token in output.token_ids]
-        output.prompt_logprobs = prompts.take(request)
+        output.prompt_logprobs = prompts.pop(request)
 
 
 def read_logprobs(line: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
-    """One line (int32 [2 + 2 * k], `engine.logits.pack_logprobs`) with its first `num_top` top tokens."""
+    """Unpack a line (int32 [2 + 2 * k], `engine.logits.pack_logprobs`), keeping `num_top` top tokens."""
     k = (len(line) - 2) // 2
     values = line.view(np.float32)
     return TokenLogprobs(
         token_id,
-        max(float(values[0]), LOWEST),
+        max(float(values[0]), LOWEST_LOGPROB),
         int(line[1]) + 1,
         line[2 : 2 + min(num_top, k)].tolist(),
-        [max(value, LOWEST) for value in values[2 + k : 2 + k + min(num_top, k)].tolist()],
+        [max(value, LOWEST_LOGPROB) for value in values[2 + k : 2 + k + min(num_top, k)].tolist()],
     )

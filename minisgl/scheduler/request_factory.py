@@ -1,91 +1,91 @@
-"""What arrives becomes a request, or is refused: everything that is known before it gets a row.
+"""Turns each incoming call into checked requests, or refuses it.
 
-Promise: a request that was made fits the context, names only tokens there are, and has a seed of its own.
+Promise: every request made here fits the context and names only token ids of the vocabulary.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from minisgl.errors import RequestError
-from minisgl.request import Request, SamplingParams, fit_to_context
+from minisgl.request import Request, SamplingParams, fit_to_context, params_for_choice
+from minisgl.scheduler.plan import LogitRules
+from minisgl.scheduler.policy import seniority
+from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
 
 
-class Arrivals:
-    """Makes requests, in the order of their arrival.
+class RequestFactory:
+    """Makes requests and numbers them in the order of their arrival.
 
     Args:
-        max_context_tokens: prompt and output of one request.
-        seed: seeds the requests that bring none of their own.
+        max_context_tokens: longest prompt + output of one request, in tokens.
     """
 
-    def __init__(
-        self, *, max_context_tokens: int, vocab_size: int, eos_token_ids: tuple[int, ...], seed: int
-    ) -> None:
+    def __init__(self, *, max_context_tokens: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._max_context_tokens = max_context_tokens
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
-        self._seed = seed
         self._num_made = 0
 
-    def make(
-        self, request_id: int, prompt: np.ndarray, params: SamplingParams, *, priority: int, streamed: bool
-    ) -> Request:
-        """The request; `prompt` is int32 [tokens].
+    def check(self, params: SamplingParams) -> "CheckedCall":
+        """Check a call's parameters once, for all of its prompts and choices; `make` takes the result.
 
         Raises:
-            RequestError: 400 when it does not fit the context, or names tokens that there are not.
+            RequestError: 400 when the parameters name unknown token ids, or ban every token.
         """
-        fitted = fit_to_context(len(prompt), params, self._max_context_tokens)
+        stop_ids = frozenset(params.stop_token_ids)
+        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
+        return CheckedCall(params, stop_ids, rules_of_call(params, stop_ids, self._vocab_size))
+
+    def make(
+        self,
+        request_ids: Sequence[int],
+        prompt: np.ndarray,
+        call: "CheckedCall",
+        *,
+        priority: int,
+        streamed: bool,
+        seeds: Sequence[int] = (),
+    ) -> list[Request]:
+        """Make the requests for all choices of one prompt; `prompt` is int32 [tokens].
+
+        Args:
+            seeds: one for each choice; () = the parameters have a seed (`params_for_choice`) or are greedy.
+
+        Raises:
+            RequestError: 400 when the prompt does not fit the context, or has unknown token ids.
+        """
+        fitted = fit_to_context(len(prompt), call.params, self._max_context_tokens)
         assert fitted.max_tokens is not None
         if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab_size:
             raise RequestError(400, "invalid_token_id", f"token ids must be from 0 to {self._vocab_size - 1}")
-        stop_ids = frozenset(params.stop_token_ids)
-        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
-        self._check_rules(fitted, stop_ids)
-        arrival = self._num_made
-        self._num_made += 1
-        return Request(
-            request_id,
-            prompt,
-            fitted,
-            priority=priority,
-            arrival=arrival,
-            streamed=streamed,
-            seed=params.seed if params.seed is not None else mix_seed(self._seed, arrival),
-            max_new_tokens=fitted.max_tokens,
-            stop_ids=stop_ids,
-        )
-
-    def _check_rules(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """Refuse rules that name tokens there are not, or that leave none to generate."""
-        if not params.changes_logits:
-            return
-        named = {
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids,
-            "bad_words_ids": [token_id for ids in params.bad_words_ids for token_id in ids],
-        }
-        for param, ids in named.items():
-            if ids and max(ids) >= self._vocab_size:
-                message = f"{param}: token ids must be from 0 to {self._vocab_size - 1}, got {max(ids)}"
-                raise RequestError(400, "invalid_token_id", message, param)
-        banned = {ids[0] for ids in params.bad_words_ids if len(ids) == 1}
-        if params.min_tokens:
-            banned |= stop_ids
-        if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
-            raise RequestError(
-                400,
-                "invalid_value",
-                "every one of allowed_token_ids is banned: by bad_words, or by min_tokens, "
-                "which bans what ends the output",
-                "allowed_token_ids",
+        rules = call.rules and rules_of_prompt(call.rules, prompt, fitted.min_tokens)
+        made = []
+        for rank, request_id in enumerate(request_ids):
+            params = params_for_choice(fitted, rank)
+            arrival = self._num_made
+            self._num_made += 1
+            made.append(
+                Request(
+                    request_id,
+                    prompt,
+                    params,
+                    priority=priority,
+                    seniority=seniority(priority, arrival),
+                    streamed=streamed,
+                    seed=seeds[rank] if seeds else params.seed or 0,  # a request without any seed is greedy
+                    max_new_tokens=fitted.max_tokens,
+                    stop_ids=call.stop_ids,
+                    rules=rules,
+                )
             )
+        return made
 
 
-def mix_seed(seed: int, arrival: int) -> int:
-    """A signed 64-bit seed for a request that brought none (splitmix64, Steele et al. 2014)."""
-    mask = 2**64 - 1
-    z = (seed * 0x9E3779B97F4A7C15 + (arrival + 1) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    z ^= z >> 31
-    return z - 2**64 if z >= 2**63 else z
+class CheckedCall(NamedTuple):
+    """The checked parameters of a call, with the stop ids and logit rules derived from them."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    rules: LogitRules | None

@@ -1,15 +1,15 @@
-"""Who runs next: turns waiting and running requests into step plans, and results into outputs.
+"""Turns waiting and running requests into step plans, and step results into outputs.
 
-Promise: every request that is added gets exactly one final output and nothing after it, and its row
-and pages are given back exactly once, in `_settle`, when no launched step uses them. `plan()` may
-run ahead of `apply()` (overlap); steps are applied in the order they were planned.
+Promise: every request gets exactly one final output and nothing after it. Its row and pages are released
+exactly once, in `_retire_or_requeue`, when no launched step uses them. `plan()` may run ahead of `apply()`
+(overlap); steps are applied in the order they were planned.
 """
 
 import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -18,11 +18,15 @@ import numpy as np
 from minisgl.errors import RequestError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
-from minisgl.scheduler.arrivals import Arrivals
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.failures import error_output, no_finite_logits, no_token_left
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
-from minisgl.scheduler.plan import PLAIN, Chunk, Extras, StepPlan
+from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan
 from minisgl.scheduler.policy import PREFIX_WINDOW, choose_waiting, prefill_budget_tokens
+from minisgl.scheduler.request_factory import RequestFactory
+from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP, extras_of
+from minisgl.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -30,46 +34,16 @@ _seniority = attrgetter("seniority")
 _num_planned_tokens = attrgetter("num_planned_tokens")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """The scheduler's limits; all counts."""
-
-    max_rows: int
-    max_step_tokens: int
-    chunk_tokens: int
-    mixed_step_tokens: int
-    """New tokens in a step that also decodes a streamed request; prompts get half of them at least."""
-    max_context_tokens: int
-    """Prompt and output of one request; at most what the pool holds."""
-    vocab_size: int
-    output_reserve_tokens: int = 64
-    """Room an admission leaves for the output of each running request: an estimate, not the whole
-    max_tokens, which would leave the pool idle; preemption meets the rest."""
-    eos_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-
-
-@dataclass
-class SchedulerStats:
-    """Counters since the start."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-
-
 class _LaunchedStep(NamedTuple):
-    """What `apply` has to know of a planned step."""
+    """The part of a planned step that `apply` needs."""
 
     step_id: int
-    chunks: list[tuple[Request, int]]  # request, tokens of its feed in the pool after this step
-    sampled: list[Request]  # one token comes back for each, in this order
+    chunks: list[tuple[Request, int]]  # request, tokens of its feed that are in the pool after this step
+    sampled: list[Request]  # the result has one token for each, in this order
 
 
 class Scheduler:
-    """Decides and books; with its `Holdings` the only writer of requests. No torch, no clock, no I/O."""
+    """Plans steps and books their results. Only it and its `Holdings` write to requests."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         pool_tokens = cache.num_usable_pages * cache.page_size
@@ -79,19 +53,20 @@ class Scheduler:
             )
         self.config = config
         self.stats = SchedulerStats()
-        self._arrivals = Arrivals(
+        self._factory = RequestFactory(
             max_context_tokens=config.max_context_tokens,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
-            seed=config.seed,
         )
         self._holdings = Holdings(cache, config.max_rows, config.output_reserve_tokens)
         self._requests: dict[int, Request] = {}  # not yet finished
         self._waiting: list[Request] = []  # by seniority
         self._running: list[Request] = []  # holds a row, not finished; by seniority
-        self._num_leaving = 0  # finished or preempting requests whose pages come back with a launched step
+        self._num_awaiting_release = (
+            0  # finished or preempting requests whose pages come back with a launched step
+        )
         self._launched: deque[_LaunchedStep] = deque()
-        # Of the last refusal: the request's id, and the pages there were.
+        # The last request that did not fit: its id, and the pages that were available.
         self._blocked_admission: tuple[int, int] | None = None
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
@@ -107,12 +82,12 @@ class Scheduler:
 
     @property
     def num_held_rows(self) -> int:
-        """Rows that were handed out and have not come back."""
+        """Rows that requests hold now."""
         return self._holdings.num_rows
 
     @property
     def has_work(self) -> bool:
-        """Something waits, runs, is in flight, or has an output that nobody took."""
+        """Whether a request is open, a step is in flight, or an output was not taken yet."""
         return bool(self._requests or self._launched or self._outputs)
 
     def add(
@@ -123,38 +98,65 @@ class Scheduler:
         priority: int = 0,
         streamed: bool = True,
     ) -> None:
-        """Take in a request. A refusal is an output like any other.
+        """Queue a request. If it is refused, the refusal is an ordinary output.
 
         Args:
             prompt: int32 [tokens].
-            streamed: its tokens are read as they come: `mixed_step_tokens` bounds the steps that decode it.
+            streamed: the client reads tokens as they come, so `mixed_step_tokens` bounds its steps.
         """
-        assert request_id not in self._requests, f"request id {request_id} is in use"
+        self.add_call(request_id, [prompt], params, 1, priority, streamed)
+
+    def add_call(
+        self,
+        request_id: int,
+        prompts: Sequence[np.ndarray],
+        params: SamplingParams,
+        num_choices: int,
+        priority: int,
+        streamed: bool,
+        seeds: Sequence[int] = (),
+    ) -> None:
+        """Queue `num_choices` requests for each prompt, with consecutive ids from `request_id` on.
+
+        Args:
+            seeds: one for each request; () = `params` has a seed or is greedy.
+        """
+        ids = [
+            range(first, first + num_choices)
+            for first in range(request_id, request_id + len(prompts) * num_choices, num_choices)
+        ]
         try:
-            request = self._arrivals.make(request_id, prompt, params, priority=priority, streamed=streamed)
+            call = self._factory.check(params)
         except RequestError as error:
-            self.refuse(request_id, error)
+            for one in chain(*ids):
+                self.refuse(one, error)
             return
-        self._prompt_logprobs.want(request)
-        self._requests[request_id] = request
-        insort(self._waiting, request, key=_seniority)
+        for own, prompt in zip(ids, prompts, strict=True):
+            assert self._requests.keys().isdisjoint(own), f"one of the request ids {own} is in use"
+            try:
+                requests = self._factory.make(
+                    own,
+                    prompt,
+                    call,
+                    priority=priority,
+                    streamed=streamed,
+                    seeds=seeds[own.start - request_id : own.stop - request_id],
+                )
+            except RequestError as error:
+                for one in own:
+                    self.refuse(one, error)
+                continue
+            for request in requests:
+                self._prompt_logprobs.start(request)
+                self._requests[request.request_id] = request
+                insort(self._waiting, request, key=_seniority)
 
     def refuse(self, request_id: int, error: RequestError) -> None:
-        """Answer a request that is not taken in."""
-        self._outputs.append(
-            RequestOutput(
-                request_id,
-                [],
-                FinishReason.ERROR,
-                error_status=error.status,
-                error_code=error.code,
-                error_message=error.message,
-                error_param=error.param,
-            )
-        )
+        """Answer a request that was not queued."""
+        self._outputs.append(error_output(request_id, error))
 
     def abort(self, request_id: int) -> None:
-        """End a request at the next chance with a final ABORT output; unknown and ended ids are ignored."""
+        """End a request with a final ABORT output; unknown and ended ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._prompt_logprobs.forget(request_id)
@@ -168,15 +170,15 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a launched step is applied."""
         sampled: list[Request] = []
-        # Oldest first: who needs a page takes it from the youngest, which comes later in this loop.
+        # Oldest first: a request that needs a page preempts the youngest, which comes later in this loop.
         for request in self._running.copy():
             num_planned = request.num_planned_tokens
-            if num_planned >= request.decode_limit and not self._can_decode(request):
+            if num_planned >= request.decode_limit and not self._make_room_to_decode(request):
                 continue
             request.num_planned_tokens = num_planned + 1
             request.steps_in_flight += 1
             sampled.append(request)
-        # Longest first: so decode attention shares out best. The order stays until one comes or goes.
+        # Longest first balances decode attention best. The order stays the same while the batch does.
         sampled.sort(key=_num_planned_tokens, reverse=True)
         decode_rows = tuple([request.row for request in sampled])
 
@@ -190,32 +192,34 @@ class Scheduler:
             )
             prefilling = [r for r in self._running if r.state is RequestState.PREFILL and not r.is_preempting]
             for request in prefilling:
-                budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
+                self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
+                budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
             if budget > 0 and self._may_admit:
-                # Counted once a step: what is fed below changes nobody else's need.
-                to_come = self._holdings.pages_to_come(self._running)
-                while budget > 0 and (request := self._admit_next(to_come)) is not None:
-                    budget -= self._feed_chunk(request, budget, chunks, launched_chunks, sampled)
-                    to_come += self._holdings.pages_to_come([request])
+                # Counted once a step: the chunks planned below change no other request's need.
+                still_needed = self._holdings.pages_still_needed(self._running)
+                while budget > 0 and (request := self._admit_next(still_needed)) is not None:
+                    budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
+                    still_needed += self._holdings.pages_still_needed([request])
 
         if not decode_rows and not chunks:
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
             return None
         decode_extras = chunk_extras = PLAIN
         if self._holdings.num_with_extras:
-            decode_extras = _extras_of(sampled[: len(decode_rows)])
-            chunk_extras = _extras_of(sampled[len(decode_rows) :])
-        row_inits, page_updates = self._holdings.take_news()
+            decode_extras = extras_of(sampled[: len(decode_rows)])
+            chunk_extras = extras_of(sampled[len(decode_rows) :])
+        updates = self._holdings.drain_updates()
         plan = StepPlan(
             step_id=self._num_plans,
-            row_inits=row_inits,
-            page_updates=page_updates,
+            row_inits=updates.row_inits,
+            page_updates=updates.page_updates,
             decode_rows=decode_rows,
             chunks=tuple(chunks),
             sampled_rows=tuple([request.row for request in sampled]) if chunks else decode_rows,
             decode_extras=decode_extras,
             chunk_extras=chunk_extras,
             decode_lengths=tuple(map(_num_planned_tokens, sampled[: len(decode_rows)])) if chunks else (),
+            row_rules=updates.row_rules,
         )
         self._num_plans += 1
         self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))
@@ -228,26 +232,42 @@ class Scheduler:
         logprobs: np.ndarray | None = None,
         prompt_logprobs: Sequence[np.ndarray] = (),
     ) -> None:
-        """Book a step's results, in the order of a `StepResult`; what follows is in `take_outputs`."""
+        """Book a step's results (the fields of a `StepResult`); `take_outputs` then has its outputs."""
         step = self._launched.popleft()
         assert step.step_id == plan.step_id, f"step {plan.step_id} applied, but {step.step_id} is next"
         assert len(token_ids) == len(step.sampled)
         self.stats.num_steps += 1
-        for request, num_fed in step.chunks:
-            self._commit_chunk(request, num_fed)
+        # Add log probabilities first: committing a chunk may requeue a preempted request, which then
+        # starts a new list.
         if prompt_logprobs:
             for chunk, (request, _), lines in zip(plan.chunks, step.chunks, prompt_logprobs, strict=True):
-                self._prompt_logprobs.book(request, chunk, lines)
+                self._prompt_logprobs.add_chunk(request, chunk, lines)
+        for request, num_fed in step.chunks:
+            self._commit_chunk(request, num_fed)
         outputs = self._outputs
         num_before = len(outputs)
         num_dropped = 0
         for request, token in zip(step.sampled, token_ids, strict=True):
             request.steps_in_flight -= 1
-            if request.state is RequestState.FINISHED:  # it ended while this step was in flight
+            if token == NO_LOGITS:
+                self._holdings.invalidate(request)
+            is_finished = request.state is RequestState.FINISHED  # while this step was in flight
+            is_computed_again = request.is_isolated and request.is_preempting
+            if is_finished or is_computed_again:
                 num_dropped += 1
-                self._settle(request)
+                self._retire_or_requeue(request)
                 continue
-            if not request.max_new_tokens:  # only the prompt was of interest
+            if token == NO_LOGITS and request.uses_shared_pages:
+                num_dropped += 1
+                self._isolate(request)
+                continue
+            if token == NO_LOGITS or (token < 0 and request.max_new_tokens):
+                num_dropped += 1
+                outputs.append(self._fail(request, token))
+                continue
+            if (
+                not request.max_new_tokens
+            ):  # max_tokens=0: the caller wants only the prompt's log probabilities
                 num_dropped += 1
                 outputs.append(self._finish(request, FinishReason.LENGTH, []))
                 continue
@@ -259,13 +279,13 @@ class Scheduler:
             else:
                 outputs.append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens))
                 if request.is_preempting:
-                    self._settle(request)
+                    self._retire_or_requeue(request)
         self.stats.num_output_tokens += len(token_ids) - num_dropped
         if logprobs is not None or self._prompt_logprobs:
             attach_logprobs(step.sampled, logprobs, self._prompt_logprobs, outputs[num_before:])
 
     def check_invariants(self) -> None:
-        """Recompute what must hold between any two calls; for tests.
+        """Recompute every invariant that holds between two calls; for tests.
 
         Raises:
             AssertionError: names the broken promise.
@@ -288,21 +308,24 @@ class Scheduler:
             assert request.lease is None, "a waiting request holds pages"
             assert request.row == -1, "a waiting request holds a row"
         preempting = [request for request in self._running if request.is_preempting]
-        assert self._num_leaving == len(leaving) + len(preempting), "num_leaving is off"
+        assert self._num_awaiting_release == len(leaving) + len(preempting), "num_awaiting_release is off"
         assert len(self._requests) == len(self._waiting) + len(self._running), "a request is nowhere"
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_seniority), "a queue is out of order"
 
-    def _can_decode(self, request: Request) -> bool:
-        """The decisions behind a decode that isn't plainly possible: done, not yet decoding, out of pages."""
+    def _make_room_to_decode(self, request: Request) -> bool:
+        """Get the page for a request's next decode, preempting younger requests if needed.
+
+        False = it can't decode now: it is not in DECODE, has all its tokens, or got no page.
+        """
         if (
             request.state is not RequestState.DECODE
             or request.is_preempting
-            or request.num_planned_tokens >= request.last_fed_tokens
+            or request.num_planned_tokens >= request.max_fed_tokens
         ):
             return False
         while not self._holdings.grow(request, request.num_planned_tokens + 1):
-            if self._num_leaving:  # pages are on their way: they come back with a launched step
+            if self._num_awaiting_release:  # a launched step will release pages, so preempt nobody
                 return False
             victim = self._running[-1]
             self._preempt(victim)
@@ -310,7 +333,7 @@ class Scheduler:
                 return False
         return True
 
-    def _feed_chunk(
+    def _plan_chunk(
         self,
         request: Request,
         budget: int,
@@ -318,10 +341,10 @@ class Scheduler:
         launched_chunks: list[tuple[Request, int]],
         sampled: list[Request],
     ) -> int:
-        """Plan the next part of a prompt; returns its tokens, 0 when budget or pages don't allow any."""
+        """Plan the next chunk of a prompt; returns its length in tokens, 0 if budget or pages allow none."""
         start = request.num_planned_tokens
-        room_tokens = self._holdings.room_tokens(request)
-        num_tokens = min(budget, self.config.chunk_tokens, len(request.feed) - start, room_tokens - start)
+        capacity_tokens = self._holdings.capacity_tokens(request)
+        num_tokens = min(budget, self.config.chunk_tokens, len(request.feed) - start, capacity_tokens - start)
         if num_tokens <= 0:
             return 0
         end = start + num_tokens
@@ -329,7 +352,7 @@ class Scheduler:
         request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
         grown = self._holdings.grow(request, end)
         assert grown, "the pages that were counted are not there"
-        wants_prompt = self._prompt_logprobs.wants(request)
+        wants_prompt = self._prompt_logprobs.is_collecting(request)
         targets = request.feed[start + 1 : end + 1].tobytes() if wants_prompt else b""
         chunks.append(Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets))
         launched_chunks.append((request, end))
@@ -337,33 +360,45 @@ class Scheduler:
             sampled.append(request)
         request.num_planned_tokens = end
         request.steps_in_flight += 1
+        # Later chunks of this step may read these pages: each layer stores all keys and values of the step
+        # before it attends.
+        self._holdings.share(request)
         return num_tokens
 
     @property
     def _may_admit(self) -> bool:
-        """Whether somebody waits who might get a row, and did not already find no room for these pages."""
+        """Whether a waiting request may get a row in this step.
+
+        False if the first one did not fit and no page came free since, or if the new rules cost enough.
+        """
         if not self._waiting or not self._holdings.has_free_row:
+            return False
+        if self._holdings.new_rules_cost_tokens >= MAX_RULES_COST_PER_STEP:
             return False
         return self._blocked_admission != (self._waiting[0].request_id, self._holdings.num_available_pages)
 
-    def _admit_next(self, pages_to_come: int) -> Request | None:
-        """Give the next waiting request a row and its cached prefix; None = nobody can come in now.
+    def _admit_next(self, pages_still_needed: int) -> Request | None:
+        """Admit the next waiting request, with a row and its cached prefix; None = none can be admitted.
 
         Args:
-            pages_to_come: that those who run will still take.
+            pages_still_needed: pages that the running requests still need.
         """
         if not self._may_admit:
             return None
         head = self._waiting[0]
-        window = [r for r in self._waiting[:PREFIX_WINDOW] if r.priority == head.priority]
+        # The first ones up to another priority: with age, priorities may alternate.
+        window = list(takewhile(lambda r: r.priority == head.priority, self._waiting[:PREFIX_WINDOW]))
         index = 0
         if len(window) > 1:
-            matchable = map(self._prompt_logprobs.matchable, window)
-            index = choose_waiting(list(map(self._holdings.match_length, matchable)), head.num_times_skipped)
-        taken = self._take(window[index], pages_to_come)
-        if not taken and index:  # who comes first must not wait for room that another needs
+            parts = [self._prompt_logprobs.matchable_tokens(request) for request in window]
+            # Choices of a prompt share its array, so each array is matched once.
+            found = {id(part): part for part in parts}
+            lengths = {key: self._holdings.match_length(part) for key, part in found.items()}
+            index = choose_waiting([lengths[id(part)] for part in parts], head.num_times_skipped)
+        taken = self._try_admit(window[index], pages_still_needed)
+        if not taken and index:  # the head must not wait because the other request needs more room
             index = 0
-            taken = self._take(head, pages_to_come)
+            taken = self._try_admit(head, pages_still_needed)
         if not taken:
             self._blocked_admission = (head.request_id, self._holdings.num_available_pages)
             return None
@@ -373,7 +408,7 @@ class Scheduler:
             head.num_times_skipped += 1
         del self._waiting[index]
         insort(self._running, request, key=_seniority)
-        if not request.was_admitted:  # not the return after a preemption
+        if not request.was_admitted:  # False when it returns after a preemption
             request.was_admitted = True
             request.num_cached_tokens = request.num_planned_tokens
             self.stats.num_prompt_tokens += len(request.prompt)
@@ -381,23 +416,23 @@ class Scheduler:
         request.move_to(RequestState.PREFILL)
         return request
 
-    def _take(self, request: Request, pages_to_come: int) -> bool:
-        """Give a waiting request a row and its cached prefix, if the rest fits; alone it always gets in."""
-        matchable = self._prompt_logprobs.matchable(request)
-        return self._holdings.take(request, matchable, pages_to_come if self._running else None)
+    def _try_admit(self, request: Request, pages_still_needed: int) -> bool:
+        """Give a waiting request a row and its cached prefix if the rest fits or no request runs."""
+        matchable = self._prompt_logprobs.matchable_tokens(request)
+        return self._holdings.try_admit(request, matchable, pages_still_needed if self._running else None)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
-        """A chunk is in the pool: share its full pages, and use the tree's where somebody was faster."""
+        """Book a computed chunk: put its full pages into the tree, or use the tree's for equal tokens."""
         sampled_too = num_fed == len(request.feed)
         if not sampled_too:
             request.steps_in_flight -= 1
         if request.state is not RequestState.FINISHED and not request.is_preempting:
             self._holdings.commit(request, num_fed)
         if not sampled_too:
-            self._settle(request)
+            self._retire_or_requeue(request)
 
     def _finish(self, request: Request, reason: FinishReason, token_ids: list[int]) -> RequestOutput:
-        """The one place where a request ends; its row and pages go back now or with its last step."""
+        """The only place where a request ends. Its row and pages are released now, or with its last step."""
         del self._requests[request.request_id]
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
@@ -407,43 +442,64 @@ class Scheduler:
             self._running.remove(request)
             request.move_to(RequestState.FINISHED)
             if not request.is_preempting:
-                self._num_leaving += 1
+                self._num_awaiting_release += 1
             request.is_preempting = False
-            self._settle(request)
+            self._retire_or_requeue(request)
         return RequestOutput(request.request_id, token_ids, reason, request.num_cached_tokens)
 
+    def _fail(self, request: Request, no_token: int) -> RequestOutput:
+        """End a request whose step gave NO_LOGITS or NONE_ALLOWED instead of a token."""
+        if no_token == NO_LOGITS:
+            error = no_finite_logits()
+            if not self.stats.num_without_logits:
+                logger.warning("a request ends (later ones are counted in /metrics): %s", error)
+            self.stats.num_without_logits += 1
+        else:
+            error = no_token_left(request)
+            self.stats.num_without_token += 1
+        self._prompt_logprobs.forget(request.request_id)
+        self._finish(request, FinishReason.ERROR, [])
+        return error_output(request.request_id, error, request.num_cached_tokens)
+
     def _preempt(self, request: Request) -> None:
-        """Take the pages of a running request; it will be computed again, from its cached prefix."""
+        """Take row and pages from a running request, which waits again and resumes from its cached prefix."""
         logger.debug("request %d is preempted at %d tokens", request.request_id, request.num_planned_tokens)
         self.stats.num_preemptions += 1
-        self._num_leaving += 1
+        self._requeue(request)
+
+    def _isolate(self, request: Request) -> None:
+        """Compute a request again without shared pages, one of which may hold the NaN that it read.
+
+        A request that fails again has NaN of its own.
+        """
+        request.is_isolated = True
+        if request.is_preempting:
+            self._retire_or_requeue(request)
+        else:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Let a running request wait again, as soon as it has no step in flight."""
+        self._num_awaiting_release += 1
         request.is_preempting = True
         request.decode_limit = 0
-        self._settle(request)
+        self._retire_or_requeue(request)
 
-    def _settle(self, request: Request) -> None:
-        """Once no step is in flight: retire a finished request, send a preempted one back to the queue."""
+    def _retire_or_requeue(self, request: Request) -> None:
+        """If the request has no step in flight: retire it if it finished, requeue it if it was preempted."""
         if request.steps_in_flight:
             return
         if request.state is RequestState.FINISHED:
-            self._num_leaving -= 1
-            self._holdings.give_back(request)
+            self._num_awaiting_release -= 1
+            self._holdings.release(request)
             request.move_to(RequestState.RETIRED)
         elif request.is_preempting:
-            self._num_leaving -= 1
-            self._holdings.give_back(request)
+            self._num_awaiting_release -= 1
+            self._holdings.release(request)
             request.is_preempting = False
             request.feed = request.tokens()
-            if self._prompt_logprobs.wants(request) and not request.output:
-                self._prompt_logprobs.want(request)  # all over again: not the whole prompt was computed
+            if self._prompt_logprobs.is_collecting(request) and not request.output:
+                self._prompt_logprobs.start(request)  # start again: the prompt was computed only in part
             self._running.remove(request)
             request.move_to(RequestState.WAITING)
             insort(self._waiting, request, key=_seniority)
-
-
-def _extras_of(sampled: list[Request]) -> Extras:
-    """What a step has to do for these requests besides sampling."""
-    return Extras(
-        rules=any(request.changes_logits for request in sampled),
-        logprobs=any(request.wants_logprobs for request in sampled),
-    )

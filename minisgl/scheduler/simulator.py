@@ -1,10 +1,9 @@
-"""A fake engine that executes step plans without a model: for tests and for policy research.
+"""A fake engine that executes step plans without a model, for tests and for policy research.
 
-Promise: it keeps a pool, page tables and rows like the real engine and reads its context only from
-them, so a wrong page, row or order of steps changes the tokens it gives. Time is virtual.
-
-The "model": slot by slot the pool holds a running hash of the whole prefix; the next token is a
-function of the hash and the row's seed. `expected_tokens` computes the same from the prompt alone.
+Promise: it keeps a pool, page tables and rows like the real engine and reads its context only from them, so a
+wrong page, row or order of steps changes its tokens. Time is virtual.
+The fake model: each pool slot holds a running hash of the whole prefix; the next token is a function of the
+hash and the row's seed. `expected_tokens` computes the same tokens from the prompt alone.
 """
 
 from collections import deque
@@ -22,15 +21,15 @@ _POISON = -1
 
 
 class FakeModel(NamedTuple):
-    """A language in which every token follows from the whole context."""
+    """A fake language model: each token is a function of the whole context and the seed."""
 
     vocab_size: int
     eos_token_id: int
     eos_one_in: int = 0
-    """On average one token in this many is the end of sequence; 0 = never."""
+    """On average one token in this many is end-of-sequence; 0 = never."""
 
     def advance(self, context: int, token: int) -> int:
-        """The hash of a context one token longer."""
+        """The hash of `context` extended by `token`."""
         return (context * 1_000_003 + token * 7919 + 17) % _HASH_MASK
 
     def next_token(self, context: int, seed: int) -> int:
@@ -40,7 +39,7 @@ class FakeModel(NamedTuple):
         return int((value >> 13) % self.vocab_size)
 
     def expected_tokens(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> list[int]:
-        """What a request with this prompt must get: an independent walk without pool or rows."""
+        """The tokens that a request with this prompt must get, computed without pool or rows."""
         context, output = 0, []
         for token in prompt:
             context = self.advance(context, int(token))
@@ -54,29 +53,31 @@ class FakeModel(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Virtual duration of a step, in milliseconds: that of its decodes plus that of its chunks, each linear
-    in what it does and prefill with a lower bound. `minisgl bench simulate` fits them. Decodes that go with
-    the chunks are tokens of the prefill, and read their own keys."""
+    """Virtual duration of a step in milliseconds: the time of its decodes plus the time of its chunks.
+
+    Both times are linear in the work; the chunks' time has a lower bound. `minisgl bench simulate` fits the
+    coefficients. Decodes that join the chunks count as prefill tokens and read their own keys.
+    """
 
     decode_ms: float = 4.0
-    """Of a step that decodes, whatever it decodes."""
+    """Fixed cost of a step that decodes."""
     per_decode_row_ms: float = 0.02
     per_context_token_ms: float = 1e-5
-    """For each token that a decoding row attends to."""
+    """Cost of each token that a decoding row attends to."""
     prefill_ms: float = 4.0
-    """Of a step with chunks."""
+    """Fixed cost of a step with chunks."""
     per_prompt_token_ms: float = 0.02
     per_attended_token_ms: float = 0.0
-    """For each pair of a prompt token and a token it attends to."""
+    """Cost of each pair of a prompt token and a token it attends to."""
     least_prefill_ms: float = 0.0
-    """Of all chunks of a step, however few their tokens: the weights are read and the kernels launched."""
+    """Least cost of a step's chunks: the weights are read and the kernels launched for few tokens, too."""
 
     def step_ms(self, plan: StepPlan, num_context_tokens: int, *, join_decodes: bool = False) -> float:
-        """By the faster way.
+        """Duration of a step. If decodes may join the chunks, the faster of the two ways counts.
 
         Args:
-            num_context_tokens: what the decoding rows attend to, all together.
-            join_decodes: decodes may go with the chunks.
+            num_context_tokens: tokens that all decoding rows together attend to.
+            join_decodes: decodes may run in one batch with the chunks.
         """
         num_decodes = len(plan.decode_rows)
         keys_ms = self.per_context_token_ms * num_context_tokens
@@ -87,7 +88,7 @@ class StepCost(NamedTuple):
         return min(apart_ms, self._prefill_ms(plan, num_decodes) + keys_ms) if join_decodes else apart_ms
 
     def _prefill_ms(self, plan: StepPlan, num_decodes: int) -> float:
-        """Of the chunks, and of so many tokens more, but for what these attend to."""
+        """Time of the chunks and `num_decodes` joined decodes, without the keys that the decodes read."""
         num_tokens = sum(chunk.num_new_tokens for chunk in plan.chunks) + num_decodes
         pairs = sum(attended_pairs(chunk.num_new_tokens, chunk.num_computed_tokens) for chunk in plan.chunks)
         linear_ms = (
@@ -97,16 +98,16 @@ class StepCost(NamedTuple):
 
 
 def attended_pairs(num_new_tokens: int, num_computed_tokens: int) -> float:
-    """Pairs of a new token and a token it attends to, itself included."""
+    """Pairs of a new token and a token it attends to; each token attends to itself, too."""
     return num_new_tokens * (num_computed_tokens + (num_new_tokens + 1) / 2)
 
 
 class Executor(Protocol):
-    """What a simulation needs to know of an engine."""
+    """The part of an engine that a simulation uses."""
 
     @property
     def context_lens(self) -> Sequence[int]:
-        """By row: tokens in the pool."""
+        """Tokens in the pool, for each row."""
         ...
 
     def execute(self, plan: StepPlan) -> list[int]:
@@ -115,7 +116,7 @@ class Executor(Protocol):
 
 
 class FakeExecutor:
-    """Executes plans in the order of their launch, as a GPU stream does."""
+    """Executes plans in launch order, like a GPU stream."""
 
     def __init__(self, model: FakeModel, *, num_pages: int, page_size: int, max_rows: int) -> None:
         self.model = model
@@ -184,14 +185,14 @@ class Arrival(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What the workload's client saw of one request; times are virtual milliseconds since the start."""
+    """One request as its client saw it; times are virtual milliseconds since the start."""
 
     token_ids: list[int]
     finish_reason: FinishReason
     num_cached_tokens: int
     arrived_ms: float
     token_ms: list[float]
-    """When each token was there."""
+    """Arrival time of each token."""
     finished_ms: float
 
 
@@ -214,16 +215,16 @@ def simulate(
 ) -> list[Served]:
     """Replay `arrivals` (any order) to the end; one `Served` per arrival, in the given order.
 
-    The order of events is `Engine.step`'s. Planning takes no time; with overlap a step is planned while the
-    one before it runs. `join_decodes` is `StepCost.step_ms`'s. `on_served` hears how many requests have
-    ended.
+    Events have the order of `Engine.step`. Planning takes no time; with overlap, a step is planned while the
+    previous one runs. `join_decodes` is passed to `StepCost.step_ms`. `on_served` is called with the number
+    of finished requests.
     """
     cost = cost or StepCost()
     order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].at_ms)
     served: dict[int, Served] = {}
     tokens: dict[int, list[int]] = {}
     times: dict[int, list[float]] = {}
-    host_ms = device_ms = 0.0  # now; when the device has done all that was launched
+    host_ms = device_ms = 0.0  # the host's clock; when the device has finished all launched steps
     next_arrival = 0
     launched: deque[_Launched] = deque()
     while len(served) < len(arrivals):

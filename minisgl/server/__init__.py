@@ -1,0 +1,1 @@
+"""The HTTP server: routes, open streams, statistics. It never loads torch."""

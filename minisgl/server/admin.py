@@ -1,7 +1,7 @@
-"""The routes for those who run the server: health, figures, aborting, the cache, the API's description.
+"""The routes for operators: health, statistics, aborting calls, the prefix cache, the OpenAPI document.
 
-Promise: figures are those of all server processes together, and the engine's are asked for at each call; what
-is not known is null, never a made-up zero.
+Promise: statistics are summed over all server processes, and the engine is asked for its own at each call. An
+unknown value is null, never zero.
 """
 
 import dataclasses
@@ -13,37 +13,38 @@ from aiohttp import web
 from minisgl import __version__
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, RequestError
-from minisgl.messages import Status
-from minisgl.server.engine_link import EngineLink
-from minisgl.server.frontend import Frontend
+from minisgl.ipc.messages import Status
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.siblings import Siblings
+from minisgl.server.http.middleware import facts_of, json_answer, require_admin
+from minisgl.server.http.openapi import openapi_document
+from minisgl.server.http.schemas import ABORT, AbortBody
+from minisgl.server.http.uploads import Uploads
 from minisgl.server.metrics import CONTENT_TYPE, exposition
-from minisgl.server.middleware import json_answer
-from minisgl.server.openapi import openapi_document
 from minisgl.server.replies import CHAT_ID, COMPLETION_ID
-from minisgl.server.schemas import ABORT, AbortBody
 from minisgl.server.served_model import ServedModel
-from minisgl.server.siblings import Siblings
 from minisgl.server.stats import total
-from minisgl.server.uploads import Uploads
+from minisgl.server.streams import Streams
 
-ASK_ENGINE_S = 2.0
-"""How long the engine may take to give its figures: it answers between two steps."""
-READY_S = 5.0
+STATUS_TIMEOUT_S = 2.0
+"""How long to wait for the engine's status. It answers between two steps."""
+ANSWER_TIMEOUT_S = 5.0
+"""How long /health/ready and /flush_cache wait for the engine."""
 
 
 class Admin:
-    """The handlers.
+    """The request handlers.
 
     Args:
-        uploads: reads the bodies.
-        settings: of the server and of the engine, as given at the start.
-        engine_pid: the engine's process.
+        uploads: reads request bodies.
+        settings: the server's and the engine's settings, as given by the user.
+        engine_pid: process id of the engine.
     """
 
     def __init__(
         self,
         model: ServedModel,
-        frontend: Frontend,
+        streams: Streams,
         link: EngineLink,
         siblings: Siblings,
         uploads: Uploads,
@@ -51,7 +52,7 @@ class Admin:
         engine_pid: int,
     ) -> None:
         self._model = model
-        self._frontend = frontend
+        self._streams = streams
         self._link = link
         self._siblings = siblings
         self._uploads = uploads
@@ -61,8 +62,8 @@ class Admin:
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 200 only while the engine is ready and alive."""
-        reason = self._why_not()
-        stats = self._frontend.stats
+        reason = self._unavailable_reason()
+        stats = self._streams.stats
         facts = {
             "status": "ok" if reason is None else "unavailable",
             "reason": reason,
@@ -75,10 +76,10 @@ class Admin:
         return _json(facts, 200 if reason is None else 503)
 
     async def ready(self, _: web.Request) -> web.Response:
-        """GET /health/ready: 200 when a request would be taken now and the engine's loop answers."""
-        reason = self._why_not()
-        if reason is None and await self._link.ask_status(READY_S) is None:
-            reason = f"the engine did not answer within {READY_S:g} s"
+        """GET /health/ready: 200 if a request would be accepted now and the engine answers."""
+        reason = self._unavailable_reason()
+        if reason is None and await self._link.ask_status(ANSWER_TIMEOUT_S) is None:
+            reason = f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s"
         return _json({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
 
     async def version(self, _: web.Request) -> web.Response:
@@ -86,17 +87,18 @@ class Admin:
         return _json({"version": __version__})
 
     async def server_info(self, _: web.Request) -> web.Response:
-        """GET /server_info: what is held, what was counted, what was set."""
+        """GET /server_info: the engine's status, statistics, and all settings except keys."""
         status = await self._fresh_status()
         parts = await self._siblings.stats()
         ready = self._link.ready.result() if self._link.ready.done() else None
         settings = dataclasses.asdict(self._server)
-        settings["api_key"] = f"{len(settings['api_key'])} given"
+        for name in ("api_key", "admin_key"):
+            settings[name] = f"{len(settings[name])} given"
         return _json(
             {
                 "version": __version__,
                 "model": self._model.name,
-                "max_model_len": self._frontend.max_context_tokens or None,
+                "max_model_len": self._streams.max_context_tokens or None,
                 "engine_pid": self._engine_pid,
                 "engine": status and msgspec.structs.asdict(status),
                 "start": ready and msgspec.structs.asdict(ready),
@@ -122,7 +124,7 @@ class Admin:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def load(self, _: web.Request) -> web.Response:
-        """GET /load: for those who choose between servers."""
+        """GET /load: how busy the server is, for load balancers."""
         status = await self._fresh_status()
         whole = total(await self._siblings.stats())
         ready = self._link.ready.result() if self._link.ready.done() else None
@@ -138,21 +140,31 @@ class Admin:
         )
 
     async def abort(self, request: web.Request) -> web.Response:
-        """POST /abort: end open calls; their clients get an error."""
-        with self._uploads.room(request):
-            body: AbortBody = ABORT.read(await self._uploads.read(request))[0]
+        """POST /abort: end open calls. Their clients get an error.
+
+        If the server has admin keys, a caller without one may only abort calls of its own API key. Calls of
+        other keys count as not found.
+        """
+        async with self._uploads.body(request) as data:
+            body: AbortBody = ABORT.read(data)[0]
         name = body.request_id if body.request_id is not None else body.rid
         if name is not None:
             name = name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
-        return _json({"aborted": await self._siblings.abort(name)})
+        caller = facts_of(request).caller
+        if name is None:
+            require_admin(request, "abort_all", "abort_all")
+        elif caller.key is None:
+            require_admin(request, "aborting a call, where callers have no API keys that tell them apart,")
+        return _json({"aborted": await self._siblings.abort(name, None if caller.is_admin else caller.key)})
 
-    async def flush_cache(self, _: web.Request) -> web.Response:
-        """POST /flush_cache: drop the prefix cache; what running requests use stays."""
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        """POST /flush_cache: drop the prefix cache, except pages that running requests use."""
+        require_admin(request, "/flush_cache")
         if not self._link.ready.done() or self._link.died.done():
-            raise RequestError(503, "loading", self._why_not() or "the engine is not running")
-        freed = await self._link.flush_cache(READY_S)
+            raise RequestError(503, "loading", self._unavailable_reason() or "the engine is not running")
+        freed = await self._link.flush_cache(ANSWER_TIMEOUT_S)
         if freed is None:
-            raise EngineDeadError(f"the engine did not answer within {READY_S:g} s")
+            raise EngineDeadError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s")
         return _json({"freed_pages": freed})
 
     async def openapi(self, _: web.Request) -> web.Response:
@@ -174,13 +186,13 @@ class Admin:
             "object": "model",
             "created": self._model.created,
             "owned_by": "minisgl",
-            "max_model_len": self._frontend.max_context_tokens or None,
+            "max_model_len": self._streams.max_context_tokens or None,
         }
 
-    def _why_not(self) -> str | None:
-        """Why requests are not welcome, or None."""
-        if self._frontend.refusal is not None:
-            return str(self._frontend.refusal)
+    def _unavailable_reason(self) -> str | None:
+        """Why requests are refused now; None = they are accepted."""
+        if self._streams.refusal is not None:
+            return str(self._streams.refusal)
         if self._link.silent_s > self._server.heartbeat_timeout_s:
             return f"the engine has been silent for {self._link.silent_s:.1f} s"
         return None
@@ -188,7 +200,7 @@ class Admin:
     async def _fresh_status(self) -> Status | None:
         if not self._link.ready.done() or self._link.died.done():
             return None
-        return await self._link.ask_status(ASK_ENGINE_S)
+        return await self._link.ask_status(STATUS_TIMEOUT_S)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:

@@ -1,6 +1,6 @@
-"""What the routes answer, as OpenAPI's document describes it.
+"""Schemas of the OpenAI API's answers, for the OpenAPI document.
 
-Promise: every answer converts to its struct, with nothing left over (tests/server/test_every_field.py).
+Promise: every answer converts to its struct without unknown fields (tests/server/test_every_field.py).
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ class CachedTokens(Struct, forbid_unknown_fields=True):
 
 
 class UsageAnswer(Struct, forbid_unknown_fields=True):
-    """Tokens; a prompt counts once however many choices it has."""
+    """Token counts. A prompt counts once, whatever the number of its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,7 +28,7 @@ class PromptLogprob(Struct, forbid_unknown_fields=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt, by token id; nothing for the first."""
+"""For each token of the prompt, a dict by token id; null for the first token."""
 
 
 class TopLogprob(Struct, forbid_unknown_fields=True):

@@ -1,61 +1,62 @@
-"""The HTTP routes of the OpenAI API.
+"""The routes of the OpenAI API that generate text, and the application with all routes.
 
-Promise: every call ends with an answer in OpenAI's form, an error object included, whatever came in;
-a client that leaves takes its requests out of the engine.
+Promise: every call ends with an answer or an error object in OpenAI's format. When a client disconnects, its
+requests are aborted in the engine.
 """
 
-import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from aiohttp import HttpVersion11, web
 
 from minisgl.errors import MinisglError
-from minisgl.request import SamplingParams, fit_to_context, for_choice, with_bad_words_ids
+from minisgl.request import SamplingParams, fit_to_context, with_bad_words_ids
 from minisgl.server.admin import Admin
-from minisgl.server.choice_details import ChoiceDetails
-from minisgl.server.frontend import Delta, Frontend, Stream
-from minisgl.server.middleware import CallFacts, Gate, facts_of, json_answer
+from minisgl.server.choice_details import ChoiceDetails, PromptDetails
+from minisgl.server.http.middleware import CallFacts, Gate, facts_of, json_answer, require_admin
+from minisgl.server.http.schemas import GENERATE, GenerateBody
+from minisgl.server.http.uploads import Uploads
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
-from minisgl.server.replies import Choice, PlainText, Shape, Usage, error_body, error_of, sse
-from minisgl.server.schemas import GENERATE, GenerateBody
+from minisgl.server.replies import Choice, OpenAIFormat, PlainTextFormat, Usage, error_body, error_of, sse
 from minisgl.server.served_model import ServedModel
+from minisgl.server.streams import Delta, Stream, Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
-from minisgl.server.uploads import Uploads
 from minisgl.text.bad_words import bad_words_ids
 
 log = logging.getLogger(__name__)
 
 DETAIL_BYTES = 64
-"""Log probabilities and ids of a token, as text: about so much and more."""
+"""Rough lower bound of the size of one token's log probabilities and ids as JSON."""
 WRITE_GRACE_S = 10.0
-"""How much longer than the request itself its client may take to read the answer."""
+"""A client may take this much longer than --request-timeout-s to read its last tokens."""
 
 
 class Api:
-    """The handlers of what generates text.
+    """The handlers of the routes that generate text.
 
     Args:
-        threads: for parsing, templating and tokenizing long input.
-        uploads: reads the bodies.
-        timeout_s: how long a request may take; soon after, a client that does not read is cut off.
+        threads: parse, template and tokenize long input.
+        uploads: reads request bodies.
+        timeout_s: how long a request may wait for a token. The connection of a client that has not read the
+            whole answer `timeout_s` + WRITE_GRACE_S after the last token is closed.
     """
 
     def __init__(
         self,
         model: ServedModel,
-        frontend: Frontend,
+        streams: Streams,
         threads: TextThreads,
         uploads: Uploads,
         timeout_s: float,
     ) -> None:
         self._model = model
         self._uploads = uploads
-        self._frontend = frontend
+        self._streams = streams
         self._threads = threads
         self._timeout_s = timeout_s
 
@@ -74,7 +75,7 @@ class Api:
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate, as in mini-sglang: greedy, streamed as plain text."""
+        """POST /generate, as in mini-sglang: greedy decoding, streamed as plain text."""
         return await self._complete(request, _parse_generate)
 
     async def _complete(
@@ -82,29 +83,35 @@ class Api:
     ) -> web.StreamResponse:
         with contextlib.ExitStack() as open_streams:
             call = await self._receive(request, parse, open_streams)
-            stream, tally, request_id = call.stream, call.tally, facts_of(request).request_id
+            stream, counter, request_id = call.stream, call.counter, facts_of(request).request_id
             options = call.options
-            so_far = tally.usage if options.continuous_usage else None
-            shape = Shape(call.is_chat, self._model.name, request_id, options.include_usage, so_far)
+            so_far = counter.usage if options.continuous_usage else None
+            answer_format = OpenAIFormat(
+                call.is_chat, self._model.name, request_id, options.include_usage, so_far
+            )
             if call.is_plain:
-                return await self._send_stream(request, stream, PlainText(), tally, ())
+                return await self._send_stream(request, stream, PlainTextFormat(), counter, ())
             if options.stream:
-                return await self._send_stream(request, stream, shape, tally, call.details)
+                return await self._send_stream(request, stream, answer_format, counter, call.details)
             deltas: list[list[Delta]] = [[] for _ in range(stream.num_choices)]
             async for delta in stream.deltas():
-                tally.take(delta)
+                counter.count(delta)
                 deltas[delta.choice].append(delta)
-        return json_answer(await self._whole(call, shape, deltas))
+        return json_answer(await self._whole(call, answer_format, deltas))
 
-    async def _whole(self, call: "Call", shape: Shape, deltas: Sequence[Sequence[Delta]]) -> bytes:
-        """The answer of `stream: false`; details of many tokens are made off the event loop."""
-        usage = call.tally.usage()
+    async def _whole(
+        self, call: "Call", answer_format: OpenAIFormat, deltas: Sequence[Sequence[Delta]]
+    ) -> bytes:
+        """The answer of `stream: false`. Details of many tokens are encoded in a thread."""
+        usage = call.counter.usage()
         if not call.details:
-            return shape.whole([_join(own, None) for own in deltas], usage)
-        num_tokens = usage.prompt_tokens + usage.completion_tokens
+            return answer_format.whole([_join(own, None) for own in deltas], usage)
+        num_tokens = usage.prompt_tokens * len(call.details) + usage.completion_tokens
         return await self._threads.run(
             num_tokens * DETAIL_BYTES,
-            lambda: shape.whole([_join(*pair) for pair in zip(deltas, call.details, strict=True)], usage),
+            lambda: answer_format.whole(
+                [_join(*pair) for pair in zip(deltas, call.details, strict=True)], usage
+            ),
         )
 
     async def _receive(
@@ -113,33 +120,33 @@ class Api:
         parse: Callable[[bytes], ChatCall | CompletionCall],
         open_streams: contextlib.ExitStack,
     ) -> "Call":
-        """Read, check and tokenize a call and send it to the engine; nothing of its body is kept."""
-        with self._uploads.room(request):
-            body = await self._uploads.read(request)
+        """Read, check and tokenize a call and send it to the engine. The body is released afterwards."""
+        async with self._uploads.body(request) as body:
             call = await self._threads.run(len(body), lambda: parse(body))
             options, is_chat = call.options, isinstance(call, ChatCall)
             self._model.check_name(options.model)
+            if options.priority > 0:
+                require_admin(request, "a priority above 0", "priority")
             num_prompts = len(call.prompts) if isinstance(call, CompletionCall) else 1
             facts = facts_of(request)
             stream = open_streams.enter_context(
-                self._frontend.open(num_prompts * options.n, facts.request_id)
+                self._streams.open(num_prompts * options.n, facts.request_id, facts.caller.key)
             )
             prompts, shared, details = await self._threads.run(len(body), lambda: self._prepare(call))
-            params = [for_choice(shared, rank) for rank in range(options.n)]
-            choices = [(prompt_ids, one) for prompt_ids in prompts for one in params]
-            stream.submit(choices, "messages" if is_chat else "prompt", options.priority)
+            prompt_field = "messages" if is_chat else "prompt"
+            stream.submit(prompts, shared, options.n, prompt_field, options.priority)
             is_plain = isinstance(call, CompletionCall) and call.is_plain
-            return Call(stream, options, is_chat, is_plain, Tally(prompts, options.n, facts), details)
+            return Call(stream, options, is_chat, is_plain, UsageCounter(prompts, options.n, facts), details)
 
     async def _send_stream(
         self,
         request: web.Request,
         stream: Stream,
-        shape: Shape | PlainText,
-        tally: "Tally",
+        answer_format: OpenAIFormat | PlainTextFormat,
+        counter: "UsageCounter",
         details: Sequence[ChoiceDetails],
     ) -> web.StreamResponse:
-        """Server-sent events. Until the first one is there, an error is still an ordinary HTTP error."""
+        """Send server-sent events. An error before the first event becomes an ordinary HTTP error."""
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
@@ -150,18 +157,17 @@ class Api:
         transport = request.transport
         if transport is None:
             return response  # the client has left
-        loop = asyncio.get_running_loop()
-        cut = loop.call_later(self._timeout_s + WRITE_GRACE_S, transport.abort)
+        cut = stream.limit_silence(self._timeout_s + WRITE_GRACE_S, transport.abort)
         try:
             async for delta in stream.deltas():
-                tally.take(delta)
-                events = await self._events(shape, delta, details[delta.choice] if details else None)
+                counter.count(delta)
+                events = await self._events(answer_format, delta, details[delta.choice] if details else None)
                 if not response.prepared:
                     await response.prepare(request)
-                    events = shape.opening(stream.num_choices) + events
+                    events = answer_format.opening(stream.num_choices) + events
                 if events:
                     await response.write(events)
-            await response.write(shape.ending(tally.usage()))
+            await response.write(answer_format.ending(counter.usage()))
         except ConnectionResetError:
             log.debug("a client left while its answer was written")
         except Exception as error:
@@ -175,31 +181,38 @@ class Api:
             cut.cancel()
         return response
 
-    async def _events(self, shape: Shape | PlainText, delta: Delta, details: ChoiceDetails | None) -> bytes:
-        """What a stream says of a delta; with the details of a long prompt it is made off the event loop."""
+    async def _events(
+        self, answer_format: OpenAIFormat | PlainTextFormat, delta: Delta, details: ChoiceDetails | None
+    ) -> bytes:
+        """The events of one delta. Details of many tokens are encoded in a thread."""
         if details is None:
-            return shape.piece(delta.choice, delta.text, delta.finish_reason)
+            return answer_format.piece(delta.choice, delta.text, delta.finish_reason)
 
         def make() -> bytes:
             before, fields = details.take(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
-            return shape.piece(delta.choice, before + delta.text, delta.finish_reason, fields)
+            return answer_format.piece(delta.choice, before + delta.text, delta.finish_reason, fields)
 
         num_tokens = len(delta.token_ids) + len(delta.prompt_logprobs or ())
         return await self._threads.run(num_tokens * DETAIL_BYTES, make)
 
     def _prepare(
         self, call: ChatCall | CompletionCall
-    ) -> tuple[list[list[int]], SamplingParams, list[ChoiceDetails]]:
-        """The prompts' token ids, the parameters with those of bad words, and each choice's details."""
-        prompts, params = self._encode(call), call.options.params
+    ) -> tuple[list["array[int]"], SamplingParams, list[ChoiceDetails]]:
+        """The prompts' token ids, the parameters with tokenized bad words, and each choice's details."""
+        # Arrays, because the event loop sends them without a loop over the tokens.
+        prompts, params = [array("i", ids) for ids in self._encode(call)], call.options.params
         if params.bad_words:
             params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
-        return prompts, params, self._details(call, prompts) if call.options.wanted.anything else []
+        wanted, n = call.options.wanted, call.options.n
+        if not wanted.any_requested:
+            return prompts, params, []
+        wanted.check(sum(map(len, prompts)), n)
+        return prompts, params, self._details(call, prompts)
 
     def _details(
         self, call: ChatCall | CompletionCall, prompts: Sequence[Sequence[int]]
     ) -> list[ChoiceDetails]:
-        """For each choice, in order."""
+        """The details of each choice, in the order of the choices."""
         tokenizer, wanted = self._model.tokenizer, call.options.wanted
         details = []
         for index, prompt_ids in enumerate(prompts):
@@ -211,17 +224,22 @@ class Api:
                     if isinstance(given, str)
                     else tokenizer.decode(given, skip_special_tokens=wanted.skip_special_tokens)
                 )
-            for rank in range(call.options.n):
-                is_first = index == rank == 0
-                details.append(ChoiceDetails(tokenizer, wanted, prompt_ids, text, is_first))
+            prompt = PromptDetails(tokenizer, wanted, prompt_ids, text)
+            details += [
+                ChoiceDetails(tokenizer, wanted, prompt, is_first=index == rank == 0)
+                for rank in range(call.options.n)
+            ]
         return details
 
     def _encode(self, call: ChatCall | CompletionCall) -> list[list[int]]:
-        """Token ids of the call's prompts; ends at the first that is too long.
+        """Token ids of the call's prompts.
 
-        A rendered chat has its special tokens already.
+        A chat template adds special tokens itself, so none are added to its text.
+
+        Raises:
+            RequestError: 400 at the first prompt that is too long.
         """
-        tokenizer, limit = self._model.tokenizer, self._frontend.max_context_tokens
+        tokenizer, limit = self._model.tokenizer, self._streams.max_context_tokens
         if isinstance(call, ChatCall):
             text = self._model.template.render(
                 call.messages, call.add_generation_prompt, call.template_variables
@@ -237,18 +255,18 @@ class Api:
 
 
 class Call(NamedTuple):
-    """A call whose requests the engine has."""
+    """A call whose requests were sent to the engine."""
 
     stream: Stream
     options: CallOptions
     is_chat: bool
     is_plain: bool  # the answer is text without JSON around it
-    tally: "Tally"
-    details: list[ChoiceDetails]  # for each choice; empty where nothing is asked for but text
+    counter: "UsageCounter"
+    details: list[ChoiceDetails]  # one per choice; empty if only text was requested
 
 
-class Tally:
-    """Counts the tokens of one call, in its facts too: each prompt once, each choice's output."""
+class UsageCounter:
+    """Counts the tokens of one call, and writes the counts to its `CallFacts`. Each prompt counts once."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], n: int, facts: CallFacts) -> None:
         self._facts = facts
@@ -257,8 +275,8 @@ class Tally:
         self._n = n
         self._num_tokens = 0
 
-    def take(self, delta: Delta) -> None:
-        """Count what came."""
+    def count(self, delta: Delta) -> None:
+        """Count the tokens of a delta."""
         self._num_tokens += delta.num_tokens
         self._facts.num_output_tokens = self._num_tokens
         if self._facts.first_token_s is None:
@@ -267,13 +285,13 @@ class Tally:
         cached[delta.choice] = max(cached[delta.choice], delta.num_cached_tokens)
 
     def usage(self) -> Usage:
-        """The sums; of a prompt's choices the first says what was cached, the others may reuse it."""
+        """The totals. Cached tokens are those of each prompt's first choice; others may reuse its pages."""
         return Usage(self._num_prompt_tokens, self._num_tokens, sum(self._num_cached_tokens[:: self._n]))
 
 
-def make_app(api: Api, tokens: TokenApi, admin: Admin, gate: Gate, max_body_bytes: int) -> web.Application:
+def make_app(api: Api, tokens: TokenApi, admin: Admin, gate: Gate) -> web.Application:
     """The application with all routes."""
-    app = web.Application(client_max_size=max_body_bytes)
+    app = web.Application()
     gate.install(app)
     app.router.add_post("/v1/chat/completions", api.chat_completions, expect_handler=_expect)
     app.router.add_post("/v1/completions", api.completions, expect_handler=_expect)
@@ -302,18 +320,18 @@ def _parse_generate(body: bytes) -> CompletionCall:
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
-    """Called before a route's handler, and outside of the middleware, for a request with an Expect header."""
+    """Handle the Expect header. aiohttp calls this before the handler and outside the middleware."""
     if request.version < HttpVersion11:
         return None
     if request.headers["Expect"].lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # as the library does: no part of the answer is out yet
+        request.writer.output_size = 0  # as aiohttp does: no part of the answer has been sent
         return None
     return json_answer(error_body(417, "expectation_failed", "Expect may only be 100-continue"), 417)
 
 
 def _join(deltas: Sequence[Delta], details: ChoiceDetails | None) -> Choice:
-    """A choice that has ended."""
+    """The complete choice from all its deltas."""
     text = "".join(delta.text for delta in deltas)
     reason = deltas[-1].finish_reason or ""
     if details is None:

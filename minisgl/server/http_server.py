@@ -1,6 +1,7 @@
-"""One server process's HTTP side: everything between a listening socket and the link to the engine.
+"""Builds the HTTP server of one server process: everything between a listening socket and the engine link.
 
-Promise: all server processes of a port are built here alike; only the first one starts and ends the engine.
+Promise: all server processes of a port are built the same way. Only the first one starts and stops the
+engine, which is not done here.
 """
 
 import logging
@@ -17,26 +18,29 @@ from minisgl.errors import ConfigError
 from minisgl.server.admin import Admin
 from minisgl.server.app import Api, make_app
 from minisgl.server.debug import Debug
-from minisgl.server.engine_link import EngineLink
-from minisgl.server.frontend import Frontend
-from minisgl.server.middleware import Gate, start_access_log
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.siblings import Siblings
+from minisgl.server.http.callers import allowed_hosts
+from minisgl.server.http.connections import Connections, connections_that_fit
+from minisgl.server.http.listener import Listener
+from minisgl.server.http.middleware import Gate, start_access_log
+from minisgl.server.http.uploads import Uploads
 from minisgl.server.served_model import ServedModel, load_served_model
-from minisgl.server.siblings import Siblings
+from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
-from minisgl.server.uploads import Uploads
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 16384
-"""Connections the kernel may hold until they are taken, as far as net.core.somaxconn lets it: beyond that it
-drops what comes, and clients wait or are reset."""
+"""Connections that the kernel may hold until they are accepted; net.core.somaxconn may lower it. Beyond that
+the kernel drops new connections, and clients wait or are reset."""
 LAST_ANSWERS_S = 2.0
 """How long clients may take to read the end of their answer when the server stops."""
 
 
-class FrontSettings(NamedTuple):
-    """What a server process is made from."""
+class HttpServerSettings(NamedTuple):
+    """The arguments of `open_http_server`."""
 
     server: ServerConfig
     engine: EngineConfig
@@ -48,39 +52,45 @@ class FrontSettings(NamedTuple):
     engine_pid: int
 
 
-class Front:
-    """A process that answers HTTP. Made by `open_front`, ended by `close`."""
+class HttpServer:
+    """A running HTTP server. `open_http_server` creates it, `close` ends it."""
 
     def __init__(
         self,
         model: ServedModel,
-        frontend: Frontend,
+        streams: Streams,
         siblings: Siblings,
         threads: TextThreads,
         runner: web.AppRunner,
+        connections: Connections,
+        listener: Listener,
     ) -> None:
         self.model = model
-        self.frontend = frontend
+        self.streams = streams
         self._siblings = siblings
         self._threads = threads
         self._runner = runner
+        self._connections = connections
+        self._listener = listener
 
     async def num_open(self) -> int:
-        """Open requests of all server processes that answer."""
+        """Open requests of all server processes that reply."""
         return sum(part.num_open_requests for part in await self._siblings.stats())
 
     async def close(self) -> None:
-        """Stop listening, after clients had `LAST_ANSWERS_S` to read."""
+        """Stop listening, and give clients `LAST_ANSWERS_S` to read the end of their answers."""
+        await self._listener.close()
         await self._runner.cleanup()
+        self._connections.close()
         await self._siblings.close()
         self._threads.close()
 
 
-async def open_front(settings: FrontSettings, link: EngineLink, listener: socket.socket) -> Front:
-    """Load the model's text side and listen on `listener`; requests are refused until the engine is ready.
+async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock: socket.socket) -> HttpServer:
+    """Load tokenizer and chat template, and listen on `sock`. Requests are refused until the engine is ready.
 
     Raises:
-        ModelError: the folder has no usable tokenizer.
+        ModelError: the model folder has no usable tokenizer.
         ConfigError: the TLS files can't be used.
     """
     server, rank = settings.server, settings.rank
@@ -88,10 +98,10 @@ async def open_front(settings: FrontSettings, link: EngineLink, listener: socket
     if server.access_log:
         start_access_log()
     threads = TextThreads()
-    model = await threads.run_aside(
+    model = await threads.run_in_long_thread(
         lambda: load_served_model(settings.model_folder, settings.model_name, server.sampling_defaults)
     )
-    frontend = Frontend(
+    streams = Streams(
         link.send,
         model.tokenizer,
         _share(server.max_queued_requests, server.api_workers, rank),
@@ -99,32 +109,44 @@ async def open_front(settings: FrontSettings, link: EngineLink, listener: socket
         max_queued_tokens=server.max_queued_tokens
         and _share(server.max_queued_tokens, server.api_workers, rank),
         rank=rank,
+        seed=settings.engine.seed,
     )
+    connections = Connections(connections_that_fit(), server.keep_alive_timeout_s)
     uploads = Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s)
-    siblings = Siblings(frontend, uploads, settings.ipc_dir, rank, server.api_workers)
+    siblings = Siblings(streams, uploads, settings.ipc_dir, rank, server.api_workers)
     app = make_app(
-        Api(model, frontend, threads, uploads, server.request_timeout_s),
-        TokenApi(model, frontend, uploads, threads),
-        Admin(model, frontend, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
-        Gate(server.api_key, server.cors_origin, server.access_log, frontend.stats.responses),
-        server.max_body_bytes,
+        Api(model, streams, threads, uploads, server.request_timeout_s),
+        TokenApi(model, streams, uploads, threads),
+        Admin(model, streams, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
+        Gate(
+            server.api_key,
+            server.admin_key,
+            server.cors_origin,
+            allowed_hosts(server),
+            server.access_log,
+            streams.stats.responses,
+            lambda: connections.is_full,
+        ),
     )
     Debug(link).add_routes(app)
+    connections.install(app)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         shutdown_timeout=LAST_ANSWERS_S,
+        keepalive_timeout=server.keep_alive_timeout_s,
         access_log=None,
         logger=_http_log(),
     )
     await runner.setup()
     await siblings.start()
-    await web.SockSite(runner, listener, ssl_context=tls, backlog=BACKLOG).start()
-    return Front(model, frontend, siblings, threads, runner)
+    assert runner.server is not None  # made by setup
+    listener = Listener(sock, connections, runner.server, tls, server.keep_alive_timeout_s)
+    return HttpServer(model, streams, siblings, threads, runner, connections, listener)
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """What --tls-cert and --tls-key make; None without them.
+    """The TLS context from --tls-cert and --tls-key; None if they are not given.
 
     Raises:
         ConfigError: the files can't be read, or do not belong together.
@@ -143,12 +165,12 @@ def tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _share(whole: int, num_servers: int, rank: int) -> int:
-    """This process's part of a limit; the parts add up to it, but each is at least 1."""
+    """This process's share of a limit. The shares add up to the limit, but each is at least 1."""
     return max(1, whole // num_servers + (rank < whole % num_servers))
 
 
 def _http_log() -> logging.Logger:
-    """The HTTP library's log, in which what a client got wrong is no error of ours."""
+    """The logger for aiohttp. It drops errors that a client's malformed request caused."""
     http_log = logging.getLogger("minisgl.server.http")
 
     def is_ours(record: logging.LogRecord) -> bool:

@@ -1,6 +1,6 @@
-"""The figures of GET /metrics, in Prometheus' text form, under the names vLLM and SGLang made known.
+"""GET /metrics in Prometheus' text format, with the metric names of vLLM and SGLang.
 
-Promise: a figure that no process can give now (the engine's, while it loads) is left out, not zero.
+Promise: a metric without a known value (the engine's, while it loads) is left out, not zero.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,37 +9,37 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from minisgl.messages import Ready, Status
-from minisgl.server.stats import FrontStats, Histogram
+from minisgl.ipc.messages import Ready, Status
+from minisgl.server.stats import Histogram, ServerStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "minisgl:"
 
 
-def exposition(model: str, front: FrontStats, status: Status | None, ready: Ready | None) -> bytes:
-    """The whole text.
+def exposition(model: str, stats: ServerStats, status: Status | None, ready: Ready | None) -> bytes:
+    """The body of GET /metrics.
 
     Args:
-        front: the sums over all server processes.
-        status, ready: what the engine said last; None = nothing yet.
+        stats: the sums over all server processes.
+        status, ready: the engine's last messages; None = none yet.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Families(list(_families(model, front, status, ready))))
+    registry.register(Families(list(_families(model, stats, status, ready))))
     return generate_latest(registry)
 
 
 class Families:
-    """What the library asks for metrics: here, ready-made ones."""
+    """A prometheus_client collector of ready-made metrics."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """All of them."""
+        """All metrics."""
         return self._families
 
 
-def _families(model: str, front: FrontStats, status: Status | None, ready: Ready | None) -> Iterator[Metric]:
+def _families(model: str, stats: ServerStats, status: Status | None, ready: Ready | None) -> Iterator[Metric]:
     def gauge(name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
         family.add_metric([model], value)
@@ -65,19 +65,19 @@ def _families(model: str, front: FrontStats, status: Status | None, ready: Ready
         family.add_metric([model], buckets, values.total)
         return family
 
-    yield gauge("num_open_requests", "Requests not answered yet.", front.num_open_requests)
+    yield gauge("num_open_requests", "Requests not answered yet.", stats.num_open_requests)
     yield gauge(
-        "num_queued_tokens", "Prompt tokens of requests that have no token yet.", front.num_queued_tokens
+        "num_queued_tokens", "Prompt tokens of requests that have no token yet.", stats.num_queued_tokens
     )
-    yield counter("prompt_tokens", "Prompt tokens of requests the engine took.", front.num_prompt_tokens)
-    yield counter("generation_tokens", "Tokens generated.", front.num_output_tokens)
-    yield by_label("request_success", "Requests that ended.", ["finished_reason"], front.ended)
-    yield by_label("http_requests", "HTTP answers.", ["method", "handler", "status"], front.responses)
-    yield histogram("time_to_first_token_seconds", "From arrival to the first token.", front.first_token_s)
-    yield histogram("inter_token_latency_seconds", "Between two tokens of a request.", front.inter_token_s)
-    yield histogram("e2e_request_latency_seconds", "From arrival to the end.", front.request_s)
-    yield histogram("request_prompt_tokens", "Prompt tokens of a request.", front.prompt_tokens)
-    yield histogram("request_generation_tokens", "Tokens generated for a request.", front.output_tokens)
+    yield counter("prompt_tokens", "Prompt tokens of requests the engine took.", stats.num_prompt_tokens)
+    yield counter("generation_tokens", "Tokens generated.", stats.num_output_tokens)
+    yield by_label("request_success", "Requests that ended.", ["finished_reason"], stats.ended)
+    yield by_label("http_requests", "HTTP answers.", ["method", "handler", "status"], stats.responses)
+    yield histogram("time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_s)
+    yield histogram("inter_token_latency_seconds", "Between two tokens of a request.", stats.inter_token_s)
+    yield histogram("e2e_request_latency_seconds", "From arrival to the end.", stats.request_s)
+    yield histogram("request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens)
+    yield histogram("request_generation_tokens", "Tokens generated for a request.", stats.output_tokens)
     if status is None or ready is None:
         return
     yield gauge("num_requests_running", "Requests that have a row in the engine.", status.num_running)
@@ -92,3 +92,5 @@ def _families(model: str, front: FrontStats, status: Status | None, ready: Ready
     yield counter("engine_steps", "Steps of the engine.", status.num_steps)
     yield counter("engine_recompiles", "Compilations after warm-up.", status.num_recompiles)
     yield counter("engine_graph_misses", "Decode steps without a recorded graph.", status.num_graph_misses)
+    causes = {"no_finite_logits": status.num_without_logits, "no_token_left": status.num_without_token}
+    yield by_label("engine_request_errors", "Requests that the engine could give no token.", ["code"], causes)

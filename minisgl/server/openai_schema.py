@@ -1,6 +1,7 @@
 """Request bodies of the OpenAI API: bytes in, checked values out.
 
-Promise: what a parsed call holds is within its bounds; whatever is not was refused with a 400 that names it.
+Promise: every value of a parsed call is within its bounds. A body with another value is refused with a 400
+that names the field.
 """
 
 from collections.abc import Collection
@@ -10,8 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from minisgl.errors import RequestError
-from minisgl.fields import Neutral, checked, kind_of
+from minisgl.fields import Neutral, convert_value, json_type_name
 from minisgl.request import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -27,14 +29,14 @@ from minisgl.request import (
     TokenId,
     TopK,
     TopP,
-    Watched,
+    WatchedText,
 )
-from minisgl.server.bodies import Body, Condition, Is, given, missing
-from minisgl.server.choice_details import Wanted
+from minisgl.server.choice_details import RequestedDetails
+from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.text.messages import normalize_messages
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; a chat may use the room that is left."""
+"""OpenAI's default for /v1/completions. A chat's default is the rest of the context."""
 
 AtLeastOne = Annotated[int, Meta(ge=1)]
 TokenIdKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z", title="Token id")]
@@ -49,7 +51,7 @@ PROMPT_FORMS = (Text, Texts, TokenIds, TokenIdLists)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds when the client leaves a field out: from the model's generation_config.json."""
+    """Defaults for fields that the client leaves out, from the model's generation_config.json."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -61,12 +63,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: every chunk says what the call has used so far."""
+    """vLLM's extension: every chunk has the usage so far."""
     include_obfuscation: bool | None = None
 
 
 class SharedFields(msgspec.Struct, frozen=True):
-    """What both endpoints understand. From top_k on they are extensions that other engines have too."""
+    """Fields of both endpoints. Those from top_k on are extensions that other engines have too."""
 
     model: str | None = None
     stream: bool | None = None
@@ -74,12 +76,12 @@ class SharedFields(msgspec.Struct, frozen=True):
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    stop: Watched | Annotated[list[Watched], Meta(max_length=16)] | None = None
+    stop: WatchedText | Annotated[list[WatchedText], Meta(max_length=16)] | None = None
     seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenIdKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
-    """Token id -> what is added to its logit."""
+    """Token id -> number added to its logit."""
     top_k: TopK | None = None
     min_p: MinP | None = None
     ignore_eos: bool | None = None
@@ -89,13 +91,15 @@ class SharedFields(msgspec.Struct, frozen=True):
     """At most max_tokens."""
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Watched], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    bad_words: Annotated[list[WatchedText], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
-    """For each token of the prompt its log probability and those of so many likeliest tokens."""
+    """Return each prompt token's log probability and those of this many top tokens."""
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Larger runs sooner; default 0."""
+    """Larger runs sooner. Each level, up to 100, counts as arriving 1024 requests earlier. Default 0."""
 
 
 class ChatFields(msgspec.Struct, frozen=True):
@@ -117,7 +121,7 @@ class CompletionFields(msgspec.Struct, frozen=True):
     """One of `PROMPT_FORMS`."""
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
-    """The text begins with the prompt, and so do the logprobs."""
+    """Text and logprobs begin with the prompt."""
     logprobs: NumLogprobs | None = None
 
 
@@ -125,18 +129,18 @@ SHARED_CONDITIONS = (
     Condition(
         "stream_options",
         "stream_options is only allowed with stream: true",
-        (missing("stream_options"), Is("stream", (True,))),
+        (missing("stream_options"), FieldIs("stream", (True,))),
     ),
     Condition(
         "prompt_logprobs",
         "prompt_logprobs can't be streamed; use stream: false",
-        (missing("prompt_logprobs"), Is("stream", (None, False))),
+        (missing("prompt_logprobs"), FieldIs("stream", (None, False))),
     ),
 )
-HARMLESS: dict[str, Neutral] = dict.fromkeys(
+IGNORED: dict[str, Neutral] = dict.fromkeys(
     ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
-"""They say something about the caller, nothing about the answer."""
+"""Accepted with any value and ignored: they describe the caller and do not affect the answer."""
 CHAT = Body(
     (ChatFields, SharedFields),
     (
@@ -144,10 +148,10 @@ CHAT = Body(
         Condition(
             "top_logprobs",
             "top_logprobs is only allowed with logprobs: true",
-            (Is("top_logprobs", (None, 0)), Is("logprobs", (True,))),
+            (FieldIs("top_logprobs", (None, 0)), FieldIs("logprobs", (True,))),
         ),
     ),
-    HARMLESS
+    IGNORED
     | {
         "store": (False,),
         "tools": ([],),
@@ -171,24 +175,24 @@ COMPLETION = Body(
         Condition(
             "max_tokens",
             "max_tokens must be at least 1; 0 is for echo and prompt_logprobs, which read the prompt only",
-            (Is("max_tokens", (0,), negated=True), Is("echo", (True,)), given("prompt_logprobs")),
+            (FieldIs("max_tokens", (0,), negated=True), FieldIs("echo", (True,)), given("prompt_logprobs")),
         ),
     ),
-    HARMLESS | {"store": (False,), "best_of": (1,), "suffix": ("",)},
+    IGNORED | {"store": (False,), "best_of": (1,), "suffix": ("",)},
 )
 
 
 class CallOptions(NamedTuple):
-    """What a body asks for besides its prompt."""
+    """The options of a call: everything in its body except the prompt."""
 
-    model: str | None  # None: whatever is served
+    model: str | None  # None: the served model
     stream: bool
     include_usage: bool
     continuous_usage: bool
     n: int
     params: SamplingParams
     priority: int = 0
-    wanted: Wanted = Wanted()
+    wanted: RequestedDetails = RequestedDetails()
 
 
 class ChatCall(NamedTuple):
@@ -205,15 +209,15 @@ class CompletionCall(NamedTuple):
 
 
 def parse_chat(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> ChatCall:
-    """A body of POST /v1/chat/completions; token ids must be below `vocab_size`.
+    """Parse a body of POST /v1/chat/completions. Token ids must be below `vocab_size`.
 
     Raises:
-        RequestError: 400 with the field at fault.
+        RequestError: 400 that names the invalid field.
     """
     chat, shared = CHAT.read(body)
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
-    wanted = Wanted(chat=True, logprobs=(chat.top_logprobs or 0) if chat.logprobs else None)
+    wanted = RequestedDetails(chat=True, logprobs=(chat.top_logprobs or 0) if chat.logprobs else None)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     return ChatCall(
         messages,
@@ -224,26 +228,26 @@ def parse_chat(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> Chat
 
 
 def parse_completion(body: bytes, defaults: SamplingDefaults, vocab_size: int) -> CompletionCall:
-    """A body of POST /v1/completions; token ids must be below `vocab_size`.
+    """Parse a body of POST /v1/completions. Token ids must be below `vocab_size`.
 
     Raises:
-        RequestError: 400 with the field at fault.
+        RequestError: 400 that names the invalid field.
     """
     completion, shared = COMPLETION.read(body)
     prompts = _prompts(completion.prompt)
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, vocab_size, "prompt")
-    wanted = Wanted(logprobs=completion.logprobs, echo=bool(completion.echo))
+    wanted = RequestedDetails(logprobs=completion.logprobs, echo=bool(completion.echo))
     limit = _first(completion.max_tokens, max(COMPLETION_MAX_TOKENS, shared.min_tokens or 0))
     return CompletionCall(prompts, _options(shared, defaults, vocab_size, limit, wanted))
 
 
 def check_template_variables(variables: dict[str, Any] | None) -> None:
-    """The conversation itself is no variable of the template.
+    """Refuse template variables that would replace the conversation.
 
     Raises:
-        RequestError: 400.
+        RequestError: 400 if `variables` holds "messages".
     """
     if variables is not None and "messages" in variables:
         raise RequestError(
@@ -252,7 +256,7 @@ def check_template_variables(variables: dict[str, Any] | None) -> None:
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that no token can have.
+    """Refuse token ids outside the vocabulary.
 
     Raises:
         RequestError: 400 that names `param`.
@@ -263,7 +267,11 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
 
 
 def _options(
-    shared: SharedFields, defaults: SamplingDefaults, vocab_size: int, max_tokens: int | None, wanted: Wanted
+    shared: SharedFields,
+    defaults: SamplingDefaults,
+    vocab_size: int,
+    max_tokens: int | None,
+    wanted: RequestedDetails,
 ) -> CallOptions:
     wanted = wanted._replace(
         prompt_logprobs=shared.prompt_logprobs,
@@ -315,17 +323,17 @@ def _first(given: Any, default: Any) -> Any:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """OpenAI's four forms of a prompt as a list of texts and token lists."""
+    """Convert any of OpenAI's four forms of a prompt to a list of texts and token id lists."""
     if isinstance(prompt, str):
-        return [checked(prompt, Text, "prompt")]
+        return [convert_value(prompt, Text, "prompt")]
     if not isinstance(prompt, list):
         raise RequestError(
             400,
             "invalid_type",
-            f"prompt must be text, token ids, or a list of either, got {kind_of(prompt)}",
+            f"prompt must be text, token ids, or a list of either, got {json_type_name(prompt)}",
             "prompt",
         )
     first = prompt[0] if prompt else None
     if isinstance(first, int):
-        return [checked(prompt, TokenIds, "prompt")]
-    return checked(prompt, TokenIdLists if isinstance(first, list) else Texts, "prompt")
+        return [convert_value(prompt, TokenIds, "prompt")]
+    return convert_value(prompt, TokenIdLists if isinstance(first, list) else Texts, "prompt")

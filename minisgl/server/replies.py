@@ -1,6 +1,6 @@
-"""Bodies of the OpenAI API's answers, as JSON bytes: whole, in chunks, and errors.
+"""Encodes the OpenAI API's answers as JSON: whole answers, stream chunks and errors.
 
-Promise: a field that OpenAI's clients read is there with OpenAI's name and type.
+Promise: every field that OpenAI's clients read is present, with OpenAI's name and type.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.server.choice_details import Fields
+from minisgl.server.choice_details import ExtraFields
 
 DONE = b"data: [DONE]\n\n"
 RETRY_AFTER_S = 2
@@ -20,14 +20,14 @@ COMPLETION_ID = "cmpl-"
 
 
 class Usage(msgspec.Struct):
-    """Tokens, never chunks. Each prompt counts once however many choices it has."""
+    """Token counts. Each prompt counts once, whatever the number of its choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """The `usage` object in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -36,26 +36,26 @@ class Usage(msgspec.Struct):
         }
 
 
-NO_FIELDS = Fields({}, {})
+NO_FIELDS = ExtraFields({}, {})
 
 
 class Choice(NamedTuple):
-    """One of the choices of a whole answer."""
+    """One choice of a whole answer."""
 
     text: str
     finish_reason: str
-    fields: Fields = NO_FIELDS
+    fields: ExtraFields = NO_FIELDS
 
 
-class Shape:
-    """How one endpoint's answers look.
+class OpenAIFormat:
+    """Encodes the answers of one endpoint.
 
     Args:
-        chat: /v1/chat/completions, otherwise /v1/completions.
-        model: the name the client knows.
-        request_id: of the HTTP call, part of the answer's id.
-        include_usage: a stream ends with a chunk of usage, and all others say `usage: null`.
-        usage_so_far: asked for every chunk, which says it then; None = they do not.
+        chat: True for /v1/chat/completions, False for /v1/completions.
+        model: the model's name in the answer.
+        request_id: id of the HTTP call, part of the answer's id.
+        include_usage: whether a stream ends with a usage chunk; all its other chunks have `usage: null`.
+        usage_so_far: gives the usage to put into every chunk; None = chunks have no running usage.
     """
 
     def __init__(
@@ -103,14 +103,16 @@ class Shape:
         )
 
     def opening(self, num_choices: int) -> bytes:
-        """The events before any text: a chat's choices say who speaks."""
+        """The events before any text: in a chat, one with the role for each choice."""
         if not self._chat:
             return b""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._event(index, {"delta": delta}, None) for index in range(num_choices))
 
-    def piece(self, index: int, text: str, finish_reason: str | None, fields: Fields = NO_FIELDS) -> bytes:
-        """The events of new text or fields, of an end, or of both; none when there is neither."""
+    def piece(
+        self, index: int, text: str, finish_reason: str | None, fields: ExtraFields = NO_FIELDS
+    ) -> bytes:
+        """The events for new text or fields and for the end of a choice; empty if there is neither."""
         is_news = bool(text) or fields is not NO_FIELDS
         if not self._chat:
             if not is_news and finish_reason is None:
@@ -120,13 +122,13 @@ class Shape:
         return events if finish_reason is None else events + self._event(index, {"delta": {}}, finish_reason)
 
     def ending(self, usage: Usage) -> bytes:
-        """The last events."""
+        """The final events: the usage chunk if requested, then [DONE]."""
         if not self._include_usage:
             return DONE
         return sse(self._encode({**self._chunk_head, "choices": [], "usage": usage.as_json()})) + DONE
 
     def _event(
-        self, index: int, content: dict[str, Any], finish_reason: str | None, fields: Fields = NO_FIELDS
+        self, index: int, content: dict[str, Any], finish_reason: str | None, fields: ExtraFields = NO_FIELDS
     ) -> bytes:
         choice = {
             "index": index,
@@ -143,19 +145,21 @@ class Shape:
         return sse(self._encode(chunk))
 
 
-class PlainText:
-    """The events of /generate: the text itself, in one `data:` line for each of its lines."""
+class PlainTextFormat:
+    """Encodes the events of /generate: the bare text, one `data:` line per line of text."""
 
     def opening(self, num_choices: int) -> bytes:
-        """None."""
+        """No events."""
         return b""
 
-    def piece(self, index: int, text: str, finish_reason: str | None, fields: Fields = NO_FIELDS) -> bytes:
+    def piece(
+        self, index: int, text: str, finish_reason: str | None, fields: ExtraFields = NO_FIELDS
+    ) -> bytes:
         """The event of new text."""
         return sse(b"\ndata: ".join(text.encode().split(b"\n"))) if text else b""
 
     def ending(self, usage: Usage) -> bytes:
-        """The last event."""
+        """The final event, [DONE]."""
         return DONE
 
 
@@ -172,7 +176,7 @@ def error_body(status: int, code: str | None, message: str, param: str | None = 
 
 
 def error_of(error: Exception) -> tuple[int, bytes]:
-    """HTTP status and body for an exception. One that is not ours says nothing of its inside."""
+    """HTTP status and body for an exception. Exceptions that are not ours show no details."""
     if isinstance(error, RequestError):
         return error.status, error_body(error.status, error.code, error.message, error.param)
     if isinstance(error, EngineDeadError):

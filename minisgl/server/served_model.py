@@ -1,6 +1,6 @@
-"""What the server process knows of a model: its name, its text side, its sampling defaults.
+"""The server process's view of the model: name, tokenizer, chat template, sampling defaults.
 
-Promise: read once from the model folder, without torch; never changed afterwards.
+Promise: read once from the model folder, without torch, and never changed afterwards.
 """
 
 import time
@@ -15,7 +15,7 @@ from minisgl.text.tokenizer import Tokenizer, read_json
 
 
 class ServedModel(NamedTuple):
-    """The one model behind the API."""
+    """The model that the API serves."""
 
     name: str
     created: int  # Unix time, seconds
@@ -24,10 +24,10 @@ class ServedModel(NamedTuple):
     defaults: SamplingDefaults
 
     def check_name(self, name: str | None) -> None:
-        """A call may leave the model out, or name this one.
+        """Refuse calls that name another model. None = the call names no model.
 
         Raises:
-            RequestError: 404, it names another.
+            RequestError: 404 if `name` is another model's.
         """
         if name is not None and name != self.name:
             raise RequestError(
@@ -36,7 +36,7 @@ class ServedModel(NamedTuple):
 
 
 def load_served_model(folder: Path, name: str, sampling_defaults: str = "model") -> ServedModel:
-    """Read tokenizer, chat template and, for the defaults "model", generation_config.json.
+    """Read tokenizer and chat template, and generation_config.json if `sampling_defaults` is "model".
 
     Raises:
         ModelError: the folder lacks a tokenizer, or one of its files is broken.
@@ -54,7 +54,7 @@ def load_served_model(folder: Path, name: str, sampling_defaults: str = "model")
 
 
 def served_name(chosen: str | None, model: str) -> str:
-    """The name clients send: the chosen one, else --model, of a local folder or file its last part."""
+    """The model name that clients send: `chosen`, else --model; for a local path, its last part."""
     if chosen:
         return chosen
     local = Path(model).expanduser()

@@ -1,8 +1,9 @@
-"""What one server process has counted: numbers only, so that those of several processes can be added.
+"""Statistics of a server process: numbers only, so that those of several processes can be added.
 
-Promise: adding the figures of all processes gives what one process would have counted.
+Promise: the sum over all processes equals what a single process would have counted.
 """
 
+import math
 import time
 from bisect import bisect_left
 from collections import deque
@@ -23,56 +24,56 @@ RATE_WINDOW_S = 30
 
 
 class Histogram(msgspec.Struct):
-    """Counts of values up to each bound (inclusive), and of those beyond the last."""
+    """Counts of values by bucket. A bucket ends at its bound (inclusive); the last has no bound."""
 
     bounds: tuple[float, ...]  # ascending
-    counts: list[int]  # one more than bounds
+    counts: list[int]  # one per bound, then one for larger values
     total: float = 0.0  # sum of all values
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
+        """Count `value` as `times` observations."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def add(self, other: "Histogram") -> None:
-        """Take in another one's counts; the bounds are the same."""
+        """Add the counts of `other`, which must have the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
 
-def histogram(bounds: tuple[float, ...]) -> Histogram:
-    """An empty one."""
+def empty_histogram(bounds: tuple[float, ...]) -> Histogram:
+    """A histogram without observations."""
     return Histogram(bounds, [0] * (len(bounds) + 1))
 
 
-class FrontStats(msgspec.Struct, kw_only=True):
-    """Figures of one server process, or the sums of several."""
+class ServerStats(msgspec.Struct, kw_only=True):
+    """Statistics of one server process, or the sums over several."""
 
     num_open_requests: int = 0
-    """Requests whose reader has not left, those still being tokenized included."""
+    """Requests whose stream is open, including those still being tokenized."""
     num_running_requests: int = 0
-    """Requests the engine has and has not ended: the entries of the table of open requests."""
+    """Requests that the engine has and has not ended."""
     num_queued_tokens: int = 0
-    """Prompt tokens of requests that have no token yet."""
+    """Prompt tokens of requests that have no output token yet."""
     num_upload_bytes: int = 0
-    """Request bodies that are being read or tokenized."""
+    """Bytes of request bodies that are being read or tokenized."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     ended: dict[str, int] = {}
     responses: dict[str, int] = {}
-    first_token_s: Histogram = msgspec.field(default_factory=lambda: histogram(LATENCY_S))
-    inter_token_s: Histogram = msgspec.field(default_factory=lambda: histogram(INTER_TOKEN_S))
-    request_s: Histogram = msgspec.field(default_factory=lambda: histogram(LATENCY_S))
-    prompt_tokens: Histogram = msgspec.field(default_factory=lambda: histogram(TOKENS))
-    output_tokens: Histogram = msgspec.field(default_factory=lambda: histogram(TOKENS))
+    first_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(LATENCY_S))
+    inter_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(INTER_TOKEN_S))
+    request_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(LATENCY_S))
+    prompt_tokens: Histogram = msgspec.field(default_factory=lambda: empty_histogram(TOKENS))
+    output_tokens: Histogram = msgspec.field(default_factory=lambda: empty_histogram(TOKENS))
 
 
-def total(parts: Iterable[FrontStats]) -> FrontStats:
+def total(parts: Iterable[ServerStats]) -> ServerStats:
     """The sums over all processes."""
-    whole = FrontStats()
+    whole = ServerStats()
     for part in parts:
-        for name in FrontStats.__struct_fields__:
+        for name in ServerStats.__struct_fields__:
             mine, theirs = getattr(whole, name), getattr(part, name)
             if isinstance(mine, Histogram):
                 mine.add(theirs)
@@ -85,20 +86,22 @@ def total(parts: Iterable[FrontStats]) -> FrontStats:
 
 
 class BusyClock:
-    """Seconds in which there was something to do, all together: what happened in them shows what a server
-    can do, where an idle one's throughput only shows what it was asked for."""
+    """A clock that runs only while the server is busy.
+
+    A rate measured by it shows the server's capacity; by wall time it would show the demand.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._before = 0.0
-        self._began: float | None = None  # None: nothing to do now
+        self._began: float | None = None  # None: idle now
 
     def now(self) -> float:
-        """The clock's time."""
+        """Busy seconds so far."""
         return self._before + (0.0 if self._began is None else self._clock() - self._began)
 
-    def run(self, busy: bool) -> None:
-        """From now on the clock runs, or stands still."""
+    def set_busy(self, busy: bool) -> None:
+        """Let the clock run (busy) or stop it (idle)."""
         if busy and self._began is None:
             self._began = self._clock()
         elif not busy and self._began is not None:
@@ -106,14 +109,14 @@ class BusyClock:
 
 
 class Rate:
-    """How many things per second happened lately: over `RATE_WINDOW_S` of `clock`, or since the first."""
+    """Events per second over the last `RATE_WINDOW_S` of `clock`, or since the first event if later."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seconds: deque[tuple[int, int]] = deque()  # (second, things)
+        self._seconds: deque[tuple[int, int]] = deque()  # (second, number of events)
 
     def count(self, things: int) -> None:
-        """So many have just happened."""
+        """Record that `things` events happened now."""
         second = int(self._clock())
         if self._seconds and self._seconds[-1][0] == second:
             things += self._seconds.pop()[1]
@@ -121,12 +124,17 @@ class Rate:
         self._forget(second)
 
     def per_s(self) -> float:
-        """0 when nothing happened in the window."""
+        """Events per second; 0 if there were none in the window."""
         now = self._clock()
         self._forget(int(now))
         if not self._seconds:
             return 0.0
         return sum(things for _, things in self._seconds) / max(1.0, now - self._seconds[0][0])
+
+    def seconds_for(self, things: int, most: int) -> int | None:
+        """Whole seconds, 1 to `most`, that `things` events take at this rate; None if the rate is 0."""
+        per_s = self.per_s()
+        return min(most, max(1, math.ceil(things / per_s))) if per_s > 0 else None
 
     def _forget(self, second: int) -> None:
         while self._seconds and self._seconds[0][0] <= second - RATE_WINDOW_S:

@@ -1,6 +1,7 @@
-"""Where templating and tokenizing happen: on the event loop while they are short, else in a few threads.
+"""Runs templating and tokenizing: short input on the event loop, longer input in a few threads.
 
-Promise: text of any length keeps the event loop for about a millisecond at most.
+Promise: no input blocks the event loop for more than about a millisecond. Short input never waits for long
+input, which has its own thread.
 """
 
 import asyncio
@@ -11,24 +12,35 @@ from typing import TypeVar
 T = TypeVar("T")
 
 INLINE_BYTES = 4096
-"""Bodies up to this size are handled on the event loop: under a millisecond, less than a thread costs."""
-NUM_THREADS = 2
+"""Input up to this size is processed on the event loop: it takes under a millisecond, less than a thread."""
+LONG_BYTES = 256 * 1024
+"""Larger input goes to the thread for long input. Tokenizing this much takes about 0.1 s."""
+NUM_SHORT = 2
+"""Threads for shorter input."""
+NUM_LONG = 1
+"""Threads for long input. Only one, because tokenizing takes about 45 bytes of memory per byte of text."""
 
 
 class TextThreads:
-    """The threads. `close` lets go of them without waiting."""
+    """The threads. `close` ends them without waiting."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(NUM_THREADS, "text")
+        self._short = ThreadPoolExecutor(NUM_SHORT, "text")
+        self._long = ThreadPoolExecutor(NUM_LONG, "long-text")
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Do `work` on input of this size."""
-        return work() if num_bytes <= INLINE_BYTES else await self.run_aside(work)
+        """Run `work`, on input of `num_bytes` bytes, on the event loop or in a thread; returns its result."""
+        if num_bytes <= INLINE_BYTES:
+            return work()
+        if num_bytes > LONG_BYTES:
+            return await self.run_in_long_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._short, work)
 
-    async def run_aside(self, work: Callable[[], T]) -> T:
-        """Do `work` in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def run_in_long_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in the thread for long input; returns its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._long, work)
 
     def close(self) -> None:
-        """What has not begun is dropped."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Drop work that has not begun; do not wait for the rest."""
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)

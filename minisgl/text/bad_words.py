@@ -1,4 +1,4 @@
-"""From words that must not be generated to the token sequences that stand for them."""
+"""Converts words that must not be generated into the token sequences that spell them."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from minisgl.text.tokenizer import Tokenizer
 
 
 def bad_words_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word as a text's beginning and behind a space, each sequence once.
+    """The token ids of each word, with and without a space before it; each sequence once.
 
     Raises:
         RequestError: 400 when a word is not valid Unicode.

@@ -1,7 +1,7 @@
-"""The model's own chat template: messages in, prompt text out.
+"""The model's own chat template: renders messages into the prompt's text.
 
-Promise: the same text as transformers' `apply_chat_template`, from a sandbox that can't change or
-reach anything; whatever goes wrong inside a template is the request's error, never the server's.
+Promise: the text equals that of transformers' `apply_chat_template`. Templates run in a sandbox that can't
+change or reach anything outside. An error inside a template is the request's error, never the server's.
 """
 
 import json
@@ -25,7 +25,7 @@ NO_TEMPLATE = (
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here it is just what it holds."""
+    """Renders the content of `{% generation %}`, a tag that marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012  the base class's name and type, read only
 
@@ -36,7 +36,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template, or the reason why there is none.
+    """A compiled template, or the reason why the model has none.
 
     Args:
         source: jinja2 text; None = the model has none.
@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
-        """Read `chat_template.jinja`, else what `tokenizer_config.json` has (of several: "default").
+        """Read `chat_template.jinja`, or else the one in `tokenizer_config.json` (of several: "default").
 
         Raises:
             ModelError: tokenizer_config.json is not a JSON object.
@@ -71,7 +71,7 @@ class ChatTemplate:
         return cls(source if isinstance(source, str) else None, tokenizer.special_tokens)
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether there is a template that compiles."""
         return self._template is not None
 
@@ -83,10 +83,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt of `messages`, special tokens included: encode it without adding them again.
 
-        `variables` are further ones of the template, as `enable_thinking`; they win over the usual ones.
+        `variables` are further template variables, such as `enable_thinking`; they override the usual ones.
 
         Raises:
-            RequestError: 400 with the template's own words when it refuses, or when there is none.
+            RequestError: 400 with the template's own message when it refuses, or when there is no template.
         """
         if self._template is None:
             raise RequestError(400, "chat_template_error", self._problem, "messages")
@@ -128,7 +128,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja's own filter escapes for HTML."""
+    """Plain JSON, unlike jinja's own filter, which escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

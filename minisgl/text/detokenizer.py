@@ -1,7 +1,7 @@
-"""Token ids to text while they arrive.
+"""Turns token ids into text while they arrive.
 
-Promise: every push returns all complete characters, the pushes and `finish` together give the text of
-the whole output, and a token costs the same whether it is the first or the millionth.
+Promise: every push returns all complete characters, and the pushes and `finish` together return the text of
+the whole output. The cost of a token does not grow with the output.
 """
 
 import codecs
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from minisgl.text.tokenizer import Tokenizer
 
-LONGEST_CHAR_BYTES = 4
+MAX_CHAR_BYTES = 4
 
 
 class Detokenizer:
-    """The text of one growing output.
+    """Decodes one growing output.
 
     Args:
-        prompt_ids: only the end matters: a prompt may stop inside a character that the output completes.
+        prompt_ids: the prompt, of which only the end matters: the output may complete its last character.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -29,17 +29,17 @@ class Detokenizer:
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = tokenizer.token_bytes(token_id) + tail
-            if len(tail) >= LONGEST_CHAR_BYTES:
+            if len(tail) >= MAX_CHAR_BYTES:
                 break
         self._utf8.decode(tail)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens complete; the bytes of an unfinished character are held back."""
+        """The text that these tokens complete; the bytes of an incomplete character are held back."""
         tokenizer = self._tokenizer
         if self._skip_special_tokens:
             token_ids = [token_id for token_id in token_ids if not tokenizer.is_special(token_id)]
         return self._utf8.decode(b"".join(map(tokenizer.token_bytes, token_ids)))
 
     def finish(self) -> str:
-        """What was held back: U+FFFD for an unfinished character, otherwise nothing."""
+        """The rest of the text: U+FFFD for an incomplete character, otherwise nothing."""
         return self._utf8.decode(b"", final=True)

@@ -1,6 +1,6 @@
-"""Chat messages as they come from outside, made ready for a template: the server's rules and `LLM`'s.
+"""Checks chat messages and normalizes them for a template, with the same rules for the server and `LLM`.
 
-Promise: what passes has a known role and text content; anything else is a 400 that names the place.
+Promise: every returned message has a known role and text content; any other message is a 400 that names it.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from minisgl.errors import RequestError
-from minisgl.fields import Neutral, convert, kind_of, refuse_unknown
+from minisgl.fields import Neutral, convert, json_type_name, refuse_unknown
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""As a client writes it -> as templates know it."""
+"""A client's role -> the role that templates know."""
 UNSUPPORTED_IN_MESSAGES: dict[str, Neutral] = {
     "tool_calls": ([],),
     "function_call": (),
@@ -24,7 +24,7 @@ UNSUPPORTED_IN_MESSAGES: dict[str, Neutral] = {
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the parts of a message's text, which are put together as they are."""
+    """One part of a message's text; the parts are joined without a separator."""
 
     type: Literal["text"]
     text: str
@@ -40,29 +40,37 @@ class Message(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
 
 
-Messages = Annotated[list[Message], Meta(min_length=1)]
+MAX_MESSAGES = 10_000
+"""Most messages of one conversation. A template's time grows with their number, before the text is known."""
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def normalize_messages(messages: object) -> list[dict[str, Any]]:
-    """The conversation as a template sees it: {"role", "content": text} and a few texts more.
+    """The conversation in a template's form: {"role", "content": text} and a few more text fields.
 
     Raises:
         RequestError: 400 with the message and field at fault.
     """
     if not isinstance(messages, list | tuple):
         raise RequestError(
-            400, "invalid_type", f"messages must be a list of messages, got {kind_of(messages)}", "messages"
+            400,
+            "invalid_type",
+            f"messages must be a list of messages, got {json_type_name(messages)}",
+            "messages",
         )
     if not messages:
         raise RequestError(400, "invalid_value", "messages must hold at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        text = f"messages must hold up to {MAX_MESSAGES} messages, got {len(messages)}; leave the oldest out"
+        raise RequestError(400, "invalid_value", text, "messages")
     return [_normalize(message, f"messages[{rank}]") for rank, message in enumerate(messages)]
 
 
 def _normalize(given: object, where: str) -> dict[str, Any]:
-    """One message. `where` names it in errors."""
+    """Normalize one message. `where` names it in errors."""
     if not isinstance(given, Mapping):
         raise RequestError(
-            400, "invalid_type", f'{where} must be {{"role", "content"}}, got {kind_of(given)}', where
+            400, "invalid_type", f'{where} must be {{"role", "content"}}, got {json_type_name(given)}', where
         )
     refuse_unknown(given, Message.__struct_fields__, UNSUPPORTED_IN_MESSAGES, f"{where}.")
     message: Message = convert(dict(given), Message, f"{where}.")

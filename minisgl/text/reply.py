@@ -1,8 +1,7 @@
-"""One reply's text: detokenizing and stop strings together, with an honest count of tokens.
+"""Turns one reply's tokens into text: detokenizing, stop strings, and the count of the reply's tokens.
 
-Promise: text behind a stop string, and the token that ended the reply, are never part of the text;
-tokens behind the one that completed a stop string are not counted. (Unless the caller asks for what ended
-the reply.)
+Promise: text after a stop string, and the token that ended the reply, are not part of the text. Tokens after
+the one that completed a stop string do not count. With `include_stop` the text has the end, too.
 """
 
 from collections.abc import Sequence
@@ -14,19 +13,19 @@ from minisgl.text.tokenizer import Tokenizer
 
 
 class ReplyPiece(NamedTuple):
-    """What some tokens gave."""
+    """The result of pushing some tokens."""
 
     text: str
-    num_tokens: int  # of those pushed, how many count
-    stopped: bool  # a stop string is complete: the reply is over, push nothing more
+    num_tokens: int  # how many of the pushed tokens belong to the reply
+    stopped: bool  # a stop string is complete: the reply is over and takes no more tokens
 
 
 class ReplyText:
-    """The text of one reply while its tokens arrive. Stop strings are looked for in the output only.
+    """The text of one reply while its tokens arrive. Only the output is searched for stop strings.
 
     Args:
-        include_stop: what ended the reply is part of the text.
-        min_tokens: stop strings are looked for in what follows so many tokens.
+        include_stop: the stop string or token that ended the reply is part of the text.
+        min_tokens: the search for stop strings starts after this many tokens.
     """
 
     def __init__(
@@ -42,16 +41,16 @@ class ReplyText:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
         self._matcher = StopMatcher(stops, include_stop) if stops.stops else None
         self._include_stop = include_stop
-        self._num_unwatched = min_tokens  # tokens to come that no stop string ends
+        self._num_before_stops = min_tokens  # tokens left until the search for stop strings starts
 
     def push(self, token_ids: Sequence[int]) -> ReplyPiece:
-        """Tokens in the middle of a reply."""
+        """Add tokens that are not the reply's last ones."""
         if self._matcher is None:
             return ReplyPiece(self._detokenizer.push(token_ids), len(token_ids), False)
-        unwatched = min(self._num_unwatched, len(token_ids))
-        self._num_unwatched -= unwatched
-        text = self._detokenizer.push(token_ids[:unwatched])
-        for count, token_id in enumerate(token_ids[unwatched:], start=unwatched + 1):
+        before_stops = min(self._num_before_stops, len(token_ids))
+        self._num_before_stops -= before_stops
+        text = self._detokenizer.push(token_ids[:before_stops])
+        for count, token_id in enumerate(token_ids[before_stops:], start=before_stops + 1):
             safe, stopped = self._matcher.push(self._detokenizer.push([token_id]))
             text += safe
             if stopped:
@@ -59,14 +58,18 @@ class ReplyText:
         return ReplyPiece(text, len(token_ids), False)
 
     def finish(self, token_ids: Sequence[int], drop_last: bool) -> ReplyPiece:
-        """The last tokens of a reply. `drop_last`: the last one ended it (end-of-sequence, a stop token)
-        and counts without being text, unless what ended it is to be included."""
+        """Add the last tokens of a reply.
+
+        Args:
+            drop_last: the last token ended the reply (end-of-sequence or a stop token). It counts, but is
+                text only with `include_stop`.
+        """
         dropped = 1 if drop_last and token_ids and not self._include_stop else 0
         piece = self.push(token_ids[: len(token_ids) - dropped])
         if piece.stopped:
             return piece
         tail, stopped = self._detokenizer.finish(), False
-        if self._matcher is not None and not self._num_unwatched:
+        if self._matcher is not None and not self._num_before_stops:
             tail, stopped = self._matcher.push(tail)
             if not stopped:
                 tail += self._matcher.finish()

@@ -1,40 +1,42 @@
-"""Stop strings in text that arrives in pieces.
+"""Finds stop strings in text that arrives in pieces.
 
-Promise: the result does not depend on how the text was cut, and no character is held back that can't
-be the start of a stop string. The match that is complete first wins (the generation would have ended
-there); of two that end at the same character, the longer.
+Promise: the result does not depend on how the text was cut, and only text that may start a stop string is
+held back. The match that is complete first wins, because generation would have ended there; of two matches
+that end at the same character, the longer wins.
 """
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """`stops` (non-empty strings) and the tables to look for them; outputs with the same ones share it."""
+    """Non-empty stop strings with their search tables. Outputs with the same strings share one object."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(sorted(set(stops), key=len, reverse=True))
         self.fallbacks = [_fallback(stop) for stop in self.stops]
-        self.firsts = frozenset(stop[0] for stop in self.stops)
+        self.first_chars = frozenset(stop[0] for stop in self.stops)
 
 
 class StopMatcher:
-    """Watches one output for stop strings, by character, after Knuth, Morris and Pratt.
+    """Searches one output for stop strings, character by character (Knuth, Morris and Pratt 1977).
 
     Args:
-        include_stop: show the stop string that was found.
+        include_stop: return the found stop string as part of the text.
     """
 
     def __init__(self, strings: StopStrings, include_stop: bool = False) -> None:
         self._include_stop = include_stop
         self._stops = strings.stops
         self._fallbacks = strings.fallbacks
-        self._firsts = strings.firsts
-        self._matched = [0] * len(self._stops)  # per stop: how many of its characters end the text so far
+        self._first_chars = strings.first_chars
+        self._matched = [0] * len(
+            self._stops
+        )  # per stop string: length of its prefix that ends the text so far
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string is complete). After a match: feed nothing more."""
-        if not self._held and self._firsts.isdisjoint(text):
+        """(text that may be shown, whether a stop string is complete). Push nothing after a match."""
+        if not self._held and self._first_chars.isdisjoint(text):
             return text, False
         seen = self._held + text
         for position in range(len(self._held), len(seen)):
@@ -54,14 +56,14 @@ class StopMatcher:
         return seen[:keep], False
 
     def finish(self) -> str:
-        """The text held back in vain: nothing follows that could complete a stop string."""
+        """Return the text that was held back; no text follows that could complete a stop string."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
 
 
 def _fallback(stop: str) -> list[int]:
-    """For each length n of a matched prefix: the longest shorter prefix that also ends it."""
+    """For each prefix length n: length of the longest shorter prefix that is also a suffix of that prefix."""
     table = [0] * len(stop)
     count = 0
     for position in range(1, len(stop)):

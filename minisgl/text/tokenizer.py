@@ -1,7 +1,7 @@
-"""Text to token ids and back, through the model folder's `tokenizer.json` and without transformers.
+"""Converts text to token ids and back, from the model folder's `tokenizer.json`, without transformers.
 
-Promise: what a client can send never raises anything but `RequestError`, and `token_bytes` gives
-each token's own bytes, so that text can be put together token by token.
+Promise: no text from a client raises anything but `RequestError`, and `token_bytes` gives each token's own
+bytes, so that text can be assembled token by token.
 """
 
 import json
@@ -18,15 +18,21 @@ SPECIAL_NAMES = (
 )  # fmt: skip
 
 SHORT_TEXT_BYTES = 4096
-"""Up to this size (about a millisecond) text is tokenized without giving way to other threads."""
+"""Text up to this size (about a millisecond) is tokenized without releasing the interpreter's lock."""
+PROBE_CHARS_PER_TOKEN = 16
+"""If a text has more characters than this times its token limit, its beginning is tokenized first. Text in
+any language has fewer characters per token; runs of spaces have more."""
+PROBE_SLACK = 2
+"""The text is refused if its beginning has more than this times the token limit. The factor leaves room for
+the few tokens that differ because the text was cut."""
 
 
 class Tokenizer:
-    """A model's tokenizer. Use from several threads is fine: nothing here changes what another call sees.
+    """A model's tokenizer. Several threads may use it: no call changes the result of another.
 
     Args:
-        fast: the `tokenizers` object; truncation and padding are switched off.
-        special_tokens: name ("bos_token" ...) -> text, as chat templates know them.
+        fast: the `tokenizers` object; its truncation and padding are switched off.
+        special_tokens: name ("bos_token" ...) -> text, for chat templates.
     """
 
     def __init__(self, fast: FastTokenizer, special_tokens: dict[str, str]) -> None:
@@ -38,12 +44,12 @@ class Tokenizer:
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         )
         content = json.loads(fast.to_str())
-        kinds = {part["type"] for part in _parts(content["decoder"], "decoders")}
+        kinds = {part["type"] for part in _flattened(content["decoder"], "decoders")}
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._anchor = next(iter(fast.encode("a", add_special_tokens=False).ids[-1:]), None)
+        self._anchor_id = next(iter(fast.encode("a", add_special_tokens=False).ids[-1:]), None)
         self._bytes: dict[int, bytes] = {}
-        self._reach = _reach(content, fast.get_vocab(with_added_tokens=True))
+        self._token_bounds = _token_bounds(content, fast.get_vocab(with_added_tokens=True))
         self.vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
@@ -74,13 +80,13 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Token ids of `text`. Rendered chat prompts have their special tokens already: pass False.
+        """Token ids of `text`. Rendered chat prompts already have special tokens, so pass False for them.
 
-        Text that is sure to have more than `max_tokens` is refused before any work; the result may still
-        be longer. `param` is what errors call the text. Long text leaves other threads running.
+        Text with far more than `max_tokens` tokens is refused before all of it is tokenized; the result may
+        still be longer. `param` is the text's name in errors. Other threads run while long text is tokenized.
 
         Raises:
-            RequestError: 400 when `text` is far too long, or not valid Unicode (lone surrogates).
+            RequestError: 400 when `text` is far too long, or is not valid Unicode (lone surrogates).
         """
         try:
             data = text.encode("utf-8")
@@ -91,7 +97,9 @@ class Tokenizer:
                 f"the text is not valid Unicode: {error.reason} at {error.start}",
                 param,
             ) from None
-        if max_tokens is not None and self._needs_more_than(max_tokens, data):
+        if max_tokens is not None and (
+            self._surely_exceeds(max_tokens, data) or self._beginning_exceeds(max_tokens, text)
+        ):
             raise RequestError(
                 400,
                 "context_length_exceeded",
@@ -99,17 +107,14 @@ class Tokenizer:
                 "prompt and answer together may have; shorten the prompt",
                 param,
             )
-        if len(data) <= SHORT_TEXT_BYTES:
-            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        # Unlike `encode`, `encode_batch` lets go of the interpreter's lock while it works.
-        return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encode(text, len(data), add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids that are no token give nothing."""
+        """The text of `ids`; ids outside the vocabulary add no text."""
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty for an id that is no token."""
+        """The token's text in the vocabulary; empty for an id outside the vocabulary."""
         return self._fast.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
@@ -117,23 +122,39 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this token adds behind other text: possibly a part of a character, possibly none."""
+        """The bytes that this token adds after other text: maybe part of a character, maybe none."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
         return known
 
-    def _needs_more_than(self, num_tokens: int, data: bytes) -> bool:
-        """Whether a text is too long for so many tokens; False also where that is not certain."""
-        reach = self._reach
-        return reach is not None and len(data.translate(None, reach.lost)) > num_tokens * reach.longest
+    def _encode(self, text: str, num_bytes: int, add_special_tokens: bool) -> list[int]:
+        if num_bytes <= SHORT_TEXT_BYTES:
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, `encode_batch` releases the interpreter's lock while it works.
+        return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _beginning_exceeds(self, num_tokens: int, text: str) -> bool:
+        """Whether the beginning of a long text alone has far more than `num_tokens` tokens."""
+        length = num_tokens * PROBE_CHARS_PER_TOKEN
+        if len(text) <= length:
+            return False
+        return len(self._encode(text[:length], length, False)) > num_tokens * PROBE_SLACK
+
+    def _surely_exceeds(self, num_tokens: int, data: bytes) -> bool:
+        """Whether a text certainly has more than `num_tokens` tokens; False if that is unknown."""
+        bounds = self._token_bounds
+        return (
+            bounds is not None
+            and len(data.translate(None, bounds.dropped_bytes)) > num_tokens * bounds.max_text_bytes
+        )
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._fast.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
         if self._byte_of_char is not None:
-            # As the ByteLevel decoder does: a token with one foreign character stands for itself.
+            # Like the ByteLevel decoder: a token with a character outside the alphabet is plain text.
             found = [self._byte_of_char.get(char) for char in token]
             return token.encode() if None in found else bytes(byte for byte in found if byte is not None)
         if self._has_byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -141,19 +162,19 @@ class Tokenizer:
                 return bytes([int(token[3:5], 16)])
             except ValueError:
                 pass
-        if self._anchor is None:
+        if self._anchor_id is None:
             return self._fast.decode([token_id], skip_special_tokens=False).encode()
-        # Behind an ordinary token, where no decoder strips what it strips at the start of a text.
-        before = self._fast.decode([self._anchor], skip_special_tokens=False)
-        both = self._fast.decode([self._anchor, token_id], skip_special_tokens=False)
+        # Decode it after an ordinary token, because some decoders strip spaces at the start of a text.
+        before = self._fast.decode([self._anchor_id], skip_special_tokens=False)
+        both = self._fast.decode([self._anchor_id, token_id], skip_special_tokens=False)
         return both[len(before) :].encode()
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; empty if the file is not there.
+    """The JSON object in `file`; empty if the file does not exist.
 
     Raises:
-        ModelError: the file is there and holds something else.
+        ModelError: the file does not hold a JSON object.
     """
     if not file.is_file():
         return {}
@@ -167,14 +188,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token is written as its text or as an object with the text in `content`."""
+    """A special token's text, which the files write as a string or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _register(fast: FastTokenizer, added: object, special_tokens: dict[str, str]) -> None:
-    """Add what only tokenizer_config.json knows: further added tokens; and make the named ones special."""
+    """Add the added tokens that only tokenizer_config.json lists, and mark the named tokens as special."""
     for entry in added.values() if isinstance(added, dict) else ():
         text = _token_text(entry)
         if text is not None and fast.token_to_id(text) is None:
@@ -188,57 +209,61 @@ def _register(fast: FastTokenizer, added: object, special_tokens: dict[str, str]
             fast.add_special_tokens([AddedToken(text, normalized=False, special=True)])
 
 
-class Reach(NamedTuple):
-    """How much text a token can stand for."""
+class TokenBounds(NamedTuple):
+    """Bounds on the text that one token can represent."""
 
-    longest: int  # bytes of text behind one token, at most
-    lost: bytes  # these bytes of a text give no token at all
+    max_text_bytes: int  # most bytes of text that one token represents
+    dropped_bytes: bytes  # bytes that produce no token at all
 
 
-def _reach(content: dict[str, Any], vocab: dict[str, int]) -> Reach | None:
-    """None unless it is certain that a token's share of a text is bounded. `content`: of tokenizer.json."""
+def _token_bounds(content: dict[str, Any], vocab: dict[str, int]) -> TokenBounds | None:
+    """The bounds of a tokenizer; None if they are unknown. `content`: the JSON of tokenizer.json."""
     model, added = content["model"], content["added_tokens"]
-    steps = _parts(content["pre_tokenizer"], "pretokenizers")
+    steps = _flattened(content["pre_tokenizer"], "pretokenizers")
     byte_level = "ByteLevel" in {step["type"] for step in steps}
     bounded = (
         model["type"] == "BPE"
         and (
             byte_level or (model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocab for byte in range(256)))
         )
-        and all(_keeps_length(step) for step in _parts(content["normalizer"], "normalizers"))
-        and all(step["type"] in KEEPING_STEPS and step.get("behavior") != "Removed" for step in steps)
-        and not any(token["lstrip"] or token["rstrip"] for token in added)  # these swallow spaces
+        and all(_keeps_length(step) for step in _flattened(content["normalizer"], "normalizers"))
+        and all(step["type"] in TEXT_PRESERVING_STEPS and step.get("behavior") != "Removed" for step in steps)
+        and not any(token["lstrip"] or token["rstrip"] for token in added)  # such tokens absorb spaces
     )
     if not bounded:
         return None
-    # A byte-level token has one character for each byte; added tokens, and all others elsewhere, are text.
+    # A byte-level token has one character per byte; added tokens, and tokens of other models, are text.
     texts = [token["content"] for token in added] + ([] if byte_level else list(vocab))
     longest = max(max(map(len, vocab)), max((len(text.encode()) for text in texts), default=1))
     alphabet = _byte_level_alphabet() if byte_level else {}
-    return Reach(longest, bytes(byte for char, byte in alphabet.items() if char not in vocab))
+    return TokenBounds(longest, bytes(byte for char, byte in alphabet.items() if char not in vocab))
 
 
-KEEPING_STEPS = frozenset({"ByteLevel", "Digits", "Split", "Metaspace", "Punctuation"})
-"""Pre-tokenizers that drop no text, except those whose behaviour is to remove."""
+TEXT_PRESERVING_STEPS = frozenset({"ByteLevel", "Digits", "Split", "Metaspace", "Punctuation"})
+"""Pre-tokenizers that drop no text, unless their `behavior` is "Removed"."""
 
 
 def _keeps_length(normalizer: dict[str, Any]) -> bool:
-    """Whether it never makes a text shorter, in bytes."""
+    """Whether the normalizer never reduces a text's number of bytes."""
     if normalizer["type"] != "Replace":
         return normalizer["type"] == "Prepend"
     pattern = normalizer["pattern"].get("String")
     return pattern is not None and len(pattern.encode()) <= len(normalizer["content"].encode())
 
 
-def _parts(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer, a Sequence's one by one."""
+def _flattened(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder; a Sequence is replaced by its steps."""
     if step is None:
         return []
-    return [inner for part in step[several] for inner in _parts(part, several)] if several in step else [step]
+    return (
+        [inner for part in step[several] for inner in _flattened(part, several)]
+        if several in step
+        else [step]
+    )
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's visible character of each byte: a printable one is itself, the others are U+0100 and up."""
+    """GPT-2's visible character -> byte. A printable byte is itself; the others are U+0100 and up."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(visible)]
     return {

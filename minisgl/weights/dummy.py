@@ -1,13 +1,16 @@
-"""Random weights for benchmarks, where only the shapes matter."""
+"""Random weights for benchmarks that need only the shapes."""
 
 import torch
 from torch import nn
 
 STANDARD_DEVIATION = 0.02
+DUMMY_SEED = 0
+"""Seed of an engine's dummy weights, independent of --seed."""
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Matrices get N(0, 0.02), vectors (norm weights, biases) 1; the same for one seed, dtype and device."""
+    """Fill matrices from N(0, 0.02) and vectors (norm weights, biases) with 1. Deterministic per seed, dtype
+    and device."""
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,6 +1,6 @@
-"""A GGUF file as a model: converted once, into a folder of the cache.
+"""Converts a GGUF file once into a Hugging Face folder in the cache.
 
-Promise: the folder appears complete or not at all; a file that has changed is converted anew.
+Promise: the folder appears complete or not at all; a changed file is converted again.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from minisgl.errors import ModelError
-from minisgl.weights.gguf_convert import convert_gguf
+from minisgl.errors import ModelError, ModelNotHereError
+from minisgl.weights.file_lock import file_lock
+from minisgl.weights.gguf_convert import CONVERTER_VERSION, convert_gguf
 from minisgl.weights.progress import Progress, no_progress
-from minisgl.weights.pull import CONVERTER_VERSION, locked
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ def gguf_folder(
     may_convert: bool = True,
     progress: Progress = no_progress,
 ) -> Path:
-    """The Hugging Face folder made of `file`, in bfloat16; quick when it is there already.
+    """The Hugging Face folder converted from `file`, in bfloat16; quick if it exists already.
 
     Raises:
-        ModelError: the file can't be converted (see `convert_gguf`), or the cache can't be written; or it
-            was not converted before and `may_convert` is False.
+        ModelError: the file can't be converted (see `convert_gguf`), or the cache can't be written.
+        ModelNotHereError: the file has not been converted yet and `may_convert` is False.
     """
     stat = file.stat()
     source = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {CONVERTER_VERSION} {with_tokenizer}"
@@ -39,14 +39,14 @@ def gguf_folder(
     if folder.is_dir():
         return folder
     if not may_convert:
-        raise ModelError(f"{file} has not been converted yet; serving or running it once does that")
+        raise ModelNotHereError(f"{file} has not been converted yet; serving or running it once does that")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.parent / f".{folder.name}.lock"):
-            if folder.is_dir():  # another process made it while this one waited
+        with file_lock(folder.parent / f".{folder.name}.lock"):
+            if folder.is_dir():  # another process has made it while this one waited
                 return folder
             for leftover in folder.parent.glob(f".{folder.name}.build-*"):
-                shutil.rmtree(leftover)  # of a conversion that was killed
+                shutil.rmtree(leftover)  # from a conversion that was killed
             build = Path(tempfile.mkdtemp(prefix=f".{folder.name}.build-", dir=folder.parent))
             try:
                 convert_gguf(file, build, with_tokenizer=with_tokenizer, progress=progress)

@@ -1,7 +1,7 @@
-"""Streams a checkpoint's safetensors into the parameters of a model that is already allocated.
+"""Copies a checkpoint's safetensors into the allocated parameters of a model.
 
-Promise: a checkpoint that does not fit is refused before anything is copied; beside the model, host memory
-holds READERS pieces of a tensor, whatever the size of the files.
+Promise: a checkpoint that does not fit is refused before any copy. Beside the model, host memory holds only
+READERS pieces of a tensor, whatever the size of the files.
 """
 
 import json
@@ -19,32 +19,32 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minisgl.errors import ModelError
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 
 READERS = {"cuda": 8, "cpu": 2}
-"""Threads that read, each into a buffer of its own. From page cache to an H200: one 5.4 GB/s, four 19, eight
-26. To host memory a copy uses all cores by itself, and meanwhile the other thread reads."""
+"""Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other thread
+reads."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that some checkpoints (Phi-3's) have as one: the rows of the parts lie one after the other."""
-PARTS_THAT_SEE = ("vision_tower.", "multi_modal_projector.")
+"""Layers that some checkpoints (Phi-3's) store fused, with the parts' rows one after the other."""
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 NAMES_SHOWN = 6
 
 
 class LoadableModel(Protocol):
-    """A model that says where each of the checkpoint's tensors goes."""
+    """A model that names the memory of each checkpoint tensor."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """By the checkpoint's name, views of the parameters to copy into: a rank's part of each where they
-        are DTensors."""
+        """Views of the parameters to fill, by the checkpoint's names. A DTensor is filled with this rank's
+        part."""
         ...
 
-    def loaded(self) -> None:
-        """Called once, when everything is copied."""
+    def finish_loading(self) -> None:
+        """Called once, after everything is copied."""
         ...
 
 
@@ -62,14 +62,14 @@ def load_weights(
     Returns the bytes of the parameters that were filled.
 
     Raises:
-        ModelError: files are missing or damaged, or tensors are missing, unexpected or of another shape;
+        ModelError: files are missing or damaged, or tensors are missing, unexpected or of the wrong shape;
             the message lists them.
     """
     targets = model.checkpoint_tensors()
     for name, view in targets.items():
         assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
-    stored = _without_prefix(_headers(checkpoint_files(folder)), config.checkpoint_prefix)
+    stored = _without_prefix(_read_headers(checkpoint_files(folder)), config.checkpoint_prefix)
     parts = _parts_of_each(stored, targets)
     _check_names_and_shapes(parts, stored, config, folder)
 
@@ -87,48 +87,52 @@ def load_weights(
             else:
                 pieces += _pieces(stored[name], begin, place, memory)
             begin += target.numel() * FLOAT_DTYPES[stored[name].dtype].itemsize
-    for num_bytes in _copied(pieces, torch.device(device)):
+    for num_bytes in _copy_pieces(pieces, torch.device(device)):
         done += num_bytes
         on_progress("loading the weights", done, total)
-    model.loaded()
+    model.finish_loading()
     return total
 
 
-class Stored(NamedTuple):
-    """What a file's header says of a tensor."""
+class StoredTensor(NamedTuple):
+    """A tensor's entry in a file's header."""
 
     path: Path
     shape: list[int]
     dtype: str  # as safetensors writes it, for example "BF16"
-    begin: int  # of its bytes in the file
+    begin: int  # offset of its bytes in the file
 
 
 class Piece(NamedTuple):
     """Some rows of a stored tensor, and where they go."""
 
     path: Path
-    begin: int  # of the rows' bytes in the file
-    shape: tuple[int, ...]  # of the rows there
+    begin: int  # offset of the rows' bytes in the file
+    shape: tuple[int, ...]  # of the rows in the file
     dtype: torch.dtype
-    columns: tuple[slice, ...]  # of the rows, what is wanted
+    columns: tuple[slice, ...]  # the slice of the rows to copy
     target: Tensor
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _headers(files: list[Path]) -> dict[str, Stored]:
+def _read_headers(files: list[Path]) -> dict[str, StoredTensor]:
     """Every tensor of the files, by name.
 
     Raises:
-        ModelError: a file is damaged, or two hold the same name.
+        ModelError: a file is damaged, or two files hold a tensor of the same name.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in files:
-        # The library checks the header; where the tensors lie it does not tell.
-        with _readable(path), safe_open(str(path), framework="pt", device="cpu"), path.open("rb") as file:
+        # The library checks the header but does not tell the tensors' offsets.
+        with (
+            _damaged_file_errors(path),
+            safe_open(str(path), framework="pt", device="cpu"),
+            path.open("rb") as file,
+        ):
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
@@ -136,18 +140,18 @@ def _headers(files: list[Path]) -> dict[str, Stored]:
             if name in found:
                 raise ModelError(f"{found[name].path} and {path} both hold {name}; remove one of them")
             begin = 8 + header_bytes + entry["data_offsets"][0]
-            found[name] = Stored(path, entry["shape"], entry["dtype"], begin)
+            found[name] = StoredTensor(path, entry["shape"], entry["dtype"], begin)
     return found
 
 
-def _without_prefix(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]:
-    """The same by the text model's own names, and without what sees."""
+def _without_prefix(stored: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
+    """Remove the prefix of the text model's names, and drop the vision tensors."""
     if not prefix:
         return stored
     return {
         name.removeprefix(prefix): entry
         for name, entry in stored.items()
-        if name.startswith(prefix) or not name.startswith(PARTS_THAT_SEE)
+        if name.startswith(prefix) or not name.startswith(VISION_PREFIXES)
     }
 
 
@@ -155,7 +159,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint in `folder`.
 
     Raises:
-        ModelError: there are none, or the index names one that is not there.
+        ModelError: there are none, or the index names a missing file.
     """
     index = folder / INDEX
     if index.is_file():
@@ -167,7 +171,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         absent = [path.name for path in files if not path.is_file()]
         if absent:
             raise ModelError(
-                f"{folder} is incomplete: {_shown(absent)} named in {INDEX} missing; download the model again"
+                f"{folder} is incomplete: {_joined_names(absent)} named in {INDEX} missing; "
+                "download the model again"
             )
         return files
     single = folder / "model.safetensors"
@@ -181,7 +186,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _parts_of_each(stored: Iterable[str], targets: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """What fills the model, by the checkpoint's name: one target, or several where it has them as one."""
+    """The parameters that each checkpoint tensor fills; several for a fused tensor."""
     parts = {name: [target] for name, target in targets.items()}
     for name in stored:
         layer, _, kind = name.rpartition(".")
@@ -193,20 +198,20 @@ def _parts_of_each(stored: Iterable[str], targets: dict[str, Tensor]) -> dict[st
 
 
 def _check_names_and_shapes(
-    parts: dict[str, list[Tensor]], stored: dict[str, Stored], config: ModelConfig, folder: Path
+    parts: dict[str, list[Tensor]], stored: dict[str, StoredTensor], config: ModelConfig, folder: Path
 ) -> None:
-    """Compare what the model needs with what the files' headers say.
+    """Compare the model's parameters with the files' headers.
 
     Raises:
-        ModelError: something is missing, unexpected, of another shape or no floating-point number.
+        ModelError: a tensor is missing, unexpected, of the wrong shape or not floating-point.
     """
     complaints = []
     missing = sorted(parts.keys() - stored.keys())
     if missing:
-        complaints.append(f"missing: {_shown(missing)}")
+        complaints.append(f"missing: {_joined_names(missing)}")
     unexpected = sorted(name for name in stored.keys() - parts.keys() if not _ignorable(name, config))
     if unexpected:
-        complaints.append(f"not part of {config.architecture}: {_shown(unexpected)}")
+        complaints.append(f"not part of {config.architecture}: {_joined_names(unexpected)}")
     common = sorted(parts.keys() & stored.keys())
     needed = {
         name: [sum(part.shape[0] for part in parts[name]), *parts[name][0].shape[1:]] for name in common
@@ -217,25 +222,25 @@ def _check_names_and_shapes(
         if stored[name].shape != needed[name]
     ]
     if shapes:
-        complaints.append(f"wrong shape: {_shown(shapes)}")
+        complaints.append(f"wrong shape: {_joined_names(shapes)}")
     kinds = [f"{name} is {stored[name].dtype}" for name in common if stored[name].dtype not in FLOAT_DTYPES]
     if kinds:
-        complaints.append(f"quantized or no numbers: {_shown(kinds)}")
+        complaints.append(f"quantized or no numbers: {_joined_names(kinds)}")
     if complaints:
         raise ModelError(f"the weights in {folder} do not fit its config.json; " + "; ".join(complaints))
 
 
 def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor may lie in the checkpoint although the model does not use it."""
+    """Whether the checkpoint may contain this tensor although the model does not use it."""
     copy_of_the_embedding = name == "lm_head.weight" and config.tie_word_embeddings
     return copy_of_the_embedding or name.endswith("rotary_emb.inv_freq")
 
 
-def _pieces(stored: Stored, begin: int, place: tuple[slice, ...], memory: Tensor) -> Iterator[Piece]:
-    """`memory` in pieces of at most about PIECE_BYTES in the file.
+def _pieces(stored: StoredTensor, begin: int, place: tuple[slice, ...], memory: Tensor) -> Iterator[Piece]:
+    """Split the copy to `memory` into pieces of about PIECE_BYTES.
 
     Args:
-        begin: in the file, of the tensor that `place` is a part of.
+        begin: offset in the file of the tensor that `place` is a slice of.
     """
     rows, *columns = place
     dtype = FLOAT_DTYPES[stored.dtype]
@@ -254,8 +259,8 @@ def _pieces(stored: Stored, begin: int, place: tuple[slice, ...], memory: Tensor
         )
 
 
-def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
-    """Copy all pieces; yields the bytes that each filled, when it has arrived.
+def _copy_pieces(pieces: list[Piece], device: torch.device) -> Iterator[int]:
+    """Copy all pieces; yields the bytes of each piece after its copy.
 
     Raises:
         ModelError: a file can't be read to its end.
@@ -264,7 +269,7 @@ def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
     num_readers = READERS[device.type]
     buffers: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(num_readers):
-        # Page-locked, a buffer is copied to the device by the device.
+        # From page-locked memory the device copies by itself.
         buffers.put(torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda"))
 
     with ExitStack() as stack:
@@ -274,7 +279,7 @@ def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
             buffer = buffers.get()
             read = buffer[: piece.num_bytes]
             try:
-                with _readable(piece.path):
+                with _damaged_file_errors(piece.path):
                     _read(files[piece.path].fileno(), read.numpy().data, piece.begin)
                 rows = read.view(piece.dtype).view(piece.shape)
                 piece.target.copy_(rows[(slice(None), *piece.columns)], non_blocking=True)
@@ -285,12 +290,12 @@ def _copied(pieces: list[Piece], device: torch.device) -> Iterator[int]:
             return piece.target.nbytes
 
         pool = stack.enter_context(ThreadPoolExecutor(num_readers, thread_name_prefix="read-weights"))
-        stack.callback(pool.shutdown, cancel_futures=True)  # after an error, don't read the rest
+        stack.callback(pool.shutdown, cancel_futures=True)  # after an error, do not read the rest
         yield from pool.map(copy, pieces)
 
 
 def _read(file: int, into: memoryview, begin: int) -> None:
-    """Fill `into` with the file's bytes from `begin` on."""
+    """Fill `into` with the file's bytes from offset `begin`."""
     while into:
         count = os.preadv(file, [into], begin)
         if count == 0:
@@ -299,15 +304,15 @@ def _read(file: int, into: memoryview, begin: int) -> None:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn what a damaged file makes the library raise into our error."""
+def _damaged_file_errors(path: Path) -> Iterator[None]:
+    """Turn the library's errors about a damaged file into a ModelError."""
     try:
         yield
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} can't be read ({error}); download the model again") from error
 
 
-def _shown(items: Iterable[str]) -> str:
+def _joined_names(items: Iterable[str]) -> str:
     items = list(items)
     more = f" and {len(items) - NAMES_SHOWN} more" if len(items) > NAMES_SHOWN else ""
     return ", ".join(items[:NAMES_SHOWN]) + more

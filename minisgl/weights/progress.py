@@ -1,6 +1,6 @@
-"""How long work with a known size tells how far it is.
+"""Progress reports of long work with a known size.
 
-Promise: a progress function never raises and never writes more than about ten times a second.
+Promise: a progress function never raises and writes at most about ten times a second.
 """
 
 import logging
@@ -15,11 +15,12 @@ Progress = Callable[[str, int, int], None]
 BAR_WIDTH = 28
 REDRAW_S = 0.1
 BYTES_FROM = 1 << 20
-"""Totals from here on are bytes, of which a bar shows the rate; nobody counts so many files or tensors."""
+"""A total of at least this much counts bytes, and the bar shows a rate; smaller totals count files or
+tensors."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """A `Progress` that says nothing."""
+    """A `Progress` that reports nothing."""
 
 
 def progress_on(stream: TextIO | None = None) -> Progress:
@@ -37,7 +38,7 @@ def shown_progress(logger: logging.Logger) -> Progress:
 
 
 def logged_progress(logger: logging.Logger, every_s: float = 5.0) -> Progress:
-    """A `Progress` for work counted in bytes: a line with share and GB/s from time to time, none if short."""
+    """A `Progress` for work counted in bytes: logs share and GB/s every `every_s` seconds."""
     began = said = time.monotonic()
 
     def report(stage: str, done: int, total: int) -> None:

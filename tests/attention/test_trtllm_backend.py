@@ -77,8 +77,8 @@ def test_it_equals_the_torch_backend(is_decode: bool, window: int, monkeypatch: 
     )
     q = torch.randn(sum(new_tokens), 6, 64)
     attend = TrtllmAttention(max_context_tokens=48, device=torch.device("cpu")).attend
-    expected = select("torch")(q, k_cache, v_cache, inputs, 0.3, window)
-    torch.testing.assert_close(attend(q, k_cache, v_cache, inputs, 0.3, window), expected)
+    expected = select("torch")(q, k_cache, v_cache, inputs, 0.3, window, 0.0)
+    torch.testing.assert_close(attend(q, k_cache, v_cache, inputs, 0.3, window, 0.0), expected)
     if not is_decode:
         return
     # A padding row has no keys; the kernels get one.

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted_modules import imported_from, plant_modules
 
-from minisgl.benchmark.offline import make_workload, measure_offline
-from minisgl.benchmark.report import Report, make_report, read_report, write_report
+from minisgl.benchmark.reports.report import Report, make_report, read_report, write_report
 from minisgl.benchmark.settings import OfflineBenchSettings
-from minisgl.benchmark.startup import with_caches_in
-from minisgl.benchmark.workload import Item, check_offline_settings, random_workload, read_prompts
+from minisgl.benchmark.steps.offline import make_workload, measure_offline
+from minisgl.benchmark.steps.startup import with_caches_in
+from minisgl.benchmark.steps.workload import Item, check_offline_settings, random_workload, read_prompts
 from minisgl.cli import main
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
@@ -265,7 +266,11 @@ def test_a_step_of_experts_says_how_many_its_tokens_were_sent_to(tmp_path: Path)
     assert 2 < prompt <= 8
 
 
-def test_a_start_is_accounted_for(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_is_accounted_for(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = plant_modules(tmp_path / "downloaded")
+    monkeypatch.chdir(planted)
     out = tmp_path / "startup.json"
     words = ["bench", "startup", "--model", str(tiny), "--dummy-weights", *ENGINE, "--rounds", "1"]
     assert main([*words, "--out", str(out), "--plot", str(tmp_path / "startup.svg")]) == 0
@@ -280,6 +285,7 @@ def test_a_start_is_accounted_for(tmp_path: Path, tiny: Path, capsys: pytest.Cap
         )
         assert accounted_s <= metric(report, f"{kind}_total_s")
     assert capsys.readouterr().out.count("unaccounted") >= 2
+    assert imported_from(planted) == []
 
 
 def metric(report: Report, name: str) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from minisgl.benchmark.compare import (
+from minisgl.benchmark.reports.compare import (
     block_length,
     compare,
     is_higher_better,
@@ -15,7 +15,7 @@ from minisgl.benchmark.compare import (
     ratio_interval,
     source_of,
 )
-from minisgl.benchmark.report import Report, make_report, write_report
+from minisgl.benchmark.reports.report import Report, make_report, write_report
 from minisgl.cli import main
 from minisgl.errors import ConfigError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.arrivals import constant_arrivals, parse_counts, parse_rates, poisson_arrivals
-from minisgl.benchmark.datasets import (
+from minisgl.benchmark.load.arrivals import constant_arrivals, parse_counts, parse_rates, poisson_arrivals
+from minisgl.benchmark.load.datasets import (
     Conversation,
     Dialogue,
     Lengths,
@@ -26,7 +26,7 @@ LENGTHS = Lengths((5, 40), (2, 9))
 
 
 def ids_of(conversation: Conversation, salt: tuple[int, ...] = (0,), vocab_size: int = 5000) -> list[int]:
-    prompt = Dialogue("tokens", salt, vocab_size).ask(conversation.turns[0])
+    prompt = Dialogue("tokens", salt, vocab_size).next_prompt(conversation.turns[0])
     assert isinstance(prompt, list)
     return prompt  # type: ignore[return-value]  # token ids, not messages, in this form
 
@@ -66,11 +66,11 @@ def test_shared_prefixes_are_those_of_the_group_and_nothing_more() -> None:
 def test_the_prompt_of_a_turn_holds_all_turns_and_answers_before_it() -> None:
     turns = multi_turn_prompts(1, LENGTHS, 0, num_turns=3)[0].turns
     dialogue = Dialogue("text", (0,), 5000)
-    first = dialogue.ask(turns[0])
-    dialogue.hear(" ANSWER ONE")
-    second = dialogue.ask(turns[1])
-    dialogue.hear(" ANSWER TWO")
-    third = dialogue.ask(turns[2])
+    first = dialogue.next_prompt(turns[0])
+    dialogue.add_answer(" ANSWER ONE")
+    second = dialogue.next_prompt(turns[1])
+    dialogue.add_answer(" ANSWER TWO")
+    third = dialogue.next_prompt(turns[2])
     assert isinstance(first, str)
     assert isinstance(second, str)
     assert isinstance(third, str)
@@ -83,17 +83,17 @@ def test_the_prompt_of_a_turn_holds_all_turns_and_answers_before_it() -> None:
 def test_recorded_questions_begin_a_line_of_the_text(tmp_path: Path) -> None:
     turns = read_dataset(sharegpt(tmp_path), LENGTHS, 0)[0].turns
     dialogue = Dialogue("text", (0,), 5000)
-    dialogue.ask(turns[0])
-    dialogue.hear(" a b c")
-    assert dialogue.ask(turns[1]) == "one two a b c\nthree"
+    dialogue.next_prompt(turns[0])
+    dialogue.add_answer(" a b c")
+    assert dialogue.next_prompt(turns[1]) == "one two a b c\nthree"
 
 
 def test_a_chat_is_sent_as_messages_in_turns() -> None:
     turns = multi_turn_prompts(1, LENGTHS, 0, num_turns=2)[0].turns
     dialogue = Dialogue("chat", (0,), 5000)
-    dialogue.ask(turns[0])
-    dialogue.hear("well")
-    messages = dialogue.ask(turns[1])
+    dialogue.next_prompt(turns[0])
+    dialogue.add_answer("well")
+    messages = dialogue.next_prompt(turns[1])
     assert [(one["role"], one["content"] == "well") for one in messages] == [  # type: ignore[index]
         ("user", False),
         ("assistant", True),

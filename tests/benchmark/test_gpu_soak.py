@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from minisgl.benchmark.report import Report, read_report
-from minisgl.messages import AddRequest, Status
+from minisgl.benchmark.reports.report import Report, read_report
+from minisgl.ipc.messages import AddRequest, Status
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu_soak.py"
@@ -88,7 +88,7 @@ class LossyEngine:
 
 def test_a_token_that_is_lost_is_noticed(gpu_soak: ModuleType) -> None:
     prompt = np.array([1, 2], dtype=np.int32)
-    asked = [gpu_soak.Asked(prompt, SamplingParams(max_tokens=3), True, None)] * 6
+    asked = [gpu_soak.Asked(prompt, SamplingParams(max_tokens=3, seed=0), True, None)] * 6
     problems = gpu_soak.soak(LossyEngine(), asked, np.random.default_rng(0))
     assert [problem.split(" and ")[0] for problem in problems] == [
         "request 2 of 3 tokens got 2",

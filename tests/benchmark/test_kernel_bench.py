@@ -10,17 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from minisgl.benchmark.kernel_baselines import PLAIN_TORCH
-from minisgl.benchmark.kernel_bench import LAUNCHERS, OTHERS, with_results
-from minisgl.benchmark.kernel_timing import Ceilings, Problem
-from minisgl.benchmark.model_shapes import find_shape
-from minisgl.benchmark.report import make_report, read_report
-from minisgl.benchmark.token_problems import (
-    advance_rows_problem,
-    fused_moe_problem,
-    moe_route_problem,
-    rope_store_problem,
-)
+from minisgl.benchmark.kernels.all_ops import OPS
+from minisgl.benchmark.kernels.kernel_bench import with_results
+from minisgl.benchmark.kernels.kernel_timing import Ceilings, Problem
+from minisgl.benchmark.kernels.model_shapes import read_model_shape
+from minisgl.benchmark.kernels.moe_ops import fused_moe_problem, moe_route_problem
+from minisgl.benchmark.kernels.rope_ops import rope_store_problem
+from minisgl.benchmark.kernels.row_ops import advance_rows_problem
+from minisgl.benchmark.reports.report import make_report, read_report
 from minisgl.cli import main
 from triton_kernels.fused_moe import fused_moe_reference
 from triton_kernels.registry import Kernels
@@ -36,9 +33,8 @@ def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.Cap
     words = ["bench", "kernel", *names, "--device", "cpu", "--model", "smollm2-135m", "--commit", "abc123"]
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
     report = read_report(out)
-    every = LAUNCHERS.keys() | OTHERS.keys()
     of_experts = {"fused_moe", "moe_route", "add_rms_norm_router"}
-    assert report.tables.keys() == every - of_experts
+    assert report.tables.keys() == OPS.keys() - of_experts - {"paged_prefill_hopper"}
     assert {chart.title.partition(":")[0] for chart in report.charts} == report.tables.keys()
     rows = [(op, row) for op, rows in report.tables.items() for row in rows]
     for op, row in rows:
@@ -101,12 +97,14 @@ def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_op_that_can_be_replaced_can_be_timed() -> None:
-    assert set(Kernels._fields) == LAUNCHERS.keys()
+    shape = read_model_shape("qwen3-30b-a3b")
+    measured = {name for name, op in OPS.items() if op.bench_cases(shape, True)}
+    assert set(Kernels._fields) <= measured == OPS.keys() - {"paged_prefill_hopper"}
 
 
 def test_the_floor_is_the_larger_of_the_two_limits() -> None:
     ceilings = Ceilings(copy_tb_s=4.0, matmul_tflop_s=800.0)
-    copy = Problem("", "", 1, 4e9, 8e9, [], 0, lambda function: 0.0)
+    copy = Problem(4e9, 8e9, [], 0, lambda function: 0.0)
     multiply = copy._replace(flop=8e12)
     assert (ceilings.limit(copy), ceilings.limit(multiply)) == ("TB/s", "TFLOP/s")
     assert ceilings.floor_us(copy) == pytest.approx(1e3)
@@ -116,20 +114,21 @@ def test_the_floor_is_the_larger_of_the_two_limits() -> None:
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "silu_mul", "rope_store", "paged_decode"])
 def test_baselines_compute_what_our_ops_do(op: str) -> None:
-    from minisgl.benchmark.kernel_bench import _cases_of
-
-    case = next(case for case in _cases_of(find_shape("smollm2-135m"), False) if case.op == op)
+    case = OPS[op].bench_cases(read_model_shape("smollm2-135m"), False)[0]
     problem = case.build(CPU, torch.float32)
-    plain = PLAIN_TORCH[op]
+    plain = OPS[op].plain_torch
+    assert plain is not None
     if op == "paged_decode":  # in other company its rows may differ in the last bits
         got = plain(*problem.arguments[0])
-        assert torch.allclose(got, LAUNCHERS[op](*problem.arguments[0]), atol=1e-5)
+        assert torch.allclose(got, OPS[op].launcher(*problem.arguments[0]), atol=1e-5)
     else:
         assert problem.check(plain) < 1e-5
 
 
 def test_the_experts_problem_counts_the_experts_that_are_hit() -> None:
-    shape = find_shape("qwen3-30b-a3b")._replace(hidden=32, experts=6, experts_per_token=2, expert_width=16)
+    shape = read_model_shape("qwen3-30b-a3b")._replace(
+        hidden=32, experts=6, experts_per_token=2, expert_width=16
+    )
     problem = fused_moe_problem(1, shape, CPU, torch.float32)
     assert problem.check(fused_moe_reference) < 1e-6
     assert problem.num_bytes == 2 * 3 * 32 * 16 * 4 + 2 * 32 * 4
@@ -139,8 +138,8 @@ def test_the_experts_problem_counts_the_experts_that_are_hit() -> None:
 
 
 def test_the_routing_problem_knows_the_order_and_the_rows_problem_the_rows() -> None:
-    shape = find_shape("qwen3-30b-a3b")._replace(experts=6, experts_per_token=2)
-    route = OTHERS["moe_route"]
+    shape = read_model_shape("qwen3-30b-a3b")._replace(experts=6, experts_per_token=2)
+    route = OPS["moe_route"].launcher
     problem = moe_route_problem(5, shape, CPU, torch.float32)
     assert problem.check(route) < 1e-6
     with pytest.raises(ValueError, match="order"):
@@ -150,12 +149,12 @@ def test_the_routing_problem_knows_the_order_and_the_rows_problem_the_rows() -> 
 
 
 def test_a_store_to_a_wrong_slot_is_found() -> None:
-    problem = rope_store_problem(4, find_shape("smollm2-135m"), CPU, torch.float32)
+    problem = rope_store_problem(4, read_model_shape("smollm2-135m"), CPU, torch.float32)
 
     def shifted(
         qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, *pools
     ):
-        return LAUNCHERS["rope_store"](qkv, cos_sin, positions, slots.roll(1) // 2, *pools)
+        return OPS["rope_store"].launcher(qkv, cos_sin, positions, slots.roll(1) // 2, *pools)
 
     with pytest.raises(ValueError, match="wrong slots"):
         problem.check(shifted)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.benchmark.latency import (
+from minisgl.benchmark.load.latency import (
     MAX_ITL_SAMPLES,
-    even_quantiles,
+    evenly_spaced_quantiles,
     interval_samples,
     meets,
     parse_slo,
@@ -16,8 +16,8 @@ from minisgl.benchmark.latency import (
     timeline,
     weighted_quantiles,
 )
-from minisgl.benchmark.load_client import Answer
-from minisgl.benchmark.sse import AnswerStream, Usage
+from minisgl.benchmark.load.load_client import Answer
+from minisgl.benchmark.load.sse import AnswerStream, Usage
 from minisgl.errors import ConfigError
 
 
@@ -109,13 +109,13 @@ def test_weighted_quantiles_are_those_of_repeated_values(pairs: list[tuple[int, 
 def test_many_intervals_are_kept_as_quantiles_with_the_same_distribution() -> None:
     rng = np.random.default_rng(0)
     values, weights = rng.exponential(20, 50_000), rng.uniform(0.5, 4, 50_000)
-    kept = even_quantiles(values, weights)
+    kept = evenly_spaced_quantiles(values, weights)
     assert len(kept) == MAX_ITL_SAMPLES
     for share in (0.1, 0.5, 0.9, 0.99):
         exact = weighted_quantiles(values, weights, [share])[0]
         assert np.quantile(kept, share) == pytest.approx(exact, rel=0.01)
-    assert even_quantiles(*interval_samples([])) == []
-    assert even_quantiles(np.array([3.0, 1.0]), np.array([1.0, 1.0])) == [1.0, 3.0]
+    assert evenly_spaced_quantiles(*interval_samples([])) == []
+    assert evenly_spaced_quantiles(np.array([3.0, 1.0]), np.array([1.0, 1.0])) == [1.0, 3.0]
 
 
 def test_goodput_needs_every_limit() -> None:

@@ -7,7 +7,7 @@ import pytest
 from minisgl.benchmark.model_configs import MODEL_CONFIGS, model_folder
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, ModelError
-from minisgl.hf_config import read_model_config
+from minisgl.model_config.hf_config import read_model_config
 
 BILLIONS = {
     "gemma-3-1b": 1.0,

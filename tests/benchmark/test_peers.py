@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark.report import read_report
+from minisgl.benchmark.reports.report import read_report
 from minisgl.benchmark.settings import OfflineBenchSettings
-from minisgl.benchmark.workload import Item
+from minisgl.benchmark.steps.workload import Item
 from minisgl.errors import MinisglError
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "peers"

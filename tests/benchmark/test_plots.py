@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark import plots
-from minisgl.benchmark.plots import Group, Span, check_chart_path, plot_report, write_chart, write_panels
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports import panels, plots
+from minisgl.benchmark.reports.panels import Group, Span
+from minisgl.benchmark.reports.plots import (
+    check_chart_path,
+    plot_report,
+    write_chart,
+    write_panels,
+)
+from minisgl.benchmark.reports.report import (
     BarsChart,
     CdfChart,
     HeatMapChart,
@@ -105,11 +111,11 @@ def test_bars_end_at_the_limit_and_none_leaves_one_out(tmp_path: Path) -> None:
     write_chart(tmp_path / "a.svg", "title & more", ("p", "q", "r"), groups, 1.0)
     written = texts(tmp_path / "a.svg")
     assert {"title & more", "a < b", "100%", "x", "z", "1", "2", "3"} <= set(written)
-    widths = bar_widths(plots.bars("", ("p", "q", "r"), groups, limit=1.0))
+    widths = bar_widths(panels.bars("", ("p", "q", "r"), groups, limit=1.0))
     assert sorted(widths) == pytest.approx([0.1, 0.2, 0.3, 0.5, 1.0])
 
 
-def bar_widths(panel: plots.Panel) -> list[float]:
+def bar_widths(panel: panels.Panel) -> list[float]:
     from matplotlib.figure import Figure
 
     axes: Any = Figure().subplots()
@@ -123,11 +129,11 @@ def test_spans_have_their_lengths_and_a_cdf_ends_at_one() -> None:
         Span("cold", "compile", 2.0, 5.0),
         Span("warm", "load", 0.0, 1.0),
     ]
-    assert sorted(bar_widths(plots.timeline("", spans, x_label="s"))) == [1.0, 2.0, 5.0]
+    assert sorted(bar_widths(panels.timeline("", spans, x_label="s"))) == [1.0, 2.0, 5.0]
     from matplotlib.figure import Figure
 
     axes: Any = Figure().subplots()
-    plots.cdf("", {"x": [4.0, 1.0, 2.0, 3.0]}, x_label="").draw(axes)
+    panels.cdf("", {"x": [4.0, 1.0, 2.0, 3.0]}, x_label="").draw(axes)
     x, y = axes.lines[0].get_data()
     assert list(zip(x, y, strict=True)) == [(1, 0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
 
@@ -136,7 +142,7 @@ def test_a_cdf_of_very_many_samples_is_thinned_and_keeps_its_end() -> None:
     from matplotlib.figure import Figure
 
     axes: Any = Figure().subplots()
-    plots.cdf("", {"x": [float(value) for value in range(100_000)]}, x_label="").draw(axes)
+    panels.cdf("", {"x": [float(value) for value in range(100_000)]}, x_label="").draw(axes)
     x, y = axes.lines[0].get_data()
     assert len(x) < 2100
     assert (x[-1], y[-1]) == (99_999, 1.0)
@@ -145,11 +151,11 @@ def test_a_cdf_of_very_many_samples_is_thinned_and_keeps_its_end() -> None:
 
 def test_no_data_is_no_crash(tmp_path: Path) -> None:
     empty = [
-        plots.bars("b", ("p",), []),
-        plots.cdf("c", {}, x_label=""),
-        plots.lines("l", [], {}, x_label="", y_label=""),
-        plots.heat_map("h", ["1"], ["1"], [[None]], label=""),
-        plots.timeline("t", [], x_label=""),
+        panels.bars("b", ("p",), []),
+        panels.cdf("c", {}, x_label=""),
+        panels.lines("l", [], {}, x_label="", y_label=""),
+        panels.heat_map("h", ["1"], ["1"], [[None]], label=""),
+        panels.timeline("t", [], x_label=""),
     ]
     write_panels(tmp_path / "a.svg", empty)
     assert {"b", "c", "l", "h", "t"} <= set(texts(tmp_path / "a.svg"))
@@ -172,3 +178,16 @@ def test_a_report_without_charts_says_so(tmp_path: Path) -> None:
     report = make_report("kernel", arguments={}, metrics={})
     with pytest.raises(ConfigError, match="nothing to draw"):
         plot_report(tmp_path / "a.svg", report)
+
+
+def test_a_log_scale_below_one_has_plain_numbers_beside_the_powers_of_ten() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes: Any = figure.subplots()
+    points = {"a": [0.3, 2.0]}
+    panels.lines("", [1.0, 8.0], points, x_label="", y_label="", log_x=True, log_y=True).draw(axes)
+    figure.canvas.draw()
+    labels = [text.get_text() for text in axes.get_yticklabels(minor=True) if text.get_text()]
+    assert {"0.3", "0.6", "2"} <= set(labels)
+    assert not any("e" in label for label in labels)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.prompts import Draw, as_text, as_token_ids, codes_of, trace_draws
-from minisgl.benchmark.traces import TraceRequest
+from minisgl.benchmark.load.prompts import Draw, as_text, as_token_ids, codes_of, trace_draws
+from minisgl.benchmark.load.traces import TraceRequest
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.sources import resolve_model_folder
 

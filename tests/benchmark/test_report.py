@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports.report import (
     CdfChart,
     Report,
     format_metrics,
     format_table,
-    live_progress,
     make_report,
     read_report,
     report_schema,
+    terminal_progress,
     write_report,
 )
 from minisgl.errors import ConfigError
@@ -123,11 +123,11 @@ def test_a_table_is_aligned() -> None:
 
 def test_progress_is_silent_away_from_a_terminal() -> None:
     out = io.StringIO()
-    live_progress(out)("requests", 1, 2)
+    terminal_progress(out)("requests", 1, 2)
     assert out.getvalue() == ""
 
 
 def test_reports_load_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, minisgl.benchmark.plots; print({'torch', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, minisgl.benchmark.reports.plots; print({'torch', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

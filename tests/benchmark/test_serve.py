@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark.report import Report, read_report, write_report
-from minisgl.benchmark.serve import PROBE_TOKENS, measure_serve
-from minisgl.benchmark.serve_plan import make_plan
+from minisgl.benchmark.load.serve import PROBE_TOKENS, measure_serve
+from minisgl.benchmark.load.serve_plan import make_plan
+from minisgl.benchmark.reports.report import Report, read_report, write_report
 from minisgl.benchmark.settings import ServeBenchSettings
 from minisgl.cli import main
 from minisgl.errors import ConfigError
@@ -311,7 +311,9 @@ def test_every_run_asks_something_else_unless_its_seed_is_given(url: str, tmp_pa
 
 
 def test_the_command_needs_no_torch() -> None:
-    code = "import sys, minisgl.benchmark.serve; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    code = (
+        "import sys, minisgl.benchmark.load.serve; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["False", "False"]
 

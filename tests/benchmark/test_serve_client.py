@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from minisgl.benchmark.datasets import Dialogue, Lengths, multi_turn_prompts, random_prompts
-from minisgl.benchmark.latency import PERCENTILES
-from minisgl.benchmark.load_client import ERROR_KINDS, Answer, Target, open_client
-from minisgl.benchmark.load_run import Load, Run, run_load
-from minisgl.benchmark.serve_plan import Point
-from minisgl.benchmark.serve_report import report_point
+from minisgl.benchmark.load.datasets import Dialogue, Lengths, multi_turn_prompts, random_prompts
+from minisgl.benchmark.load.latency import PERCENTILES
+from minisgl.benchmark.load.load_client import ERROR_KINDS, Answer, Target, open_client
+from minisgl.benchmark.load.load_run import Load, LoadRun, run_load
+from minisgl.benchmark.load.serve_plan import Point
+from minisgl.benchmark.load.serve_report import report_point
 from minisgl.errors import ConfigError
 
 FAKE = Path(__file__).with_name("fake_openai_server.py")
@@ -62,12 +62,12 @@ def ask(to: Target, num_tokens: int = 4, **fake: Any) -> Answer:
     return asyncio.run(send())
 
 
-def run(to: Target, load: Load, num_requests: int, num_tokens: int = 3, num_turns: int = 1) -> Run:
+def run(to: Target, load: Load, num_requests: int, num_tokens: int = 3, num_turns: int = 1) -> LoadRun:
     """Made-up conversations of text."""
     lengths = Lengths((3, 6), (num_tokens, num_tokens))
     conversations = multi_turn_prompts(num_requests, lengths, 0, num_turns)
 
-    async def go() -> Run:
+    async def go() -> LoadRun:
         async with open_client(to) as client:
             return await run_load(
                 client, conversations, load, new_dialogue=lambda: Dialogue("text", (0,), 9000)
@@ -167,7 +167,7 @@ def _percentile_errors(server: FakeServer, name: str) -> Iterator[float]:
     num = 12
     rng = np.random.default_rng(0)
 
-    async def go() -> Run:
+    async def go() -> LoadRun:
         async with open_client(target(server)) as client:
             plans = [
                 {"first_s": float(first), "gap_s": float(gap)}
@@ -277,7 +277,7 @@ def test_a_failed_turn_ends_its_conversation_and_the_others_go_on(server: FakeSe
 
 
 def test_a_client_that_is_too_slow_says_so(server: FakeServer) -> None:
-    async def go() -> Run:
+    async def go() -> LoadRun:
         async with open_client(target(server, fake={"first_s": 0.1, "gap_s": 0.1})) as client:
             burn = asyncio.get_running_loop().create_task(_burn(1.6))
             conversations = random_prompts(3, Lengths((3, 3), (14, 14)), 0)

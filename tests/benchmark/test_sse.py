@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.benchmark.sse import AnswerStream, BadEventError, ServerSaidError, Usage
+from minisgl.benchmark.load.sse import AnswerStream, BadEventError, StreamedServerError, Usage
 
 
 def event(**fields: object) -> bytes:
@@ -140,7 +140,7 @@ def test_the_text_is_kept_when_asked_for() -> None:
 def test_an_error_object_ends_the_stream(fields: dict, place: int) -> None:
     reads = [text(" a") for _ in range(8)]
     reads[place] = event(**fields)
-    with pytest.raises(ServerSaidError, match="engine died"):
+    with pytest.raises(StreamedServerError, match="engine died"):
         stream_of([*reads, DONE])
 
 

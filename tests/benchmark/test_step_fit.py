@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from minisgl.benchmark.report import Report, make_report
-from minisgl.benchmark.step_fit import fit_step_cost, non_negative_least_squares
+from minisgl.benchmark.reports.report import Report, make_report
+from minisgl.benchmark.steps.step_fit import fit_step_cost, non_negative_least_squares
 from minisgl.errors import ConfigError
 from minisgl.scheduler.simulator import StepCost
 

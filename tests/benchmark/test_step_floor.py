@@ -9,12 +9,12 @@ import torch
 from tiny_config import TINY
 from torch import nn
 
-from minisgl.benchmark.kernel_timing import Ceilings
-from minisgl.benchmark.step_floor import Costs, Work, costs_of, evenly_hit, experts_hit
+from minisgl.benchmark.kernels.kernel_timing import Ceilings
+from minisgl.benchmark.steps.step_floor import Costs, Work, costs_of, expected_experts_hit, experts_hit
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import ExpertsConfig
+from minisgl.model_config.config import ExpertsConfig
 from minisgl.models.registry import build_model
 
 COSTS = Costs(
@@ -101,12 +101,14 @@ def test_a_models_costs_are_those_of_its_parts(dense_layers: frozenset[int] | No
 
 def test_even_routing_hits_few_experts_of_the_last_layer() -> None:
     experts = ExpertsConfig(num_experts=4, experts_per_token=1, intermediate_size=6, renormalize=True)
-    assert evenly_hit(MODEL, 100, 1) == 0.0
-    assert evenly_hit(replace(MODEL, experts=experts), 1, 1) == pytest.approx(1.0)
+    assert expected_experts_hit(MODEL, 100, 1) == 0.0
+    assert expected_experts_hit(replace(MODEL, experts=experts), 1, 1) == pytest.approx(1.0)
     first_two, last = 4 * (1 - 0.75**2), 1.0
-    assert evenly_hit(replace(MODEL, experts=experts), 2, 1) == pytest.approx((2 * first_two + last) / 3)
+    assert expected_experts_hit(replace(MODEL, experts=experts), 2, 1) == pytest.approx(
+        (2 * first_two + last) / 3
+    )
     dense_last = replace(experts, dense_layers=frozenset({2}))
-    assert evenly_hit(replace(MODEL, experts=dense_last), 2, 1) == pytest.approx(first_two)
+    assert expected_experts_hit(replace(MODEL, experts=dense_last), 2, 1) == pytest.approx(first_two)
 
 
 def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_are_not() -> None:

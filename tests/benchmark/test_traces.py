@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.benchmark.traces import FORMATS, TraceRequest, read_trace, scale_trace
+from minisgl.benchmark.load.traces import FORMATS, TraceRequest, read_trace, scale_trace
 from minisgl.errors import ConfigError
 
 TRACES = Path(__file__).resolve().parent.parent / "data" / "traces"

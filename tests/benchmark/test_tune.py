@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.benchmark import tune
-from minisgl.benchmark.kernel_candidates import TUNABLE, Case
-from minisgl.benchmark.linear_candidates import Matrix, many_rows_candidates
-from minisgl.benchmark.model_shapes import MODEL_SHAPES, TO_SERVE, find_shape
+from minisgl.benchmark.kernels import tune
+from minisgl.benchmark.kernels.all_ops import TUNABLE
+from minisgl.benchmark.kernels.kernel_op import Case
+from minisgl.benchmark.kernels.linear_ops import Matrix, many_rows_candidates
+from minisgl.benchmark.kernels.model_shapes import MODEL_SHAPES, TO_SERVE, read_model_shape
+from minisgl.benchmark.kernels.tune import CaseResult, Timed, best_for_all, run_tune
 from minisgl.benchmark.settings import TuneSettings
-from minisgl.benchmark.tune import CaseResult, Timed, best_for_all, run_tune
 from minisgl.cli import main
 from minisgl.errors import ConfigError
 from triton_kernels.silu_mul import SiluMulConfig, silu_mul_triton
@@ -180,7 +181,7 @@ def test_a_dry_run_shows_shapes_and_candidates_without_a_gpu(capsys: pytest.Capt
     ("words", "what"),
     [
         (["--model", "no-such"], "no-such"),
-        (["--ops", "silu_mul,dance"], "'dance' can't be tuned; there are paged_decode"),
+        (["--ops", "silu_mul,dance"], "'dance' can't be tuned; there are rms_norm"),
         (["--device", "tpu"], "--device must be"),
         (["--device", "cpu"], "give --out DIR"),
         (["--plot", "a.jpg"], ".png, .svg, .html"),
@@ -202,12 +203,12 @@ def test_a_place_that_can_not_be_written_is_a_config_error(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_defaults_and_candidates_are_configurations_of_one_kind(name: str) -> None:
-    shape = find_shape(name)
-    for tunable in TUNABLE.values():
+    shape = read_model_shape(name)
+    for op, tunable in TUNABLE.items():
         for part in tunable.parts(shape):
             for case in tunable.cases(part, True):
                 candidates = list(tunable.candidates(part, case.size))
-                assert candidates, tunable.op
+                assert candidates, op
                 assert {type(one) for one in candidates} == {type(tunable.default(part, case.size, 2))}
 
 
@@ -217,7 +218,7 @@ def test_cpu_tables_never_ship() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b", "qwen3-14b", "qwen3-30b-a3b"])
 def test_every_linear_layer_of_a_model_is_tuned_where_it_runs(name: str) -> None:
-    shape = find_shape(name)
+    shape = read_model_shape(name)
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     attention = [(qkv, shape.hidden), (shape.hidden, shape.heads * shape.head_dim)]
     mlp = [] if shape.experts else [(shape.hidden, shape.intermediate)]

@@ -5,11 +5,11 @@ from starts import compile_something, start
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> Path:
+def published(tmp_path: Path) -> Path:
     """A root with one whole entry that nobody is using."""
     root = tmp_path / "compiled"
     cache, environ = start(root)
     compile_something(environ)
-    cache.seal()
+    cache.publish()
     cache.close()
     return root

@@ -12,37 +12,39 @@ from starts import CONTENT, FACTS, OTHER, compile_something, entry_of, files_off
 
 from compile_cache.entries import clear, export_entries, import_entries, list_entries
 from compile_cache.key import entry_name
-from compile_cache.seal import CacheError
+from compile_cache.manifest import CacheError
 
 
-def test_the_list_names_sizes_and_what_is_wrong(sealed: Path) -> None:
-    (info,) = list_entries(sealed)
+def test_the_list_names_sizes_and_what_is_wrong(published: Path) -> None:
+    (info,) = list_entries(published)
     assert (info.name, info.facts, info.num_files, info.problem) == (entry_name(FACTS), FACTS, 2, "")
     assert info.num_bytes == sum(len(text.encode()) for text in CONTENT.values())
-    (entry_of(sealed) / "files" / "inductor/ab/c7tmpa.py").write_text("x")
-    assert "c7tmpa.py" in list_entries(sealed)[0].problem
+    (entry_of(published) / "files" / "inductor/ab/c7tmpa.py").write_text("x")
+    assert "c7tmpa.py" in list_entries(published)[0].problem
 
 
-def test_clear_frees_what_nobody_uses(sealed: Path) -> None:
-    cache, _ = start(sealed)
-    assert clear(sealed) == 0
-    cache.seal()
-    assert clear(sealed) == 0
+def test_clear_frees_what_nobody_uses(published: Path) -> None:
+    cache, _ = start(published)
+    assert clear(published) == 0
+    cache.publish()
+    assert clear(published) == 0
     cache.close()
-    assert clear(sealed) > 1000
-    assert list_entries(sealed) == []
+    assert clear(published) > 1000
+    assert list_entries(published) == []
 
 
-def test_an_exported_cache_serves_on_another_machine_of_the_same_kind(sealed: Path, tmp_path: Path) -> None:
-    assert export_entries(sealed, tmp_path / "cache.tar.gz") == 1
+def test_an_exported_cache_serves_on_another_machine_of_the_same_kind(
+    published: Path, tmp_path: Path
+) -> None:
+    assert export_entries(published, tmp_path / "cache.tar.gz") == 1
     other = tmp_path / "other"
     assert import_entries(other, tmp_path / "cache.tar.gz") == [entry_name(FACTS)]
     assert files_offered(other) == (CONTENT, "")
 
 
-def test_an_import_refuses_what_is_not_whole_and_changes_nothing(sealed: Path, tmp_path: Path) -> None:
+def test_an_import_refuses_what_is_not_whole_and_changes_nothing(published: Path, tmp_path: Path) -> None:
     packed = tmp_path / "cache.tar.gz"
-    export_entries(sealed, packed)
+    export_entries(published, packed)
     content = packed.read_bytes()
     middle = len(content) // 2
     flipped = (
@@ -67,9 +69,9 @@ def test_an_import_refuses_what_is_not_whole_and_changes_nothing(sealed: Path, t
         with pytest.raises(CacheError, match="does not belong"):
             import_entries(tmp_path / "other", tmp_path / "bad.tar.gz")
     renamed = tmp_path / "renamed"
-    shutil.copytree(sealed, renamed)
-    seal = renamed / entry_name(FACTS) / "seal.json"
-    seal.write_text(json.dumps({**json.loads(seal.read_text()), "facts": OTHER}))
+    shutil.copytree(published, renamed)
+    manifest = renamed / entry_name(FACTS) / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "facts": OTHER}))
     export_entries(renamed, packed)
     with pytest.raises(CacheError, match="not named"):
         import_entries(tmp_path / "other", packed)
@@ -77,21 +79,21 @@ def test_an_import_refuses_what_is_not_whole_and_changes_nothing(sealed: Path, t
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == []
 
 
-def test_an_import_leaves_an_entry_alone_that_is_in_use(sealed: Path, tmp_path: Path) -> None:
-    export_entries(sealed, tmp_path / "cache.tar.gz")
-    running, _ = start(sealed)
-    running.seal()
+def test_an_import_leaves_an_entry_alone_that_is_in_use(published: Path, tmp_path: Path) -> None:
+    export_entries(published, tmp_path / "cache.tar.gz")
+    running, _ = start(published)
+    running.publish()
     with pytest.raises(CacheError, match="in use"):
-        import_entries(sealed, tmp_path / "cache.tar.gz")
+        import_entries(published, tmp_path / "cache.tar.gz")
     running.close()
-    assert import_entries(sealed, tmp_path / "cache.tar.gz") == [entry_name(FACTS)]
-    assert files_offered(sealed) == (CONTENT, "")
+    assert import_entries(published, tmp_path / "cache.tar.gz") == [entry_name(FACTS)]
+    assert files_offered(published) == (CONTENT, "")
 
 
-def test_what_cannot_be_written_is_said(sealed: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said(published: Path, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="no/such/folder"):
-        export_entries(sealed, tmp_path / "no/such/folder/cache.tar.gz")
-    export_entries(sealed, tmp_path / "cache.tar.gz")
+        export_entries(published, tmp_path / "no/such/folder/cache.tar.gz")
+    export_entries(published, tmp_path / "cache.tar.gz")
     with pytest.raises(CacheError, match="can't be written"):
         import_entries(tmp_path / "cache.tar.gz", tmp_path / "cache.tar.gz")
 
@@ -113,7 +115,7 @@ def _start_list_and_clear(root: Path, seed: int, results) -> None:
             cache, environ = start(root)
             compile_something(environ)
             if rng.random() < 0.7:
-                cache.seal()
+                cache.publish()
             said.append(cache.note)
             list_entries(root)
             cache.close()

@@ -1,6 +1,6 @@
 """An interrupt while something is compiled and a kernel waits, which is launched again then.
 
-For test_side_by_side.py: without a GPU, and outside of Triton's interpreter.
+For test_parallel_kernel_compile.py: without a GPU, and outside of Triton's interpreter.
 """
 
 import threading
@@ -10,14 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton.language as tl
-from test_side_by_side import submit
+from test_parallel_kernel_compile import submit
 from triton import AsyncCompileMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from minisgl.engine.side_by_side import compiled_side_by_side
+from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
 
 
 class PretendDriver:
@@ -52,7 +52,7 @@ def main() -> None:
         leave(self, *error)
 
     def interrupted() -> None:
-        with compiled_side_by_side(1):
+        with compile_kernels_in_parallel(1):
             submit(first, "first")
             kernel[(1,)](x)
             begun.wait()

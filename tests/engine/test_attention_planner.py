@@ -20,12 +20,13 @@ from torch import Tensor
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend, BatchPages
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine import build, recording
-from minisgl.engine.attention_plans import AttentionPlans
+from minisgl.engine import build
+from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.engine import Engine
+from minisgl.engine.graphs import recording
 from minisgl.engine.inputs import HostPageTable
-from minisgl.hf_config import read_model_config
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
 
@@ -41,12 +42,12 @@ def test_the_host_knows_each_batch_as_the_device_will_have_it() -> None:
     pages = HostPageTable(max_rows=3, max_pages_per_row=4, page_size=PAGE_SIZE)
     updates = (PageUpdate(0, 0, (7, 8, 9)), PageUpdate(2, 0, (4,)))
     pages.update(StepPlan(0, (), updates, (), (), ()))
-    plans = AttentionPlans(Backend(select("torch"), told.append, told.append), pages)
+    planner = AttentionPlanner(Backend(select("torch"), told.append, told.append), pages)
 
-    plans.prefill((Chunk(2, 0, ids(3), True), Chunk(0, 4, ids(3), False)))
-    plans.decode((2,), 2)  # and a row of padding
-    plans.prefill((Chunk(0, 7, ids(2), True),))
-    plans.decode((0, 2), 2)
+    planner.plan_prefill((Chunk(2, 0, ids(3), True), Chunk(0, 4, ids(3), False)))
+    planner.plan_decode((2,), 2)  # and a row of padding
+    planner.plan_prefill((Chunk(0, 7, ids(2), True),))
+    planner.plan_decode((0, 2), 2)
     assert [[part.tolist() for part in batch] for batch in told] == [
         [[0, 3, 6], [0, 1, 3], [3, 3], [4, 7, 8]],
         [[0, 1, 2], [0, 1, 2], [4, 1], [4, 0]],
@@ -54,8 +55,8 @@ def test_the_host_knows_each_batch_as_the_device_will_have_it() -> None:
         [[0, 1, 2], [0, 3, 5], [2, 1], [7, 8, 9, 4, 0]],
     ]
     # The row goes to another request.
-    plans.prefill((Chunk(0, 0, ids(1), True),))
-    plans.decode((0,), 1)
+    planner.plan_prefill((Chunk(0, 0, ids(1), True),))
+    planner.plan_decode((0,), 1)
     assert told[-1].last_page_len.tolist() == [2]
     assert all(part.dtype == np.int32 for batch in told for part in batch)
 
@@ -63,10 +64,10 @@ def test_the_host_knows_each_batch_as_the_device_will_have_it() -> None:
 def test_padding_before_serving_is_planned_and_counts_as_nothing() -> None:
     told: list[BatchPages] = []
     pages = HostPageTable(max_rows=3, max_pages_per_row=4, page_size=PAGE_SIZE)
-    plans = AttentionPlans(Backend(select("torch"), told.append, told.append), pages)
-    plans.padding_prefill(2, 5)
-    plans.decode((), 2)
-    plans.decode((), 2)
+    planner = AttentionPlanner(Backend(select("torch"), told.append, told.append), pages)
+    planner.plan_padding_prefill(2, 5)
+    planner.plan_decode((), 2)
+    planner.plan_decode((), 2)
     assert [part.tolist() for part in told[0]] == [[0, 5, 10], [0, 2, 4], [1, 1], [0, 0, 0, 0]]
     assert told[1].last_page_len.tolist() == told[2].last_page_len.tolist() == [1, 1]
 
@@ -114,8 +115,8 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     ]
     tokens: list[list[int]] = [[] for _ in prompts]
     waiting = list(enumerate(prompts))
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    penalised = SamplingParams(max_tokens=12, ignore_eos=True, frequency_penalty=0.5)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
+    penalised = SamplingParams(max_tokens=12, ignore_eos=True, frequency_penalty=0.5, seed=0)
     while waiting or engine.has_work:
         if waiting:
             number, prompt = waiting.pop(0)

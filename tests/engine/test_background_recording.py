@@ -11,22 +11,23 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from test_compiled import BUCKETS, CPU, Graphs, Step
-from test_timeline import started
+from test_decode_graphs import BUCKETS, CPU, Graphs, Step
+from test_step_timeline import started
 from torch import Tensor
 
 from minisgl.config import ResolvedConfig, resolve_engine_config
-from minisgl.engine import build, compiled, late_recording, recording
-from minisgl.engine.buckets import decode_buckets, first_sizes, prefill_buckets
-from minisgl.engine.compiled import CompiledDecode, KernelCompilations
+from minisgl.engine import build
 from minisgl.engine.engine import Engine
-from minisgl.engine.late_recording import LateRecording
-from minisgl.engine.prefill_graphs import PrefillGraphs
+from minisgl.engine.graphs import background_recording, decode_graphs, recording
+from minisgl.engine.graphs.background_recording import BackgroundRecorder
+from minisgl.engine.graphs.buckets import decode_buckets, prefill_buckets, startup_sizes
+from minisgl.engine.graphs.decode_graphs import DecodeGraphs, KernelCompilations
+from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.worker import IDLE_WAIT_MS, _serve
-from minisgl.messages import AddRequest, Ping, Shutdown
+from minisgl.ipc.messages import AddRequest, Ping, Shutdown
 from minisgl.models.decoder import call_block
 from minisgl.request import SamplingParams
-from minisgl.scheduler.plan import Extras
+from minisgl.scheduler.plan import LogitExtras
 
 
 class Clock:
@@ -46,6 +47,9 @@ class SlowGraphs:
         self._clock = clock
         self._error = error
 
+    def prepare_next(self) -> None:
+        assert torch.is_inference_mode_enabled()
+
     def record_next(self) -> None:
         assert torch.is_inference_mode_enabled()
         self._clock.now_s += 1
@@ -53,60 +57,60 @@ class SlowGraphs:
             raise self._error
         self.num_missing -= 1
 
-    def give_up(self) -> None:
+    def stop_recording(self) -> None:
         self.num_missing = 0
 
 
 def test_recording_takes_no_more_than_a_twentieth_of_the_time_while_requests_run() -> None:
     clock = Clock()
     graphs = SlowGraphs(clock, 10)
-    late = LateRecording([graphs], None, strict=True, clock=clock)
+    background = BackgroundRecorder([graphs], None, strict=True, clock=clock)
     began_s, times_s = clock.now_s, []
-    while late.num_missing:
-        if late.is_due:
+    while background.num_missing:
+        if background.is_due:
             times_s.append(clock.now_s - began_s)
-            late.record_one()
+            background.record_one()
         clock.now_s += 0.25  # a step
     assert times_s == [20.0 * n for n in range(10)]
-    assert not late.is_due
+    assert not background.is_due
 
 
 def test_where_steps_run_uncaptured_meanwhile_it_takes_a_quarter() -> None:
     clock = Clock()
     graphs = SlowGraphs(clock, 3)
     graphs.is_urgent = True
-    late = LateRecording([SlowGraphs(clock, 0), graphs], None, strict=True, clock=clock)
-    late.record_one()
+    background = BackgroundRecorder([SlowGraphs(clock, 0), graphs], None, strict=True, clock=clock)
+    background.record_one()
     clock.now_s += 2.9
-    assert not late.is_due
+    assert not background.is_due
     clock.now_s += 0.2
-    assert late.is_due
+    assert background.is_due
     graphs.is_urgent = False
-    assert not late.is_due
+    assert not background.is_due
 
 
 def test_the_most_urgent_kind_comes_first_and_at_idle_nothing_is_waited_for() -> None:
     clock = Clock()
     urgent, other = SlowGraphs(clock, 0), SlowGraphs(clock, 2)
-    late = LateRecording([urgent, other], None, strict=True, clock=clock)
-    late.record_one()
+    background = BackgroundRecorder([urgent, other], None, strict=True, clock=clock)
+    background.record_one()
     urgent.num_missing = 1  # a step asked for it
-    late.record_one()
+    background.record_one()
     assert (urgent.num_missing, other.num_missing) == (0, 1)
-    late.record_all()
-    assert late.num_missing == 0
+    background.record_all()
+    assert background.num_missing == 0
     assert clock.now_s == 103
 
 
 def test_what_cannot_be_recorded_later_is_given_up_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     broken, sound = SlowGraphs(clock, 3, RuntimeError("stream is capturing")), SlowGraphs(clock, 2)
-    late = LateRecording([broken, sound], None, strict=False, clock=clock)
-    late.record_all()
+    background = BackgroundRecorder([broken, sound], None, strict=False, clock=clock)
+    background.record_all()
     assert (broken.num_missing, sound.num_missing) == (0, 0)
     assert caplog.text.count("can't be recorded") == 1
     assert "stream is capturing" in caplog.text
-    strict = LateRecording([SlowGraphs(clock, 1, RuntimeError("no"))], None, strict=True, clock=clock)
+    strict = BackgroundRecorder([SlowGraphs(clock, 1, RuntimeError("no"))], None, strict=True, clock=clock)
     with pytest.raises(RuntimeError, match="no"):
         strict.record_one()
 
@@ -125,7 +129,7 @@ def test_what_recording_compiles_is_no_recompilation(kernels: KernelCompilations
             kernels.count += 7
 
     kernels.count = 2
-    LateRecording([Compiling(Clock(), 1)], kernels, strict=True).record_one()
+    BackgroundRecorder([Compiling(Clock(), 1)], kernels, strict=True).record_one()
     assert kernels.count == 2
 
 
@@ -146,9 +150,9 @@ def test_kernels_read_from_disk_were_not_compiled(kernels: KernelCompilations) -
 def test_until_a_bucket_is_recorded_a_larger_one_serves_and_nothing_is_missed(max_batch: int) -> None:
     buckets = decode_buckets(max_batch)
     graphs, step = Graphs(), Step(max_batch)
-    decode = CompiledDecode(step, graphs, buckets, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
-    decode.warm_up(first_sizes(buckets), lambda bucket, duration_ms: None)
-    assert decode.num_missing == len(buckets) - len(first_sizes(buckets))
+    decode = DecodeGraphs(step, graphs, buckets, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode.warm_up(startup_sizes(buckets), lambda bucket, duration_ms: None)
+    assert decode.num_missing == len(buckets) - len(startup_sizes(buckets))
     while True:
         for batch in range(1, max_batch + 1):
             bucket = decode.bucket_of(batch)
@@ -165,7 +169,7 @@ def test_until_a_bucket_is_recorded_a_larger_one_serves_and_nothing_is_missed(ma
 
 def test_the_size_that_runs_is_recorded_next() -> None:
     graphs = Graphs()
-    decode = CompiledDecode(Step(), graphs, (2, 4, 8, 12, 16, 20), CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode = DecodeGraphs(Step(), graphs, (2, 4, 8, 12, 16, 20), CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
     decode.warm_up([2, 20], lambda bucket, duration_ms: None)
     decode(tuple(range(7)))
     for _ in range(4):
@@ -175,9 +179,9 @@ def test_the_size_that_runs_is_recorded_next() -> None:
 
 def test_after_giving_up_the_graphs_that_are_there_serve() -> None:
     graphs = Graphs()
-    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode = DecodeGraphs(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
     decode.warm_up([4, 16], lambda bucket, duration_ms: None)
-    decode.give_up()
+    decode.stop_recording()
     assert decode.num_missing == 0
     assert [decode.bucket_of(batch) for batch in (1, 4, 5, 16, 17)] == [4, 4, 16, 16, None]
 
@@ -187,10 +191,10 @@ def engine(tmp_path: Path) -> Iterator[tuple[Engine, Graphs]]:
     """On a CPU, with stand-ins for decode graphs that nothing replays."""
     engine = started(tmp_path)
     graphs = Graphs()
-    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
+    decode = DecodeGraphs(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
     decode.warm_up([16], lambda bucket, duration_ms: None)
-    late = LateRecording([decode], None, strict=True)
-    engine._recorded = engine._recorded._replace(late=late)
+    background = BackgroundRecorder([decode], None, strict=True)
+    engine._recorded = engine._recorded._replace(background=background)
     yield engine, graphs
     engine.close()
 
@@ -198,7 +202,7 @@ def engine(tmp_path: Path) -> Iterator[tuple[Engine, Graphs]]:
 def test_an_engine_records_between_its_steps_until_nothing_is_missing(engine: tuple[Engine, Graphs]) -> None:
     it, graphs = engine
     prompt_ids = torch.arange(4, dtype=torch.int32).numpy().tobytes()
-    it.add(AddRequest(request_id=1, prompt_ids=prompt_ids, params=SamplingParams(max_tokens=3)))
+    it.add(AddRequest(request_id=1, prompt_ids=prompt_ids, params=SamplingParams(max_tokens=3, seed=0)))
     assert it.num_missing_graphs == 3
     it.step()
     assert it.num_missing_graphs == 2
@@ -293,17 +297,17 @@ def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
     warm_up = PrefillGraphs.warm_up
     monkeypatch.setattr(build, "resolve_engine_config", resolve)
     monkeypatch.setattr(recording, "GraphRecorder", Recorder)
-    monkeypatch.setattr(recording, "first_sizes", lambda sizes: {max(sizes)})
-    monkeypatch.setattr(recording, "first_prefills", lambda buckets: buckets[-2:-1])
+    monkeypatch.setattr(recording, "startup_sizes", lambda sizes: {max(sizes)})
+    monkeypatch.setattr(recording, "startup_prefills", lambda buckets: buckets[-2:-1])
     monkeypatch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
-    monkeypatch.setattr(late_recording, "PAUSE", 0)
+    monkeypatch.setattr(background_recording, "PAUSE", 0)
     engine = started(tmp_path, **settings)
     num_missing = engine.num_missing_graphs
     assert num_missing == len(decode_buckets(16)) - 1 + len(prefill_buckets(128, 16, 16)) - 2
     assert tokens_of(engine) == expected
     assert engine.num_missing_graphs == 0
-    special = {extras for _, extras in engine.runner._special_decode._recorded}
-    assert special == {Extras(logprobs=True), Extras(rules=True, logprobs=True)}
+    recorded = {extras for _, extras in engine.runner._extras_decode._recorded}
+    assert recorded == {LogitExtras(logprobs=True), LogitExtras(rules=True, logprobs=True)}
     assert tokens_of(engine) == expected
     assert engine.status(0).num_graph_misses == 0
     engine.close()
@@ -332,7 +336,7 @@ def test_a_step_that_cant_be_recorded_compiled_is_recorded_uncompiled_and_nothin
         return replace(resolve_engine_config(*arguments), max_graph_batch=4, compile_mode="layers")
 
     monkeypatch.setattr(build, "resolve_engine_config", resolve)
-    monkeypatch.setattr(compiled, "compiled_block", lambda max_batch, keep: call_block)
+    monkeypatch.setattr(decode_graphs, "compiled_block", lambda max_batch, keep: call_block)
     monkeypatch.setattr(recording, "GraphRecorder", FailingRecorder)
     engine = started(tmp_path, max_running_requests=4)
     assert "this torch can't compile the decode step" in caplog.text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.engine.buckets import bucket_for, decode_buckets
+from minisgl.engine.graphs.buckets import bucket_for, decode_buckets
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 3, 7, 8, 9, 64, 65, 100, 256, 257, 1000, 4096])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
-from minisgl.engine.buckets import decode_buckets
-from minisgl.engine.compiled import (
+from minisgl.engine.graphs.buckets import decode_buckets
+from minisgl.engine.graphs.decode_graphs import (
     CapturedSteps,
-    CompiledDecode,
+    DecodeGraphs,
     compiled_block,
     early_kernels,
     import_compiler,
@@ -70,9 +70,9 @@ class Graphs:
         self.recorded.clear()
 
 
-def warm(strict: bool = False) -> tuple[CompiledDecode, Graphs]:
+def warm(strict: bool = False) -> tuple[DecodeGraphs, Graphs]:
     graphs = Graphs()
-    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=strict)  # pyright: ignore[reportArgumentType] (a stand-in)
+    decode = DecodeGraphs(Step(), graphs, BUCKETS, CPU, strict=strict)  # pyright: ignore[reportArgumentType] (a stand-in)
     decode.warm_up(BUCKETS, lambda bucket, duration_ms: None)
     graphs.replayed.clear()
     return decode, graphs
@@ -81,7 +81,7 @@ def warm(strict: bool = False) -> tuple[CompiledDecode, Graphs]:
 def test_warming_up_records_every_bucket_once_largest_first_with_padding_only() -> None:
     graphs = Graphs()
     seen = []
-    decode = CompiledDecode(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (a stand-in)
+    decode = DecodeGraphs(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (a stand-in)
     times = iter(
         [0.0, 0.004, 1.0, 1.003, 2.0, 2.004, 3.0, 3.004, 4.0, 4.006, 5.0, 5.007, 6.0, 6.010, 7.0, 7.010]
     )
@@ -90,7 +90,7 @@ def test_warming_up_records_every_bucket_once_largest_first_with_padding_only() 
         BUCKETS,
         lambda bucket, duration_ms: seen.append(bucket),
         clock=lambda: next(times),
-        agree=lambda duration_us: agreed.append(duration_us) or duration_us - 1000,
+        minimum_over_ranks=lambda duration_us: agreed.append(duration_us) or duration_us - 1000,
     )
     assert seen == [16, 8, 4, 2]
     padding = [(MAX_ROWS,) * bucket for bucket in seen]
@@ -145,7 +145,7 @@ def test_what_a_step_compiles_is_counted_and_what_others_compile_is_not() -> Non
 def test_a_single_row_has_what_its_graph_of_two_rows_needs() -> None:
     assert decode_buckets(1) == (2,)
     rows = Rows(1, 4, 16, CPU)
-    assert rows.counting[:3].tolist() == [0, 1, 2]
+    assert rows.decode_row_start[:3].tolist() == [0, 1, 2]
     state = rows.read(torch.tensor([0, rows.max_rows], dtype=torch.int32))
     assert state.context_len.tolist() == [1, 1]
     assert state.slot_mapping.tolist() == [-1, -1]  # nothing is written

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine import dry_runs
-from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.dry_runs import (
+from minisgl.engine.attention_planner import AttentionPlanner
+from minisgl.engine.graphs import dry_runs
+from minisgl.engine.graphs.dry_runs import (
     DryPrefill,
     Peaks,
-    first_of_each_kind,
     largest_prefills,
     measure_peaks,
     padding_batch,
+    run_distinct_blocks,
     warm_up_sizes,
 )
 from minisgl.engine.inputs import HostPageTable
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
-from minisgl.model_config import ExpertsConfig, ModelConfig
+from minisgl.model_config.config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
 from triton_kernels.launch import align_up
@@ -65,7 +65,7 @@ def test_one_block_runs_of_each_window_and_mlp_and_the_last() -> None:
         note(index, block)
     rows, _ = tables()
     with torch.inference_mode():
-        prefill_step(model, rows, padding_batch(DryPrefill(2, 3, 4), rows, CPU), first_of_each_kind(model))
+        prefill_step(model, rows, padding_batch(DryPrefill(2, 3, 4), rows, CPU), run_distinct_blocks(model))
     assert ran == [0, 2, 3, 4, 5]
 
 
@@ -75,7 +75,7 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
 ) -> None:
     experts = CONFIG.experts if architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM") else None
     model = small_model(replace(CONFIG, architecture=architecture, experts=experts))
-    rows, plans = tables()
+    rows, planner = tables()
     asked = EngineConfig(
         device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64, chunk_tokens=32
     )
@@ -89,7 +89,7 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
     with torch.inference_mode():
         # On CUDA only; all but the memory is as here.
         config = replace(config, max_graph_tokens=64, join_decodes=True)
-        peaks = measure_peaks(config, model, rows, plans, CPU, torch.float32)
+        peaks = measure_peaks(config, model, rows, planner, CPU, torch.float32)
     # A graph has room for as many decodes, too.
     assert peaks == Peaks(rows.max_rows, rows.max_rows, rows.max_rows + align_up(rows.max_rows))
     for then, now in zip(tables_before, written(rows), strict=True):
@@ -114,7 +114,7 @@ def test_what_decode_is_measured_on_has_slots_of_its_own_and_leaves_nothing_behi
     rows, _ = tables()
     before = [table.clone() for table in rows.buffers()]
     row_ids = torch.tensor([0, 3, rows.max_rows], dtype=torch.int32)
-    with rows.measurable(61):
+    with rows.filled_for_measuring(61):
         state = rows.read(row_ids)
         assert state.slot_mapping.tolist() == [PAGE_SIZE, PAGE_SIZE, -1]
         assert state.positions.tolist()[:2] == [0, 0]
@@ -125,9 +125,9 @@ def test_what_decode_is_measured_on_has_slots_of_its_own_and_leaves_nothing_behi
         assert torch.equal(table, old)
 
 
-def tables() -> tuple[Rows, AttentionPlans]:
+def tables() -> tuple[Rows, AttentionPlanner]:
     rows = Rows(6, PAGES_PER_ROW, PAGE_SIZE, CPU)
-    return rows, AttentionPlans(Backend(select("torch")), HostPageTable(6, PAGES_PER_ROW, PAGE_SIZE))
+    return rows, AttentionPlanner(Backend(select("torch")), HostPageTable(6, PAGES_PER_ROW, PAGE_SIZE))
 
 
 def written(rows: Rows) -> list[Tensor]:

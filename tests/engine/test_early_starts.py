@@ -4,8 +4,8 @@ import ctypes
 
 import pytest
 
-from minisgl.engine import early_starts
-from minisgl.engine.early_starts import Edge, early_edges, instantiate_with_early_starts
+from minisgl.engine.graphs import early_starts
+from minisgl.engine.graphs.early_starts import Edge, early_edges, instantiate_with_early_starts
 
 NAMES = {1: "fill", 2: "_linear_kernel", 3: "_rope_store_kernel", 4: None, 5: "_linear_kernel", 6: "gather"}
 EARLY = {"_linear_kernel": None, "_rope_store_kernel": "_linear_kernel"}

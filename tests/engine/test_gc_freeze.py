@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl.engine.garbage import collect_once
+from minisgl.engine.gc_freeze import pause_then_freeze_gc
 
 
 class Node:
@@ -23,7 +23,7 @@ def thawed() -> Iterator[None]:
 
 
 def test_what_a_start_leaves_is_kept_out_of_collections_and_its_garbage_is_not_left() -> None:
-    with collect_once():
+    with pause_then_freeze_gc():
         assert not gc.isenabled()
         kept = Node()
         garbage = weakref.ref(Node())
@@ -33,7 +33,7 @@ def test_what_a_start_leaves_is_kept_out_of_collections_and_its_garbage_is_not_l
 
 
 def test_garbage_is_collected_again_after_the_start() -> None:
-    with collect_once():
+    with pause_then_freeze_gc():
         pass
     garbage = weakref.ref(Node())
     gc.collect()
@@ -41,6 +41,6 @@ def test_garbage_is_collected_again_after_the_start() -> None:
 
 
 def test_a_start_that_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ValueError, match="no GPU"), collect_once():
+    with pytest.raises(ValueError, match="no GPU"), pause_then_freeze_gc():
         raise ValueError("no GPU")
     assert gc.isenabled()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl.engine.buckets import PrefillBucket
+from minisgl.engine.graphs.buckets import PrefillBucket
 from minisgl.engine.inputs import (
     NO_DECODES,
     Decodes,
@@ -16,9 +16,10 @@ from minisgl.engine.inputs import (
     pack_prefill,
     pack_row_inits,
 )
-from minisgl.engine.logits import LogitTables, pack_rules
+from minisgl.engine.logits import BANNED, ENDS, IN_PROMPT, LogitTables, pack_rules
 from minisgl.engine.rows import Rows
-from minisgl.scheduler.plan import Chunk, LogitRules, PageUpdate, RowInit, StepPlan
+from minisgl.request import MAX_BAD_WORDS_IDS
+from minisgl.scheduler.plan import Chunk, LogitRules, PageUpdate, RowInit, RowRules, StepPlan
 
 CPU = torch.device("cpu")
 
@@ -66,16 +67,13 @@ def test_rows_that_change_hands_write_no_single_value_from_the_host() -> None:
     """On CUDA, launching would wait for such a copy, and so for the step before."""
     tables = LogitTables(4, 32, CPU)
     tables.has_rules[2] = True
-    rules = LogitRules(1.2, 0.0, 0.0, (), (), (), (), 0, tokens(3, 4), b"")
+    rules = LogitRules(1.2, 0.0, 0.0, b"", b"", b"", (), b"", 0, tokens(3, 4))
     # Two rows with rules: of a single one torch drops the dimension, but that is on the device already.
-    inits = (
-        RowInit(1, 1.0, 0, 1.0, 0.0, 0, rules),
-        RowInit(2, 1.0, 0, 1.0, 0.0, 0),
-        RowInit(3, 1.0, 0, 1.0, 0.0, 0, rules),
-    )
-    staged = Stager(CPU).to_device(list(pack_rules(inits, 32)))
+    inits = tuple(RowInit(row, 1.0, 0, 1.0, 0.0, 0) for row in (1, 2, 3))
+    packed = pack_rules(inits, (RowRules((1, 3), rules),), 32)
+    staged = Stager(CPU).to_device(list(packed))
     with SingleValues() as found:
-        tables.init_rows(staged)
+        tables.init_rows(packed, staged)
     assert found.ops == []
     assert tables.has_rules.tolist() == [False, True, False, True, False]
 
@@ -118,3 +116,59 @@ def test_a_prefill_batch_knows_where_each_token_goes() -> None:
     assert batch.row_start.tolist() == [0, 3, 4]
     assert batch.logit_index.tolist() == [2, 3]
     assert batch.max_query_len == 3
+
+
+def dense_marks(rules: LogitRules, vocab_size: int) -> np.ndarray:
+    """What is known of each token, int32 [V], written down token by token."""
+    prompt, output, allowed, ends = (
+        np.frombuffer(part, "<i4").tolist()
+        for part in (rules.prompt, rules.output, rules.allowed_token_ids, rules.stop_ids)
+    )
+    return np.array(
+        [
+            output.count(token_id)
+            + (IN_PROMPT if token_id in prompt else 0)
+            + (ENDS if token_id in ends else 0)
+            + (BANNED if allowed and token_id not in allowed else 0)
+            for token_id in range(vocab_size)
+        ],
+        dtype=np.int32,
+    )
+
+
+def test_rows_get_their_rules_and_nothing_of_those_before_or_beside_them() -> None:
+    vocab_size = 64
+    some = LogitRules(
+        1.2, 0.0, 0.0, tokens(9), np.float32(2).tobytes(), tokens(3, 3, 8), ((7,),), tokens(8, 99), 5,
+        tokens(3, 4, 3), tokens(4, 5, 4),
+    )  # fmt: skip
+    many = LogitRules(1.0, 0.5, 0.0, b"", b"", tokens(*range(40)), ((1, 2), (3,), (4,)), b"", 0, tokens(1))
+    none = LogitRules(1.0, 0.0, 1.0, b"", b"", b"", (), b"", 0, tokens(2))
+    row_rules = (RowRules((6, 1), some), RowRules((3,), many), RowRules((0, 4, 5), none))
+    tables = LogitTables(8, vocab_size, CPU)
+    for table in tables.buffers():
+        table.fill_(1)
+    inits = tuple(RowInit(row, 1.0, 0, 1.0, 0.0, 0) for row in range(7))
+    packed = pack_rules(inits, row_rules, vocab_size)
+    tables.init_rows(packed, Stager(CPU).to_device(list(packed)))
+    assert tables.has_rules.tolist() == [True, True, False, True, True, True, True, True, True]
+    for rows, rules in row_rules:
+        for row in rows:
+            assert tables.marks[row].tolist() == dense_marks(rules, vocab_size).tolist()
+            assert tables.frequency[row] == rules.frequency_penalty
+            assert tables.bad_last[row].tolist() == [
+                *(ids[-1] for ids in rules.bad_words_ids),
+                *[-1] * (MAX_BAD_WORDS_IDS - len(rules.bad_words_ids)),
+            ]
+            assert int(tables.bias[row].count_nonzero()) == len(rules.bias) // 4
+    assert (tables.bias_ids[1, 0], tables.bias[1, 0], tables.min_len[6]) == (9, 2.0, 5)
+    assert tables.bad_words[3, 0].tolist() == [-1] * 14 + [1]
+    assert tables.recent[1].tolist() == [-1] * 9 + [3, 4, 3, 4, 5, 4]
+    assert tables.marks[2].tolist() == [1] * vocab_size  # a plain row's are never read
+
+
+def test_no_work_on_rules_grows_with_the_vocabulary_or_the_rows_that_share_them() -> None:
+    rules = LogitRules(1.0, 0.0, 0.0, b"", b"", tokens(*range(100)), (), b"", 0, tokens(5))
+    inits = tuple(RowInit(row, 1.0, 0, 1.0, 0.0, 0) for row in range(128))
+    packed = pack_rules(inits, (RowRules(tuple(range(128)), rules),), 150_000)
+    assert sum(map(len, packed)) < 1000

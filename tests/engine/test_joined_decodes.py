@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_late_recording import Recorder
-from test_timeline import MODEL, started
+from test_background_recording import Recorder
+from test_step_timeline import MODEL, started
 
 from minisgl.attention.backends import select
 from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine import build, recording
-from minisgl.engine.compiled import CompiledDecode
+from minisgl.engine import build
 from minisgl.engine.engine import Engine
-from minisgl.engine.prefill_graphs import PrefillGraphs
-from minisgl.messages import AddRequest
+from minisgl.engine.graphs import recording
+from minisgl.engine.graphs.decode_graphs import DecodeGraphs
+from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 
 LIMITS: dict[str, Any] = {
@@ -64,7 +65,7 @@ def joining(
         patch.setattr(recording, "GraphRecorder", Recorder)
         patch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
         engine = started(tmp_path, **{**LIMITS, **settings})
-    monkeypatch.setattr(CompiledDecode, "duration_us", lambda self, num_rows: 1e9)
+    monkeypatch.setattr(DecodeGraphs, "duration_us", lambda self, num_rows: 1e9)
     for attention in engine.runner.model.attention_layers():
         attention.attend = select(backend)
     return engine
@@ -115,7 +116,7 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = started(tmp_path, model, **LIMITS, num_pages=200)
-    engine = joining(tmp_path, monkeypatch, backend, model=model, overlap=overlap, num_pages=num_pages)
+    engine = joining(tmp_path, monkeypatch, backend, 32, model=model, overlap=overlap, num_pages=num_pages)
     num_joined = num_in_graphs = num_aborted = 0
     for seed in range(3):
         source = random.Random(seed)

@@ -11,9 +11,19 @@ from tiny_config import TINY
 from torch import Tensor
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
+from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.logits import LogitTables, pack_logprobs
-from minisgl.engine.memory import check_weights_fit, page_bytes, plan_memory, special_steps_bytes
+from minisgl.engine.memory import (
+    GRAPH_BYTES,
+    LIBRARY_RESERVE_BYTES,
+    check_weights_fit,
+    graph_reserve_bytes,
+    logit_extras_bytes,
+    page_bytes,
+    plan_memory,
+)
 from minisgl.errors import ConfigError
+from minisgl.scheduler.plan import PLAIN
 
 MODEL = replace(
     TINY,
@@ -122,7 +132,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("num_rows", [1, 64, 150])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_special_steps_take_no_more_than_is_kept_for_them(num_rows: int, dtype: str) -> None:
+def test_steps_with_extras_take_no_more_than_is_kept_for_them(num_rows: int, dtype: str) -> None:
     model = replace(MODEL, vocab_size=3001)
     config = resolve_engine_config(EngineConfig(max_running_requests=num_rows, dtype=dtype), model, GPU)
     logits = torch.randn(num_rows, model.vocab_size).to(getattr(torch, dtype))
@@ -131,9 +141,36 @@ def test_special_steps_take_no_more_than_is_kept_for_them(num_rows: int, dtype: 
     def run() -> tuple[Tensor, ...]:
         x, residual = torch.empty((2, config.max_step_tokens, model.hidden_size), dtype=logits.dtype)
         tables = LogitTables(num_rows, model.vocab_size, torch.device("cpu"))
-        ruled = tables.ruled(logits, row_ids, row_ids)
+        ruled = tables.apply_rules(logits, row_ids, row_ids)
         return x, residual, pack_logprobs(ruled, row_ids)
 
-    kept = special_steps_bytes(model, config)
+    kept = logit_extras_bytes(model, config)
     with torch.inference_mode():
         assert kept / 4 < peak_bytes(run) <= kept
+
+
+@pytest.mark.parametrize("num_rows", [3, 64, 150])
+def test_graphs_of_steps_with_extras_have_memory_of_their_own_in_the_reserve(num_rows: int) -> None:
+    model = replace(MODEL, vocab_size=30011)
+    config = resolve_engine_config(
+        EngineConfig(max_running_requests=num_rows, max_graph_tokens=0), model, GPU
+    )
+    buckets = buckets_of(config)
+    logits = torch.randn(buckets.extras[-1], model.vocab_size, dtype=torch.bfloat16)
+    row_ids = torch.arange(len(logits), dtype=torch.int32)
+    tables = LogitTables(len(logits), model.vocab_size, torch.device("cpu"))
+    with torch.inference_mode():
+        peak = peak_bytes(lambda: pack_logprobs(tables.apply_rules(logits, row_ids, row_ids), row_ids))
+    num_extras = len(set(itertools.product([False, True], repeat=len(PLAIN))) - {PLAIN}) * len(buckets.extras)
+    others = LIBRARY_RESERVE_BYTES + GRAPH_BYTES * (len(buckets.decode) + num_extras)
+    assert peak <= graph_reserve_bytes(model, config) - others < 4 * peak
+
+
+@pytest.mark.parametrize("fields", [{"compile_mode": "full"}, {"max_graph_batch": 0}])
+def test_no_memory_is_kept_for_graphs_of_steps_with_extras_where_none_are_recorded(
+    fields: dict[str, object],
+) -> None:
+    buckets = buckets_of(resolved(**fields))
+    assert buckets.extras == ()
+    kept = graph_reserve_bytes(MODEL, resolved(**fields))
+    assert kept == LIBRARY_RESERVE_BYTES + GRAPH_BYTES * (len(buckets.decode) + len(buckets.prefill))

@@ -14,8 +14,8 @@ from triton import AsyncCompileMode
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
-from minisgl.engine.compiled import KernelCompilations
-from minisgl.engine.side_by_side import compiled_side_by_side
+from minisgl.engine.graphs.decode_graphs import KernelCompilations
+from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
 from triton_kernels.silu_mul import silu_mul_reference, silu_mul_triton
 
 
@@ -45,7 +45,7 @@ def test_behind_an_interrupt_launches_are_as_ever_and_what_waited_is_not_compile
         compiled.append("first")
 
     monkeypatch.setattr(AsyncCompileMode, "__exit__", go_on_and_leave)
-    compiling = compiled_side_by_side(1)
+    compiling = compile_kernels_in_parallel(1)
     compiling.__enter__()
     assert JITFunction.run is not run
     submit(first, "first")
@@ -83,11 +83,11 @@ def test_an_interrupt_while_it_waits_for_the_last_kernels_leaves_nothing_switche
         leave(self, *error)
 
     monkeypatch.setattr(AsyncCompileMode, "__exit__", interrupt)
-    with pytest.raises(KeyboardInterrupt), compiled_side_by_side(1):
+    with pytest.raises(KeyboardInterrupt), compile_kernels_in_parallel(1):
         submit(lambda: None, "a kernel")
     assert JITFunction.run is run
     assert active_mode.get() is None
-    with compiled_side_by_side(1):
+    with compile_kernels_in_parallel(1):
         submit(lambda: None, "a kernel")
     assert JITFunction.run is run
 
@@ -97,11 +97,11 @@ def test_a_second_engine_waits_for_its_turn() -> None:
     entered = threading.Event()
 
     def enter() -> None:
-        with compiled_side_by_side(1):
+        with compile_kernels_in_parallel(1):
             entered.set()
 
     other = threading.Thread(target=enter)
-    with compiled_side_by_side(1):
+    with compile_kernels_in_parallel(1):
         other.start()
         assert not entered.wait(0.05)
     other.join()
@@ -116,7 +116,7 @@ def test_the_next_launch_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("triton.knobs.compilation.always_compile", True)
     gate_up = torch.randn(3, 2 * 977, device="cuda")
     kernels = KernelCompilations()
-    with compiled_side_by_side(2):
+    with compile_kernels_in_parallel(2):
         silu_mul_triton(gate_up)
     assert (kernels.count, kernels.num_compiled) == (0, 1)
     torch.testing.assert_close(silu_mul_triton(gate_up), silu_mul_reference(gate_up))

@@ -17,10 +17,10 @@ from tiny_config import TINY
 from torch import Tensor
 
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine.buckets import PrefillBucket, first_prefills, prefill_bucket_for, prefill_buckets
+from minisgl.engine.graphs.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets, startup_prefills
+from minisgl.engine.graphs.prefill_graphs import PrefillChoice, PrefillGraphs
+from minisgl.engine.graphs.recording import _record_prefill
 from minisgl.engine.inputs import NO_DECODES, Decodes, HostPageTable, PrefillBatch, Stager, build_prefill
-from minisgl.engine.prefill_graphs import PrefillGraphs, PrefillWay
-from minisgl.engine.recording import _record_prefill
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import prefill_step
 from minisgl.models.decoder import Decoder
@@ -215,11 +215,11 @@ def test_a_prefill_with_decodes_has_a_bucket_with_room_for_them() -> None:
     assert prefill_bucket_for(PrefillBucket(100, 1, 99), buckets) == (128, 16, 128)
     assert prefill_bucket_for(PrefillBucket(300, 9, 150), buckets) == (384, 16, 200)
     assert prefill_bucket_for(PrefillBucket(300, 9, 201), buckets) is None
-    first = [bucket.tokens for bucket in first_prefills(buckets)]
+    first = [bucket.tokens for bucket in startup_prefills(buckets)]
     assert first == [16, 128, 256, 512, 1024, 2048]
-    assert {bucket.decodes for bucket in first_prefills(buckets)} == {0}
+    assert {bucket.decodes for bucket in startup_prefills(buckets)} == {0}
     small = [
-        [bucket.tokens for bucket in first_prefills(prefill_buckets(most, 256))] for most in (9, 48, 130)
+        [bucket.tokens for bucket in startup_prefills(prefill_buckets(most, 256))] for most in (9, 48, 130)
     ]
     assert small == [[9], [16, 48], [16, 128, 130]]
     assert max(bucket.tokens for bucket in prefill_buckets(8192, 256, 256) if bucket.decodes) == 2048
@@ -311,7 +311,7 @@ def test_decodes_go_with_chunks_where_that_takes_less_time_than_one_after_the_ot
         graphs.record_next()  # what the last would have liked
     assert graphs.choose(chunk_of(28), 4, 210.0) == (PrefillBucket(32, 4, 4), True, 6200.0)
     assert graphs.choose(chunk_of(28), 4, 190.0) == (PrefillBucket(32, 4), False, 6190.0)
-    assert graphs.choose(chunk_of(28)) == PrefillWay(PrefillBucket(32, 4), False, 6000.0)
+    assert graphs.choose(chunk_of(28)) == PrefillChoice(PrefillBucket(32, 4), False, 6000.0)
     with torch.inference_mode():
         while graphs.num_missing:
             graphs.record_next()
@@ -341,7 +341,7 @@ def test_ranks_that_measure_other_times_decide_alike() -> None:
         return next(least)
 
     with torch.inference_mode():
-        graphs.warm_up(buckets, clock=ticks(*slow, *[0.050] * 2), agree=agree)
+        graphs.warm_up(buckets, clock=ticks(*slow, *[0.050] * 2), minimum_over_ranks=agree)
     assert asked == [10_000, 15_000, 30_000, 50_000]
     assert graphs.buckets == buckets[:2]
 
@@ -353,7 +353,7 @@ def test_ranks_that_measure_other_times_join_alike() -> None:
     least = iter([10_000, 4_000, 11_000, 4_300])
     clock = ticks(*[0.020] * 3, *[0.005] * 2, *[0.030] * 2, *[0.009] * 2)
     with torch.inference_mode():
-        graphs.warm_up(buckets[:1], clock=clock, agree=lambda value: next(least))
+        graphs.warm_up(buckets[:1], clock=clock, minimum_over_ranks=lambda value: next(least))
     assert graphs.choose(chunk_of(15), 1, 310.0) == (buckets[1], True, 4300.0)
     assert graphs.choose(chunk_of(17), 1, 2000.0) == (None, False, 10000.0)
     assert graphs.choose(chunk_of(17), 1, 7001.0) == (None, True, 11000.0)

@@ -1,6 +1,7 @@
 """`--kernel op=module:function`: what runs in the op's place, and what a mistake is told."""
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,5 +106,9 @@ def test_the_module_may_lie_in_the_current_directory(tmp_path: Path, monkeypatch
     (tmp_path / "norm_of_mine.py").write_text("def norm(x, weight, eps):\n    return x\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    (tmp_path / "zmq.py").touch()
     replaced = with_replacements(["rms_norm=norm_of_mine:norm"])
     assert replaced.rms_norm("x", None, 0) == "x"
+    zmq = PathFinder.find_spec("zmq")  # other modules are not looked for there first
+    assert zmq is not None
+    assert zmq.origin != str(tmp_path / "zmq.py")

@@ -2,19 +2,23 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from minisgl.config import EngineConfig
+from minisgl.engine import profiler
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.timeline import Timeline, UsedGraphs
+from minisgl.engine.profiler import join_traces
+from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
 from minisgl.errors import ConfigError
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
 
@@ -46,12 +50,13 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     made.close()
 
 
-def serve(engine: Engine) -> None:
+def serve(engine: Engine, after_each_step: Callable[[], None] = lambda: None) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
     for index, length in enumerate(LENGTHS):
-        engine.add(AddRequest(index, np.arange(length, dtype="<i4").tobytes(), params))
+        engine.add(AddRequest(index, np.arange(index, index + length, dtype="<i4").tobytes(), params))
     while engine.has_work:
         engine.step()
+        after_each_step()
 
 
 def test_every_step_has_a_record_and_the_records_add_up(engine: Engine) -> None:
@@ -90,11 +95,11 @@ def test_the_trace_is_what_perfetto_reads(engine: Engine) -> None:
 
 
 def test_the_ring_keeps_the_last_steps() -> None:
-    timeline = Timeline(capacity=3)
+    timeline = StepTimeline(capacity=3)
     for step in range(5):
         plan = StepPlan(step, (), (), (0, 1), (), (0, 1))
-        timeline.launched(plan, UsedGraphs(decode_rows=2), step, step + 0.1, step + 0.2)
-        timeline.applied(step + 0.3, step + 0.4, step + 0.5)
+        timeline.record_launch(plan, UsedGraphs(decode_rows=2), step, step + 0.1, step + 0.2)
+        timeline.record_end(step + 0.3, step + 0.4, step + 0.5)
     assert [record.step_id for record in timeline.records] == [2, 3, 4]
     assert timeline.records[-1].graphs == UsedGraphs(decode_rows=2)
 
@@ -108,10 +113,91 @@ def test_a_profile_of_the_next_steps_is_written_where_the_operator_said(
         engine.profiler.start(1)
     assert not path.exists()
     serve(engine)
+    engine.profiler.close()  # waits until it is written
     assert json.loads(path.read_text())["traceEvents"]
     for steps in (0, 1001):
         with pytest.raises(ConfigError, match="steps must be between 1 and 1000"):
             engine.profiler.start(steps)
+
+
+def windows_of(path: Path) -> int:
+    """How often torch's profiler was on for the trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    assert any(event["name"].startswith("aten::") for event in events)
+    return sum(event["name"] == "Record Window End" for event in events)
+
+
+def test_a_long_profile_is_written_a_few_steps_at_a_time_and_becomes_one_trace(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "PART_STEPS", 3)
+    path = engine.profiler.start(7)
+    seen: set[tuple[str, ...]] = set()
+
+    def look() -> None:
+        seen.add(tuple(sorted(one.suffix for one in path.parent.iterdir())))
+
+    serve(engine, look)
+    assert {(), (".part-1",), (".part-1", ".part-2")} <= seen, "not written between the steps"
+    engine.profiler.close()
+    assert list(path.parent.iterdir()) == [path]
+    assert windows_of(path) == 3
+
+
+def test_steps_go_on_while_a_trace_is_joined(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_join = threading.Event()
+
+    def join_later(parts: list[Path], path: Path) -> None:
+        assert may_join.wait(10)
+        join_traces(parts, path)
+
+    monkeypatch.setattr(profiler, "join_traces", join_later)
+    path = engine.profiler.start(1)
+    serve(engine)  # to the end
+    with pytest.raises(ConfigError, match="is still being written"):
+        engine.profiler.start(1)
+    assert not path.exists()
+    may_join.set()
+    engine.profiler.close()
+    assert windows_of(path) == 1
+
+
+def test_a_profile_that_torch_does_not_go_on_with_stops_no_steps(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: torch.profiler.profile) -> None:
+        raise RuntimeError("the profiler is in use")
+
+    monkeypatch.setattr(profiler, "PART_STEPS", 2)
+    engine.profiler.start(1000)
+    monkeypatch.setattr(torch.profiler.profile, "start", refuse)
+    serve(engine)
+    assert list((tmp_path / "profiles").iterdir()) == []
+    with pytest.raises(ConfigError, match="can't begin: the profiler is in use"):
+        engine.profiler.start(1)
+
+
+def test_an_engine_that_ends_in_the_middle_of_a_profile_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "PART_STEPS", 2)
+    engine = started(tmp_path, profile_dir=str(tmp_path / "profiles"))
+    engine.profiler.start(1000)
+    serve(engine)
+    assert list((tmp_path / "profiles").iterdir()) != []
+    engine.close()
+    assert list((tmp_path / "profiles").iterdir()) == []
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_what_is_no_trace_is_not_joined_and_stays(tmp_path: Path) -> None:
+    parts = [tmp_path / "a.part-1", tmp_path / "a.part-2"]
+    parts[0].write_text('{"traceEvents": [{}],"traceName": "a" }')
+    parts[1].write_text("something else")
+    join_traces(parts, tmp_path / "a.json")
+    assert sorted(tmp_path.iterdir()) == parts
 
 
 def test_without_a_folder_there_are_no_profiles(tmp_path: Path) -> None:

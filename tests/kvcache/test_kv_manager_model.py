@@ -45,6 +45,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pool = np.full(num_pages * page_size, POISON)
         self.sessions: list[Session] = []
         self.numbers: dict[tuple[int, int], int] = {}
+        self.suspect: set[int] = set()  # pages of distrusted leases that nobody has got anew since
 
     def prefix_numbers(self, tokens: list[int]) -> np.ndarray:
         """For each token, a number that is the same for the same token behind the same prefix only."""
@@ -80,6 +81,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert lease.num_cached_tokens == expected == len(lease.page_ids) * self.page_size
         assert expected < len(tokens), "one token must be left to compute"
         assert (self.manager.num_free_pages, self.manager.num_cached_pages) == (free, cached)
+        assert not self.suspect & set(lease.page_ids), "a request got keys and values that may be wrong"
         session = Session(lease, tokens, list(lease.page_ids), lease.num_cached_tokens)
         self.sessions.append(session)
         return session
@@ -94,8 +96,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def generate(self, number: int, letters: str) -> None:
         self.pick(number).tokens += self.spell(letters, 1)
 
-    @rule(number=PICKS, limit=LIMITS)
-    def compute_chunk(self, number: int, limit: int) -> None:
+    @rule(number=PICKS, limit=LIMITS, shares=st.booleans())
+    def compute_chunk(self, number: int, limit: int, shares: bool = False) -> None:
+        """With `shares`, others may have the pages before they are written."""
         session = self.pick(number)
         start = session.num_computed_tokens
         stop = min(start + limit, len(session.tokens))
@@ -112,7 +115,11 @@ class ManagerMachine(RuleBasedStateMachine):
         evicted = max(0, needed - free)
         assert self.counters() == (max(0, free - needed), evictable - evicted, cached - evicted)
         session.page_table += new
+        self.suspect -= set(new)
         self.pool.reshape(-1, self.page_size)[list(new)] = POISON
+        if shares:
+            self.manager.share(session.lease, session.tokens, stop)
+            assert session.page_table == session.lease.page_ids, "sharing exchanges nothing"
         self.pool[self.slots(session, start, stop)] = self.prefix_numbers(session.tokens)[start:stop]
         session.num_computed_tokens = stop
 
@@ -123,6 +130,47 @@ class ManagerMachine(RuleBasedStateMachine):
             assert session.page_table[index] != page_id
             session.page_table[index] = page_id
         assert self.manager.commit(session.lease, session.tokens, session.num_computed_tokens) == []
+
+    def is_shareable(self, session: Session) -> bool:
+        """Whether neither its lease nor one that it shares pages with is distrusted."""
+        return session.lease.is_shareable and not self.suspect & set(session.page_table)
+
+    @rule(number=PICKS)
+    def invalidate(self, number: int) -> None:
+        session = self.pick(number)
+        before, was_trusted = self.counters(), self.is_shareable(session)
+        self.manager.invalidate(session.lease)
+        assert self.counters() == before
+        self.suspect |= set(session.page_table)
+        if session.lease.num_tree_pages and was_trusted:
+            assert self.manager.match_length(session.tokens) == 0
+        assert self.manager.commit(session.lease, session.tokens, session.num_computed_tokens) == []
+
+    @rule(number=PICKS)
+    def extend_match(self, number: int) -> None:
+        session = self.pick(number)
+        full = len(session.page_table) * self.page_size
+        if session.num_computed_tokens != full:
+            return
+        all_in_tree = session.lease.num_tree_pages * self.page_size == full
+        can_match = all_in_tree and session.lease.is_shareable
+        expected = self.manager.match_length(session.tokens) if can_match else 0
+        session.page_table += self.manager.extend_match(session.lease, session.tokens)
+        session.num_computed_tokens = len(session.page_table) * self.page_size
+        if self.is_shareable(session) or not can_match:
+            assert session.num_computed_tokens == max(expected, full)
+
+    @rule(letters=LETTERS, tail=st.integers(1, 3), count=st.integers(2, 4))
+    def a_burst_with_one_prompt_in_one_step(self, letters: str, tail: int, count: int) -> None:
+        """Each but the first finds the full pages of the first, before anything is computed."""
+        tokens = self.spell(letters, tail)
+        for index in range(count):
+            self.admit(letters, tail)
+            session = self.sessions[-1]
+            if index and self.manager.prefix_cache:
+                reusable = (len(tokens) - 1) // self.page_size
+                assert len(session.page_table) >= min(reusable, self.sessions[-2].lease.num_tree_pages)
+            self.compute_chunk(-1, 10**6, shares=True)
 
     @rule(number=PICKS)
     def release(self, number: int) -> None:
@@ -135,7 +183,10 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.counters() == before
         full = session.num_computed_tokens // self.page_size * self.page_size
         found = self.manager.match_length([*session.tokens, 0])
-        assert found >= full if self.manager.prefix_cache else found == 0
+        if not self.manager.prefix_cache:
+            assert found == 0
+        elif self.is_shareable(session):
+            assert found >= full
 
     @rule(number=PICKS)
     def preempt_and_admit_again(self, number: int) -> None:
@@ -144,7 +195,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.release(session.lease, session.tokens, session.num_computed_tokens)
         again = self.take_in(session.tokens)
         reusable = min(session.num_computed_tokens, len(session.tokens) - 1) // self.page_size
-        if self.manager.prefix_cache:
+        if self.manager.prefix_cache and self.is_shareable(session):
             assert again.num_computed_tokens >= reusable * self.page_size
 
     @rule(letters=LETTERS, tail=st.integers(1, 3))

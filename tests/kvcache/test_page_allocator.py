@@ -4,11 +4,10 @@ import pytest
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.page_allocator import SCRATCH_PAGE, BrokenInvariantError, PageAllocator
-from minisgl.scheduler import plan
 
 
-def test_the_scratch_page_is_the_one_the_plan_means_and_is_never_handed_out():
-    assert SCRATCH_PAGE == plan.SCRATCH_PAGE
+def test_the_scratch_page_is_never_handed_out():
+    assert SCRATCH_PAGE == 0
     allocator = PageAllocator(9)
     assert sorted(allocator.allocate(8)) == list(range(1, 9))
     assert allocator.num_free_pages == 0

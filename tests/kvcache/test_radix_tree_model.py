@@ -26,10 +26,14 @@ class Page:
     last_used: int = 0
 
 
+Model = dict[tuple[int, ...], Page]
+
+
 @dataclass
 class Lock:
     node: Node
     prefix: tuple[int, ...]  # tokens
+    model: Model  # that has the prefix: the tree's, or one that was detached
 
 
 class RadixTreeMachine(RuleBasedStateMachine):
@@ -37,7 +41,8 @@ class RadixTreeMachine(RuleBasedStateMachine):
     def start(self, page_size: int) -> None:
         self.page_size = page_size
         self.tree = RadixTree(page_size)
-        self.model: dict[tuple[int, ...], Page] = {}
+        self.model: Model = {}
+        self.detached: list[Model] = []
         self.locks: list[Lock] = []
         self.clock = 0
         self.fresh = count(1)
@@ -69,7 +74,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         assert page_ids == [self.model[step].page_id for step in self.prefixes(prefix)]
         for step in self.prefixes(prefix):
             self.model[step].locks += 1
-        self.locks.append(Lock(node, prefix))
+        self.locks.append(Lock(node, prefix, self.model))
 
     @rule(pick=PICKS, letters=LETTERS)
     def extend(self, pick: int, letters: str) -> None:
@@ -86,11 +91,11 @@ class RadixTreeMachine(RuleBasedStateMachine):
             if len(step) <= before:
                 continue
             page_id = own.pop(0)
-            if step in self.model:
-                expected.append(self.model[step].page_id)
+            if step in lock.model:
+                expected.append(lock.model[step].page_id)
             else:
-                self.model[step] = Page(page_id)
-            self.model[step].locks += 1
+                lock.model[step] = Page(page_id)
+            lock.model[step].locks += 1
         assert found == expected
 
     @rule(pick=PICKS)
@@ -101,8 +106,25 @@ class RadixTreeMachine(RuleBasedStateMachine):
         self.tree.unlock(lock.node)
         self.clock += 1
         for step in self.prefixes(lock.prefix):
-            self.model[step].locks -= 1
-            self.model[step].last_used = self.clock
+            lock.model[step].locks -= 1
+            lock.model[step].last_used = self.clock
+
+    @rule(pick=PICKS)
+    def detach(self, pick: int) -> None:
+        if not self.locks:
+            self.lock("ab")
+        lock = self.locks[pick % len(self.locks)]
+        self.tree.detach(lock.node)
+        first = lock.prefix[: self.page_size]
+        if not first or lock.model is not self.model:
+            return
+        alike = [prefix for prefix in self.model if prefix[: self.page_size] == first]
+        moved = {prefix: self.model.pop(prefix) for prefix in alike}
+        self.detached.append(moved)
+        for other in self.locks:
+            if other.model is self.model and other.prefix[: self.page_size] == first:
+                other.model = moved
+        assert self.tree.match_length(np.array(first, np.int32)) == 0
 
     @rule(letters=LETTERS)
     def visit(self, letters: str) -> None:
@@ -116,14 +138,18 @@ class RadixTreeMachine(RuleBasedStateMachine):
         evicted = self.tree.evict(number)
         expected = []
         for _ in range(number):
-            parents = {prefix[: -self.page_size] for prefix in self.model}
-            leaves = [
-                prefix for prefix, page in self.model.items() if page.locks == 0 and prefix not in parents
-            ]
+            leaves: list[tuple[int, Model, tuple[int, ...]]] = []
+            for model in (self.model, *self.detached):
+                parents = {prefix[: -self.page_size] for prefix in model}
+                leaves += [
+                    (page.last_used, model, prefix)
+                    for prefix, page in model.items()
+                    if page.locks == 0 and prefix not in parents
+                ]
             if not leaves:
                 break
-            oldest = min(leaves, key=lambda prefix: self.model[prefix].last_used)
-            expected.append(self.model.pop(oldest).page_id)
+            _, model, oldest = min(leaves, key=lambda leaf: leaf[0])
+            expected.append(model.pop(oldest).page_id)
         assert sorted(evicted) == sorted(expected)
 
     @rule(letters=LETTERS)
@@ -135,8 +161,9 @@ class RadixTreeMachine(RuleBasedStateMachine):
     @invariant()
     def the_tree_holds_what_the_model_holds(self) -> None:
         self.tree.check_invariants([lock.node for lock in self.locks])
-        assert self.tree.num_pages == len(self.model)
-        assert self.tree.num_unlocked_pages == sum(page.locks == 0 for page in self.model.values())
+        pages = [page for model in (self.model, *self.detached) for page in model.values()]
+        assert self.tree.num_pages == len(pages)
+        assert self.tree.num_unlocked_pages == sum(page.locks == 0 for page in pages)
         content: dict[tuple[int, ...], int] = {}
         pending: list[tuple[tuple[int, ...], Node]] = [((), self.tree.root)]
         while pending:
@@ -146,8 +173,10 @@ class RadixTreeMachine(RuleBasedStateMachine):
             below = above + tuple(node.tokens)
             pending.extend((below, child) for child in node.children.values())
         assert content == {prefix: page.page_id for prefix, page in self.model.items()}
+        held = sorted(page_id for node in self.tree.nodes() for page_id in node.page_ids)
+        assert held == sorted(page.page_id for page in pages)
         for lock in self.locks:
-            path = [self.model[prefix].page_id for prefix in self.prefixes(lock.prefix)]
+            path = [lock.model[prefix].page_id for prefix in self.prefixes(lock.prefix)]
             assert self.tree.path_page_ids(lock.node) == path
 
 

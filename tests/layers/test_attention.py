@@ -8,7 +8,7 @@ import torch
 
 from minisgl.attention import triton as triton_backend
 from minisgl.attention.backends import select
-from minisgl.attention.interface import Attend, AttentionInputs, Backend, Pair, pair
+from minisgl.attention.interface import Attend, AttentionInputs, Backend, PrefillDecodePair, pair_backends
 from minisgl.layers import attention as attention_layer
 from minisgl.layers.attention import Attention
 from minisgl.layers.norm import RMSNorm
@@ -21,13 +21,15 @@ OURS, PLAIN = select("triton"), select("torch")
 
 
 def both(prefill: Attend, decode: Attend) -> Attend:
-    return pair(Backend(prefill), Backend(decode)).attend
+    return pair_backends(Backend(prefill), Backend(decode)).attend
 
 
-def decoded(attend: Attend, *, normed: bool, is_decode: bool = True, **kernels: Any) -> list[torch.Tensor]:
+def decoded(
+    attend: Attend, *, normed: bool, softcap: float = 0.0, is_decode: bool = True, **kernels: Any
+) -> list[torch.Tensor]:
     """What a layer makes of one token for each row, and its pools afterwards."""
     generator = torch.Generator().manual_seed(0)
-    layer = Attention(HEADS, KV_HEADS, HEAD_DIM, attend, window=7)
+    layer = Attention(HEADS, KV_HEADS, HEAD_DIM, attend, window=7, softcap=softcap)
     layer.kernels = KERNELS._replace(**kernels)
     layer.allocate_kv(17, PAGE_SIZE, torch.float32, "cpu")
     for pool in (layer.k_cache, layer.v_cache):
@@ -52,11 +54,12 @@ def decoded(attend: Attend, *, normed: bool, is_decode: bool = True, **kernels: 
     return [layer(qkv, last, cos_sin, inputs, norm, norm), layer.k_cache, layer.v_cache]
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
 @pytest.mark.parametrize("normed", [False, True])
-def test_all_ways_through_a_decode_step_are_the_same(normed: bool) -> None:
-    expected = decoded(PLAIN, normed=normed)
+def test_all_ways_through_a_decode_step_are_the_same(normed: bool, softcap: float) -> None:
+    expected = decoded(PLAIN, normed=normed, softcap=softcap)
     for attend in (OURS, both(PLAIN, OURS), both(OURS, PLAIN)):
-        torch.testing.assert_close(decoded(attend, normed=normed), expected)
+        torch.testing.assert_close(decoded(attend, normed=normed, softcap=softcap), expected)
 
 
 def test_our_decode_steps_take_one_op_unless_one_of_its_two_is_replaced(
@@ -86,9 +89,9 @@ def test_our_decode_steps_take_one_op_unless_one_of_its_two_is_replaced(
     assert called(noted("attend", OURS)) == ["attend"]
     kernels = KERNELS._replace(paged_prefill=pytest.fail)
     by_kernels = partial(triton_backend.attend, kernels=kernels)
-    assert called(Pair(by_kernels, by_kernels, decodes_by_kernels=True)) == ["both"]
+    assert called(PrefillDecodePair(by_kernels, by_kernels, decodes_with_triton=True)) == ["both"]
     theirs = noted("decode", KERNELS.paged_decode)
     kernels = KERNELS._replace(paged_decode=theirs)
     by_kernels = partial(triton_backend.attend, kernels=kernels)
-    attend = Pair(by_kernels, by_kernels, decodes_by_kernels=True)
+    attend = PrefillDecodePair(by_kernels, by_kernels, decodes_with_triton=True)
     assert called(attend, paged_decode=theirs) == ["decode"]

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl.errors import ModelError
 from minisgl.layers.rotary import make_cos_sin
-from minisgl.model_config import RopeScaling
+from minisgl.model_config.config import RopeScaling
 
 CONFIG = replace(TINY, head_dim=64, max_position=9001, rope_theta=5e5)
 SCALINGS = {
@@ -52,6 +52,41 @@ SCALINGS = {
             "beta_slow": 3.0,
         },
     ),
+    "yarn_that_ends_beyond_the_last_frequency": (
+        RopeScaling(kind="yarn", factor=4.0, original_max_position=2048, beta_fast=300.0),
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "attention_factor": 1.0,
+            "beta_fast": 300.0,
+        },
+    ),
+    "yarn_that_begins_before_the_first_frequency": (
+        RopeScaling(kind="yarn", factor=4.0, original_max_position=2048, beta_fast=1000.0),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "attention_factor": 1.0,
+            "beta_fast": 1000.0,
+        },
+    ),
+    "yarn_without_a_ramp": (
+        RopeScaling(
+            kind="yarn", factor=4.0, original_max_position=2048, truncate=False, beta_fast=5.0, beta_slow=5.0
+        ),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 2048,
+            "attention_factor": 1.0,
+            "truncate": False,
+            "beta_fast": 5.0,
+            "beta_slow": 5.0,
+        },
+    ),
     "longrope": (
         RopeScaling(
             kind="longrope",
@@ -78,14 +113,15 @@ SCALINGS = {
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_angles_equal_transformers(kind: str) -> None:
     scaling, parameters = SCALINGS[kind]
-    table = make_cos_sin(replace(CONFIG, rope_scaling=scaling))
+    parameters = {"rope_theta": CONFIG.rope_theta, **parameters}
+    table = make_cos_sin(replace(CONFIG, rope_scaling=scaling, rope_theta=parameters["rope_theta"]))
     theirs = LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=256,
             num_attention_heads=4,
             head_dim=64,
             max_position_embeddings=9001,
-            rope_parameters={"rope_theta": 500000.0, **parameters},
+            rope_parameters=parameters,
         )
     )
     cos, sin = theirs(torch.zeros(1), torch.arange(9001)[None])

@@ -13,12 +13,12 @@ from tiny_models import VOCAB_SIZE, PagedRunner, int32, load_ours, logits_of, ra
 
 from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import Attend, AttentionInputs
-from minisgl.engine.compiled import compiled_block
+from minisgl.engine.graphs.decode_graphs import compiled_block
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config import ExpertsConfig
+from minisgl.model_config.config import ExpertsConfig
 from minisgl.models.decoder import Decoder, MakeBlock
-from minisgl.models.gemma3 import Gemma3Block
+from minisgl.models.gemma import GemmaBlock
 from minisgl.weights.dummy import fill_dummy
 from triton_kernels.registry import KERNELS
 
@@ -100,7 +100,7 @@ def test_padding_tokens_leave_the_pool_alone_and_other_rows_unchanged(tmp_path: 
         assert torch.equal(~torch.isnan(attention.k_cache), before)
 
 
-@pytest.mark.parametrize(("make_block", "has_experts"), [(None, False), (None, True), (Gemma3Block, False)])
+@pytest.mark.parametrize(("make_block", "has_experts"), [(None, False), (None, True), (GemmaBlock, False)])
 def test_tokens_without_logits_end_behind_the_last_attention(
     make_block: MakeBlock | None, has_experts: bool
 ) -> None:
@@ -156,7 +156,7 @@ def test_blocks_of_a_kind_share_one_compilation_for_few_rows_and_one_for_many(
     family: str, kinds: int
 ) -> None:
     experts = {"experts": EXPERTS, "both": replace(EXPERTS, dense_layers=frozenset({1}))}.get(family)
-    model = traceable_decoder(experts, Gemma3Block if family == "gemma3" else None)
+    model = traceable_decoder(experts, GemmaBlock if family == "gemma3" else None)
     graphs = CountingBackend()
     run_block = compiled_block(max_batch=24, backend=graphs)
     for batch, expected in ((24, 1), (17, 1), (16, 2), (2, 2), (20, 2), (5, 2)):
@@ -264,6 +264,7 @@ def attend_without_looking(
     inputs: AttentionInputs,
     scale: float,
     window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """Decode attention over full pages with a mask."""
     pages = inputs.page_table[inputs.row_ids.long()].long()

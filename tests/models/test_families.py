@@ -22,8 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
-from minisgl.hf_config import FAMILIES, ROPE_TYPES
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
+from minisgl.model_config.families import FAMILIES
+from minisgl.model_config.rope_config import ROPE_TYPES
 from minisgl.models.decoder import Decoder
 from minisgl.request import SamplingParams
 
@@ -152,6 +153,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
     ),
+    "gemma2_alternating_windows": (
+        "gemma2",
+        heads(
+            6,
+            2,
+            head_dim=16,
+            sliding_window=20,
+            query_pre_attn_scalar=50,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=4.0,
+        ),
+    ),
+    "gemma2_no_softcaps_untied": (
+        "gemma2",
+        heads(
+            4,
+            4,
+            head_dim=20,
+            sliding_window=600,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+    ),
     "gemma3_windows": (
         "gemma3_text",
         heads(
@@ -273,7 +300,9 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in lengths]
 
 
-@pytest.mark.parametrize("variant", ["mistral_window", "qwen3_moe_4_experts", "gemma3_windows"])
+@pytest.mark.parametrize(
+    "variant", ["mistral_window", "qwen3_moe_4_experts", "gemma2_alternating_windows", "gemma3_windows"]
+)
 def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
     variant: str, tmp_path: Path
 ) -> None:

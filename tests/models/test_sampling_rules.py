@@ -27,12 +27,12 @@ from transformers.generation.logits_process import (
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.late_recording import LateRecording
-from minisgl.engine.special_steps import SpecialDecode
+from minisgl.engine.graphs.background_recording import BackgroundRecorder
+from minisgl.engine.graphs.logit_extras import ExtrasDecodeGraphs
 from minisgl.engine.steps import DecodeStep
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from minisgl.scheduler.plan import Extras
+from minisgl.scheduler.plan import LogitExtras
 
 EOS = 2
 NUM_TOKENS = 14
@@ -107,7 +107,7 @@ class Answer:
         self.logprobs += output.logprobs or []
         if output.prompt_logprobs is not None:
             assert self.prompt_logprobs is None
-            self.prompt_logprobs = output.prompt_logprobs
+            self.prompt_logprobs = output.prompt_logprobs.unpack()
         if output.finish_reason is not None:
             self.final = output
 
@@ -226,8 +226,8 @@ def test_recorded_steps_are_padded_and_recorded_once_per_size(
 
     runner = engine.runner
     step = DecodeStep(runner.model, runner.rows)
-    special = SpecialDecode(step, record, (2, 4), torch.device("cpu"))
-    monkeypatch.setattr(runner, "_special_decode", special)
+    with_extras = ExtrasDecodeGraphs(step, record, (2, 4), torch.device("cpu"))
+    monkeypatch.setattr(runner, "_extras_decode", with_extras)
     all_cases = cases(reference)
     for _ in range(2):
         for first in (0, 3, 6):
@@ -235,19 +235,19 @@ def test_recorded_steps_are_padded_and_recorded_once_per_size(
             answers = run(engine, *[(prompt, params) for prompt, params, _ in some])
             wanted = [expected(reference, prompt, rules) for prompt, _, rules in some]
             assert [answer.token_ids for answer in answers] == wanted
-            record_all(special)
+            record_all(with_extras)
     assert len(recorded) == 2  # of two and of four rows
     for _ in range(2):
         (answer,) = run(engine, (prompt_of(60), greedy(logprobs=5, frequency_penalty=0.5)))
         check_logprobs(reference, prompt_of(60), answer, 5, None)
-        record_all(special)
+        record_all(with_extras)
         assert len(recorded) == 3
 
 
 @torch.inference_mode()
-def record_all(special: SpecialDecode) -> None:
-    while special.num_missing:
-        special.record_next()
+def record_all(with_extras: ExtrasDecodeGraphs) -> None:
+    while with_extras.num_missing:
+        with_extras.record_next()
 
 
 def test_a_larger_graph_serves_while_the_own_one_is_missing(engine: Engine) -> None:
@@ -263,21 +263,23 @@ def test_a_larger_graph_serves_while_the_own_one_is_missing(engine: Engine) -> N
         return replay
 
     runner = engine.runner
-    special = SpecialDecode(DecodeStep(runner.model, runner.rows), record, (2, 4, 8), torch.device("cpu"))
-    logprobs, rules = Extras(logprobs=True), Extras(rules=True, logprobs=True)
+    with_extras = ExtrasDecodeGraphs(
+        DecodeStep(runner.model, runner.rows), record, (2, 4, 8), torch.device("cpu")
+    )
+    logprobs, rules = LogitExtras(logprobs=True), LogitExtras(rules=True, logprobs=True)
     runner.allocate_logit_tables()
     with torch.inference_mode():
-        assert special((1, 2, 3), logprobs, None).shape[0] == 4
-        assert special.is_urgent
-        record_all(special)
-        assert special((4,), logprobs, None).shape[0] == 4
-        assert not special.is_urgent
-        special((5, 6), rules, runner._logit_tables)
+        assert with_extras((1, 2, 3), logprobs, None).shape[0] == 4
+        assert with_extras.is_urgent
+        record_all(with_extras)
+        assert with_extras((4,), logprobs, None).shape[0] == 4
+        assert not with_extras.is_urgent
+        with_extras((5, 6), rules, runner._logit_tables)
         assert replayed == [4]
-        assert special.num_missing == 2
-        record_all(special)
-        special((4,), logprobs, None)
-        special((5, 6), rules, runner._logit_tables)
+        assert with_extras.num_missing == 2
+        record_all(with_extras)
+        with_extras((4,), logprobs, None)
+        with_extras((5, 6), rules, runner._logit_tables)
     assert replayed == [4, 2, 2]
 
 
@@ -288,13 +290,15 @@ def test_what_cannot_be_recorded_runs_uncaptured_and_says_so(
         raise torch.OutOfMemoryError("no memory")
 
     runner = engine.runner
-    special = SpecialDecode(DecodeStep(runner.model, runner.rows), record, (2, 4), torch.device("cpu"))
-    monkeypatch.setattr(runner, "_special_decode", special)
+    with_extras = ExtrasDecodeGraphs(
+        DecodeStep(runner.model, runner.rows), record, (2, 4), torch.device("cpu")
+    )
+    monkeypatch.setattr(runner, "_extras_decode", with_extras)
     prompt, params, rules = cases(reference)[0]
-    late = LateRecording([special], None, strict=False)
+    background = BackgroundRecorder([with_extras], None, strict=False)
     for _ in range(2):
         assert run(engine, (prompt, params))[0].token_ids == expected(reference, prompt, rules)
-        late.record_all()
+        background.record_all()
     assert caplog.text.count("can't be recorded") == 1
 
 
@@ -425,6 +429,6 @@ def test_an_abort_forgets_the_prompts_logprobs(engine: Engine) -> None:
     ],
 )
 def test_rules_that_cannot_work_are_refused(engine: Engine, params: dict[str, Any], param: str) -> None:
-    output = refusal(engine, SamplingParams(**params))
+    output = refusal(engine, SamplingParams(**params, seed=0))
     assert output.error_status == 400
     assert param in output.error_message

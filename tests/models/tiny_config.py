@@ -1,6 +1,6 @@
 """A model of a few kilobytes, from which tests derive theirs with `dataclasses.replace`."""
 
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",

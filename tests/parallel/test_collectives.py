@@ -31,7 +31,7 @@ class Memory:
         self.regions = regions
         self.in_use = True
 
-    def has_settled(self) -> bool:
+    def wait_until_idle(self) -> bool:
         return True
 
 
@@ -60,7 +60,7 @@ def add_up(ranks: Ranks, memory: torch.Tensor, norm: bool, broken: bool) -> dict
     collectives.logger.addFilter(lambda record: said.append(record) or True)
     rank_sum = RankSum(ranks)
     rank_sum.prepare(ranks, 48, torch.float32, eps=EPS if norm else None)
-    prepared, results, ours = list(calls), [], ranks.sums_are_ours
+    prepared, results, ours = list(calls), [], ranks.sums_use_kernel
     calls.clear()
     for num_rows in (1, 4, 5):
         x = torch.full((num_rows, 48), ranks.rank + 1.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from forked_ranks import run_on_ranks
 
-from minisgl.engine import recording
+from minisgl.engine.graphs import recording
 from minisgl.errors import MinisglError
 from minisgl.parallel import mesh
 from minisgl.parallel.mesh import Ranks
@@ -33,7 +33,7 @@ def test_ranks_that_all_fail_at_the_same_place_fall_back_together(tmp_path: Path
 def test_a_rank_that_fails_alone_says_so_without_waiting_for_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mesh, "COME_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mesh, "REACH_TIMEOUT_S", 0.5)
 
     def fail_on_one(ranks: Ranks) -> str:
         said = fall_back(ranks, "compile") if ranks.rank else "fine"

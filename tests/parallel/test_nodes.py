@@ -21,13 +21,13 @@ from test_ranks import LIMIT_S, _gone, add, alive, build, run_to_the_end
 from tiny_models import random_model
 
 from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine import node_link
 from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
-from minisgl.engine.node_link import Hello, NodeListener, RankEnded, Welcome, connect
+from minisgl.engine.ranks import node_link
+from minisgl.engine.ranks.node_link import Hello, NodeListener, RankEnded, Welcome, connect
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.hf_config import read_model_config
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.hf_config import read_model_config
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def second_node(folder: Path, tp: int, rdzv: str) -> Iterator[subprocess.Popen[s
 
 def generate(engine: Engine) -> dict[int, list[int]]:
     add(engine, 0, 9)
-    add(engine, 1, 40, temperature=0.9)
+    add(engine, 1, 40, temperature=0.9, seed=1)
     return run_to_the_end(engine)
 
 

@@ -4,12 +4,15 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,15 +21,15 @@ from forked_ranks import run_forked
 from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, random_model
 
-from minisgl.benchmark.kernel_timing import Ceilings
-from minisgl.benchmark.step import Points, measure_steps
+from minisgl.benchmark.kernels.kernel_timing import Ceilings
+from minisgl.benchmark.steps.step import Points, measure_steps
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine import follower_link, rank_processes
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.ranks import follower_link, rank_processes
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.hf_config import read_model_config
-from minisgl.messages import AddRequest
+from minisgl.ipc.messages import AddRequest
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
 from minisgl.weights.progress import no_progress
@@ -121,7 +124,7 @@ def live_in_two(folder: Path, answer: Connection) -> None:
     assert engine._followers is not None
     points = Points(batches=(2,), contexts=(9,), prefills=(5,), prefixes=(4,), steps=3)
     report = measure_steps(engine, read_model_config(folder), points, Ceilings(1.0, 1.0), no_progress)
-    others = [(start.rank, start.weights_bytes) for start in engine.other_ranks()]
+    others = [(start.rank, start.weights_bytes) for start in engine.wait_for_other_ranks()]
     answer.send((tokens, pids_of(engine), Path(engine._followers.store).parent, report.tables, others))
     signal.pause()
 
@@ -164,9 +167,9 @@ def test_two_ranks_give_the_tokens_of_one_and_when_rank_0_is_killed_the_other_en
 
 REPORTER = """
 import sys, msgspec
-from minisgl.engine.follower_link import CHECKED_STEPS, Checksum, FollowerConfig, Joining
+from minisgl.engine.ranks.follower_link import CHECKED_STEPS, Checksum, FollowerConfig, Joining
 from minisgl.scheduler.plan import StepPlan
-from minisgl.transport import FollowerSocket
+from minisgl.ipc.transport import FollowerSocket
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FollowerConfig)
 socket = FollowerSocket(config.addresses)
 socket.send(msgspec.msgpack.encode(Joining(config.rank)))
@@ -183,7 +186,7 @@ socket.close()
 def test_tokens_that_differ_between_ranks_are_noticed(
     off: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_processes, "FOLLOWER", ("-c", REPORTER))
+    monkeypatch.setattr(rank_processes, "FOLLOWER", (sys.executable, "-c", REPORTER))
     checksum = follower_link.TokenChecksum()
     assert [step for step in range(follower_link.CHECKED_STEPS) if checksum.add([step, 7])] == [63]
     config = resolve_engine_config(
@@ -193,7 +196,7 @@ def test_tokens_that_differ_between_ranks_are_noticed(
     try:
         link.wait_for_all()
         for step in range(follower_link.CHECKED_STEPS):
-            link.note([step, 7])
+            link.compare_tokens([step, 7])
         link.send(StepPlan(checksum.value + off, (), (), (), (), ()))
         with pytest.raises(EngineDeadError, match="disagree") if off else nullcontext():
             assert len(link._receive(timeout_ms=20_000)) == 1
@@ -202,8 +205,31 @@ def test_tokens_that_differ_between_ranks_are_noticed(
     assert alive(link.pids) == []
 
 
+def test_rank_0_no_longer_waits_in_the_store_when_another_rank_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        rank_processes, "FOLLOWER", (sys.executable, "-c", "import sys; sys.stdin.readline()")
+    )
+    config = resolve_engine_config(
+        EngineConfig(device="cpu", tp=2), read_model_config(folder), DeviceFacts(has_cuda=False)
+    )
+    for joins_before in (True, False):
+        ranks = Mock(lost=threading.Event())
+        link = follower_link.FollowerLink(config, folder, ipc_dir=None, on_lost=lambda reason: None)
+        try:
+            if joins_before:
+                link.set_ranks(ranks)
+            else:
+                assert link._lost_event.wait(20)
+                link.set_ranks(ranks)
+            assert ranks.lost.wait(20)
+        finally:
+            link.close()
+
+
 def test_a_rank_that_can_not_start_is_the_starts_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "FOLLOWER", ("-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(rank_processes, "FOLLOWER", (sys.executable, "-c", "raise SystemExit(3)"))
     with pytest.raises(EngineDeadError, match=r"rank 1 of --tp ended \(exit code 3\)"):
         build(folder, 2)
 
@@ -217,7 +243,7 @@ def test_a_start_that_fails_leaves_no_rank_behind(folder: Path, monkeypatch: pyt
         init(self, *args, **kwargs)
 
     monkeypatch.setattr(follower_link.FollowerLink, "__init__", note)
-    monkeypatch.setattr(rank_processes, "FOLLOWER", ("-c", "import sys; sys.stdin.read()"))
+    monkeypatch.setattr(rank_processes, "FOLLOWER", (sys.executable, "-c", "import sys; sys.stdin.read()"))
     monkeypatch.setattr(follower_link, "START_TIMEOUT_S", 0.2)
     with pytest.raises(EngineDeadError, match="rank 1 of --tp was not ready"):
         build(folder, 2)

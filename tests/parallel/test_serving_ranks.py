@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -14,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from planted_modules import imported_from, plant_modules
 from running_server import eventually
 from small_model import make_folder
 from tiny_models import random_model
+
+from minisgl.ipc.child_process import module_command
 
 LIMIT_S = 5.0
 FLAGS = ("--tp", "2", "--port", "0", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1")
@@ -34,7 +36,8 @@ def test_every_stream_ends_with_an_error_and_no_process_is_left(tmp_path: Path, 
     folder = make_folder(tmp_path / "model")
     random_model(vocab_size=401, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
     process = subprocess.Popen(
-        [sys.executable, "-m", "minisgl", "serve", "--model", str(folder), *FLAGS],
+        module_command("minisgl", "serve", "--model", str(folder), *FLAGS),
+        cwd=(planted := plant_modules(tmp_path / "downloaded")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -65,3 +68,4 @@ def test_every_stream_ends_with_an_error_and_no_process_is_left(tmp_path: Path, 
     assert "rank 1 of --tp ended (killed by signal 9)" in error["message"], log
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (engine_pid, rank_1)), "all gone")
     assert list(short_tmp.glob("minisgl-*")) == []
+    assert imported_from(planted) == []  # by the server, the engine or its rank

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minisgl.attention.interface import AttentionInputs
-from minisgl.engine.compiled import compiled_block
-from minisgl.engine.memory import bytes_of
-from minisgl.hf_config import read_model_config
+from minisgl.engine.graphs.decode_graphs import compiled_block
+from minisgl.engine.memory import module_bytes
 from minisgl.layers.attention import Attention
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
-from minisgl.models.sharded import ShardedTensors, share_out
+from minisgl.models.sharded import ShardedTensors, shard_model
 from minisgl.parallel.mesh import Ranks
 from minisgl.parallel.placements import PLANS
 from minisgl.weights.loader import load_weights
@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 20,
     },
+    "gemma2": HEADS_4_2 | {"family": "gemma2", "head_dim": 16, "sliding_window": 5},
     "gemma3": HEADS_4_2
     | {"family": "gemma3_text", "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7},
     "phi3, its checkpoint's matrices taken apart": HEADS_4_2 | {"family": "phi3", "pad_token_id": 0},
@@ -63,7 +64,7 @@ def load_part(folder: Path, ranks: Ranks) -> tuple[Decoder, ShardedTensors, int]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    tensors = share_out(model, config, ranks)
+    tensors = shard_model(model, config, ranks)
     progress: list[int] = []
     load_weights(
         tensors,
@@ -162,5 +163,5 @@ def test_a_part_takes_its_share_of_memory(tmp_path: Path) -> None:
     random_model(**VARIANTS["qwen3_moe"]).save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
     kind: dict[str, Any] = {"attention_backend": "torch", "dtype": torch.float32, "device": "meta"}
-    sizes = [bytes_of(build_model(config, tp=tp, **kind)) for tp in (1, 2, 4)]
+    sizes = [module_bytes(build_model(config, tp=tp, **kind)) for tp in (1, 2, 4)]
     assert sizes[0] > 1.5 * sizes[1] > 2 * sizes[2]

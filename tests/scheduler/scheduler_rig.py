@@ -4,7 +4,8 @@ import numpy as np
 
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import RequestOutput
-from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulator import FakeExecutor, FakeModel
 
 EOS = 3

@@ -1,14 +1,21 @@
-"""What the scheduler decides, story by story; the traps are bugs that engines before this one had."""
+"""What the scheduler decides, story by story; many are bugs that engines before this one had."""
 
 import numpy as np
 import pytest
 from scheduler_rig import EOS, build, drain, prompt_of, tokens_of
 
 from minisgl.request import FinishReason, SamplingParams
-from minisgl.scheduler.policy import prefill_budget_tokens
+from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.policy import (
+    ARRIVALS_PER_PRIORITY,
+    MAX_PRIORITY,
+    prefill_budget_tokens,
+    seniority,
+)
+from minisgl.scheduler.simulator import Arrival, simulate
 
 
-def test_abort_while_the_prefill_is_in_flight_retires_once() -> None:  # trap 1
+def test_abort_while_the_prefill_is_in_flight_retires_once() -> None:
     scheduler, executor, cache = build()
     scheduler.add(0, prompt_of(*range(20)), SamplingParams(max_tokens=5))
     plan = scheduler.plan()
@@ -23,7 +30,7 @@ def test_abort_while_the_prefill_is_in_flight_retires_once() -> None:  # trap 1
     assert cache.num_free_pages + cache.num_evictable_pages == cache.num_usable_pages
 
 
-def test_abort_in_the_step_that_gives_eos_answers_once() -> None:  # trap 2
+def test_abort_in_the_step_that_gives_eos_answers_once() -> None:
     scheduler, executor, _ = build()
     scheduler.add(0, prompt_of(1, 2), SamplingParams(max_tokens=5))
     plan = scheduler.plan()
@@ -36,7 +43,7 @@ def test_abort_in_the_step_that_gives_eos_answers_once() -> None:  # trap 2
     assert executor.model.eos_token_id == EOS
 
 
-def test_two_equal_prompts_in_one_prefill_share_pages_and_decode_rightly() -> None:  # trap 3
+def test_two_equal_prompts_in_one_prefill_share_pages_and_decode_rightly() -> None:
     scheduler, executor, cache = build()
     prompt = prompt_of(*range(10, 30))
     for request_id in range(2):
@@ -44,7 +51,7 @@ def test_two_equal_prompts_in_one_prefill_share_pages_and_decode_rightly() -> No
     first = scheduler.plan()
     assert first is not None
     results = executor.execute(first)
-    second = scheduler.plan()  # feeds the second prompt, before anything is known of the first
+    second = scheduler.plan()  # before anything is known of the first
     assert second is not None
     second_results = executor.execute(second)
     scheduler.apply(first, results)
@@ -61,7 +68,88 @@ def test_two_equal_prompts_in_one_prefill_share_pages_and_decode_rightly() -> No
     assert tokens_of(outputs, 0) == tokens_of(outputs, 1) == expected
 
 
-def test_admission_counts_pages_so_large_pages_do_not_overcommit() -> None:  # trap 4
+def num_new_tokens(plan: StepPlan) -> list[int]:
+    return [chunk.num_new_tokens for chunk in plan.chunks]
+
+
+def test_equal_prompts_admitted_in_one_step_are_computed_once() -> None:
+    scheduler, executor, _ = build(num_pages=200, max_step_tokens=400, chunk_tokens=400)
+    prompt = np.arange(150, dtype=np.int32) % 50
+    for request_id in range(8):
+        scheduler.add(request_id, prompt, SamplingParams(max_tokens=6, seed=request_id))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert num_new_tokens(plan) == [150, *[150 % 4] * 7], "the others compute their last page only"
+    assert scheduler.stats.num_cached_tokens == 7 * 148
+    scheduler.apply(plan, executor.execute(plan))
+    scheduler.check_invariants()
+    outputs = scheduler.take_outputs() + drain(scheduler, executor)
+    for request_id in range(8):
+        assert tokens_of(outputs, request_id) == executor.model.expected_tokens(
+            prompt.tolist(), 6, request_id
+        )
+
+
+def test_a_burst_of_chats_computes_its_system_prompt_once() -> None:
+    scheduler, executor, _ = build(num_pages=200, max_step_tokens=400, chunk_tokens=400)
+    system = list(range(40))
+    prompts = [[*system, 40 + index, 41, 42] for index in range(6)]
+    for request_id, prompt in enumerate(prompts):
+        scheduler.add(request_id, prompt_of(*prompt), SamplingParams(max_tokens=4, seed=0))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert num_new_tokens(plan) == [43, *[3] * 5]
+    scheduler.apply(plan, executor.execute(plan))
+    outputs = scheduler.take_outputs() + drain(scheduler, executor)
+    for request_id, prompt in enumerate(prompts):
+        assert tokens_of(outputs, request_id) == executor.model.expected_tokens(prompt, 4, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_that_feed_one_prompt_in_chunks_compute_each_chunk_once(overlap: bool) -> None:
+    """Each goes on where the other ended, in the same step, instead of waiting for it."""
+    scheduler, executor, _ = build(num_pages=200, max_step_tokens=400, chunk_tokens=32)
+    prompt = np.arange(150, dtype=np.int32) % 50
+    arrivals = [Arrival(0.0, prompt, SamplingParams(max_tokens=6, seed=index)) for index in range(8)]
+    plans: list[StepPlan] = []
+
+    class Recorder:
+        """Keeps the plans; what they give is the executor's."""
+
+        context_lens = executor.context_lens
+
+        def execute(self, plan: StepPlan) -> list[int]:
+            plans.append(plan)
+            return executor.execute(plan)
+
+    served = simulate(scheduler, Recorder(), arrivals, overlap=overlap)
+    first, second = num_new_tokens(plans[0]), num_new_tokens(plans[1])
+    assert first == [32, 32, 32, 32, 22, 2, 2, 2], "the fifth goes on to the end of the prompt"
+    assert second == [2, 2, 2, 2], "the others find the rest when it is their turn again"
+    assert not any(plan.chunks for plan in plans[2:])
+    for index, one in enumerate(served):
+        assert one.token_ids == executor.model.expected_tokens(prompt.tolist(), 6, index)
+
+
+def test_aborting_the_request_that_computes_a_shared_prefix_leaves_the_others_right() -> None:
+    scheduler, executor, cache = build(num_pages=200, max_step_tokens=400, chunk_tokens=400)
+    prompt = np.arange(150, dtype=np.int32) % 50
+    for request_id in range(3):
+        scheduler.add(request_id, prompt, SamplingParams(max_tokens=6, seed=request_id))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.abort(0)
+    scheduler.check_invariants()
+    scheduler.apply(plan, executor.execute(plan))
+    outputs = scheduler.take_outputs() + drain(scheduler, executor)
+    for request_id in (1, 2):
+        assert tokens_of(outputs, request_id) == executor.model.expected_tokens(
+            prompt.tolist(), 6, request_id
+        )
+    assert cache.num_free_pages + cache.num_evictable_pages == cache.num_usable_pages
+
+
+def test_admission_counts_pages_so_large_pages_do_not_overcommit() -> None:
     scheduler, executor, _ = build(
         num_pages=129, page_size=256, max_rows=256, max_step_tokens=8192, chunk_tokens=8192, vocab_size=1000
     )
@@ -73,7 +161,7 @@ def test_admission_counts_pages_so_large_pages_do_not_overcommit() -> None:  # t
     assert sum(output.finish_reason is FinishReason.LENGTH for output in outputs) == 200
 
 
-def test_no_token_follows_the_end_when_the_next_step_is_already_launched() -> None:  # trap 5
+def test_no_token_follows_the_end_when_the_next_step_is_already_launched() -> None:
     scheduler, _, _ = build()
     scheduler.add(0, prompt_of(1, 2, 4), SamplingParams(max_tokens=10))
     first = scheduler.plan()
@@ -90,7 +178,7 @@ def test_no_token_follows_the_end_when_the_next_step_is_already_launched() -> No
     scheduler.check_invariants()
 
 
-def test_admission_does_not_reserve_the_whole_max_tokens() -> None:  # trap 6
+def test_admission_does_not_reserve_the_whole_max_tokens() -> None:
     scheduler, _, _ = build(num_pages=101, page_size=16, max_step_tokens=64, vocab_size=1000)
     for request_id in range(8):
         scheduler.add(request_id, prompt_of(4 + request_id, 5), SamplingParams(max_tokens=1000))
@@ -194,7 +282,7 @@ def test_a_step_never_exceeds_its_token_budget() -> None:
         scheduler.take_outputs()
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:  # trap 9
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
     scheduler, executor, _ = build(page_size=4)
     prompt = prompt_of(*range(4, 20))
     scheduler.add(0, prompt, SamplingParams(max_tokens=2, seed=1))
@@ -205,7 +293,7 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None: 
     assert tokens_of(outputs, 1) == executor.model.expected_tokens(prompt.tolist(), 2, 1)
 
 
-def test_rows_of_one_length_are_ordered_by_seniority_not_by_identity() -> None:  # trap 13
+def test_rows_of_one_length_are_ordered_by_seniority_not_by_identity() -> None:
     orders = []
     for _ in range(2):
         scheduler, executor, _ = build()
@@ -252,7 +340,7 @@ def test_the_longest_rows_decode_first_and_their_order_lasts() -> None:
         (prompt_of(-1), "invalid_token_id"),
     ],
 )
-def test_a_bad_prompt_is_answered_and_the_rest_goes_on(prompt: np.ndarray, code: str) -> None:  # trap 23
+def test_a_bad_prompt_is_answered_and_the_rest_goes_on(prompt: np.ndarray, code: str) -> None:
     scheduler, executor, _ = build()
     scheduler.add(0, prompt_of(4, 5), SamplingParams(max_tokens=3))
     scheduler.add(1, prompt, SamplingParams(max_tokens=3))
@@ -263,7 +351,7 @@ def test_a_bad_prompt_is_answered_and_the_rest_goes_on(prompt: np.ndarray, code:
     assert len(tokens_of(outputs, 0)) == 3
 
 
-def test_prompt_and_max_tokens_beyond_the_context_are_clamped() -> None:  # trap 28
+def test_prompt_and_max_tokens_beyond_the_context_are_clamped() -> None:
     scheduler, executor, _ = build(max_context_tokens=20)
     scheduler.add(0, prompt_of(*[5] * 15), SamplingParams(max_tokens=100))
     outputs = drain(scheduler, executor)
@@ -323,7 +411,7 @@ def test_who_is_preempted_while_the_prompt_ends_is_still_told_its_log_probabilit
     outputs = [*scheduler.take_outputs(), *drain(scheduler, executor)]
     told = [output.prompt_logprobs for output in outputs if output.request_id == 1]
     assert told[0] is not None
-    assert [entry.token_id for entry in told[0]] == list(range(21, 28))
+    assert [entry.token_id for entry in told[0].unpack()] == list(range(21, 28))
     assert told[1:] == [None]
 
 
@@ -336,6 +424,22 @@ def test_a_low_priority_request_with_a_long_prefix_does_not_pass_a_higher_one() 
     scheduler.add(2, prompt_of(40, 41), SamplingParams(max_tokens=1), priority=1)
     order = [output.request_id for output in drain(scheduler, executor) if output.finish_reason is not None]
     assert order == [2, 1]
+
+
+def test_a_longer_prefix_passes_neither_nor_loses_another_priority_that_has_come_between() -> None:
+    scheduler, executor, _ = build(max_rows=1, num_pages=200)
+    hot, cold, once = prompt_of(*range(4, 24)), prompt_of(40, 41), SamplingParams(max_tokens=1)
+    scheduler.add(0, hot, once)
+    drain(scheduler, executor)
+    scheduler.add(1, cold, once, priority=0)
+    scheduler.add(2, hot, once, priority=0)
+    for request_id in range(3, ARRIVALS_PER_PRIORITY + 1):  # they only arrive and go
+        scheduler.add(request_id, cold, once)
+        scheduler.abort(request_id)
+    scheduler.take_outputs()
+    scheduler.add(ARRIVALS_PER_PRIORITY + 1, cold, once, priority=1)  # as old as the first one, by its level
+    order = [output.request_id for output in drain(scheduler, executor) if output.finish_reason is not None]
+    assert order == [1, ARRIVALS_PER_PRIORITY + 1, 2]
 
 
 def test_the_next_turn_of_a_conversation_finds_the_answer_in_the_cache() -> None:
@@ -353,12 +457,10 @@ def test_the_sampling_parameters_reach_the_row() -> None:
     params = SamplingParams(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=-(2**63))
     scheduler.add(0, prompt_of(4), params)
     scheduler.add(1, prompt_of(5), SamplingParams(top_k=-1))
-    scheduler.add(2, prompt_of(6), SamplingParams())
     plan = scheduler.plan()
     assert plan is not None
-    assert plan.row_inits[0][1:] == (0.5, 7, 0.8, 0.1, -(2**63), None)
+    assert plan.row_inits[0][1:] == (0.5, 7, 0.8, 0.1, -(2**63))
     assert plan.row_inits[1].top_k == 0
-    assert plan.row_inits[1].seed != plan.row_inits[2].seed
 
 
 def test_a_row_that_changes_hands_twice_before_a_step_is_set_up_for_the_last_only() -> None:
@@ -425,6 +527,53 @@ def test_higher_priority_is_admitted_first() -> None:
     plan = scheduler.plan()
     assert plan is not None
     assert np.frombuffer(plan.chunks[0].token_ids, dtype="<i4").tolist() == [2]
+
+
+def test_an_endless_stream_of_a_higher_priority_does_not_starve_a_lower_one() -> None:
+    levels = 2
+    scheduler, executor, _ = build(max_rows=1, prefix_cache=False)
+    scheduler.add(0, prompt_of(1), SamplingParams(max_tokens=1), priority=1)
+    order: list[int] = []
+    for request_id in range(1, levels * ARRIVALS_PER_PRIORITY + 10):
+        scheduler.add(request_id, prompt_of(2), SamplingParams(max_tokens=1), priority=1 + levels)
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.apply(plan, executor.execute(plan))
+        order += [output.request_id for output in scheduler.take_outputs()]
+    assert order.index(0) == levels * ARRIVALS_PER_PRIORITY - 1  # so many went before it
+    order.remove(0)
+    assert order == sorted(order), "not first come, first served within a priority"
+    scheduler.check_invariants()
+
+
+def test_who_waited_long_is_not_preempted_for_a_later_request_of_a_higher_priority() -> None:
+    scheduler, executor, _ = build(num_pages=12, page_size=4, max_rows=2, output_reserve_tokens=0)
+    long = SamplingParams(max_tokens=30, ignore_eos=True)
+    scheduler.add(0, prompt_of(1), long, priority=0)
+    for request_id in range(1, ARRIVALS_PER_PRIORITY):  # they only arrive and go
+        scheduler.add(request_id, prompt_of(2), long, priority=1)
+        scheduler.abort(request_id)
+    scheduler.add(ARRIVALS_PER_PRIORITY, prompt_of(3), long, priority=1)
+    outputs = drain(scheduler, executor)
+    assert scheduler.stats.num_preemptions > 0
+    ends = [output.request_id for output in outputs if output.finish_reason is FinishReason.LENGTH]
+    assert ends == [0, ARRIVALS_PER_PRIORITY]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((0, 0), (0, 1)),
+        ((1, ARRIVALS_PER_PRIORITY - 1), (0, 0)),
+        ((0, 0), (1, ARRIVALS_PER_PRIORITY)),
+        ((-1, 0), (2**31 - 1, (MAX_PRIORITY + 1) * ARRIVALS_PER_PRIORITY)),
+        ((-(2**31), 0), (0, MAX_PRIORITY * ARRIVALS_PER_PRIORITY)),
+    ],
+)
+def test_a_level_of_priority_is_worth_a_number_of_arrivals(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    assert seniority(*first) < seniority(*second)
 
 
 def test_a_request_with_the_longer_cached_prefix_may_pass_but_not_for_ever() -> None:

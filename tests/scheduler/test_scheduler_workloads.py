@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_rig import EOS, build, prompt_of
 
-from minisgl.request import FinishReason, SamplingParams
+from minisgl.request import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.scheduler.plan import Chunk, StepPlan
 from minisgl.scheduler.simulator import Arrival, StepCost, simulate
 
@@ -44,10 +44,11 @@ class OverlappedScheduler(RuleBasedStateMachine):
             vocab_size=8,
             **limits,
         )
-        self.launched: list[tuple[StepPlan, list[int]]] = []
+        self.launched: list[tuple[StepPlan, list[int], None, list[np.ndarray]]] = []
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.got: dict[int, list[int]] = {}
         self.final: dict[int, FinishReason] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.aborted: set[int] = set()
 
     @rule(
@@ -55,10 +56,18 @@ class OverlappedScheduler(RuleBasedStateMachine):
         max_tokens=st.one_of(st.none(), st.integers(1, 60)),
         priority=st.sampled_from([0, 0, 0, 1]),
         streamed=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
     )
-    def add(self, prompt: list[int], max_tokens: int | None, priority: int, streamed: bool) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        priority: int,
+        streamed: bool,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         request_id = len(self.asked)
-        params = SamplingParams(max_tokens=max_tokens, seed=request_id)
+        params = SamplingParams(max_tokens=max_tokens, seed=request_id, prompt_logprobs=prompt_logprobs)
         self.asked[request_id] = (prompt, params)
         self.got[request_id] = []
         self.scheduler.add(request_id, prompt_of(*prompt), params, priority, streamed)
@@ -67,7 +76,7 @@ class OverlappedScheduler(RuleBasedStateMachine):
     @rule(data=st.data())
     def add_the_same_prompt_again(self, data: st.DataObject) -> None:
         prompt, params = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        self.add(prompt, params.max_tokens, 0, True)
+        self.add(prompt, params.max_tokens, 0, True, params.prompt_logprobs)
 
     @rule(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=3, max_size=8))
     def add_several_with_long_outputs(self, prompts: list[list[int]]) -> None:
@@ -87,7 +96,7 @@ class OverlappedScheduler(RuleBasedStateMachine):
     def launch(self) -> None:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.launched.append((plan, self.executor.execute(plan)))
+            self.launched.append((plan, self.executor.execute(plan), None, prompt_lines(plan)))
 
     @precondition(lambda self: self.launched)
     @rule()
@@ -111,6 +120,9 @@ class OverlappedScheduler(RuleBasedStateMachine):
             assert request_id not in self.final, "an output after the final one"
             prompt, params = self.asked[request_id]
             self.got[request_id] += output.token_ids
+            if output.prompt_logprobs is not None:
+                assert request_id not in self.prompt_logprobs, "the prompt's log probabilities came twice"
+                self.prompt_logprobs[request_id] = output.prompt_logprobs.unpack()
             got = self.got[request_id]
             room = limit - len(prompt)
             max_new = min(params.max_tokens or room, room)
@@ -128,6 +140,11 @@ class OverlappedScheduler(RuleBasedStateMachine):
             else:
                 assert got == expected, "wrong tokens: a page, row or position was wrong"
                 assert (got[-1] == EOS) == (output.finish_reason is FinishReason.STOP)
+            if got and params.prompt_logprobs is not None:
+                found = self.prompt_logprobs[request_id]
+                assert [(one.token_id, one.logprob) for one in found] == [
+                    (token, -float(position)) for position, token in enumerate(prompt[1:])
+                ]
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -143,6 +160,19 @@ class OverlappedScheduler(RuleBasedStateMachine):
         assert set(self.final) == set(self.asked), "a request without a final answer"
         assert self.cache.num_free_pages + self.cache.num_cached_pages == self.cache.num_usable_pages
         assert self.cache.num_evictable_pages == self.cache.num_cached_pages
+
+
+def prompt_lines(plan: StepPlan) -> list[np.ndarray]:
+    """Log probabilities of a plan's targets that tell where they come from: minus the position before."""
+    if not any(chunk.targets for chunk in plan.chunks):
+        return []
+    lines = []
+    for chunk in plan.chunks:
+        packed = np.zeros((len(chunk.targets) // 4, 2), dtype=np.int32)
+        positions = np.arange(chunk.num_computed_tokens, chunk.num_computed_tokens + len(packed))
+        packed[:, 0] = (-positions.astype(np.float32)).view(np.int32)
+        lines.append(packed)
+    return lines
 
 
 OverlappedScheduler.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
@@ -215,3 +245,42 @@ def test_the_chunks_of_a_step_take_a_least_time_together() -> None:
     assert [one.finished_ms for one in simulate(scheduler, executor, two, cost=cost)] == [9.0, 9.0]
     five = [Arrival(0.0, prompt_of(4, 5, 6, 7, 8), SamplingParams(max_tokens=1))]
     assert simulate(scheduler, executor, five, cost=cost)[0].finished_ms == 11.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_log_probabilities_of_prompts_come_whole_and_once_whatever_is_preempted(overlap: bool) -> None:
+    """Histories in pools so small that requests are preempted while their prompts are fed."""
+    num_preemptions = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        scheduler, executor, _ = build(
+            num_pages=int(rng.integers(6, 12)),
+            max_rows=5,
+            max_step_tokens=int(rng.integers(6, 20)),
+            chunk_tokens=int(rng.integers(3, 20)),
+            mixed_step_tokens=6,
+            output_reserve_tokens=0,
+        )
+        limit = scheduler.config.max_context_tokens
+        prompts = [rng.integers(0, 50, int(rng.integers(2, limit // 2))).astype(np.int32) for _ in range(6)]
+        for index, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=int(rng.integers(1, 12)), prompt_logprobs=0, seed=index)
+            scheduler.add(index, prompt, params)
+        found: dict[int, list[TokenLogprobs]] = {}
+        launched: list[tuple[StepPlan, list[int], None, list[np.ndarray]]] = []
+        while scheduler.has_work:
+            plan = scheduler.plan()
+            if plan is not None:
+                launched.append((plan, executor.execute(plan), None, prompt_lines(plan)))
+            while len(launched) > (1 if overlap and plan is not None else 0):
+                scheduler.apply(*launched.pop(0))
+            for output in scheduler.take_outputs():
+                if output.prompt_logprobs is not None:
+                    assert output.request_id not in found
+                    found[output.request_id] = output.prompt_logprobs.unpack()
+        for index, prompt in enumerate(prompts):
+            assert [(one.token_id, one.logprob) for one in found[index]] == [
+                (token, -float(position)) for position, token in enumerate(prompt[1:].tolist())
+            ]
+        num_preemptions += scheduler.stats.num_preemptions
+    assert num_preemptions > 60

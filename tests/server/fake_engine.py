@@ -7,6 +7,7 @@ A prompt with `@word rest` is a command; any other is answered with "ok":
   @go            ends every waiting request (they say "!") and itself
   @report        JSON of what arrived so far
   @refuse        an error answer: status 422, code "refused"
+  @spoil TEXT    TEXT, one token a step, then an error: status 500, code "no_finite_logits"
   @ghost TEXT    TEXT, and after its end more outputs for this and for unknown ids
   @cached TEXT   TEXT, with half of the prompt found in the cache
   @crash         dies at once (SIGKILL)
@@ -15,7 +16,7 @@ A prompt with `@word rest` is a command; any other is answered with "ok":
 
 SIGUSR1 does what @go does, for tests that may not send a request any more.
 
-`fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "exit", "context": tokens}.
+`fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens}.
 """
 
 import json
@@ -29,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.engine.worker import end_with_the_parent
-from minisgl.messages import (
+from minisgl.engine.worker import exit_with_parent
+from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
     AskProfile,
@@ -46,9 +47,9 @@ from minisgl.messages import (
     Status,
     StepOutput,
 )
+from minisgl.ipc.transport import EngineSocket
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
-from minisgl.transport import EngineSocket
 
 COMMAND = re.compile(r"@(\w+) ?(.*?)(?=<\|im_end\|>|\Z)", re.DOTALL)
 
@@ -62,6 +63,7 @@ class Answer:
         self.num_cached_tokens = num_cached_tokens
         self.num_given = 0
         self.waits = False
+        self.fails = False  # when its tokens are given
 
     def step(self, request_id: int, eos: int, most: int) -> RequestOutput | None:
         """Up to `most` tokens, as the real engine gives them."""
@@ -117,7 +119,9 @@ class FakeEngine:
                 elif isinstance(message, FlushCache):
                     self.socket.send(CacheFlushed(message.sequence, 5), message.server)
                 elif isinstance(message, AddRequest):
-                    self.add(message)
+                    prompts = (message.prompt_ids, *message.more_prompts)
+                    for rank in range(len(prompts) * message.num_choices):
+                        self.add(message, message.request_id + rank, prompts[rank // message.num_choices])
                 elif isinstance(message, AbortRequest):
                     self.seen["aborted"] += 1
                     if self.running.pop(message.request_id, None) is not None:
@@ -129,6 +133,9 @@ class FakeEngine:
         for request_id, answer in list(self.running.items()):
             most = 10_000 if request_id in self.bursts else 1
             output = answer.step(request_id, self.eos, most)
+            if output is None and answer.fails:
+                error = (0, 500, "no_finite_logits", "all NaN")
+                output = RequestOutput(request_id, [], FinishReason.ERROR, *error)
             if output is not None:
                 outputs.append(output)
                 if output.finish_reason is not None:
@@ -142,13 +149,14 @@ class FakeEngine:
             if answer.waits:
                 answer.token_ids += [*self.encode("!"), self.eos]
 
-    def add(self, request: AddRequest) -> None:
+    def add(self, request: AddRequest, request_id: int, prompt: bytes) -> None:
+        """One of the requests of a call."""
         self.seen["added"] += 1
         self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
         self.seen["seed"] = request.params.seed
         self.seen["priority"] = request.priority
         self.seen["max_tokens"] = request.params.max_tokens
-        prompt_ids = np.frombuffer(request.prompt_ids, "<i4").tolist()
+        prompt_ids = np.frombuffer(prompt, "<i4").tolist()
         found = COMMAND.search(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
         word, text = (found[1], found[2]) if found else ("say", "ok")
         if word == "crash":
@@ -161,9 +169,7 @@ class FakeEngine:
             sys.exit(1)
         elif word == "refuse":
             self.extra.append(
-                RequestOutput(
-                    request.request_id, [], FinishReason.ERROR, 0, 422, "refused", "this engine will not"
-                )
+                RequestOutput(request_id, [], FinishReason.ERROR, 0, 422, "refused", "this engine will not")
             )
             return
         elif word == "report":
@@ -173,30 +179,30 @@ class FakeEngine:
             self.go()
             text = "gone"
         num_cached = len(prompt_ids) // 2 if word == "cached" else 0
-        end = [] if word == "wait" else [self.eos]
+        end = [] if word in ("wait", "spoil") else [self.eos]
         answer = Answer(request.params, [*self.encode(text), *end], num_cached)
-        answer.waits = word == "wait"
-        self.running[request.request_id] = answer
-        if word != "say" and word != "wait":
-            self.bursts.add(request.request_id)
+        answer.waits, answer.fails = word == "wait", word == "spoil"
+        self.running[request_id] = answer
+        if word not in ("say", "wait", "spoil"):
+            self.bursts.add(request_id)
         if word == "ghost":
-            output = answer.step(request.request_id, self.eos, 10_000)
-            del self.running[request.request_id]
-            ghost = [RequestOutput(number, [self.eos - 1]) for number in (request.request_id, 10**9)]
-            again = RequestOutput(request.request_id, [], FinishReason.STOP)
+            output = answer.step(request_id, self.eos, 10_000)
+            del self.running[request_id]
+            ghost = [RequestOutput(number, [self.eos - 1]) for number in (request_id, 10**9)]
+            again = RequestOutput(request_id, [], FinishReason.STOP)
             self.extra += [*([output] if output else []), *ghost, again]
 
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    end_with_the_parent(settings["ipc_dir"])
+    exit_with_parent(settings["ipc_dir"])
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())
     socket = EngineSocket(settings["ipc_dir"], settings.get("num_servers", 1))
     if knobs["start"] == "exit":
         sys.exit(3)
-    if knobs["start"] == "fatal":
-        socket.send(Fatal("no GPU; use --device cpu"))
+    if knobs["start"] in ("fatal", "refuse"):
+        socket.send(Fatal("no GPU; use --device cpu", is_user_error=knobs["start"] == "refuse"))
         socket.close()
         sys.exit(1)
     socket.send(StartupStage("import", 12.0))

@@ -92,7 +92,7 @@ async def leave_at_some_moment(port: int, rng: random.Random, ends: dict[str, in
             "stream": stream,
         }
     )
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sent = (head + body).encode()

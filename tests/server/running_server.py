@@ -24,7 +24,7 @@ started_at = time.monotonic()
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import MinisglError
 from minisgl.log import setup_logging
-from minisgl.server.launch import run_server
+from minisgl.server.engines.launch import run_server
 settings = json.loads(sys.argv[1])
 server = {name: tuple(v) if isinstance(v, list) else v for name, v in settings["server"].items()}
 setup_logging("info", "server")

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+import re
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +44,7 @@ def all_left(server: RunningServer) -> None:
     eventually(lambda: server.report()["running"] == 0, "no running request in the engine")
 
 
-def test_trap_27_a_chat_answer_has_openais_form(server: RunningServer, tokenizer: Tokenizer) -> None:
+def test_a_chat_answer_has_openais_form(server: RunningServer, tokenizer: Tokenizer) -> None:
     status, answer, headers = server.call("/v1/chat/completions", {"model": "tiny", "messages": [USER]})
     assert status == 200
     assert headers["Content-Type"].startswith("application/json")
@@ -68,7 +70,7 @@ def test_trap_27_a_chat_answer_has_openais_form(server: RunningServer, tokenizer
     }
 
 
-def test_trap_27_a_completion_has_openais_form(server: RunningServer, tokenizer: Tokenizer) -> None:
+def test_a_completion_has_openais_form(server: RunningServer, tokenizer: Tokenizer) -> None:
     status, answer = server.complete("@say the fox")
     assert status == 200
     assert answer["object"] == "text_completion"
@@ -149,16 +151,14 @@ def test_the_events_on_the_wire_are_exact(server: RunningServer) -> None:
     ]
 
 
-def test_trap_37_many_tokens_in_one_event_count_as_tokens(
-    server: RunningServer, tokenizer: Tokenizer
-) -> None:
+def test_many_tokens_in_one_event_count_as_tokens(server: RunningServer, tokenizer: Tokenizer) -> None:
     text = "the quick brown fox jumps"
     status, answer = server.complete(f"@burst {text}")
     assert status == 200
     assert answer["usage"]["completion_tokens"] == count(tokenizer, text) + 1
 
 
-def test_trap_21_stop_strings_end_the_answer_and_reach_the_engine(
+def test_stop_strings_end_the_answer_and_reach_the_engine(
     server: RunningServer, tokenizer: Tokenizer
 ) -> None:
     aborted = server.report()["aborted"]
@@ -170,7 +170,7 @@ def test_trap_21_stop_strings_end_the_answer_and_reach_the_engine(
     assert server.report()["aborted"] == aborted + 1
 
 
-def test_trap_20_special_and_stop_tokens_do_not_leak(server: RunningServer, tokenizer: Tokenizer) -> None:
+def test_special_and_stop_tokens_do_not_leak(server: RunningServer, tokenizer: Tokenizer) -> None:
     tool = tokenizer.encode("<tool>", False)
     _, answer = server.complete("@say hello<tool>more", stop_token_ids=tool)
     assert answer["choices"][0]["text"] == "hello"
@@ -216,7 +216,9 @@ def test_token_prompts_are_taken_as_they_are(server: RunningServer, tokenizer: T
         assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_trap_28_the_length_rule(server: RunningServer, tokenizer: Tokenizer) -> None:
+def test_a_prompt_that_leaves_no_room_is_a_400_and_max_tokens_are_clamped_to_the_room(
+    server: RunningServer, tokenizer: Tokenizer
+) -> None:
     one = tokenizer.encode("a", False)
     status, answer = server.complete(one * CONTEXT)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -228,7 +230,7 @@ def test_trap_28_the_length_rule(server: RunningServer, tokenizer: Tokenizer) ->
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_trap_24_a_template_that_refuses_is_a_400_and_the_server_is_well(server: RunningServer) -> None:
+def test_a_template_that_refuses_is_a_400_and_the_server_is_well(server: RunningServer) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "template error"}]}
     status, answer, _ = server.call("/v1/chat/completions", body)
     assert (status, answer["error"]["code"]) == (400, "chat_template_error")
@@ -245,7 +247,25 @@ def test_a_refusal_of_the_engine_keeps_its_status_streaming_or_not(server: Runni
     all_left(server)
 
 
-def test_trap_5_ghost_tokens_of_the_engine_reach_nobody(server: RunningServer, tokenizer: Tokenizer) -> None:
+def test_an_error_in_the_middle_is_the_whole_answer_or_the_last_event(server: RunningServer) -> None:
+    prompt, error = "@spoil some text", {"code": "no_finite_logits", "message": "all NaN"}
+    for n in (1, 3):
+        status, answer = server.complete(prompt, n=n)
+        assert (status, answer["error"] | error) == (500, answer["error"])
+        body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 99, "n": n, "stream": True})
+        request = urllib.request.Request(
+            server.url("/v1/completions"), body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as stream:
+            events = re.findall(r"data: (.*)", stream.read().decode())
+        assert len(events) > 2
+        assert "[DONE]" not in events
+        last = json.loads(events[-1])["error"]
+        assert last | error == last
+    all_left(server)
+
+
+def test_ghost_tokens_of_the_engine_reach_nobody(server: RunningServer, tokenizer: Tokenizer) -> None:
     status, answer = server.complete("@ghost boo")
     assert (status, answer["choices"][0]["text"]) == (200, "boo")
     assert answer["usage"]["completion_tokens"] == count(tokenizer, "boo") + 1
@@ -267,7 +287,7 @@ def test_trap_5_ghost_tokens_of_the_engine_reach_nobody(server: RunningServer, t
         ("/v1/completions", {"prompt": ["a"] * 65}, "POST", 400, "invalid_value"),
     ],
 )
-def test_trap_27_every_error_is_openais_object(
+def test_every_error_is_openais_object(
     server: RunningServer, path: str, body: Any, method: str, status: int, code: str
 ) -> None:
     got, answer, _ = server.call(path, body, method)
@@ -284,7 +304,7 @@ def test_version_and_models(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_trap_26_a_client_that_leaves_takes_its_requests_out_of_the_engine(
+def test_a_client_that_leaves_takes_its_requests_out_of_the_engine(
     server: RunningServer, stream: bool
 ) -> None:
     before = server.report()
@@ -308,7 +328,7 @@ def test_trap_26_a_client_that_leaves_takes_its_requests_out_of_the_engine(
     assert server.report()["aborted"] == before["aborted"] + 2
 
 
-def test_trap_29_too_many_open_requests_get_a_429_with_retry_after(server: RunningServer) -> None:
+def test_too_many_open_requests_get_a_429_with_retry_after(server: RunningServer) -> None:
     async def crowd() -> None:
         body = {"model": "tiny", "prompt": "@wait", "stream": True, "n": 32, "max_tokens": 100}
         url = server.url("/v1/completions")
@@ -353,7 +373,7 @@ BAD: list[Any] = [
 ]
 
 
-def test_trap_23_and_24_the_server_is_well_after_1000_bad_requests_among_good_ones(
+def test_the_server_is_well_after_1000_bad_requests_among_good_ones(
     server: RunningServer,
 ) -> None:
     rng = random.Random(0)

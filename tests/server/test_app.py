@@ -6,26 +6,33 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+from aiohttp import StreamReader
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
+from small_model import CONTEXT
+from virtual_time import run_in_virtual_time
 
-from minisgl.request import TokenLogprobs
+from minisgl.errors import RequestError
+from minisgl.request import PackedLogprobs
 from minisgl.server.admin import Admin
-from minisgl.server.app import Api, Call, Tally, make_app
+from minisgl.server.app import WRITE_GRACE_S, Api, Call, UsageCounter, make_app
 from minisgl.server.debug import Debug
-from minisgl.server.frontend import Delta
-from minisgl.server.middleware import CallFacts, Gate
-from minisgl.server.openapi import openapi_document
-from minisgl.server.replies import NO_FIELDS, Choice, Usage
+from minisgl.server.http.middleware import CallFacts, Gate
+from minisgl.server.http.openapi import openapi_document
+from minisgl.server.http.uploads import STALL_BYTES, Uploads
+from minisgl.server.replies import NO_FIELDS, Choice, PlainTextFormat, Usage
+from minisgl.server.streams import Delta, Stream, Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
-from minisgl.server.uploads import Uploads
 
 NOTHING: Any = None
 
 
 class Seen:
-    """In place of an answer's shape and details: notes what comes, and in which thread it is written."""
+    """In place of an answer's format and details: notes what comes, and in which thread it is written."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -46,8 +53,8 @@ class Seen:
 @pytest.mark.parametrize(("num_tokens", "is_aside"), [(3, False), (5000, True)])
 def test_details_of_a_long_prompt_do_not_hold_the_event_loop(num_tokens: int, is_aside: bool) -> None:
     seen = Seen()
-    tally = Tally([[7] * num_tokens], 1, CallFacts("id"))
-    call = Call(NOTHING, NOTHING, False, False, tally, cast(Any, [seen]))
+    counter = UsageCounter([[7] * num_tokens], 1, CallFacts("id"))
+    call = Call(NOTHING, NOTHING, False, False, counter, cast(Any, [seen]))
     deltas = [[Delta(0, "te", 1, 0, None, [1]), Delta(0, "xt", 1, 0, "stop", [2])]]
     threads = TextThreads()
     api = Api(NOTHING, NOTHING, threads, NOTHING, 1.0)
@@ -63,11 +70,49 @@ def test_the_first_event_about_a_long_prompt_does_not_hold_the_event_loop(
 ) -> None:
     seen, threads = Seen(), TextThreads()
     api = Api(NOTHING, NOTHING, threads, NOTHING, 1.0)
-    of_prompt = [TokenLogprobs(7, -1.0, 1, [], [])] * num_tokens
+    of_prompt = PackedLogprobs(bytes(4 * num_tokens), bytes(8 * num_tokens))
     delta = Delta(0, "text", 1, 0, None, [1], None, of_prompt)
     assert asyncio.run(api._events(cast(Any, seen), delta, cast(Any, seen))) == b"before text"
     threads.close()
     assert (seen.thread is not threading.main_thread()) == is_aside
+
+
+def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_and_no_sooner() -> None:
+    timeout_s, pause_s, num_tokens = 60.0, 50.0, 40
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        streams = Streams(lambda _: None, NOTHING, 1, timeout_s)
+        streams.accept_requests(CONTEXT)
+        aborted_at = loop.create_future()
+        transport = Mock(abort=lambda: aborted_at.set_result(loop.time()))
+        request = make_mocked_request("POST", "/", transport=transport, writer=Mock(write_headers=nothing))
+        written: list[bytes] = []
+
+        async def write(data: bytes, *_: object) -> None:
+            written.append(data)
+            if len(written) > num_tokens:  # from now on the client does not read
+                await aborted_at
+                raise ConnectionResetError
+
+        async def give(stream: Stream) -> None:
+            for number in range(num_tokens + 1):
+                await asyncio.sleep(pause_s)
+                stream.put(Delta(0, "a", 1, 0, "stop" if number == num_tokens else None, [1]))
+
+        request._payload_writer.write = write  # pyright: ignore[reportAttributeAccessIssue] (a mock)
+        with streams.open(1) as stream:
+            giving = asyncio.ensure_future(give(stream))
+            api = Api(NOTHING, streams, NOTHING, NOTHING, timeout_s)
+            counter = UsageCounter([[7]], 1, CallFacts("id"))
+            await api._send_stream(request, stream, PlainTextFormat(), counter, ())
+            await giving
+        assert aborted_at.result() == (num_tokens + 1) * pause_s + timeout_s + WRITE_GRACE_S
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    run_in_virtual_time(main())
 
 
 def test_every_route_is_in_the_document_of_the_api() -> None:
@@ -77,7 +122,6 @@ def test_every_route_is_in_the_document_of_the_api() -> None:
         TokenApi(model, NOTHING, NOTHING, NOTHING),
         Admin(model, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
         Gate(),
-        1,
     )
     Debug(NOTHING).add_routes(app)
     routes = {
@@ -101,18 +145,98 @@ def test_the_document_allows_exactly_the_models_token_ids(vocab_size: int) -> No
 
 
 def test_a_client_that_leaves_as_its_body_ends_is_noticed() -> None:
-    class Leaving:
-        transport = None
+    uploads = Uploads(10, 10, 60.0)
 
-        async def read(self) -> bytes:
-            reading.cancel()  # as the HTTP library does when the connection is lost
-            return b"{}"
+    async def read(upload: Coming) -> None:
+        async with uploads.body(upload.request):
+            raise AssertionError("nobody waits for the answer")
 
     async def scenario() -> None:
-        nonlocal reading
-        reading = asyncio.ensure_future(Uploads(10, 10, 60.0).read(cast(Any, Leaving())))
+        upload = Coming()
+        reading = asyncio.ensure_future(read(upload))
+        await asyncio.sleep(0)
+        upload.content.feed_data(b"{}")
+        upload.content.feed_eof()
+        reading.cancel()  # as the HTTP library does when the connection is lost
         await asyncio.wait([reading])
+        assert reading.cancelled()
+        assert uploads.num_bytes == 0
 
-    reading: Any = None
     asyncio.run(scenario())
-    assert reading.cancelled()
+
+
+def test_only_bytes_that_came_take_room() -> None:
+    uploads = Uploads(100, 150, 60.0)
+
+    async def scenario() -> None:
+        held = [Coming(Content_Length="100") for _ in range(10)] + [Coming() for _ in range(20)]
+        reading = [asyncio.ensure_future(whole(uploads, one)) for one in held]
+        await asyncio.sleep(0)
+        assert uploads.num_bytes == 0
+        for one in held[:2]:
+            one.content.feed_data(b"x" * 60)
+        await asyncio.sleep(0)
+        assert uploads.num_bytes == 120
+        held[2].content.feed_data(b"x" * 31)
+        with pytest.raises(RequestError, match="too many request bodies") as refused:
+            await reading[2]
+        assert refused.value.status == 429
+        held[0].content.feed_eof()
+        assert await reading[0] == b"x" * 60
+        held[3].content.feed_data(b"x" * 90)
+        held[3].content.feed_eof()
+        assert await reading[3] == b"x" * 90
+        for one in reading:
+            one.cancel()
+        await asyncio.wait(reading)
+        assert uploads.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_body_may_come_slowly_but_not_stall() -> None:
+    uploads = Uploads(10**6, 10**6, 60.0, stall_s=10.0)
+
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), [0.0]
+        loop.time = lambda: now[0]
+        slow, stalled, dripping = Coming(), Coming(), Coming()
+        reading = [asyncio.ensure_future(whole(uploads, one)) for one in (slow, stalled, dripping)]
+        stalled.content.feed_data(b"x" * 5000)
+        for now[0] in range(59):
+            slow.content.feed_data(b"x" * (STALL_BYTES // 10 + 1))
+            dripping.content.feed_data(b"x")
+            await settle()
+            assert [one.done() for one in reading] == [False, now[0] >= 20, now[0] >= 10]
+        for one in reading[1:]:
+            with pytest.raises(RequestError, match="stalled") as refused:
+                await one
+            assert refused.value.status == 408
+        now[0] = 60.0
+        await settle()
+        with pytest.raises(RequestError, match="not complete within 60 s"):
+            await reading[0]
+        assert uploads.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
+async def settle() -> None:
+    """Let the event loop do everything that is due."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Coming:
+    """A request whose body comes as the test feeds it."""
+
+    def __init__(self, **headers: str) -> None:
+        protocol: Any = Mock(connected=True, _reading_paused=False)
+        self.content = StreamReader(protocol, 2**16, loop=asyncio.get_running_loop())
+        named = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
+        self.request: Any = make_mocked_request("POST", "/", named, payload=self.content)
+
+
+async def whole(uploads: Uploads, upload: Coming) -> bytes:
+    async with uploads.body(upload.request) as body:
+        return body

@@ -15,7 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
 
+from minisgl.ipc.messages import Ready, Status
 from minisgl.server.answers import ModelList
+from minisgl.server.metrics import exposition
+from minisgl.server.stats import ServerStats
 from minisgl.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -173,6 +176,14 @@ def test_metrics_count_what_happened_and_only_that(server: RunningServer, tokeni
         assert total is None or more(f"{name}_sum") == total, name
     assert after["num_requests_running"] == 0
     assert after["kv_cache_usage_perc"] == 0
+
+
+def test_metrics_count_the_requests_that_got_no_token() -> None:
+    status = Status(0, num_without_logits=2, num_without_token=1)
+    text = exposition("tiny", ServerStats(), status, Ready(9, 9, 4, 2, "cpu", {})).decode()
+    name = 'minisgl:engine_request_errors_total{code="%s",model_name="tiny"} %.1f'
+    assert name % ("no_finite_logits", 2) in text
+    assert name % ("no_token_left", 1) in text
 
 
 def test_server_info_and_load_show_what_is_held_now(server: RunningServer) -> None:

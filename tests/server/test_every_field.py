@@ -23,9 +23,9 @@ from tokenizers.processors import TemplateProcessing
 from minisgl.errors import RequestError
 from minisgl.fields import refuse_unknown
 from minisgl.server.answers import ChatAnswer, CompletionAnswer
-from minisgl.server.bodies import Body
-from minisgl.server.openapi import BODIES, openapi_document
-from minisgl.server.schemas import DetokenizeAnswer, ErrorAnswer, TokenizeAnswer
+from minisgl.server.http.bodies import Body
+from minisgl.server.http.openapi import BODIES, openapi_document
+from minisgl.server.http.schemas import DetokenizeAnswer, ErrorAnswer, TokenizeAnswer
 
 VOCAB = 300
 CONFIG = {
@@ -225,7 +225,7 @@ def fields_of_document() -> list[tuple[str, str]]:
     """(schema, field) of everything that a body may hold and that is honoured."""
     document = openapi_document("tiny", VOCAB)
     schemas = document["components"]["schemas"]
-    unread = {(name, other) for name, body in BODIES.items() for other in body.others}
+    unread = {(name, other) for name, body in BODIES.items() for other in body.unsupported}
     operations = [operation for path in document["paths"].values() for operation in path.values()]
     names: set[str] = set()
     more = [operation["requestBody"] for operation in operations if "requestBody" in operation]
@@ -261,17 +261,17 @@ def test_the_answer_is_another_with_the_field(url: str, name: str, field: str) -
     assert status == {"model": 404, "type": 400}.get(field, 200), text
 
 
-OTHERS = [(body, field) for body in BODIES.values() for field in body.others]
+OTHERS = [(body, field) for body in BODIES.values() for field in body.unsupported]
 
 
 @pytest.mark.parametrize(("body", "field"), OTHERS, ids=[field for _, field in OTHERS])
 def test_a_field_that_is_not_honoured_passes_only_if_it_asks_for_nothing(body: Body, field: str) -> None:
-    neutral = body.others[field]
+    neutral = body.unsupported[field]
     for value in (None, *(["anything"] if neutral is None else neutral)):
-        refuse_unknown({field: value}, (), body.others)
+        refuse_unknown({field: value}, (), body.unsupported)
     if neutral is not None:
         with pytest.raises(RequestError, match=f"^{field} = 'alien' is not supported here") as refused:
-            refuse_unknown({field: "alien"}, (), body.others)
+            refuse_unknown({field: "alien"}, (), body.unsupported)
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", field)
 
 

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import re
 import socket
 import subprocess
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
+
+from minisgl.text.messages import MAX_MESSAGES
 
 UPLOAD_LIMIT_S = 2.0
 BODY_BYTES = 3_000_000
@@ -33,7 +37,7 @@ class Raw:
         self, server: RunningServer, *headers: str, body: bytes = b"", path: str = "/v1/completions"
     ) -> None:
         self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S)
-        head = [f"POST {path} HTTP/1.1", "Host: x", *headers, "", ""]
+        head = [f"POST {path} HTTP/1.1", "Host: localhost", *headers, "", ""]
         self._socket.sendall("\r\n".join(head).encode() + body)
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
@@ -74,16 +78,35 @@ def test_an_upload_that_never_ends_gets_a_408(server: RunningServer, path: str) 
     still_serves(server)
 
 
-@pytest.mark.parametrize("length", [f"Content-Length: {BODY_BYTES}", "Transfer-Encoding: chunked"])
-def test_unfinished_uploads_together_have_a_budget(server: RunningServer, length: str) -> None:
-    held = [Raw(server, length) for _ in range(2)]
-    with closing(Raw(server, length)) as third:
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_unfinished_uploads_together_have_a_budget(server: RunningServer, is_chunked: bool) -> None:
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {BODY_BYTES}"
+    piece = (b"%x\r\n" % BODY_BYTES if is_chunked else b"") + b" " * (BODY_BYTES - 1)
+    held = [Raw(server, length, body=piece) for _ in range(2)]
+    eventually(lambda: num_upload_bytes(server) == 2 * (BODY_BYTES - 1), "both are held", UPLOAD_LIMIT_S)
+    with closing(Raw(server, length, body=piece[:1000])) as third:
         assert third.error() == (429, "too_many_uploads")
     assert held[0].error() == (408, "upload_timeout")
     assert held[1].error() == (408, "upload_timeout")
     for raw in held:
         raw.close()
     still_serves(server)
+
+
+def test_uploads_that_only_announce_hold_nobody_up(server: RunningServer) -> None:
+    lengths = [f"Content-Length: {BODY_BYTES}"] * 16 + ["Transfer-Encoding: chunked"] * 16
+    held = [Raw(server, length) for length in lengths]
+    body = b'{"prompt": "@say fine"}'
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    for raw in [Raw(server, "Transfer-Encoding: chunked", body=body) for _ in range(40)]:
+        assert raw.answer()[0] == 200
+        raw.close()
+    for raw in held:
+        raw.close()
+
+
+def num_upload_bytes(server: RunningServer) -> int:
+    return server.call("/server_info")[1]["server"]["num_upload_bytes"]
 
 
 def test_a_client_that_leaves_its_upload_gives_the_room_back(server: RunningServer) -> None:
@@ -106,6 +129,26 @@ def test_packed_bodies_are_measured_unpacked(server: RunningServer) -> None:
     bomb = gzip.compress(b" " * (BODY_BYTES + 1))
     with closing(Raw(server, "Content-Encoding: gzip", f"Content-Length: {len(bomb)}", body=bomb)) as raw:
         assert raw.error() == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_packed_bodies_take_as_much_of_the_budget_as_they_hold(server: RunningServer, encoding: str) -> None:
+    """Though a few thousand bytes travel for each of them."""
+    pack = gzip.compress if encoding == "gzip" else zlib.compress
+    body = pack(json.dumps({"prompt": "@say fine", "pad": " " * (BODY_BYTES - 1000)}).encode())
+    headers = (f"Content-Encoding: {encoding}", f"Content-Length: {len(body)}")
+
+    def num_upload_bytes() -> int:
+        return server.call("/server_info")[1]["server"]["num_upload_bytes"]
+
+    held = [Raw(server, *headers, body=body[:-1]) for _ in range(2)]
+    eventually(lambda: num_upload_bytes() >= 2 * (BODY_BYTES - 1000), "both are counted", UPLOAD_LIMIT_S)
+    with closing(Raw(server, *headers, body=body)) as third:
+        assert third.error() == (429, "too_many_uploads")
+    for raw in held:
+        raw.close()
+    eventually(lambda: num_upload_bytes() == 0, "the room is given back", UPLOAD_LIMIT_S)
+    still_serves(server)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +198,23 @@ def test_a_prompt_far_beyond_the_context_is_refused_while_others_go_on(server: R
     status, answer, _ = server.call("/v1/chat/completions", chat)
     assert (answer["error"]["code"], answer["error"]["param"]) == ("context_length_exceeded", "messages")
     assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "1" * (BODY_BYTES - 1000)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "1" * (BODY_BYTES - 1000)}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * 500_000}, "tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 60_000}, "messages"),
+    ],
+)
+def test_every_text_has_a_bound_that_the_refusal_names(
+    server: RunningServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, answer, _ = server.call(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert re.search(rf"(more than|up to) ({CONTEXT}|{MAX_MESSAGES}) ", answer["error"]["message"])
 
 
 @pytest.mark.parametrize(

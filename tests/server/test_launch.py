@@ -22,6 +22,9 @@ import pytest
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import make_folder
 
+from minisgl.engine.worker import fatal_message
+from minisgl.errors import ConfigError, EngineDeadError, ModelError
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -101,7 +104,7 @@ def test_the_start_up_prints_stages_a_waterfall_and_a_curl_line_that_works(serve
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == "ok", done.stderr
 
 
-def test_trap_25_kill_9_of_the_engine_ends_streams_and_server(server: RunningServer) -> None:
+def test_kill_9_of_the_engine_ends_streams_and_server(server: RunningServer) -> None:
     assert len(server.ipc_dirs()) == 1
     streams = [open_stream(server) for _ in range(3)]
     engine = server.health()[1]["engine_pid"]
@@ -119,7 +122,7 @@ def test_trap_25_kill_9_of_the_engine_ends_streams_and_server(server: RunningSer
     assert server.ipc_dirs() == []
 
 
-def test_trap_25_kill_9_of_the_engine_answers_calls_that_do_not_stream(server: RunningServer) -> None:
+def test_kill_9_of_the_engine_answers_calls_that_do_not_stream(server: RunningServer) -> None:
     answers: list[tuple[int, Any]] = []
     call = threading.Thread(target=lambda: answers.append(server.complete("@wait")), daemon=True)
     call.start()
@@ -131,7 +134,7 @@ def test_trap_25_kill_9_of_the_engine_answers_calls_that_do_not_stream(server: R
     assert exit_code(server) == 1
 
 
-def test_trap_25_a_frozen_engine_is_noticed_and_killed(server: RunningServer) -> None:
+def test_a_frozen_engine_is_noticed_and_killed(server: RunningServer) -> None:
     stream = open_stream(server)
     engine = server.health()[1]["engine_pid"]
     os.kill(engine, signal.SIGSTOP)
@@ -141,7 +144,7 @@ def test_trap_25_a_frozen_engine_is_noticed_and_killed(server: RunningServer) ->
     assert gone(engine)
 
 
-def test_trap_25_health_is_well_while_idle_and_says_why_not(server: RunningServer) -> None:
+def test_health_is_well_while_idle_and_says_why_not(server: RunningServer) -> None:
     status, body = server.health()
     assert (status, body["status"], body["reason"]) == (200, "ok", None)
     first = body["engine"]["sequence"] if body["engine"] else 0
@@ -158,7 +161,7 @@ def test_the_engines_last_words_reach_client_and_log(server: RunningServer) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_trap_30_a_signal_lets_open_requests_end_and_refuses_new_ones(
+def test_a_signal_lets_open_requests_end_and_refuses_new_ones(
     server: RunningServer, number: signal.Signals
 ) -> None:
     stream = open_stream(server)
@@ -180,7 +183,7 @@ def test_trap_30_a_signal_lets_open_requests_end_and_refuses_new_ones(
     assert server.ipc_dirs() == []
 
 
-def test_trap_30_draining_has_an_end(folder: Path) -> None:
+def test_draining_has_an_end(folder: Path) -> None:
     with RunningServer(folder, drain_timeout_s=0.2) as server:
         server.ready()
         stream = open_stream(server)
@@ -201,7 +204,7 @@ def test_a_second_interrupt_stops_now(server: RunningServer) -> None:
     assert gone(engine)
 
 
-def test_trap_25_kill_9_of_the_server_leaves_no_process(server: RunningServer) -> None:
+def test_kill_9_of_the_server_leaves_no_process(server: RunningServer) -> None:
     engine = server.health()[1]["engine_pid"]
     assert not gone(engine)
     assert len(server.ipc_dirs()) == 1
@@ -224,7 +227,7 @@ def test_while_loading_every_call_gets_a_503_and_a_signal_ends_it(tmp_path: Path
         assert gone(body["engine_pid"])
 
 
-def test_trap_25_an_engine_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
+def test_an_engine_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     with RunningServer(make_folder(tmp_path / "model", start="hang"), startup_timeout_s=0.5) as server:
         assert exit_code(server) == 1
         assert "--startup-timeout-s" in server.errors.read_text()
@@ -237,6 +240,24 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_its_words(
     with RunningServer(make_folder(tmp_path / "model", start=start)) as server:
         assert exit_code(server) == 1
         assert words in server.errors.read_text()
+
+
+@pytest.mark.parametrize("api_workers", [1, 2])
+def test_settings_that_the_engine_refuses_at_its_start_are_one_line_as_any_mistake(
+    tmp_path: Path, api_workers: int
+) -> None:
+    folder = make_folder(tmp_path / "model", start="refuse")
+    with RunningServer(folder, api_workers=api_workers) as server:
+        assert exit_code(server) == 2
+        assert server.errors.read_text() == "minisgl: error: no GPU; use --device cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_user_error"),
+    [(ConfigError("x"), True), (ModelError("x"), True), (EngineDeadError("x"), False), (OSError("x"), False)],
+)
+def test_the_engine_tells_mistakes_from_failures_of_its_own(error: Exception, is_user_error: bool) -> None:
+    assert fatal_message(error).is_user_error == is_user_error
 
 
 def test_a_busy_port_is_known_at_once(folder: Path) -> None:
@@ -261,7 +282,7 @@ def test_a_folder_without_tokenizer_is_a_model_error(tmp_path: Path) -> None:
         assert server.ipc_dirs() == []
 
 
-def test_trap_26_two_servers_live_side_by_side(folder: Path) -> None:
+def test_two_servers_live_side_by_side(folder: Path) -> None:
     with RunningServer(folder) as one, RunningServer(folder) as two:
         one.ready()
         two.ready()
@@ -270,7 +291,7 @@ def test_trap_26_two_servers_live_side_by_side(folder: Path) -> None:
         assert one.report()["added"] == two.report()["added"]
 
 
-def test_trap_29_a_request_that_takes_too_long_gets_a_504(folder: Path) -> None:
+def test_a_request_that_takes_too_long_gets_a_504(folder: Path) -> None:
     with RunningServer(folder, request_timeout_s=0.3) as server:
         server.ready()
         status, answer = server.complete("@wait")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from small_model import make_folder
 
 from minisgl.errors import ModelError, RequestError
+from minisgl.server.choice_details import MAX_PROMPT_VALUES, RequestedDetails
 from minisgl.server.openai_schema import (
     ChatCall,
     CompletionCall,
@@ -40,7 +41,7 @@ def refusal(parse: Any, **fields: Any) -> RequestError:
     return caught.value
 
 
-def test_trap_27_a_chat_may_use_the_room_that_is_left_and_a_completion_gets_16_tokens() -> None:
+def test_a_chat_may_use_the_room_that_is_left_and_a_completion_gets_16_tokens() -> None:
     assert chat().options.params.max_tokens is None
     assert completion().options.params.max_tokens == 16
     assert completion(min_tokens=20).options.params.max_tokens == 20
@@ -61,7 +62,7 @@ def test_sampling_defaults_come_from_the_model_and_the_client_wins() -> None:
     assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (1.0, 1.0, 0, 0.0)
 
 
-def test_trap_27_every_field_that_is_honoured_arrives() -> None:
+def test_every_field_that_is_honoured_arrives() -> None:
     options = completion(
         stream=True,
         stream_options={"include_usage": True},
@@ -103,7 +104,7 @@ def test_every_sampling_field_arrives(parse: Any) -> None:
     assert options.wanted.return_token_ids
     assert options.wanted.prompt_logprobs == 3
     assert not options.wanted.skip_special_tokens
-    assert not parse().options.wanted.anything
+    assert not parse().options.wanted.any_requested
     assert parse() == parse(**dict.fromkeys([*fields, *lists, "logit_bias", "return_token_ids"]))
 
 
@@ -171,6 +172,7 @@ def test_the_models_repetition_penalty_is_a_default_like_the_others() -> None:
                 {"prompt_logprobs": 1, "stream": True},
                 {"allowed_token_ids": []},
                 {"allowed_token_ids": [-1]},
+                {"allowed_token_ids": [5] * 8193},
                 {"allowed_token_ids": [VOCAB]},
                 {"stop_token_ids": [VOCAB]},
                 {"logit_bias": {str(VOCAB): 1}},
@@ -206,7 +208,7 @@ def test_a_sampling_field_that_cannot_be_honoured_is_named(
         (completion, {"suffix": "end"}),
     ],
 )
-def test_trap_27_what_we_lack_is_refused_by_name(parse: Any, fields: dict[str, Any]) -> None:
+def test_what_we_lack_is_refused_by_name(parse: Any, fields: dict[str, Any]) -> None:
     error = refusal(parse, **fields)
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", next(iter(fields)))
     assert next(iter(fields)) in error.message
@@ -265,7 +267,7 @@ def test_a_field_nobody_knows_is_refused_unless_null() -> None:
     refusal(chat, prompt="for the other endpoint")
 
 
-def test_trap_27_all_roles_and_list_content_are_taken() -> None:
+def test_all_roles_and_list_content_are_taken() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     call = chat(
         messages=[
@@ -325,7 +327,7 @@ def test_the_four_forms_of_a_prompt() -> None:
         *([-1], [VOCAB], [[VOCAB]], [10**30], [-(10**30)]),
     ],
 )
-def test_trap_23_bad_prompts_are_refused(prompt: Any) -> None:
+def test_bad_prompts_are_refused(prompt: Any) -> None:
     error = refusal(completion, prompt=prompt)
     assert error.status == 400
     assert (error.param or "").startswith("prompt")
@@ -348,7 +350,7 @@ def test_trap_23_bad_prompts_are_refused(prompt: Any) -> None:
         ("stream_options", {"include_usage": True}),
     ],
 )
-def test_trap_23_values_out_of_range_or_of_the_wrong_type_are_named(field: str, value: Any) -> None:
+def test_values_out_of_range_or_of_the_wrong_type_are_named(field: str, value: Any) -> None:
     for parse in (chat, completion):
         error = refusal(parse, **{field: value})
         assert (error.status, (error.param or "").split("[")[0]) == (400, field)
@@ -437,3 +439,18 @@ def refused_or_fine(parse: Callable[[], object]) -> bool:
     except RequestError as error:
         return error.status == 400 and bool(error.code)
     return True
+
+
+def test_what_choices_say_of_long_prompts_is_bounded_and_the_bound_is_named() -> None:
+    for wanted, values in (
+        (RequestedDetails(prompt_logprobs=20), 21),
+        (RequestedDetails(logprobs=4, echo=True), 6),
+        (RequestedDetails(prompt_logprobs=0, return_token_ids=True), 2),
+    ):
+        most = MAX_PROMPT_VALUES // (2 * values)
+        wanted.check(most, 2)
+        wanted.check(100 * most, 1)  # one choice says all there is
+        wanted._replace(chat=True).check(100 * most, 128)  # beside the choices, once
+        with pytest.raises(RequestError, match=f"up to {MAX_PROMPT_VALUES}") as caught:
+            wanted.check(most + 1, 2)
+        assert (caught.value.status, caught.value.param) == (400, "n")

@@ -82,7 +82,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_trap_25_the_real_engine_killed_in_the_middle_of_a_stream(served: Served, tmp_path: Path) -> None:
+def test_kill_9_of_the_real_engine_ends_the_stream_and_the_server(served: Served, tmp_path: Path) -> None:
     with served.open_stream() as stream:
         os.kill(served.engine_pid, signal.SIGKILL)
         began = time.monotonic()
@@ -95,7 +95,7 @@ def test_trap_25_the_real_engine_killed_in_the_middle_of_a_stream(served: Served
     assert list(tmp_path.glob("minisgl-*")) == []
 
 
-def test_trap_25_the_real_engine_ends_when_its_server_is_killed(served: Served, tmp_path: Path) -> None:
+def test_the_real_engine_ends_when_its_server_is_killed(served: Served, tmp_path: Path) -> None:
     stream = served.open_stream()
     assert len(list(tmp_path.glob("minisgl-*"))) == 1
     served.process.kill()

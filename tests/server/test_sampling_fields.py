@@ -299,6 +299,22 @@ def test_prompt_logprobs_and_token_ids_come_beside_the_answer(
     assert cast(Any, refused.value).param == "prompt_logprobs"
 
 
+def test_every_choice_has_the_prompts_logprobs(client: openai.OpenAI) -> None:
+    (alone,) = complete(client, prompt_logprobs=1, max_tokens=2).choices
+    several = complete(client, [PROMPT, TEXT], prompt_logprobs=1, max_tokens=2, n=2).choices
+    assert several[0].prompt_logprobs == several[1].prompt_logprobs
+    assert several[2].prompt_logprobs == several[3].prompt_logprobs
+    assert [set(entry or ()) for entry in several[1].prompt_logprobs] == [
+        set(entry or ()) for entry in alone.prompt_logprobs
+    ]
+    (alone,) = complete(client, echo=True, logprobs=1, max_tokens=2).choices
+    chunks = complete(client, echo=True, logprobs=1, max_tokens=2, n=2, stream=True)
+    streamed: list[list[str]] = [[], []]
+    for chunk in chunks:
+        streamed[chunk.choices[0].index] += chunk.choices[0].logprobs.tokens
+    assert streamed == [alone.logprobs.tokens] * 2
+
+
 def test_the_field_that_the_engine_refuses_is_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         complete(client, logit_bias={"60000": 1})

@@ -18,8 +18,8 @@ import pytest
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import make_folder
 
-from minisgl.server.frontend import LONGEST_RETRY_S, _time_for
-from minisgl.server.stats import RATE_WINDOW_S, BusyClock, FrontStats, Rate, total
+from minisgl.server.stats import RATE_WINDOW_S, BusyClock, Rate, ServerStats, total
+from minisgl.server.streams import LONGEST_RETRY_S
 
 KEYS = ("first-key", "second-key")
 ORIGIN = "https://chat.example"
@@ -314,13 +314,13 @@ def test_the_rate_is_that_of_the_window_and_retry_after_follows_it() -> None:
     now = [100.0]
     rate = Rate(lambda: now[0])
     assert rate.per_s() == 0.0
-    assert _time_for(5, rate) is None
+    assert rate.seconds_for(5, LONGEST_RETRY_S) is None
     for _ in range(10):
         rate.count(3)
         now[0] += 1.0
     assert rate.per_s() == 3.0
-    assert _time_for(7, rate) == 3
-    assert _time_for(10**6, rate) == LONGEST_RETRY_S
+    assert rate.seconds_for(7, LONGEST_RETRY_S) == 3
+    assert rate.seconds_for(10**6, LONGEST_RETRY_S) == LONGEST_RETRY_S
     now[0] += RATE_WINDOW_S
     assert rate.per_s() == 0.0
 
@@ -330,21 +330,21 @@ def test_an_idle_hour_does_not_make_the_rate_small() -> None:
     busy = BusyClock(lambda: now[0])
     rate = Rate(busy.now)
     for _ in range(3):
-        busy.run(True)
+        busy.set_busy(True)
         now[0] += 2.0
         rate.count(100)
-        busy.run(False)
+        busy.set_busy(False)
         now[0] += 3600.0
     assert busy.now() == 6.0
     assert rate.per_s() == 300 / 4  # the first two seconds came before the first count
-    busy.run(True)
+    busy.set_busy(True)
     now[0] += RATE_WINDOW_S + 6.0
     assert rate.per_s() == 0.0
 
 
 def test_the_sums_are_what_one_process_would_have_counted() -> None:
-    parts = [FrontStats(), FrontStats(), FrontStats()]
-    whole = FrontStats()
+    parts = [ServerStats(), ServerStats(), ServerStats()]
+    whole = ServerStats()
     for number, value in enumerate([0.0, 0.001, 0.0011, 3.0, 1e9, 0.25]):
         for stats in (parts[number % 3], whole):
             stats.first_token_s.observe(value, number)

@@ -3,13 +3,17 @@
 import json
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 
-from minisgl.server.startup_report import StartupClock, base_url, curl_line, waterfall
+from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, waterfall
+
+GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_golden.json"
+"""What the built-in model answers; tests/test_golden.py asks the engine."""
 
 
-def test_trap_33_the_waterfall_adds_up_to_the_wall_time() -> None:
+def test_the_waterfall_adds_up_to_the_wall_time() -> None:
     lines = waterfall({"a": 250.0, "b": 1500.0}, 2000.0).splitlines()
     seconds = {
         line.split("  ")[1].strip(): float(line.split()[-3 if "█" in line else -2]) for line in lines[1:]
@@ -34,3 +38,11 @@ def test_the_curl_line_survives_a_shell(host: str, base: str) -> None:
     assert words[:2] == ["curl", f"{base}/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == 'it\'s "mine"'
     assert "/v1/completions" in curl_line(base_url(host, 80), "m", chat=False)
+
+
+def test_the_curl_line_asks_what_the_built_in_model_answers_well() -> None:
+    body = json.loads(shlex.split(curl_line("http://x", "smollm2-135m", chat=True))[-1])
+    assert body["temperature"] == 0
+    cases = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+    (answer,) = [case["float32"] for case in cases if case.get("messages") == body["messages"]]
+    assert (answer["text"], answer["finish"]) == ("The capital of France is Paris.", "stop")

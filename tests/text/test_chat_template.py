@@ -63,7 +63,7 @@ def test_the_generation_tag_is_tolerated(tmp_path: Path) -> None:
     )
 
 
-def test_trap_24_a_template_that_wants_alternating_roles_refuses_in_its_own_words(tmp_path: Path) -> None:
+def test_a_template_that_wants_alternating_roles_refuses_in_its_own_words(tmp_path: Path) -> None:
     ours, _ = both(tmp_path, LLAMA2_LIKE)
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         ours.render([USER, USER])
@@ -83,7 +83,7 @@ def test_trap_24_a_template_that_wants_alternating_roles_refuses_in_its_own_word
         ("{% for i in range(999999999) %}{% endfor %}", "refused these messages"),
     ],
 )
-def test_trap_24_whatever_a_template_does_is_a_400(template: str | None, words: str) -> None:
+def test_whatever_a_template_does_is_a_400(template: str | None, words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         ChatTemplate(template, {}).render([USER])
     assert caught.value.status == 400

@@ -51,7 +51,7 @@ def test_only_an_unfinished_character_is_held_back(text: str) -> None:
     assert shown == text
 
 
-def test_trap_20_no_text_is_lost_when_the_output_stops_inside_a_character() -> None:
+def test_no_text_is_lost_when_the_output_stops_inside_a_character() -> None:
     ids = FAST.encode("good text 🦊").ids[:-1]  # a character the vocabulary has only as bytes
     assert FAST.decode(ids) == "good text \ufffd"
     detokenizer = Detokenizer(TOKENIZER, [])
@@ -60,14 +60,14 @@ def test_trap_20_no_text_is_lost_when_the_output_stops_inside_a_character() -> N
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_trap_20_special_tokens_do_not_leak() -> None:
+def test_special_tokens_do_not_leak() -> None:
     ids = FAST.encode("Hi<|im_end|>").ids
     assert Detokenizer(TOKENIZER, []).push(ids) == "Hi"
     assert Detokenizer(TOKENIZER, [], skip_special_tokens=False).push(ids) == "Hi<|im_end|>"
 
 
 @pytest.mark.parametrize("char", ["é", "世", "🎉"])
-def test_trap_20_an_output_completes_the_character_its_prompt_stopped_in(char: str) -> None:
+def test_an_output_completes_the_character_its_prompt_stopped_in(char: str) -> None:
     plain = [byte_token(byte) for byte in char.encode()]
     for cut in range(1, len(plain)):
         detokenizer = Detokenizer(TOKENIZER, FAST.encode("Say ").ids + plain[:cut])

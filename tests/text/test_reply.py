@@ -14,7 +14,7 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def test_trap_21_tokens_behind_the_stop_string_are_not_counted() -> None:
+def test_tokens_behind_the_stop_string_are_not_counted() -> None:
     ids = ids_of("fox")
     behind = ids_of(" jumps over")
     reply = ReplyText(TOKENIZER, [], StopStrings(["fox"]))

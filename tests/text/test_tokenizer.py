@@ -29,7 +29,7 @@ def test_encode_gives_the_librarys_ids_and_decode_gives_the_text_back(text: str)
     assert OURS.decode(ids, skip_special_tokens=False) == text
 
 
-def test_trap_18_rendered_prompts_get_no_second_bos(tmp_path: Path) -> None:
+def test_rendered_prompts_get_no_second_bos(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(save(byte_level(bos=True), tmp_path, bos_token="<s>"))
     bos = tokenizer.encode("<s>", add_special_tokens=False)
     assert len(bos) == 1
@@ -38,7 +38,7 @@ def test_trap_18_rendered_prompts_get_no_second_bos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "fine until \udfff here"])
-def test_trap_24_lone_surrogates_are_the_requests_error(text: str) -> None:
+def test_lone_surrogates_are_the_requests_error(text: str) -> None:
     with pytest.raises(RequestError, match="not valid Unicode") as caught:
         OURS.encode(text, add_special_tokens=False)
     assert caught.value.status == 400
@@ -150,6 +150,15 @@ def test_where_a_token_may_stand_for_any_length_nothing_is_refused_unread() -> N
         (metaspace(), "☃" * 10_000),
     ):
         assert len(Tokenizer(fast, {}).encode(text, False, max_tokens=3)) <= 3
+
+
+def test_a_text_is_refused_by_its_beginning_where_a_token_may_stand_for_any_length() -> None:
+    stripping = byte_level()
+    stripping.normalizer = normalizers.Strip()
+    tokenizer = Tokenizer(stripping, {})
+    with pytest.raises(RequestError, match="has 200000 bytes and so more than 9 tokens"):
+        tokenizer.encode("☃x " * 40_000, False, max_tokens=9)
+    assert len(tokenizer.encode("a" + " " * 200_000, False, max_tokens=9)) == 1
 
 
 def test_bytes_the_vocabulary_lacks_do_not_count() -> None:

@@ -24,3 +24,12 @@ def test_real_rows_advance_and_padding_rows_change_nothing(device):
             )
             assert torch.equal(last_token.cpu(), expected_token)
             assert torch.equal(context_len.cpu(), expected_length)
+
+
+def test_where_no_token_was_sampled_the_next_step_finds_one_that_exists(device):
+    row_ids, tokens, lengths = torch.tensor([[0, 2, 5], [-1, 7, -1], [4, 5, 6]], dtype=torch.int32)
+    for advance in (advance_rows, advance_rows_triton):
+        last_token, context_len = torch.full((2, 4), 9, dtype=torch.int32, device=device)
+        advance(row_ids.to(device), tokens.to(device), lengths.to(device), last_token, context_len, 3)
+        assert last_token.tolist() == [0, 9, 7, 9]
+        assert context_len.tolist() == [4, 9, 5, 9]

@@ -194,13 +194,14 @@ def slots_of_newest(batch: PagedBatch) -> torch.Tensor:
     head_dim=st.sampled_from([16, 24, 40]),
     page_size=st.sampled_from([1, 4, 16, 64]),
     window=st.sampled_from([0, 1, 33]),
+    softcap=st.sampled_from([0.0, 2.0]),
     norms=st.sampled_from([(False, False), (True, True), (True, False), (False, True)]),
     is_padded=st.booleans(),
     is_kernel=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
-    contexts, group, kv_heads, head_dim, page_size, window, norms, is_padded, is_kernel, seed
+    contexts, group, kv_heads, head_dim, page_size, window, softcap, norms, is_padded, is_kernel, seed
 ):
     device = "cuda" if is_kernel and torch.cuda.is_available() else "cpu"
     heads = group * kv_heads
@@ -221,14 +222,16 @@ def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
     pools = batch.k_cache.double(), batch.v_cache.double()
     options: list[Any] = [*pools, *(None if weight is None else weight.double() for weight in weights), 1e-5]
     q = rope_store_reference(qkv.double(), cos_sin.double(), positions, slots, *options)
-    expected = attention_by_sdpa(batch._replace(q=q, k_cache=pools[0], v_cache=pools[1]), 0.25, window)
+    expected = attention_by_sdpa(
+        batch._replace(q=q, k_cache=pools[0], v_cache=pools[1]), 0.25, window, softcap
+    )
     caches = batch.k_cache, batch.v_cache
     where = batch.page_table, batch.row_ids, batch.context_len
     rope = Rope(cos_sin, positions, slots, *weights, eps=1e-5)
     if is_kernel:
-        got = paged_decode_triton(qkv, *caches, *where, 0.25, window, config=TINY, rope=rope)
+        got = paged_decode_triton(qkv, *caches, *where, 0.25, window, softcap, config=TINY, rope=rope)
     else:
-        got = rope_paged_decode(qkv, rope, *caches, *where, 0.25, window)
+        got = rope_paged_decode(qkv, rope, *caches, *where, 0.25, window, softcap)
     torch.testing.assert_close(got.cpu().double(), expected, atol=1e-4, rtol=1e-4)
     for pool, expected_pool in zip(caches, pools, strict=True):
         torch.testing.assert_close(pool.double(), expected_pool, atol=1e-5, rtol=1e-5, equal_nan=True)

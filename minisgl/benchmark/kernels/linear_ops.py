@@ -1,38 +1,63 @@
-"""The linear layers of a model, and the configurations that `minisgl tune` tries for them.
+"""The linear layers: over up to 16 rows, over 32 to 256 rows, and both with a gated activation.
 
-Promise: a candidate fits a Hopper's shared memory; whether it is right and fast is measured.
+Promise: every candidate fits into a Hopper's shared memory; tuning checks and times it.
+R rows, K width, N outputs.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from minisgl.benchmark.model_shapes import ModelShape
+import torch
+from torch import Tensor
+
+from minisgl.benchmark.kernels.kernel_op import Case, Cases, KernelOp, Tuning
+from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
+from minisgl.benchmark.kernels.model_shapes import ModelShape
 from triton_kernels.launch import ceil_div
-from triton_kernels.linear_few import MAX_ROWS, LinearConfig, linear_stage_bytes
-from triton_kernels.linear_many import TiledConfig
+from triton_kernels.linear import gated_linear_reference, linear_reference
+from triton_kernels.linear_few import (
+    MAX_ROWS,
+    LinearConfig,
+    default_linear_config,
+    gated_linear_triton,
+    linear_stage_bytes,
+    linear_triton,
+)
+from triton_kernels.linear_many import (
+    LIBRARY,
+    TiledConfig,
+    gated_linear_many,
+    gated_linear_many_with,
+    linear_many,
+    linear_many_with,
+)
 
 SHARED_BYTES = 227 * 1024
 MULTIPROCESSORS = 132
 FEWEST_PROGRAMS, MOST_PROGRAMS = 48, 640
-"""Programs of narrow tiles: fewer leave most multiprocessors idle, more only start more often."""
+"""Bounds for the programs of narrow tiles. Fewer leave most multiprocessors idle; more only add starts."""
 LEAST_STEPS = 4
-"""Steps over k that a split must have left."""
+"""The least steps over K of a split."""
+CPU_OUTPUTS, CPU_WIDTH = 80, 136
+"""The corner of a matrix that Triton's interpreter computes."""
 
 
 class Matrix(NamedTuple):
     """A weight [outputs, width] of a model."""
 
-    name: str  # the model's
+    name: str  # the model's name
     outputs: int
     width: int
 
 
 def gate_up_matrices(shape: ModelShape) -> list[Matrix]:
-    """A dense MLP's gate and up projections as one; none where there are experts."""
+    """The gate and up projection of a dense MLP, as one matrix; none for a model with experts."""
     return [] if shape.experts else [Matrix(shape.name, 2 * shape.intermediate, shape.hidden)]
 
 
 def plain_matrices(shape: ModelShape) -> list[Matrix]:
-    """All that are not gated: into attention and out of it, out of the MLP, the head."""
+    """The matrices without a gate: qkv, attention's output, the MLP's down projection, the head."""
     attention = [
         Matrix(shape.name, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
         Matrix(shape.name, shape.hidden, shape.heads * shape.head_dim),
@@ -41,8 +66,51 @@ def plain_matrices(shape: ModelShape) -> list[Matrix]:
     return list(dict.fromkeys([*attention, *mlp, Matrix(shape.name, shape.vocab, shape.hidden)]))
 
 
+def linear_problem(rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """A linear layer [N, K] over R rows, without bias."""
+    return _linear_problem(linear_reference, rows, width, outputs, device, dtype)
+
+
+def gated_linear_problem(
+    rows: int, width: int, outputs: int, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """A gated MLP's first half, [2F, K], over R rows."""
+    return _linear_problem(gated_linear_reference, rows, width, outputs, device, dtype)
+
+
+def _linear_problem(
+    reference: Callable[..., Tensor],
+    rows: int,
+    width: int,
+    outputs: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Problem:
+    moved = outputs * width * dtype.itemsize
+    arguments = [
+        (
+            torch.randn((rows, width), device=device, dtype=dtype),
+            torch.randn((outputs, width), device=device, dtype=dtype) * width**-0.5,
+        )
+        for _ in range(num_sets(moved, device))
+    ]
+
+    known: list[Tensor] = []
+
+    def check(function: Any) -> float:
+        poison(rows * outputs * dtype.itemsize, device)
+        x, weight = arguments[0]
+        got = function(x, weight)
+        if not known:
+            known.append(reference(x.double(), weight.double()))
+        return relative_error(got, known[0])
+
+    flop = 2.0 * rows * outputs * width
+    return Problem(moved, flop, arguments, moved, check)
+
+
 def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
-    """For up to 16 rows."""
+    """Candidates for up to 16 rows."""
     tiles = (
         (8, 256, 4, 8, 4),
         (8, 512, 2, 5, 2),
@@ -73,7 +141,7 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
 
 
 def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[TiledConfig]:
-    """For `rows` from 33 to 256: tiles, each with the two numbers of splits that fill whole waves best."""
+    """Candidates for 33 to 256 rows: each tile with the two numbers of splits that best fill whole waves."""
     tiles = (
         (64, 64, 4, 8, False),
         (64, 64, 4, 5, False),
@@ -92,7 +160,7 @@ def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[Tile
         block_m = max(64 if rows_tall else 32, min(rows, 128))
         weight_rows = 2 * block_n if gated else block_n
         stages = min(stages, SHARED_BYTES // (2 * block_k * (weight_rows + block_m)))
-        # Sums that a thread holds: more than 128 leave too few registers.
+        # More than 128 accumulators a thread leave too few registers.
         if stages < 2 or weight_rows * block_m > 128 * 32 * warps:
             continue
         tiles_there = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
@@ -106,5 +174,97 @@ def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[Tile
 
 
 def _share_of_waves(programs: int) -> float:
-    """How much of the multiprocessors' time is used if each runs one program at a time."""
+    """The used share of the multiprocessors' time, if each runs one program at a time."""
     return programs / (ceil_div(programs, MULTIPROCESSORS) * MULTIPROCESSORS)
+
+
+def _tune_cases(
+    build: Callable[..., Problem], sizes: tuple[int, ...]
+) -> Callable[[Matrix, bool], list[Case]]:
+    """On a CPU, one size of a corner of the matrix."""
+
+    def cases(matrix: Matrix, on_gpu: bool) -> list[Case]:
+        outputs, width = matrix.outputs, matrix.width
+        chosen = sizes
+        if not on_gpu:
+            chosen, outputs, width = sizes[:1], min(outputs, CPU_OUTPUTS), min(width, CPU_WIDTH)
+        return [Case(f"{rows} rows", rows, functools.partial(build, rows, width, outputs)) for rows in chosen]
+
+    return cases
+
+
+def _bench_cases(build: Callable[..., Problem], rows: tuple[int, ...], cpu_rows: int, gated: bool) -> Cases:
+    def cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+        width, mlp = shape.hidden, shape.intermediate
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        if not on_gpu:  # the interpreter is slow
+            mlp, qkv = min(mlp, 192), min(qkv, 192)
+        matrices = [(width, 2 * mlp)] if gated else [(width, qkv), (width, width), (mlp, width)]
+        return [
+            Case(f"{count}x{k} to {n}", count, functools.partial(build, count, k, n))
+            for count in (rows if on_gpu else (cpu_rows,))
+            for k, n in matrices
+        ]
+
+    return cases
+
+
+def _few_rows_tuning(build: Callable[..., Problem], launcher: Callable[..., Any], gated: bool) -> Tuning:
+    return Tuning(
+        files=("linear_few.py",),
+        by_size=False,
+        exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
+        near=lambda matrix: {},
+        cases=_tune_cases(build, (1, 16)),
+        default=lambda matrix, size, element: default_linear_config(
+            matrix.outputs // 2 if gated else matrix.outputs, matrix.width, gated, SHARED_BYTES
+        ),
+        candidates=lambda matrix, size: few_rows_candidates(matrix, gated=gated),
+        launcher=launcher,
+        parts=gate_up_matrices if gated else plain_matrices,
+    )
+
+
+def _many_rows_tuning(build: Callable[..., Problem], launcher: Callable[..., Any], gated: bool) -> Tuning:
+    """The choices are our kernel and torch's matrix product, which is the default."""
+    return Tuning(
+        files=("linear_many.py",),
+        by_size=True,
+        exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
+        near=lambda matrix: {},
+        cases=_tune_cases(build, (64, 128, 256)),
+        default=lambda matrix, size, element: LIBRARY,
+        candidates=lambda matrix, size: many_rows_candidates(matrix, size, gated=gated),
+        launcher=launcher,
+        parts=gate_up_matrices if gated else plain_matrices,
+    )
+
+
+LINEAR = KernelOp(
+    name="linear",
+    launcher=linear_triton,
+    bench_cases=_bench_cases(linear_problem, (1, 8, 16), 2, gated=False),
+    plain_torch=linear_reference,
+    tuning=_few_rows_tuning(linear_problem, linear_triton, gated=False),
+)
+GATED_LINEAR = KernelOp(
+    name="gated_linear",
+    launcher=gated_linear_triton,
+    bench_cases=_bench_cases(gated_linear_problem, (1, 8, 16), 2, gated=True),
+    plain_torch=gated_linear_reference,
+    tuning=_few_rows_tuning(gated_linear_problem, gated_linear_triton, gated=True),
+)
+LINEAR_MANY = KernelOp(
+    name="linear_many",
+    launcher=linear_many,
+    bench_cases=_bench_cases(linear_problem, (32, 64, 256), 20, gated=False),
+    plain_torch=linear_reference,
+    tuning=_many_rows_tuning(linear_problem, linear_many_with, gated=False),
+)
+GATED_LINEAR_MANY = KernelOp(
+    name="gated_linear_many",
+    launcher=gated_linear_many,
+    bench_cases=_bench_cases(gated_linear_problem, (32, 64, 256), 20, gated=True),
+    plain_torch=gated_linear_reference,
+    tuning=_many_rows_tuning(gated_linear_problem, gated_linear_many_with, gated=True),
+)

@@ -1,6 +1,6 @@
-"""The numbers of a model that decide what its kernels have to do; a table of public models, or config.json.
+"""The sizes of a model that its kernels depend on, from a table of public models or from config.json.
 
-Promise: knows nothing of how a model runs, so kernels can be measured for models that the engine has not got.
+Promise: this module does not depend on the models' code, so it covers models that the engine can't run.
 """
 
 import json
@@ -12,7 +12,7 @@ from minisgl.errors import ConfigError
 
 
 class ModelShape(NamedTuple):
-    """A decoder's sizes, of one rank where it is split."""
+    """A decoder's sizes; those of one rank if the model is split."""
 
     name: str
     hidden: int
@@ -39,24 +39,24 @@ TO_SERVE = (
     "smollm2-135m",
     "mistral-7b",
 )
-"""What shipped tables are made for: `--model all`."""
+"""The models of the shipped tuning tables: `--model all`."""
 
 
-def find_shapes(models: str) -> list[ModelShape]:
-    """The shapes of models separated by commas; "all" is TO_SERVE.
+def read_model_shapes(models: str) -> list[ModelShape]:
+    """The shapes of the models in a comma-separated list; "all" means TO_SERVE.
 
     Raises:
-        ConfigError: as find_shape.
+        ConfigError: as for read_model_shape.
     """
     names = TO_SERVE if models == "all" else [name.strip() for name in models.split(",")]
-    return [find_shape(name) for name in names]
+    return [read_model_shape(name) for name in names]
 
 
-def find_shape(model: str) -> ModelShape:
-    """The shape of a model named in the table, or of a folder with config.json; "/tpN" splits it.
+def read_model_shape(model: str) -> ModelShape:
+    """The shape of a model in MODEL_SHAPES or of a folder with config.json; "/tpN" selects one of N ranks.
 
     Raises:
-        ConfigError: there is no such model, or it can't be split so.
+        ConfigError: there is no such model, or N ranks can't share it.
     """
     base, slash, split = model.rpartition("/tp")
     ranks = int(split) if slash and split.isdigit() else 1
@@ -73,10 +73,10 @@ def find_shape(model: str) -> ModelShape:
 
 
 def split_over_ranks(shape: ModelShape, ranks: int) -> ModelShape:
-    """One rank's share: heads and MLP width divided, KV heads at least one.
+    """One rank's share: heads and MLP width are divided; a rank has at least one KV head.
 
     Raises:
-        ConfigError: the heads or the width can't be divided.
+        ConfigError: the number of ranks does not divide the heads or the width.
     """
     for name, number in (("heads", shape.heads), ("intermediate size", shape.intermediate)):
         if ranks < 1 or number % ranks:
@@ -92,10 +92,10 @@ def split_over_ranks(shape: ModelShape, ranks: int) -> ModelShape:
 
 
 def shape_of_config(folder: Path) -> ModelShape:
-    """From a Hugging Face config.json.
+    """The shape in a folder's Hugging Face config.json.
 
     Raises:
-        ConfigError: it can't be read, or a number is missing.
+        ConfigError: the file can't be read, or a number is missing.
     """
     path = folder / "config.json"
     try:
@@ -127,4 +127,4 @@ def _first(raw: dict[str, Any], *names: str) -> int:
 
 
 MODEL_SHAPES = {name: _shape(name, raw) for name, raw in MODEL_CONFIGS.items()}
-"""By the name `--model` takes; "/tp4" behind a name is one of four ranks."""
+"""The known models by their `--model` name."""

@@ -1,7 +1,7 @@
-"""`minisgl tune`: measures launch configurations for a model's shapes and writes this GPU's table.
+"""`minisgl tune`: times launch configurations for a model's shapes and writes this GPU's tuning table.
 
-Promise: a configuration wins only after its answers were checked on the inputs it was timed on; the table is
-written after each shape, in one piece, so an interrupted run goes on where it was when started again.
+Promise: every configuration is checked on the inputs with which it is timed, and a wrong one never wins. The
+table is written atomically after each shape, so a new run continues after an interrupted one.
 """
 
 import math
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from minisgl.benchmark.kernel_candidates import TUNABLE, Case, TunableOp
-from minisgl.benchmark.kernel_timing import (
+from minisgl.benchmark.kernels.all_ops import TUNABLE
+from minisgl.benchmark.kernels.kernel_op import Case, Tuning
+from minisgl.benchmark.kernels.kernel_timing import (
     MAX_ERROR,
     Ceilings,
     Problem,
@@ -23,8 +24,9 @@ from minisgl.benchmark.kernel_timing import (
     quick_graph_microseconds,
     wall_microseconds,
 )
-from minisgl.benchmark.model_shapes import ModelShape, find_shapes
-from minisgl.benchmark.plots import Group, check_chart_path, write_chart
+from minisgl.benchmark.kernels.model_shapes import ModelShape, read_model_shapes
+from minisgl.benchmark.reports.panels import Group
+from minisgl.benchmark.reports.plots import check_chart_path, write_chart
 from minisgl.benchmark.settings import TuneSettings
 from minisgl.errors import ConfigError
 from triton_kernels.tuning import (
@@ -40,17 +42,40 @@ from triton_kernels.tuning import (
 )
 
 LEAST_GAIN = 1.01
-"""What beats the default by less than this is noise; the default stays."""
+"""A configuration must beat the default by this factor; less is noise."""
 MOST_LOSS = 1.05
-"""A configuration for all sizes may be this much slower than the default at one of them."""
+"""A configuration for all sizes may be slower than the default by this factor at any one of them."""
 DECODE_TOKENS = 512
-"""Sizes up to this one count for the configuration that compiled decode steps use."""
+"""Only sizes up to this one choose the configuration of compiled decode steps."""
 COMPILE_THREADS = 16
 CPU_CANDIDATES = 2
 
 
+class TuneTask(NamedTuple):
+    """An op and a part of a model, which together have one entry in the table."""
+
+    op: str
+    tuning: Tuning
+    part: Any  # mostly a ModelShape
+
+    @property
+    def exact(self) -> dict[str, int]:
+        """Numbers that must equal the launcher's."""
+        return self.tuning.exact(self.part)
+
+    @property
+    def near(self) -> dict[str, int]:
+        """Numbers by which a launcher finds the nearest entry."""
+        return self.tuning.near(self.part)
+
+    @property
+    def label(self) -> str:
+        """All these numbers as text."""
+        return _as_text(self.exact | self.near)
+
+
 class Timed(NamedTuple):
-    """What one configuration did on one case: a time, or why it has none."""
+    """One configuration's time on one case, or the reason why it has none."""
 
     config: Any
     us: float = math.inf
@@ -58,7 +83,7 @@ class Timed(NamedTuple):
 
 
 class CaseResult(NamedTuple):
-    """A case with the times of all configurations, the default's first."""
+    """A case and the times of all configurations; the default is first."""
 
     case: Case
     floor_us: float
@@ -67,15 +92,15 @@ class CaseResult(NamedTuple):
 
 
 def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) -> int:
-    """Tune, print what came of it, and return the exit code.
+    """Tune, print the results, and return the exit code.
 
     Args:
-        timer: measures instead of CUDA graphs, for tests.
+        timer: replaces the timing by CUDA graphs, for tests.
 
     Raises:
         ConfigError: an unknown model or op, no GPU, or a place that can't be written to.
     """
-    shapes = find_shapes(settings.model)
+    shapes = read_model_shapes(settings.model)
     ops = _wanted_ops(settings.ops)
     plot = Path(settings.plot) if settings.plot else None
     if plot is not None:
@@ -87,7 +112,7 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
     device, gpu_name = _device(settings)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     path = table_path(gpu_name, Path(settings.out) if settings.out else FOLDER)
-    table = _table_to_go_on_with(path, gpu_name)
+    table = _table_to_continue(path, gpu_name)
     timer = timer or (quick_graph_microseconds if on_gpu else wall_microseconds)
     begin = time.perf_counter()
     with torch.inference_mode():
@@ -100,15 +125,15 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
         )
         print(HEADER, file=out)
         for shape in shapes:
-            for tunable, part in _parts(ops, shape, on_gpu):
-                entry = _known_entry(table, tunable, part, dtype)
+            for task in _tasks(ops, shape, on_gpu):
+                entry = _known_entry(table, task, dtype)
                 if entry is None or settings.again:
-                    entry = _tune_part(tunable, part, device, dtype, ceilings, timer)
-                _put(table, tunable, entry, path)
+                    entry = _tune(task, device, dtype, ceilings, timer)
+                _save_entry(table, task, entry, path)
                 _print_entry(entry, out)
     print(f"{time.perf_counter() - begin:.0f} s; {path}", file=out)
     if plot is not None:
-        _plot(table, plot, {shape.name for shape in shapes}, {op.op for op in ops})
+        _plot(table, plot, {shape.name for shape in shapes}, ops)
         print(plot, file=out)
     return 0
 
@@ -118,24 +143,24 @@ HEADER = (
 )
 
 
-def _wanted_ops(names: str | None) -> list[TunableOp]:
+def _wanted_ops(names: str | None) -> dict[str, Tuning]:
     if names is None:
-        return list(TUNABLE.values())
+        return TUNABLE
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in TUNABLE:
             raise ConfigError(f"--ops: {name!r} can't be tuned; there are {', '.join(TUNABLE)}")
-    return [TUNABLE[name] for name in wanted]
+    return {name: TUNABLE[name] for name in wanted}
 
 
-def _parts(ops: list[TunableOp], shape: ModelShape, on_gpu: bool) -> list[tuple[TunableOp, Any]]:
-    """What to tune of a model: ops, and the parts of it that have an entry each."""
-    every = [(tunable, part) for tunable in ops for part in tunable.parts(shape)]
-    return [(tunable, part) for tunable, part in every if tunable.cases(part, on_gpu)]
+def _tasks(ops: dict[str, Tuning], shape: ModelShape, on_gpu: bool) -> list[TuneTask]:
+    """The tasks of a model: each op with each of its parts that has cases."""
+    every = [TuneTask(op, tuning, part) for op, tuning in ops.items() for part in tuning.parts(shape)]
+    return [task for task in every if task.tuning.cases(task.part, on_gpu)]
 
 
 def _device(settings: TuneSettings) -> tuple[torch.device, str]:
-    """The device to measure on, and the name its table goes by."""
+    """The device to measure on, and the name of its table."""
     if settings.device == "cpu":
         if settings.out is None:
             raise ConfigError(
@@ -152,21 +177,21 @@ def _device(settings: TuneSettings) -> tuple[torch.device, str]:
     return torch.device("cuda", settings.gpu), torch.cuda.get_device_name(settings.gpu)
 
 
-def _print_plan(shapes: list[ModelShape], ops: list[TunableOp], on_gpu: bool, out: TextIO) -> None:
+def _print_plan(shapes: list[ModelShape], ops: dict[str, Tuning], on_gpu: bool, out: TextIO) -> None:
     for shape in shapes:
-        for tunable, part in _parts(ops, shape, on_gpu):
-            cases = tunable.cases(part, on_gpu)
-            every = [one for case in cases for one in tunable.candidates(part, case.size)]
+        for task in _tasks(ops, shape, on_gpu):
+            cases = task.tuning.cases(task.part, on_gpu)
+            every = [one for case in cases for one in task.tuning.candidates(task.part, case.size)]
             candidates = list(dict.fromkeys(every))
-            print(f"{shape.name} {tunable.op} {_shown(tunable.exact(part) | tunable.near(part))}", file=out)
+            print(f"{shape.name} {task.op} {task.label}", file=out)
             print(f"  sizes: {', '.join(case.label for case in cases)}", file=out)
             print(f"  {len(candidates)} candidates and the default:", file=out)
             for candidate in candidates:
                 print(f"    {candidate}", file=out)
 
 
-def _table_to_go_on_with(path: Path, gpu_name: str) -> dict[str, Any]:
-    """The table in `path` if it is one for this Triton, without entries that are stale; else an empty one.
+def _table_to_continue(path: Path, gpu_name: str) -> dict[str, Any]:
+    """The table in `path` without stale entries; an empty table if there is none for this Triton.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -192,69 +217,63 @@ def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry["op"], entry["dtype"], tuple(entry["exact"].values()), tuple(entry["near"].values())
 
 
-def _known_entry(
-    table: dict[str, Any], tunable: TunableOp, part: Any, dtype: torch.dtype
-) -> dict[str, Any] | None:
-    """The entry of an earlier run for this very shape, with this model's name added to it."""
-    exact, near = tunable.exact(part), tunable.near(part)
-    key = (tunable.op, dtype_name(dtype), tuple(exact.values()), tuple(near.values()))
+def _known_entry(table: dict[str, Any], task: TuneTask, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Find the entry of an earlier run for the same numbers, and add this model's name to it."""
+    key = (task.op, dtype_name(dtype), tuple(task.exact.values()), tuple(task.near.values()))
     for entry in table["entries"]:
         if _key(entry) == key:
-            if part.name not in entry["models"]:
-                entry["models"].append(part.name)
+            if task.part.name not in entry["models"]:
+                entry["models"].append(task.part.name)
             return entry
     return None
 
 
-def _put(table: dict[str, Any], tunable: TunableOp, entry: dict[str, Any], path: Path) -> None:
+def _save_entry(table: dict[str, Any], task: TuneTask, entry: dict[str, Any], path: Path) -> None:
     kept = [other for other in table["entries"] if _key(other) != _key(entry)]
     table["entries"] = [*kept, entry]
-    table["kernels"][tunable.op] = {"files": list(tunable.files), "hash": kernel_hash(tunable.files)}
+    files = task.tuning.files
+    table["kernels"][task.op] = {"files": list(files), "hash": kernel_hash(files)}
     table["date"] = time.strftime("%Y-%m-%d")
     table["torch"] = torch.__version__
     write_table(path, table)
 
 
-def _tune_part(
-    tunable: TunableOp,
-    part: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    ceilings: Ceilings,
-    timer: Timer,
+def _tune(
+    task: TuneTask, device: torch.device, dtype: torch.dtype, ceilings: Ceilings, timer: Timer
 ) -> dict[str, Any]:
-    """The table's entry for one op and one part of a model."""
+    """Measure every candidate of one task; returns the table's entry."""
+    tuning, part = task.tuning, task.part
     results = []
-    for case in tunable.cases(part, device.type == "cuda"):
-        candidates = list(tunable.candidates(part, case.size))
+    for case in tuning.cases(part, device.type == "cuda"):
+        candidates = list(tuning.candidates(part, case.size))
         if device.type == "cpu":
             candidates = candidates[:CPU_CANDIDATES]
-        default = tunable.default(part, case.size, dtype.itemsize)
+        default = tuning.default(part, case.size, dtype.itemsize)
         configs = list(dict.fromkeys([default, *candidates]))
         problem = case.build(device, dtype)
         if device.type == "cuda":
-            _compile_all(tunable, problem, configs)
-        timed = [_measure(tunable, config, problem, timer) for config in configs]
-        # Once more at the end, so that a clock that has moved meanwhile does not decide.
-        again = _measure(tunable, default, problem, timer)
+            _compile_all(tuning, problem, configs)
+        timed = [_measure(tuning, config, problem, timer) for config in configs]
+        # Time the default again, in case the GPU's clock has changed meanwhile.
+        again = _measure(tuning, default, problem, timer)
         timed[0] = timed[0]._replace(us=min(timed[0].us, again.us))
         results.append(CaseResult(case, ceilings.floor_us(problem), ceilings.limit(problem), timed))
         del problem
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return _entry(tunable, part, dtype, results)
+    return _entry(task, dtype, results)
 
 
-def _compile_all(tunable: TunableOp, problem: Problem, configs: list[Any]) -> None:
-    """Run every configuration once, from several threads: compiling is most of the time that tuning takes."""
+def _compile_all(tuning: Tuning, problem: Problem, configs: list[Any]) -> None:
+    """Compile every configuration in several threads, because compilation takes most of the time."""
     device = torch.device("cuda", torch.cuda.current_device())
 
     def run(config: Any) -> None:
         torch.cuda.set_device(device)
         with torch.inference_mode():
             try:
-                tunable.function(config)(*problem.arguments[0])
-            except Exception:  # reported when it is measured
+                tuning.function(config)(*problem.arguments[0])
+            except Exception:  # _measure reports the error
                 return
 
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
@@ -262,29 +281,30 @@ def _compile_all(tunable: TunableOp, problem: Problem, configs: list[Any]) -> No
     torch.cuda.synchronize()
 
 
-def _measure(tunable: TunableOp, config: Any, problem: Problem, timer: Timer) -> Timed:
-    """Check, then time."""
-    function = tunable.function(config)
+def _measure(tuning: Tuning, config: Any, problem: Problem, timer: Timer) -> Timed:
+    """Check one configuration, then time it."""
+    function = tuning.function(config)
     try:
         error = problem.check(function)
         if not error < MAX_ERROR:
             return Timed(config, failed=f"relative error {error:.1e}")
         return Timed(config, timer(problem.calls(function)))
-    except Exception as error:  # a configuration that does not fit the GPU is a result
+    except Exception as error:  # a configuration that does not fit the GPU raises, which is a result
         return Timed(config, failed=f"{type(error).__name__}: {error}"[:100])
 
 
-def _entry(tunable: TunableOp, part: Any, dtype: torch.dtype, results: list[CaseResult]) -> dict[str, Any]:
+def _entry(task: TuneTask, dtype: torch.dtype, results: list[CaseResult]) -> dict[str, Any]:
+    by_size = task.tuning.by_size
     counted = results
-    if tunable.by_size:
+    if by_size:
         counted = [result for result in results if result.case.size <= DECODE_TOKENS] or results
     for_all = best_for_all(counted)
     sizes = []
     for result in results:
         default = result.timed[0]
-        chosen = _best(result) if tunable.by_size else _of(result, for_all or default.config)
+        chosen = _best(result) if by_size else _timed_with(result, for_all or default.config)
         if not math.isfinite(chosen.us):
-            continue  # nothing ran; `failed` says why
+            continue  # no configuration ran; `failed` has the reasons
         sizes.append(
             {
                 "size": result.case.size,
@@ -304,11 +324,11 @@ def _entry(tunable: TunableOp, part: Any, dtype: torch.dtype, results: list[Case
         if timed.failed and timed.config not in works
     }
     return {
-        "op": tunable.op,
+        "op": task.op,
         "dtype": dtype_name(dtype),
-        "exact": tunable.exact(part),
-        "near": tunable.near(part),
-        "models": [part.name],
+        "exact": task.exact,
+        "near": task.near,
+        "models": [task.part.name],
         "config": as_dict(for_all or counted[0].timed[0].config),
         "candidates": max(len(result.timed) for result in results),
         "failed": failed,
@@ -317,11 +337,13 @@ def _entry(tunable: TunableOp, part: Any, dtype: torch.dtype, results: list[Case
 
 
 def best_for_all(results: list[CaseResult]) -> Any | None:
-    """The configuration with the best geometric mean over the cases that is nowhere much slower than the
-    default; None = no candidate beats it."""
+    """The candidate with the best geometric mean over all cases, if it beats the default; else None.
+
+    A candidate that is much slower than the default on any case does not count.
+    """
     best, best_score = None, 1 / LEAST_GAIN
     for timed in results[0].timed[1:]:
-        ratios = [_of(result, timed.config).us / result.timed[0].us for result in results]
+        ratios = [_timed_with(result, timed.config).us / result.timed[0].us for result in results]
         if not all(math.isfinite(ratio) for ratio in ratios) or max(ratios) > MOST_LOSS:
             continue
         score = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -330,22 +352,22 @@ def best_for_all(results: list[CaseResult]) -> Any | None:
     return best
 
 
-def _of(result: CaseResult, config: Any) -> Timed:
+def _timed_with(result: CaseResult, config: Any) -> Timed:
     return next((timed for timed in result.timed if timed.config == config), Timed(config))
 
 
 def _best(result: CaseResult) -> Timed:
-    """The fastest; the default unless it is beaten by more than noise."""
+    """The fastest configuration, or the default if the gain is within noise."""
     best = min(result.timed, key=lambda timed: timed.us)
     return best if best.us * LEAST_GAIN < result.timed[0].us else result.timed[0]
 
 
-def _shown(numbers: dict[str, int]) -> str:
+def _as_text(numbers: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in numbers.items())
 
 
 def _print_entry(entry: dict[str, Any], out: TextIO) -> None:
-    head = f"{entry['op']:<23}{_shown(entry['exact'] | entry['near']):<29}"
+    head = f"{entry['op']:<23}{_as_text(entry['exact'] | entry['near']):<29}"
     for one in entry["sizes"]:
         before = f"{one['default_us']:>11.2f}" if one["default_us"] else f"{'failed':>11}"
         gain = f"{one['default_us'] / one['us']:>6.2f}x" if one["default_us"] else f"{'':>7}"
@@ -362,7 +384,7 @@ def _plot(table: dict[str, Any], path: Path, models: Iterable[str], ops: Iterabl
     wanted, names = set(models), set(ops)
     groups = [
         Group(
-            f"{entry['op']} {_shown(entry['exact'] | entry['near'])}, {one['label']}",
+            f"{entry['op']} {_as_text(entry['exact'] | entry['near'])}, {one['label']}",
             (one["fraction"] * one["us"] / one["default_us"] if one["default_us"] else None, one["fraction"]),
             (f"{one['default_us']:.1f} us" if one["default_us"] else "", f"{one['us']:.1f} us"),
         )

@@ -1,6 +1,6 @@
-"""When requests are sent, for servers that many people use at once (open loop).
+"""Arrival times of requests in the open loop, where requests do not wait for answers.
 
-Promise: equal seeds give equal times; times never fall. Torch-free.
+Promise: equal seeds give equal times, and times never decrease. Torch-free.
 """
 
 import math
@@ -13,7 +13,7 @@ from minisgl.errors import ConfigError
 def poisson_arrivals(num_requests: int, rate_per_s: float, seed: int) -> list[float]:
     """Seconds from the start, with independent exponential gaps of mean 1 / `rate_per_s`, from 0 on.
 
-    The gaps do not depend on the rate but for their scale, so that runs at several rates see the same bursts.
+    The rate only scales the gaps, so runs at several rates see the same bursts.
     """
     if math.isinf(rate_per_s):
         return [0.0] * num_requests
@@ -31,7 +31,7 @@ def parse_rates(text: str, flag: str) -> list[float]:
     """Positive numbers separated by commas; "inf" is one.
 
     Raises:
-        ConfigError: something else, naming `flag`.
+        ConfigError: `text` is anything else; the message names `flag`.
     """
     return [_positive(part, flag) for part in text.split(",")]
 
@@ -40,7 +40,7 @@ def parse_counts(text: str, flag: str) -> list[int]:
     """Positive whole numbers separated by commas.
 
     Raises:
-        ConfigError: something else, naming `flag`.
+        ConfigError: `text` is anything else; the message names `flag`.
     """
     numbers = parse_rates(text, flag)
     if not all(number.is_integer() for number in numbers):

@@ -1,6 +1,6 @@
-"""Whether the measuring process itself was the bottleneck.
+"""Measures whether the load client itself was the bottleneck.
 
-Promise: costs less than a thousandth of a core.
+Promise: the measurement costs less than a thousandth of a core.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import numpy as np
 TICK_S = 0.05
 WINDOW_S = 1.0
 FULL_CORE = 0.9
-"""CPU time over wall time; the client is one thread, so at 1 it can't take in what arrives."""
+"""CPU time over wall time. The client has one thread, so near 1 it can't read answers as they arrive."""
 LATE_MS = 20.0
-"""Of the event loop, in 1 of 100 ticks: what it does to every latency that is measured."""
+"""Delay of the event loop that 1 of 100 ticks exceeds. The delay adds to every measured latency."""
 
 
 class ClientWatch:
@@ -46,7 +46,7 @@ class ClientWatch:
 
     @property
     def warning(self) -> str | None:
-        """What to tell the user when the figures are partly the client's own."""
+        """A message for the user where the client's own delays are part of the figures, else None."""
         if self.peak_cpu_share >= FULL_CORE:
             return (
                 f"this client was saturated (up to {self.peak_cpu_share:.0%} of a core): the latencies "

@@ -1,6 +1,7 @@
-"""What is asked of a server: conversations of one or several turns, made up, or from a file.
+"""Datasets of `minisgl bench serve`: conversations of one or several turns, synthetic or from a file.
 
-Promise: equal settings give equal conversations; a made-up turn has exactly the tokens it says. Torch-free.
+Promise: equal settings give equal conversations; a synthetic turn has exactly `num_prompt_tokens` tokens.
+Torch-free.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,63 +13,63 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from minisgl.benchmark.prompts import Draw, as_text, as_token_ids, codes_of, trace_draws
-from minisgl.benchmark.traces import read_trace, scale_trace
+from minisgl.benchmark.load.prompts import Draw, as_text, as_token_ids, codes_of, trace_draws
+from minisgl.benchmark.load.traces import read_trace, scale_trace
 from minisgl.errors import ConfigError
 
-MADE_UP = ("random", "shared-prefix", "multi-turn")
+SYNTHETIC = ("random", "shared-prefix", "multi-turn")
 DEFAULT_REQUESTS = 256
 DEFAULT_TURNS = 3
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, roughly; only for the lengths of warm-up requests."""
+"""Roughly, in English text; used only for the lengths of warm-up requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a user adds to a conversation, and how long the answer is to be."""
+    """One user message of a conversation, and the length of its answer."""
 
     prompt: tuple[Draw, ...] | str
     num_output_tokens: int
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """Tokens it adds; None for a text that is not made up."""
+        """Tokens that the turn adds to the prompt; None for a text from a file."""
         return None if isinstance(self.prompt, str) else sum(draw.num_tokens for draw in self.prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns that follow one another; the prompt of each holds all before it, answers included."""
+    """Consecutive turns. The prompt of a turn contains all earlier turns and their answers."""
 
     turns: tuple[Turn, ...]
     arrival_s: float | None = None
-    """When its first turn came, where that is recorded."""
+    """When the first turn arrived, in a dataset that records it."""
 
 
 class Lengths(NamedTuple):
-    """Least and most, each value equally likely."""
+    """(smallest, largest) of uniform distributions."""
 
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
 
 
 class Dialogue:
-    """The prompts of one conversation, while it goes on.
+    """Builds the prompts of one conversation while it goes on.
 
     Args:
         form: "tokens" for lists of token ids, "text", or "chat" for messages.
-        salt: another one makes other tokens of the same draws.
-        vocab_size: token ids are below it.
+        salt: another salt turns the same draws into other tokens.
+        vocab_size: token ids are below this.
     """
 
     def __init__(self, form: str, salt: Sequence[int], vocab_size: int) -> None:
         self._form = form
         self._salt = salt
         self._vocab_size = vocab_size
-        self._said: list[str] = []  # by the user and the server in turns
+        self._said: list[str] = []  # alternately by the user and the server
 
-    def ask(self, turn: Turn) -> str | list[int] | list[dict[str, str]]:
-        """The whole prompt of the next turn."""
+    def next_prompt(self, turn: Turn) -> str | list[int] | list[dict[str, str]]:
+        """Add a turn and return the whole prompt, earlier turns included."""
         if self._form == "tokens":
             assert not self._said
             assert not isinstance(turn.prompt, str)
@@ -84,29 +85,29 @@ class Dialogue:
         roles = ("user", "assistant")
         return [{"role": roles[place % 2], "content": said} for place, said in enumerate(self._said)]
 
-    def hear(self, answer: str) -> None:
-        """What the server said; it is part of the prompts from now on."""
+    def add_answer(self, answer: str) -> None:
+        """Add the server's answer, which all later prompts contain."""
         self._said.append(answer)
 
 
 def random_prompts(num_requests: int, lengths: Lengths, seed: int) -> list[Conversation]:
-    """Prompts that have nothing in common."""
-    return _made_up(num_requests, 1, lengths, seed)
+    """Prompts that share no prefix."""
+    return _synthetic(num_requests, 1, lengths, seed)
 
 
 def shared_prefix_prompts(
     num_requests: int, lengths: Lengths, seed: int, num_groups: int, prefix_tokens: int
 ) -> list[Conversation]:
-    """Prompts that begin like all others of their group; `lengths` says what comes behind the prefix."""
+    """Prompts in groups that share a prefix; `lengths` gives the tokens after the prefix."""
     prefixes = [(Draw((4, group), prefix_tokens),) for group in range(num_groups)]
-    return _made_up(num_requests, 1, lengths, seed, prefixes)
+    return _synthetic(num_requests, 1, lengths, seed, prefixes)
 
 
 def multi_turn_prompts(
     num_conversations: int, lengths: Lengths, seed: int, num_turns: int
 ) -> list[Conversation]:
-    """Conversations of `num_turns`; `lengths` says what each turn adds and gets."""
-    return _made_up(num_conversations, num_turns, lengths, seed)
+    """Conversations of `num_turns` turns; `lengths` gives the tokens of each turn and answer."""
+    return _synthetic(num_conversations, num_turns, lengths, seed)
 
 
 def read_dataset(
@@ -119,15 +120,15 @@ def read_dataset(
     length_scale: Fraction = Fraction(1),
     count_tokens: Callable[[str], int] | None = None,
 ) -> list[Conversation]:
-    """The first `limit` conversations in a file; its kind is recognised by its content.
+    """The first `limit` conversations in a file. The file's content tells its format:
 
-    - a trace (minisgl/benchmark/traces.py): lengths and arrivals as recorded, lengths times `length_scale`
+    - a trace (`traces.py`): arrivals as recorded, lengths as recorded times `length_scale`
     - ShareGPT's form, JSON array or lines of {"conversations": [{"from": "human", "value": ...}, ...]}:
       answers as long as recorded when `count_tokens` is given, otherwise as `lengths` says
     - MT-bench's form, JSON lines of {"turns": [...]} or {"prompt": [...]}: answers as `lengths` says
 
     Raises:
-        ConfigError: the file can't be read or holds nothing of these, or its lengths can't be scaled.
+        ConfigError: the file can't be read, has none of these formats, or its lengths can't be scaled.
     """
     texts = _read_texts(path)
     if texts is None:
@@ -161,7 +162,7 @@ def read_dataset(
 
 
 def warm_up_prompts(conversations: Sequence[Conversation], num: int) -> list[Conversation]:
-    """Made-up requests as long as the first turns of the first `num`, with nothing in common with them."""
+    """Synthetic requests as long as the first turns of the first `num` conversations, with other tokens."""
     found = []
     for place, conversation in enumerate(conversations[:num]):
         first = conversation.turns[0]
@@ -171,14 +172,14 @@ def warm_up_prompts(conversations: Sequence[Conversation], num: int) -> list[Con
     return found
 
 
-def _made_up(
+def _synthetic(
     num_conversations: int,
     num_turns: int,
     lengths: Lengths,
     seed: int,
     prefixes: Sequence[tuple[Draw, ...]] = ((),),
 ) -> list[Conversation]:
-    """Conversations that begin with the prefixes in turn."""
+    """Synthetic conversations; conversation i begins with prefix i modulo the number of prefixes."""
     inputs = iter(_uniform(lengths.prompt_tokens, num_conversations * num_turns, (seed, 0)))
     outputs = iter(_uniform(lengths.output_tokens, num_conversations * num_turns, (seed, 1)))
 
@@ -194,7 +195,7 @@ def _made_up(
 
 
 def _uniform(bounds: tuple[int, int], num: int, seed: Sequence[int]) -> list[int]:
-    """`num` whole numbers, each value from bounds[0] to bounds[1] equally likely."""
+    """`num` integers, uniform from bounds[0] to bounds[1]."""
     return np.random.default_rng(tuple(seed)).integers(bounds[0], bounds[1] + 1, num).tolist()
 
 
@@ -204,7 +205,7 @@ class Exchange(NamedTuple):
 
 
 def _read_texts(path: Path) -> list[list[Exchange]] | None:
-    """The conversations in a file of texts; None when it is something else."""
+    """The conversations in a file of texts; None where the file has another format."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -232,7 +233,7 @@ def _read_texts(path: Path) -> list[list[Exchange]] | None:
 
 
 def _exchanges(entry: dict[str, Any]) -> list[Exchange]:
-    """Questions and answers of one entry, up to the first that is out of order."""
+    """Questions and answers of one entry, up to the first message that is out of order."""
     said = entry.get("conversations")
     if not isinstance(said, list):
         questions = entry.get("turns", entry.get("prompt"))

@@ -1,15 +1,11 @@
-"""From the times of answers to the figures people compare: TTFT, TPOT, ITL, E2E, throughput, goodput.
+"""Computes latencies from the times of answers: TTFT, TPOT, ITL, E2E, stalls.
 
-Promise: tokens are the server's counts. Torch-free, no clock. Of an answer with n tokens:
+Promise: token counts are the server's. Torch-free, no clock. For an answer with n tokens:
 
-- TTFT: from sending the request to the read with its first token
-- E2E: from sending the request to the last event of the answer
+- TTFT: from sending the request to the read with its first token; E2E: to the answer's last event
 - TPOT: (last token - first token) / (n - 1)
-- ITL: the n - 1 intervals between tokens. An event may hold several tokens, and a read several events; nobody
-  can tell when such tokens came one by one. So the n - 1 intervals are dealt to the gaps between reads in
-  proportion to the events at each gap's end, and the intervals of one gap are equally long. With one token to
-  an event and one event to a read this is the gap itself; the mean over an answer is always its TPOT.
-- stall: the longest gap between reads, which dividing would hide
+- ITL: the n - 1 intervals between tokens (`time_answer` divides the gaps between reads among them)
+- stall: the longest gap between reads
 """
 
 import math
@@ -19,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from minisgl.benchmark.load_client import Answer
+from minisgl.benchmark.load.load_client import Answer
 from minisgl.errors import ConfigError
 
 PERCENTILES = (50, 90, 95, 99)
 MAX_ITL_SAMPLES = 2001
-"""Half a million intervals are kept as this many quantiles; their distribution looks the same."""
+"""A report keeps this many quantiles instead of all intervals."""
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "stall")
 
 
@@ -35,12 +31,17 @@ class Timing(NamedTuple):
     e2e_ms: float
     tpot_ms: float | None  # None: one token
     stall_ms: float | None  # None: one token
-    intervals_ms: np.ndarray  # float [G]: how long, for each gap
-    weights: np.ndarray  # float [G]: how many intervals of that length; together n - 1
+    intervals_ms: np.ndarray  # float [G]: length of the intervals in each gap
+    weights: np.ndarray  # float [G]: number of intervals in each gap; the sum is n - 1
 
 
 def time_answer(answer: Answer) -> Timing:
-    """The latencies of a complete answer."""
+    """The latencies of a complete answer.
+
+    An event may contain several tokens, and a read several events, so the client does not see when each token
+    was made. The n - 1 intervals are therefore assigned to the gaps between reads, in proportion to the
+    events at each gap's end; intervals within one gap are equal. Their mean is always the TPOT.
+    """
     stream = answer.stream
     counts = np.array(stream.counts, np.float64)
     times = np.array(stream.times, np.float64)[counts > 0]
@@ -65,10 +66,10 @@ def time_answer(answer: Answer) -> Timing:
 
 
 def summary(name: str, values: ArrayLike, weights: ArrayLike | None = None) -> dict[str, float]:
-    """name_mean_ms, name_p50_ms ... name_max_ms; empty without values.
+    """The metrics name_mean_ms, name_p50_ms ... name_max_ms; empty without values.
 
-    Percentiles are interpolated between the nearest values; with weights, the smallest value that at least
-    that share of the weight does not exceed.
+    Without weights, percentiles are interpolated between the nearest values. With weights, a percentile is
+    the smallest value such that at least that share of the weight lies at or below it.
     """
     array = np.asarray(values, np.float64)
     if not len(array):
@@ -85,24 +86,24 @@ def summary(name: str, values: ArrayLike, weights: ArrayLike | None = None) -> d
 
 
 def weighted_quantiles(values: np.ndarray, weights: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """The smallest values that at least `shares` (0..1) of the weight do not exceed."""
+    """For each of `shares` (0..1), the smallest value with at least that share of the weight up to it."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
-    # A share that is reached but for rounding is reached.
+    # The factor tolerates rounding in the sum.
     places = np.searchsorted(reached, np.asarray(shares) * reached[-1] * (1 - 1e-12))
     return values[order][np.minimum(places, len(values) - 1)]
 
 
 def interval_samples(timings: Iterable[Timing]) -> tuple[np.ndarray, np.ndarray]:
-    """All intervals between tokens and how many each stands for."""
+    """All intervals between tokens, and their weights."""
     kept = list(timings)
     if not kept:
         return np.zeros(0), np.zeros(0)
     return np.concatenate([one.intervals_ms for one in kept]), np.concatenate([one.weights for one in kept])
 
 
-def even_quantiles(values: np.ndarray, weights: np.ndarray) -> list[float]:
-    """At most `MAX_ITL_SAMPLES` values with the distribution of all."""
+def evenly_spaced_quantiles(values: np.ndarray, weights: np.ndarray) -> list[float]:
+    """At most `MAX_ITL_SAMPLES` quantiles at equal steps, which represent the distribution."""
     if not len(values):
         return []
     num = int(min(MAX_ITL_SAMPLES, max(1, round(weights.sum()))))
@@ -110,10 +111,10 @@ def even_quantiles(values: np.ndarray, weights: np.ndarray) -> list[float]:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """ "ttft:500,tpot:50" as limits in milliseconds.
+    """Parse limits such as "ttft:500,tpot:50", in milliseconds.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: `text` is anything else.
     """
     limits: dict[str, float] = {}
     for part in text.split(","):
@@ -132,16 +133,16 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def meets(timing: Timing, limits: Mapping[str, float]) -> bool:
-    """Whether an answer stays within every limit; one without a second token meets those on tokens."""
+    """Whether an answer stays within every limit. An answer of one token has neither TPOT nor stall."""
     values = {name: getattr(timing, f"{name}_ms") for name in limits}
     return all(values[name] is None or values[name] <= limit for name, limit in limits.items())
 
 
 def timeline(answers: Sequence[Answer], start_at: float, end_at: float) -> list[dict[str, float]]:
-    """Stretches of time by their middle: output tokens per second, and requests without their whole answer
-    (averaged).
+    """Output tokens per second and the mean number of open requests, by time.
 
-    `answers` are complete ones. A stretch is about a second, but there are at least 20 and at most 200.
+    `answers` must be complete. The run is divided into bins of about a second, at least 20 and at most 200;
+    `time_s` is a bin's middle.
     """
     if end_at <= start_at:
         return []

@@ -1,7 +1,8 @@
 """Sends requests to an OpenAI-compatible server and times the answers.
 
-Promise: `send` never raises for what a server or a network does; every request ends in an `Answer`, with
-times on the monotonic clock, the server's own token counts, or one kind of error. Runs on one core.
+Promise: `send` raises no exception for a failure of a server or a network. Every request ends in an `Answer`
+with times on the monotonic clock and the server's own token counts, or with one kind of error. Runs on one
+core.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from minisgl.benchmark.sse import AnswerStream, BadEventError, ServerSaidError, Usage
+from minisgl.benchmark.load.sse import AnswerStream, BadEventError, StreamedServerError, Usage
 from minisgl.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 60.0
@@ -39,18 +40,18 @@ ERROR_KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where requests go and what all of them have in common."""
+    """The server, and the fields that all requests share."""
 
     url: str
-    """Without path, as http://127.0.0.1:8000."""
+    """Without a path, such as http://127.0.0.1:8000."""
     is_chat: bool = False
-    """/v1/chat/completions, otherwise /v1/completions."""
+    """True: /v1/chat/completions; False: /v1/completions."""
     model: str = ""
     api_key: str | None = None
     fields: Mapping[str, Any]
-    """Of every body, besides model, prompt, max_tokens and streaming."""
+    """Further fields of every request body, besides model, prompt, max_tokens and streaming."""
     timeout_s: float = 1800.0
-    """How long a server may stay silent before a request is given up."""
+    """The client cancels a request after this long without data from the server."""
 
     @property
     def path(self) -> str:
@@ -71,18 +72,18 @@ class Target:
 
 
 class Answer:
-    """What became of one request; times in seconds on the monotonic clock."""
+    """The outcome of one request; times in seconds on the monotonic clock."""
 
-    __slots__ = ("error", "error_message", "is_assumed", "sent_at", "stream")
+    __slots__ = ("error", "error_message", "has_assumed_usage", "sent_at", "stream")
 
     def __init__(self, sent_at: float, stream: AnswerStream) -> None:
         self.sent_at = sent_at
         self.stream = stream
         self.error: str | None = None
-        """One of ERROR_KINDS, http_ with the status; None = complete."""
+        """One of ERROR_KINDS, or http_ with the status; None = the answer is complete."""
         self.error_message = ""
-        self.is_assumed = False
-        """The counts are not the server's."""
+        self.has_assumed_usage = False
+        """The server sent no usage, and the counts are the requested ones."""
 
     @property
     def usage(self) -> Usage:
@@ -100,23 +101,23 @@ class Failure(Exception):
 
 
 class LoadClient:
-    """Made by `open_client`; used inside one event loop."""
+    """Sends requests inside one event loop; `open_client` makes it."""
 
     def __init__(self, target: Target, session: aiohttp.ClientSession) -> None:
         self.target = target
         self._session = session
         self._silent_since: dict[asyncio.Task[Any], float] = {}
-        self._gave_up: set[asyncio.Task[Any]] = set()
+        self._timed_out: set[asyncio.Task[Any]] = set()
         self.num_open = 0
-        """Requests without their whole answer, now."""
+        """Requests whose answer is not complete yet."""
         self.max_open = 0
-        """The most there have been; may be set back."""
+        """The largest `num_open` so far; a caller may reset it."""
 
     async def find_model(self) -> str:
         """The first name in GET /v1/models.
 
         Raises:
-            ConfigError: no such server there.
+            ConfigError: no OpenAI-compatible server answers there.
         """
         url = f"{self.target.url}/v1/models"
         try:
@@ -124,8 +125,8 @@ class LoadClient:
                 body = await response.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ConfigError(
-                f"no server answers at {self.target.url} ({_words(error)}); start one with `minisgl serve`, "
-                "or name another with --url"
+                f"no server answers at {self.target.url} ({_one_line(error)}); start one with "
+                "`minisgl serve`, or name another with --url"
             ) from None
         try:
             if response.status != 200:
@@ -133,7 +134,7 @@ class LoadClient:
             return str(msgspec.json.decode(body)["data"][0]["id"])
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{url} does not name a model ({_words(error)}): {_excerpt(body)!r}; --url must be an "
+                f"{url} does not name a model ({_one_line(error)}): {_excerpt(body)!r}; --url must be an "
                 "OpenAI-compatible server's, without a path; --served-model-name leaves this out"
             ) from None
 
@@ -141,8 +142,8 @@ class LoadClient:
         """Send one request now and follow its answer to the end.
 
         Args:
-            keep_text: the answer's `stream.text` is wanted.
-            assumed: taken for the counts of a server that sends none; without it that is an error.
+            keep_text: keep the answer's text in `stream.text`.
+            assumed: the counts to use where the server sends none; None = that is an error.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -151,18 +152,18 @@ class LoadClient:
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
         try:
-            with _as_failures(answer.stream):
+            with _translate_errors(answer.stream):
                 await self._follow(task, body, answer, assumed)
         except Failure as failure:
             answer.error, answer.error_message = failure.kind, str(failure)
         except asyncio.CancelledError:
-            if task not in self._gave_up:
+            if task not in self._timed_out:
                 raise
             answer.error = "client_timeout"
             answer.error_message = f"nothing came for {self.target.timeout_s:g} s (--timeout-s)"
         finally:
             self.num_open -= 1
-            self._gave_up.discard(task)
+            self._timed_out.discard(task)
             del self._silent_since[task]
         return answer
 
@@ -187,7 +188,7 @@ class LoadClient:
         if stream.finish_reason is None:
             raise Failure("truncated", "the stream ended without a finish reason")
         if stream.usage is None and assumed is not None:
-            stream.usage, answer.is_assumed = assumed, True
+            stream.usage, answer.has_assumed_usage = assumed, True
         if stream.usage is None:
             raise Failure("no_usage", "the server answered stream_options.include_usage without usage")
         if stream.usage.completion_tokens == 0 or not any(stream.counts):
@@ -196,23 +197,26 @@ class LoadClient:
                 f"{stream.usage.completion_tokens} tokens in the usage, {sum(stream.counts)} in the stream",
             )
 
-    async def give_up_on_the_silent(self) -> None:
-        """Runs until it is cancelled."""
+    async def cancel_silent_requests(self) -> None:
+        """Cancel requests that got no data for `timeout_s`; runs until it is cancelled itself."""
         while True:
             await asyncio.sleep(min(CHECK_INTERVAL_S, self.target.timeout_s / 4))
             oldest = time.monotonic() - self.target.timeout_s
             for task, since in self._silent_since.items():
-                if since < oldest and task not in self._gave_up:
-                    self._gave_up.add(task)
+                if since < oldest and task not in self._timed_out:
+                    self._timed_out.add(task)
                     task.cancel()
 
 
 @contextlib.asynccontextmanager
 async def open_client(target: Target) -> AsyncIterator[LoadClient]:
-    """A client while the block lasts. Every request opens its own connection: a server may close one that was
-    kept alive at the very moment it is used again, which would look like the server's fault."""
+    """A client for the `async with` block.
+
+    Every request opens its own connection. A server may close a kept-alive connection at the moment the
+    client reuses it, and the request would then fail through no fault of the server.
+    """
     key = target.api_key
-    _allow_many_connections()
+    _raise_open_file_limit()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -222,7 +226,7 @@ async def open_client(target: Target) -> AsyncIterator[LoadClient]:
         },
     ) as session:
         client = LoadClient(target, session)
-        watch = asyncio.get_running_loop().create_task(client.give_up_on_the_silent())
+        watch = asyncio.get_running_loop().create_task(client.cancel_silent_requests())
         try:
             yield client
         finally:
@@ -231,34 +235,34 @@ async def open_client(target: Target) -> AsyncIterator[LoadClient]:
                 await watch
 
 
-def _allow_many_connections() -> None:
-    """Each open request is an open file, and the usual limit of 1024 is meant for other programs."""
+def _raise_open_file_limit() -> None:
+    """Raise the limit of open files: every open request is one, and the usual limit is 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager
-def _as_failures(stream: AnswerStream) -> Iterator[None]:
-    """What can happen on the way, as one of ERROR_KINDS."""
+def _translate_errors(stream: AnswerStream) -> Iterator[None]:
+    """Turn exceptions of the network and the stream into a Failure with one of ERROR_KINDS."""
     try:
         yield
-    except ServerSaidError as error:
+    except StreamedServerError as error:
         raise Failure("stream_error", str(error)) from None
     except BadEventError as error:
         raise Failure("bad_event", str(error)) from None
     except aiohttp.ClientConnectorError as error:
         cause = getattr(error, "os_error", error)
         kind = "client_limit" if cause.errno in (errno.EMFILE, errno.ENFILE) else "connect"
-        raise Failure(kind, _words(cause)) from None
+        raise Failure(kind, _one_line(cause)) from None
     except aiohttp.ConnectionTimeoutError as error:
-        raise Failure("connect", _words(error)) from None
+        raise Failure("connect", _one_line(error)) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise Failure("truncated" if stream.times else "no_answer", _words(error)) from None
+        raise Failure("truncated" if stream.times else "no_answer", _one_line(error)) from None
 
 
 def _error_text(body: bytes) -> str:
-    """The message in OpenAI's error object, otherwise how the body begins."""
+    """The message of OpenAI's error object; of another body its beginning."""
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -270,6 +274,6 @@ def _excerpt(body: bytes) -> str:
     return " ".join(body[:200].decode("utf-8", "replace").split())
 
 
-def _words(error: BaseException) -> str:
-    """An exception on one line; some of them have no text."""
+def _one_line(error: BaseException) -> str:
+    """An exception's message on one line; its class name where it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,7 +1,7 @@
-"""One run of a load against a server: who is asked when, and what came back.
+"""One run of a load against a server: sends the requests and collects the answers.
 
-Promise: in the open loop a request is sent when it is due, however many answers are missing; the turns of a
-conversation follow one another; what was sent late was late by the time that is reported.
+Promise: in the open loop, a request is sent when it is due, however many answers are outstanding. A turn is
+sent after the answer to the turn before it. A late request's delay is its `sent_at` minus its `due_at`.
 """
 
 import asyncio
@@ -11,47 +11,47 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from minisgl.benchmark.client_watch import ClientWatch
-from minisgl.benchmark.datasets import Conversation, Dialogue, Turn
-from minisgl.benchmark.load_client import Answer, LoadClient
-from minisgl.benchmark.sse import Usage
+from minisgl.benchmark.load.client_watch import ClientWatch
+from minisgl.benchmark.load.datasets import Conversation, Dialogue, Turn
+from minisgl.benchmark.load.load_client import Answer, LoadClient
+from minisgl.benchmark.load.sse import Usage
 
 PREPARED = 64
-"""Requests that are kept ready, because traces have many arrivals at the same instant."""
+"""Requests to prepare in advance, because traces have many arrivals at the same instant."""
 
 
 class Load(NamedTuple):
-    """How hard a server is pressed: one of the two is not None."""
+    """The load on a server; exactly one of the two fields is not None."""
 
     arrivals_s: Sequence[float] | None
-    """Open loop: when each conversation begins, from the start of the run."""
+    """Open loop: seconds from the start of the run until each conversation begins."""
     concurrency: int | None
-    """Closed loop: how many conversations go on at a time."""
+    """Closed loop: number of conversations at a time."""
 
 
-class Prepared(NamedTuple):
-    """A conversation that may begin."""
+class PreparedConversation(NamedTuple):
+    """A conversation whose first request is ready."""
 
     place: int
     dialogue: Dialogue
     body: bytes  # of the first turn's request
 
 
-class Sent(NamedTuple):
+class SentRequest(NamedTuple):
     """A request that was sent."""
 
     conversation: int
-    number: int  # of the turn in its conversation, from 0
+    number: int  # index of the turn in its conversation, from 0
     turn: Turn
-    due_at: float | None  # monotonic clock, as all times; None in the closed loop
+    due_at: float | None  # on the monotonic clock; None in the closed loop
     answer: Answer
 
 
-class Run(NamedTuple):
-    """What happened."""
+class LoadRun(NamedTuple):
+    """The outcome of a run."""
 
-    sent: list[Sent]  # in the order of their ends
-    num_skipped: int  # turns that were not sent, because an earlier one of their conversation failed
+    sent: list[SentRequest]  # in the order in which they ended
+    num_skipped: int  # turns not sent, because an earlier turn of their conversation failed
     max_open: int
     watch: ClientWatch
 
@@ -65,22 +65,23 @@ async def run_load(
     think_time_s: float = 0.0,
     assume_usage: bool = False,
     on_answer: Callable[[int], None] = lambda num_over: None,
-) -> Run:
-    """Have all conversations and wait for the last answer.
+) -> LoadRun:
+    """Run all conversations and wait for the last answer.
 
     Args:
-        assume_usage: a server that sends no usage is taken to count what was made up and asked for.
-        on_answer: hears how many requests are over.
+        assume_usage: where a server sends no usage, use the tokens of the synthetic prompts and the requested
+            output tokens.
+        on_answer: called with the number of requests that have ended.
     """
-    sent: list[Sent] = []
+    sent: list[SentRequest] = []
     num_skipped = 0
     client.max_open = 0
 
-    async def converse(prepared: Prepared, due_at: float | None) -> None:
-        """All turns of a conversation."""
+    async def converse(prepared: PreparedConversation, due_at: float | None) -> None:
+        """Send all turns of one conversation, one after another."""
         nonlocal num_skipped
         place, dialogue, body = prepared
-        num_tokens = 0  # of all that was said, as far as it is known
+        num_tokens = 0  # of the conversation so far; texts from files count as 0
         turns = conversations[place].turns
         for number, turn in enumerate(turns):
             if number:
@@ -91,20 +92,20 @@ async def run_load(
             assumed = Usage(num_tokens, turn.num_output_tokens) if assume_usage else None
             answer = await client.send(body, num_left > 0, assumed)
             num_tokens += turn.num_output_tokens
-            sent.append(Sent(place, number, turn, due_at, answer))
+            sent.append(SentRequest(place, number, turn, due_at, answer))
             due_at = None  # later turns are due when the earlier ones are answered
             if answer.error is not None:
                 num_skipped += num_left
             on_answer(len(sent) + num_skipped)
             if answer.error is not None:
                 return
-            dialogue.hear(answer.stream.text)
+            dialogue.add_answer(answer.stream.text)
 
-    def prepare(place: int) -> Prepared:
+    def prepare(place: int) -> PreparedConversation:
         dialogue = new_dialogue()
-        return Prepared(place, dialogue, _body(client, dialogue, conversations[place].turns[0]))
+        return PreparedConversation(place, dialogue, _body(client, dialogue, conversations[place].turns[0]))
 
-    async def keep_time(arrivals_s: Sequence[float]) -> None:
+    async def run_open_loop(arrivals_s: Sequence[float]) -> None:
         later = iter(sorted(range(len(conversations)), key=arrivals_s.__getitem__))
         ready = deque(map(prepare, islice(later, PREPARED)))
         start = time.monotonic()
@@ -116,11 +117,11 @@ async def run_load(
                 if place is None:
                     break
                 ready.append(prepare(place))
-                await asyncio.sleep(0)  # answers come in between
+                await asyncio.sleep(0)  # lets the event loop read answers
             await asyncio.sleep(max(0.0, due_at - time.monotonic()))
             tasks.append(asyncio.ensure_future(converse(first, due_at)))
 
-    async def keep_busy(places: Iterator[int]) -> None:
+    async def run_closed_loop(places: Iterator[int]) -> None:
         for place in places:
             await converse(prepare(place), None)
 
@@ -128,17 +129,17 @@ async def run_load(
     async with ClientWatch() as watch:
         try:
             if load.arrivals_s is not None:
-                await keep_time(load.arrivals_s)
+                await run_open_loop(load.arrivals_s)
             else:
                 assert load.concurrency is not None
                 places = iter(range(len(conversations)))
-                tasks += [asyncio.ensure_future(keep_busy(places)) for _ in range(load.concurrency)]
+                tasks += [asyncio.ensure_future(run_closed_loop(places)) for _ in range(load.concurrency)]
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-    return Run(sent, num_skipped, client.max_open, watch)
+    return LoadRun(sent, num_skipped, client.max_open, watch)
 
 
 def _body(client: LoadClient, dialogue: Dialogue, turn: Turn) -> bytes:
-    return client.target.body(dialogue.ask(turn), turn.num_output_tokens)
+    return client.target.body(dialogue.next_prompt(turn), turn.num_output_tokens)

@@ -1,7 +1,8 @@
-"""What made-up prompts consist of: reproducible tokens, as ids or as words.
+"""Reproducible tokens for synthetic prompts, as token ids or as words.
 
-Promise: equal keys give equal tokens in every process and on every machine, different keys different ones;
-a prompt of n tokens has n ids, or n words that are one token each in byte-level BPE vocabularies. Torch-free.
+Promise: equal keys give equal tokens in every process and on every machine, and different keys give different
+tokens. A prompt of n tokens has n ids, or n words that are one token each in byte-level BPE vocabularies.
+Torch-free.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,16 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.traces import TraceRequest
+from minisgl.benchmark.load.traces import TraceRequest
 
 FIRST_TOKEN_ID = 1000
-"""Special tokens are the first ids of some vocabularies and the last of others; both are avoided."""
+"""Smaller ids are not drawn, because some vocabularies begin with their special tokens."""
 
 GAMMA = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
 
 Codes = np.ndarray
-"""uint64 [n]: one hash per token, still to be made an id or a word."""
+"""uint64 [n]: one hash per token, from which an id or a word is made."""
 
 COMMON_WORDS = (
     "the of and to in is that for it was on are as with his they at be this from have or by one had not but"
@@ -30,17 +31,17 @@ WORDS = tuple(COMMON_WORDS.split())
 
 
 class Draw(NamedTuple):
-    """The first tokens of one of endlessly many sequences; a prompt is several of them behind one another."""
+    """The first tokens of an infinite pseudorandom sequence. A prompt is a concatenation of draws."""
 
-    stream: tuple[int, ...]  # which sequence; any whole numbers
+    stream: tuple[int, ...]  # names the sequence; any integers
     num_tokens: int
 
 
 def codes_of(draws: Sequence[Draw], salt: Sequence[int] = ()) -> Codes:
-    """A prompt's tokens; under another `salt` (whole numbers, any sign) all are different.
+    """The hashes of a prompt's tokens; another `salt` (integers of any sign) changes all of them.
 
-    The mixing function is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators);
-    its state begins with what mixing the salt and the sequence's numbers one after the other gives.
+    The mixing function is SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
+    Mixing in the salt and then the sequence's numbers gives the initial state.
     """
     salted = _absorb(0, salt)
     states = np.array([_absorb(salted, draw.stream) for draw in draws], np.uint64)
@@ -51,8 +52,8 @@ def codes_of(draws: Sequence[Draw], salt: Sequence[int] = ()) -> Codes:
 
 
 def trace_draws(request: TraceRequest, index: int) -> tuple[Draw, ...]:
-    """A prompt for the request at `index` of its trace: equal blocks have equal tokens, what no block covers
-    is the request's own."""
+    """A prompt for the request at `index` of its trace. Equal blocks get equal tokens; the tokens after the
+    last block are unique to the request."""
     draws = []
     num_left = request.num_prompt_tokens
     for block_id in request.block_ids:
@@ -62,18 +63,18 @@ def trace_draws(request: TraceRequest, index: int) -> tuple[Draw, ...]:
 
 
 def as_token_ids(codes: Codes, vocab_size: int) -> np.ndarray:
-    """int64 [n]: ids below `vocab_size` (at least 2), not the lowest ones."""
+    """int64 [n]: ids below `vocab_size` (at least 2), the lowest ids left out."""
     first = min(FIRST_TOKEN_ID, vocab_size // 2)
     return (first + codes % np.uint64(vocab_size - first)).astype(np.int64)
 
 
 def as_text(codes: Codes) -> str:
-    """A text of words, each with a space before it, so that texts can be joined without a seam."""
+    """A text of words with a space before each word, so that texts can be concatenated."""
     return "".join([f" {WORDS[place]}" for place in (codes % np.uint64(len(WORDS))).tolist()])
 
 
 def _absorb(state: int, numbers: Iterable[int]) -> int:
-    """The state after mixing in the numbers as `_mix` does; Python is faster than numpy at single numbers."""
+    """The state after mixing in the numbers. As `_mix`, in Python, which is faster for single numbers."""
     for number in numbers:
         state = (state + number + GAMMA) & MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK

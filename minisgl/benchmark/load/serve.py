@@ -1,7 +1,8 @@
-"""`minisgl bench serve`: load on an OpenAI-compatible server, and what its users would see of it.
+"""`minisgl bench serve`: puts load on an OpenAI-compatible server and measures the latencies its users see.
 
-Promise: tokens are the server's own counts, a server without them is refused; failed requests are counted by
-kind and are in no latency; when the client was the bottleneck, the report says so. Torch-free.
+Promise: token counts are the server's own; a server that sends none is refused unless --tokens-from says
+otherwise. Failed requests are counted by kind and enter no latency. The report contains a warning where the
+client was the bottleneck. Torch-free.
 """
 
 import asyncio
@@ -12,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from minisgl.benchmark.datasets import Dialogue, warm_up_prompts
-from minisgl.benchmark.load_client import LoadClient, open_client
-from minisgl.benchmark.load_run import Load, run_load
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.report import Report, format_table, live_progress
-from minisgl.benchmark.serve_plan import Plan, make_plan
-from minisgl.benchmark.serve_report import PointReport, make_serve_report, report_point
+from minisgl.benchmark.load.datasets import Dialogue, warm_up_prompts
+from minisgl.benchmark.load.load_client import LoadClient, open_client
+from minisgl.benchmark.load.load_run import Load, run_load
+from minisgl.benchmark.load.serve_plan import Plan, make_plan
+from minisgl.benchmark.load.serve_report import PointReport, make_serve_report, report_point
+from minisgl.benchmark.load.sse import Usage
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import Report, format_table, terminal_progress
 from minisgl.benchmark.settings import OutputSettings, ServeBenchSettings
-from minisgl.benchmark.sse import Usage
 from minisgl.errors import ConfigError
 from minisgl.weights.progress import Progress
 
@@ -30,9 +31,9 @@ PROBE_TOKENS = 2
 def run_serve_bench(
     settings: ServeBenchSettings, output: OutputSettings, out: TextIO, *, cache_dir: Path | None = None
 ) -> int:
-    """Measure, print, write and draw; returns the exit code: 1 when a request failed.
+    """Measure, print, write and draw. Returns the exit code, which is 1 when a request failed.
 
-    `cache_dir` is where --tokenizer is looked for.
+    `cache_dir` is the folder of downloaded models, where --tokenizer is searched.
 
     Raises:
         ConfigError: a setting is impossible, or there is no such server.
@@ -40,11 +41,11 @@ def run_serve_bench(
     check_output(output)
     plan = make_plan(settings, cache_dir)
 
-    def keep(report: Report) -> None:
-        deliver(report, replace(output, plot=None), io.StringIO())
+    def save_report(report: Report) -> None:
+        write_outputs(report, replace(output, plot=None), io.StringIO())
 
-    report = asyncio.run(measure_serve(settings, plan, live_progress(), out, keep))
-    deliver(report, output, out)
+    report = asyncio.run(measure_serve(settings, plan, terminal_progress(), out, save_report))
+    write_outputs(report, output, out)
     return 1 if report.tables["errors"] else 0
 
 
@@ -53,12 +54,12 @@ async def measure_serve(
     plan: Plan,
     progress: Progress,
     out: TextIO,
-    keep: Callable[[Report], None] = lambda report: None,
+    save_report: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Warm up, then run every point; prints each as it ends, and gives `keep` the report so far.
+    """Warm up, then run every point; after each one, print it and call `save_report` with the report so far.
 
     Raises:
-        ConfigError: there is no such server, or it refuses what every request has in common.
+        ConfigError: no such server answers, or it refuses the fields that every request has.
     """
     async with open_client(plan.target) as client:
         if not client.target.model:
@@ -66,7 +67,7 @@ async def measure_serve(
         await _warm_up(client, settings, plan, progress)
         num = sum(len(one.turns) for one in plan.conversations)
         points: list[PointReport] = []
-        # What is there by now lives on; looking through it again and again would cost time while measuring.
+        # All objects made so far live on. Freezing them keeps the garbage collector from scanning them again.
         gc.collect()
         gc.freeze()
         try:
@@ -75,7 +76,7 @@ async def measure_serve(
                     client,
                     plan.conversations,
                     point.load,
-                    # Other tokens at every point, or the prefix cache would know them from the one before.
+                    # Every point gets other tokens, so that the prefix cache has none from an earlier point.
                     new_dialogue=_dialogues(settings, plan, number),
                     think_time_s=settings.think_time_s,
                     assume_usage=plan.assume_usage,
@@ -83,7 +84,7 @@ async def measure_serve(
                 )
                 points.append(report_point(point, run, plan.slo))
                 print(points[-1].text(), file=out, flush=True)
-                keep(make_serve_report(settings, plan, client.target.model, points))
+                save_report(make_serve_report(settings, plan, client.target.model, points))
         finally:
             gc.unfreeze()
     if len(points) > 1:
@@ -94,11 +95,11 @@ async def measure_serve(
 
 
 async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan, progress: Progress) -> None:
-    """Ask once, to see that server and settings go together, then as often as --warmup says."""
+    """Send one request, to check that server and settings fit, then --warmup requests."""
     first = warm_up_prompts(plan.conversations, 1)[0].turns[0]
     dialogue = _dialogues(settings, plan, -1)()
     assumed = Usage(0, PROBE_TOKENS) if plan.assume_usage else None
-    probe = await client.send(client.target.body(dialogue.ask(first), PROBE_TOKENS), assumed=assumed)
+    probe = await client.send(client.target.body(dialogue.next_prompt(first), PROBE_TOKENS), assumed=assumed)
     if probe.error == "no_usage":
         raise ConfigError(
             f"{plan.target.url} sends no usage at the end of a stream, although stream_options.include_usage "

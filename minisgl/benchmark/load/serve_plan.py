@@ -1,6 +1,6 @@
-"""What `minisgl bench serve` will do, decided before the first request.
+"""The plan of `minisgl bench serve`: its settings, checked and resolved before the first request.
 
-Promise: every mistake in the settings that can be found without the server is found here. Torch-free.
+Promise: every mistake in the settings that can be found without a server raises ConfigError here. Torch-free.
 """
 
 import math
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from minisgl.benchmark.arrivals import constant_arrivals, parse_counts, parse_rates, poisson_arrivals
-from minisgl.benchmark.datasets import (
+from minisgl.benchmark.load.arrivals import constant_arrivals, parse_counts, parse_rates, poisson_arrivals
+from minisgl.benchmark.load.datasets import (
     DEFAULT_REQUESTS,
     DEFAULT_TURNS,
-    MADE_UP,
+    SYNTHETIC,
     Conversation,
     Lengths,
     multi_turn_prompts,
@@ -26,20 +26,20 @@ from minisgl.benchmark.datasets import (
     read_dataset,
     shared_prefix_prompts,
 )
-from minisgl.benchmark.latency import parse_slo
-from minisgl.benchmark.load_client import Target
-from minisgl.benchmark.load_run import Load
-from minisgl.benchmark.report import Cell
+from minisgl.benchmark.load.latency import parse_slo
+from minisgl.benchmark.load.load_client import Target
+from minisgl.benchmark.load.load_run import Load
+from minisgl.benchmark.reports.report import Cell
 from minisgl.benchmark.settings import ServeBenchSettings
 from minisgl.errors import ConfigError
 
 MOST_REQUESTS = 1_000_000
 MOST_PROMPT_TOKENS = 10_000_000
-"""Both far beyond what a server takes, and within what memory holds."""
+"""Both limits are far above any server's, and such a workload still fits into memory."""
 
 
 class Point(NamedTuple):
-    """One load of those to be run one after the other."""
+    """One of the loads that a benchmark runs one after the other."""
 
     knob: str
     value: float
@@ -47,12 +47,12 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As "request_rate=4"."""
+        """For example "request_rate=4"."""
         return f"{self.knob}={self.cell}"
 
     @property
     def cell(self) -> Cell:
-        """The value in tables: 4, 0.5, "inf"."""
+        """The value as tables show it: 4, 0.5, "inf"."""
         if math.isinf(self.value):
             return "inf"
         return int(self.value) if self.value == int(self.value) else self.value
@@ -64,17 +64,17 @@ class Plan:
 
     target: Target
     form: str
-    """Of prompts: "tokens", "text" or "chat"."""
+    """How prompts are sent: "tokens", "text" or "chat"."""
     conversations: Sequence[Conversation]
     points: Sequence[Point]
     slo: Mapping[str, float]
     prompt_seed: int
     assume_usage: bool
-    """A server that sends no usage is taken to count what was made up and asked for."""
+    """Where a server sends no usage, count the synthetic prompt tokens and the requested output tokens."""
 
 
 def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Plan:
-    """What will be sent when, all of it decided before the first request.
+    """Check and resolve the settings, and make all conversations and arrival times.
 
     Raises:
         ConfigError: a setting is impossible, or the dataset can't be read.
@@ -107,7 +107,7 @@ def make_plan(settings: ServeBenchSettings, cache_dir: Path | None = None) -> Pl
 
 
 def make_conversations(settings: ServeBenchSettings, cache_dir: Path | None = None) -> list[Conversation]:
-    """What is asked.
+    """The conversations of the dataset.
 
     Raises:
         ConfigError: there is no such dataset.
@@ -124,7 +124,7 @@ def make_conversations(settings: ServeBenchSettings, cache_dir: Path | None = No
         raise ConfigError(
             f'--length-scale must be a fraction as "1/8" or 0.5, got {settings.length_scale!r}'
         ) from None
-    if settings.dataset in MADE_UP and scale != 1:
+    if settings.dataset in SYNTHETIC and scale != 1:
         raise ConfigError(
             "--length-scale needs a trace; --max-prompt-tokens and the like say how long others get"
         )
@@ -137,7 +137,7 @@ def make_conversations(settings: ServeBenchSettings, cache_dir: Path | None = No
     path = Path(settings.dataset).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"--dataset must be one of {', '.join(MADE_UP)}, or a file; got {settings.dataset!r}"
+            f"--dataset must be one of {', '.join(SYNTHETIC)}, or a file; got {settings.dataset!r}"
         )
     return read_dataset(
         path,
@@ -153,7 +153,7 @@ def make_conversations(settings: ServeBenchSettings, cache_dir: Path | None = No
 
 
 def make_points(settings: ServeBenchSettings, conversations: Sequence[Conversation]) -> list[Point]:
-    """The loads that the settings ask for.
+    """The loads to run, one for each rate, time scale or concurrency in the settings.
 
     Raises:
         ConfigError: they contradict each other, or the dataset has no arrivals to follow.
@@ -199,7 +199,7 @@ def _form(settings: ServeBenchSettings, conversations: Sequence[Conversation]) -
     """How prompts are sent.
 
     Raises:
-        ConfigError: token ids were asked for and can't be had.
+        ConfigError: the settings ask for token ids, which these conversations do not have.
     """
     if settings.prompt_form not in (None, "tokens", "text"):
         raise ConfigError(f"--prompt-form must be tokens or text, got {settings.prompt_form!r}")
@@ -250,12 +250,12 @@ def _check(settings: ServeBenchSettings) -> None:
 
 
 def _url(text: str) -> str:
-    """With its scheme and without the path that clients of OpenAI's library give."""
+    """Add a missing scheme, and remove the path /v1 that OpenAI's library wants."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
         is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or a broken address
+    except ValueError:  # the port is no number, or the address is malformed
         is_complete = False
     if not is_complete:
         raise ConfigError(f"--url must be that of a server, as http://127.0.0.1:8000, got {text!r}")
@@ -273,7 +273,7 @@ def _extra_fields(text: str | None) -> dict[str, Any]:
 
 
 def _token_counter(name: str, cache_dir: Path | None) -> Callable[[str], int]:
-    # Here, because most runs need no tokenizer.
+    # Imported here, because most runs need no tokenizer.
     from minisgl.text.tokenizer import Tokenizer
     from minisgl.weights.sources import resolve_model_folder
 

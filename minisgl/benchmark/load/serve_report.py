@@ -1,6 +1,6 @@
-"""The figures of `minisgl bench serve`, as text for the terminal and as a report.
+"""The metrics of `minisgl bench serve`, as text for the terminal and as a report.
 
-Promise: failed requests are counted by kind and are in no latency. Torch-free.
+Promise: failed requests are counted by kind and enter no latency. Torch-free.
 """
 
 import math
@@ -11,20 +11,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.latency import (
+from minisgl.benchmark.load.latency import (
     LATENCIES,
     PERCENTILES,
     Timing,
-    even_quantiles,
+    evenly_spaced_quantiles,
     interval_samples,
     meets,
     summary,
     time_answer,
     timeline,
 )
-from minisgl.benchmark.load_client import ERROR_KINDS
-from minisgl.benchmark.load_run import Run, Sent
-from minisgl.benchmark.report import (
+from minisgl.benchmark.load.load_client import ERROR_KINDS
+from minisgl.benchmark.load.load_run import LoadRun, SentRequest
+from minisgl.benchmark.load.serve_plan import Plan, Point
+from minisgl.benchmark.reports.report import (
     CdfChart,
     Cell,
     Chart,
@@ -35,17 +36,16 @@ from minisgl.benchmark.report import (
     make_report,
     own_command,
 )
-from minisgl.benchmark.serve_plan import Plan, Point
 from minisgl.benchmark.settings import ServeBenchSettings
 
 LATE_SEND_MS = 50.0
-"""In 1 of 100 requests: what is worth a word."""
+"""A delay of sending that warns the user, if 1 of 100 requests exceeds it."""
 ROUNDED_TO = 4
-"""Digits behind the point of raw samples, which are milliseconds and seconds."""
+"""Decimal places of raw samples, which are in milliseconds and seconds."""
 
 
 class PointReport(NamedTuple):
-    """The figures of one point."""
+    """The metrics of one point."""
 
     point: Point
     metrics: dict[str, float | int | None]
@@ -56,11 +56,11 @@ class PointReport(NamedTuple):
 
     @property
     def row(self) -> dict[str, Cell]:
-        """Its line in the table of all points."""
+        """The point's row in the table of all points."""
         return {self.point.knob: self.point.cell, **self.metrics}
 
     def text(self) -> str:
-        """For the terminal."""
+        """The point as text for the terminal."""
         columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
         rows: list[dict[str, Cell]] = [
             {"ms": name.upper(), **{column: self.metrics[f"{name}_{column}_ms"] for column in columns}}
@@ -80,8 +80,8 @@ class PointReport(NamedTuple):
         return "\n\n".join(parts) + "\n"
 
 
-def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointReport:
-    """Figures, raw samples and warnings of one run."""
+def report_point(point: Point, run: LoadRun, slo: Mapping[str, float]) -> PointReport:
+    """Metrics, raw samples and warnings of one run."""
     complete = [one for one in run.sent if one.answer.error is None]
     timings = [time_answer(one.answer) for one in complete]
     start_at = min((one.answer.sent_at for one in run.sent), default=0.0)
@@ -125,7 +125,7 @@ def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointRepor
         metrics |= summary(name, samples[f"{name}_ms"])
     intervals, weights = interval_samples(timings)
     metrics |= summary("itl", intervals, weights)
-    samples["itl_ms"] = even_quantiles(intervals, weights)
+    samples["itl_ms"] = evenly_spaced_quantiles(intervals, weights)
     metrics |= {
         "send_lag_p99_ms": float(np.percentile(lags_ms, 99)) if lags_ms else None,
         "send_lag_max_ms": max(lags_ms, default=None),
@@ -146,8 +146,8 @@ def report_point(point: Point, run: Run, slo: Mapping[str, float]) -> PointRepor
 def make_serve_report(
     settings: ServeBenchSettings, plan: Plan, model: str, points: Sequence[PointReport]
 ) -> Report:
-    """The report of the points so far. Where several are planned, metrics and samples begin with the point's
-    name."""
+    """The report of the points so far. If the plan has several points, the names of metrics and samples begin
+    with the point's name."""
     is_single = len(plan.points) == 1
 
     def named(point: PointReport, name: str) -> str:
@@ -233,8 +233,10 @@ def _charts(
     return charts
 
 
-def _samples(complete: Sequence[Sent], timings: Sequence[Timing], start_at: float) -> dict[str, list[float]]:
-    """A value per complete request, all in the same order; tpot and stall leave out those of one token."""
+def _samples(
+    complete: Sequence[SentRequest], timings: Sequence[Timing], start_at: float
+) -> dict[str, list[float]]:
+    """One value per complete request, in the same order; tpot and stall leave out answers of one token."""
     usages = [one.answer.usage for one in complete]
     return {
         "ttft_ms": [timing.ttft_ms for timing in timings],
@@ -248,7 +250,7 @@ def _samples(complete: Sequence[Sent], timings: Sequence[Timing], start_at: floa
     }
 
 
-def _errors(sent: Sequence[Sent]) -> list[dict[str, Cell]]:
+def _errors(sent: Sequence[SentRequest]) -> list[dict[str, Cell]]:
     kinds = Counter(one.answer.error for one in sent if one.answer.error is not None)
     examples = {one.answer.error: one.answer.error_message for one in reversed(sent)}
     return [
@@ -262,7 +264,7 @@ def _errors(sent: Sequence[Sent]) -> list[dict[str, Cell]]:
     ]
 
 
-def _warnings(run: Run, complete: Sequence[Sent], send_lag_ms: float | None) -> list[str]:
+def _warnings(run: LoadRun, complete: Sequence[SentRequest], send_lag_ms: float | None) -> list[str]:
     found = []
     if run.watch.warning is not None:
         found.append(run.watch.warning)
@@ -271,7 +273,7 @@ def _warnings(run: Run, complete: Sequence[Sent], send_lag_ms: float | None) -> 
             f"requests were sent late (p99 {send_lag_ms:.0f} ms behind their time): the load was lighter "
             "than asked for; TTFT counts from when they were sent"
         )
-    num_assumed = sum(one.answer.is_assumed for one in complete)
+    num_assumed = sum(one.answer.has_assumed_usage for one in complete)
     if num_assumed:
         found.append(
             f"the server sent no usage for {num_assumed} answers: they count as the tokens asked for"

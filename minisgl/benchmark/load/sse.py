@@ -1,11 +1,10 @@
-"""The client's side of a streamed answer: when its events arrived, and what the server says of them.
+"""Parses the server-sent events of a streamed answer, and notes when they arrived.
 
-Promise: no event is counted twice or missed, however the network cuts the bytes; tokens are what the
-server's usage says, chunks are never taken for tokens. No I/O and no clock: bytes and times come in.
+Promise: every event is counted once, however the network splits the bytes. Token counts come from the
+server's usage, never from the number of chunks. No I/O and no clock: the caller passes bytes and times.
 
-A busy client sees tens of thousands of events a second on one core, so after the first token events are
-counted by their separators, not parsed; the last few reads are kept and parsed when the stream is over,
-because usage, finish reason and [DONE] are in them.
+A client receives tens of thousands of events a second on one core. After the first token it therefore counts
+events by their separators. It parses only the last few reads, which contain usage, finish reason and [DONE].
 """
 
 from array import array
@@ -32,7 +31,7 @@ class Usage(msgspec.Struct):
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Prompt tokens found in the prefix cache; None where the server does not say."""
+        """Prompt tokens found in the prefix cache; None where the server does not send the number."""
         return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
@@ -64,7 +63,7 @@ class Chunk(msgspec.Struct):
 
     @property
     def error_message(self) -> str | None:
-        """What an error object says; None when this is none."""
+        """The message of an error object; None if the chunk is no error."""
         if self.object == "error":
             return self.message or "an error object without a message"
         found = bytes(self.error)
@@ -81,15 +80,15 @@ class ErrorObject(msgspec.Struct):
 
 
 class BadEventError(Exception):
-    """The bytes are no stream of OpenAI chunks."""
+    """The bytes are not a stream of OpenAI chunks."""
 
 
-class ServerSaidError(Exception):
-    """The stream holds an error object; the message is the server's."""
+class StreamedServerError(Exception):
+    """The stream contains an error object; the message is the server's."""
 
 
 class Read(NamedTuple):
-    """The complete events that one read ended, and its place in `times`."""
+    """The complete events that ended in one read, and the read's index in `times`."""
 
     place: int
     events: bytes
@@ -127,7 +126,7 @@ class AnswerStream:
         """Take what one read brought at the time `at`.
 
         Raises:
-            ServerSaidError: it holds an error object.
+            StreamedServerError: it holds an error object.
             BadEventError: it can't be understood.
         """
         if self._rest or self._has_crlf or not data.endswith(b"\n\n"):
@@ -144,12 +143,12 @@ class AnswerStream:
         self.counts.append(count)
 
     def finish(self) -> None:
-        """The stream is over: learn what its last events say, and count those reads exactly.
+        """End the stream: parse the last reads, and count their tokens exactly.
 
         Raises:
-            ServerSaidError, BadEventError: as `feed`.
+            StreamedServerError, BadEventError: as `feed`.
         """
-        if self._rest.strip():  # the last event may lack its blank line
+        if self._rest.strip():  # the last event may have no blank line after it
             self.feed(b"\n\n", self.times[-1] if self.times else 0.0)
         bare_end: int | None = None
         written: list[str] = []
@@ -168,8 +167,8 @@ class AnswerStream:
                 else:
                     count += self._has_token(chunk)
             self.counts[read.place] = count
-        # An event with nothing but the finish reason stands for a token where a token lacks its event: that
-        # of end-of-sequence, or one whose text was held back.
+        # If there are fewer events than tokens, the event with only the finish reason stands for a token:
+        # end-of-sequence, or one whose text was held back.
         if bare_end is not None and self.usage and sum(self.counts) < self.usage.completion_tokens:
             self.counts[bare_end] += 1
         if self._kept.maxlen is None:
@@ -177,7 +176,7 @@ class AnswerStream:
         self._kept.clear()
 
     def _complete_events(self, data: bytes) -> bytes:
-        """`data` behind what was left over, up to the end of its last complete event."""
+        """The bytes kept from earlier reads plus `data`, up to the end of the last complete event."""
         data = self._rest + data
         self._has_crlf = self._has_crlf or b"\r\n" in data
         if self._has_crlf:
@@ -195,14 +194,14 @@ def read_chunks(events: bytes) -> Iterator[Chunk]:
     """The chunks in complete server-sent events; [DONE] is the object `DONE`.
 
     Raises:
-        ServerSaidError: one is an error object.
+        StreamedServerError: one is an error object.
         BadEventError: one is not of OpenAI's form.
     """
     for event in events.split(b"\n\n"):
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         data = b"\n".join(lines)
         if not data:
-            continue  # a comment that keeps the connection alive
+            continue  # a comment, which keeps the connection alive
         if data == b"[DONE]":
             yield DONE
             continue
@@ -211,7 +210,7 @@ def read_chunks(events: bytes) -> Iterator[Chunk]:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadEventError(f"{error}: {data[:200].decode('utf-8', 'replace')}") from None
         if chunk.error_message is not None:
-            raise ServerSaidError(chunk.error_message)
+            raise StreamedServerError(chunk.error_message)
         yield chunk
 
 

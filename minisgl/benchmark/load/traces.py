@@ -1,16 +1,7 @@
-"""Recorded arrivals of real services as requests: when, how long, and which parts of prompts are equal.
+"""Reads traces of real services: arrival times, lengths, and which parts of prompts are equal.
 
-Promise: a trace is read whole or refused with the line at fault; requests come in the order of their
-arrival and the first arrives at 0. Torch-free. The formats, recognised by their content:
-
-- `mooncake`: JSON lines with timestamp (ms), input_length, output_length, hash_ids of 512-token blocks
-  (https://github.com/kvcache-ai/Mooncake)
-- `qwen-bailian`: JSON lines with chat_id, parent_chat_id, timestamp (s), turn, hash_ids of 16-token blocks
-  (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon)
-- `azure`: CSV with TIMESTAMP, ContextTokens, GeneratedTokens
-  (https://github.com/Azure/AzurePublicDataset)
-- `burstgpt`: CSV with Timestamp (s), Request tokens, Response tokens; some files have a Session ID
-  (https://github.com/HPMLL/BurstGPT)
+Promise: a faulty line raises an error that names it. Requests are sorted by arrival, and the first arrives
+at 0 s. Torch-free. `FORMATS` lists the formats; a file's content tells which one it has.
 """
 
 import csv
@@ -39,20 +30,20 @@ class TraceRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...] = ()
-    """What the prompt is made of, from its start; the last block may be cut short. Empty: not recorded."""
+    """The prompt's blocks from its start; the last one may be partial. Empty: not recorded."""
     block_tokens: int = 0
     """Tokens of a whole block; 0 without block ids."""
     conversation: str | None = None
-    """Equal for the turns of one conversation; None where the trace does not say."""
+    """The same for all turns of a conversation; None where the trace has no conversations."""
     turn: int = 1
-    """Which of its conversation's, from 1."""
+    """The turn's number in its conversation, from 1."""
 
 
 def read_trace(path: Path, format: str | None = None, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests in a file (None = all); `format` None = recognise it.
+    """The first `limit` requests in a file (None = all); `format` None = detect it.
 
-    Requests with an empty prompt or answer can't be replayed and are left out (BurstGPT's failures have 0
-    response tokens).
+    Requests with an empty prompt or answer are left out, because a server can't replay them (BurstGPT's
+    failures have 0 response tokens).
 
     Raises:
         ConfigError: no such file, an unknown format, or a line that does not fit it.
@@ -86,7 +77,7 @@ def scale_trace(
 
     Args:
         length_scale: lengths of prompts, outputs and blocks are multiplied by it, rounded up. Each prompt
-            keeps its blocks, so the same parts of prompts stay equal.
+            keeps its blocks, so the parts of prompts that were equal stay equal.
         time_scale: arrival times are multiplied by it: 0.5 is twice the request rate, 2 half of it. (As in
             mini-sglang's online benchmark, `scale_traces`.)
 
@@ -116,7 +107,7 @@ def scale_trace(
 
 
 class Lines:
-    """A file's lines that are not blank; knows the number of the one it gave last, for error messages."""
+    """Iterates over a file's lines that are not blank; counts lines for error messages."""
 
     def __init__(self, path: Path, lines: Iterable[str]) -> None:
         self.path = path
@@ -138,7 +129,7 @@ class Lines:
                 return line
 
     def first(self) -> str:
-        """The next line, which stays the next one; "" at the end."""
+        """The next line, without consuming it; "" at the end."""
         if self._first is None:
             self._first = next(self, "")
         return self._first
@@ -171,7 +162,7 @@ def _recognise(lines: Lines) -> Reader:
 
 
 class Recorded(msgspec.Struct):
-    """A JSON line; Mooncake's have no chat ids."""
+    """A JSON line of a trace; Mooncake's lines have no chat ids."""
 
     timestamp: float
     input_length: int
@@ -179,17 +170,21 @@ class Recorded(msgspec.Struct):
     hash_ids: list[int]
     chat_id: int = -1
     parent_chat_id: int = -1
-    """-1: it begins a conversation."""
+    """-1: the request begins a conversation."""
     turn: int = 1
 
 
 def _read_mooncake(lines: Lines) -> Iterator[TraceRequest]:
+    """JSON lines with timestamp (ms), input_length, output_length, hash_ids of 512-token blocks
+    (https://github.com/kvcache-ai/Mooncake)."""
     for line in lines:
         recorded = msgspec.json.decode(line, type=Recorded)
         yield _request(recorded, recorded.timestamp / 1000, MOONCAKE_BLOCK_TOKENS)
 
 
 def _read_qwen_bailian(lines: Lines) -> Iterator[TraceRequest]:
+    """JSON lines with chat_id, parent_chat_id, timestamp (s), turn, hash_ids of 16-token blocks
+    (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon)."""
     conversations: dict[int, int] = {}  # chat id -> the id that its conversation began with
     for line in lines:
         recorded = msgspec.json.decode(line, type=Recorded)
@@ -216,6 +211,7 @@ def _request(recorded: Recorded, arrival_s: float, block_tokens: int) -> TraceRe
 
 
 def _read_azure(lines: Lines) -> Iterator[TraceRequest]:
+    """CSV with TIMESTAMP, ContextTokens, GeneratedTokens (https://github.com/Azure/AzurePublicDataset)."""
     for row in csv.DictReader(lines, skipinitialspace=True):
         yield TraceRequest(
             arrival_s=_seconds(row["TIMESTAMP"]),
@@ -225,6 +221,8 @@ def _read_azure(lines: Lines) -> Iterator[TraceRequest]:
 
 
 def _read_burstgpt(lines: Lines) -> Iterator[TraceRequest]:
+    """CSV with Timestamp (s), Request tokens, Response tokens; some files have a Session ID
+    (https://github.com/HPMLL/BurstGPT)."""
     turns: dict[str, int] = {}
     for row in csv.DictReader(lines, skipinitialspace=True):
         conversation = row.get("Session ID") or None
@@ -248,7 +246,7 @@ FORMATS: Mapping[str, Reader] = {
 
 
 def _seconds(text: str) -> float:
-    """Unix time of "2023-11-16 18:15:46.6805900" or "2024-05-12 00:00:00.1+00:00"; without an offset UTC."""
+    """Unix time of "2023-11-16 18:15:46.6805900" or "2024-05-12 00:00:00.1+00:00"; UTC without an offset."""
     day, _, clock = text.strip().replace("T", " ").partition(" ")
     offset_at = max(clock.rfind("+"), clock.rfind("-"))
     offset = clock[offset_at:] if offset_at >= 0 else "+00:00"

@@ -1,11 +1,8 @@
 """`minisgl bench compare A.json B.json`: is B better or worse than A, and by more than chance?
 
-Promise: a ratio comes with a bootstrap confidence interval (percentile method: Efron and Tibshirani, An
-Introduction to the Bootstrap, chapter 13), computed from the raw samples of both reports with a fixed seed.
-Samples that follow each other may hang together, as the steps of one run do, so blocks of them are drawn, as
-long as they do. Only a difference whose interval excludes 1 counts, and only where there is enough to tell it
-from chance; only a loss over the threshold is a regression. Which direction is better follows from the
-metric's name, in one table.
+Promise: every ratio has a bootstrap confidence interval, computed from the raw samples of both reports with a
+fixed seed. A difference counts only if its interval excludes 1 and there are enough samples. Only a loss
+above the threshold is a regression. The metric's name tells which direction is better.
 """
 
 import math
@@ -16,7 +13,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from minisgl.benchmark.report import Cell, Report, format_table, read_report
+from minisgl.benchmark.reports.report import Cell, Report, format_table, read_report
 from minisgl.benchmark.settings import CompareSettings
 from minisgl.errors import ConfigError
 
@@ -24,7 +21,7 @@ EXIT_OK = 0
 EXIT_REGRESSION = 1
 
 HIGHER_IS_BETTER = ("_per_s", "_rate", "goodput", "fraction")
-"""Ends of metric names, as parts of words; looked up first."""
+"""Endings of metric names; checked before LOWER_IS_BETTER."""
 LOWER_IS_BETTER = ("_ms", "_us", "_s", "_bytes")
 STATISTICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda values: values.mean(axis=-1),
@@ -34,11 +31,11 @@ STATISTICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         for percent in (50, 90, 95, 99)
     },
 }
-"""What a metric's name may say about how it sums up its samples; over the last axis."""
+"""The statistics that a metric's name may contain; each reduces the last axis."""
 RESAMPLED_AT_ONCE = 1 << 22
-"""Numbers in memory at a time."""
+"""Resampled numbers in memory at a time."""
 LEAST_BLOCKS = 4
-"""Blocks are never so long that there are fewer."""
+"""The least number of blocks, which bounds their length."""
 
 
 class Comparison(NamedTuple):
@@ -47,8 +44,8 @@ class Comparison(NamedTuple):
     name: str
     a: float
     b: float
-    is_enough: bool
-    """Whether there are samples enough for any difference to be significant."""
+    has_enough_samples: bool
+    """Whether there are enough samples for any difference to be significant."""
     ratio: float
     low: float
     high: float
@@ -56,17 +53,17 @@ class Comparison(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """How much worse B is, as a share of A; negative = better."""
+        """How much worse B is, as a share of A; negative = B is better."""
         if self.higher_is_better is None:
             return 0.0
         return 1.0 - self.ratio if self.higher_is_better else self.ratio - 1.0
 
     @property
     def is_significant(self) -> bool:
-        return self.low > 1.0 or self.high < 1.0  # never where they are NaN
+        return self.low > 1.0 or self.high < 1.0  # False where they are NaN
 
     def verdict(self, threshold: float) -> str:
-        if not self.is_enough:
+        if not self.has_enough_samples:
             return "too few samples"
         if not self.is_significant:
             return "no significant difference"
@@ -98,7 +95,7 @@ def run_compare(a: Path, b: Path, settings: CompareSettings, out: TextIO) -> int
         resamples=settings.resamples,
         seed=settings.seed,
     )
-    for line in differing_circumstances(first, second):
+    for line in environment_differences(first, second):
         print(line, file=out)
     rows: list[dict[str, Cell]] = [
         {
@@ -131,7 +128,7 @@ def compare(
     resamples: int = 2000,
     seed: int = 0,
 ) -> list[Comparison]:
-    """Every metric that both reports have with raw samples (of them the `wanted` ones).
+    """Compare every metric with raw samples in both reports, or only the `wanted` ones.
 
     Raises:
         ConfigError: the reports are of different kinds, or nothing can be compared.
@@ -156,30 +153,30 @@ def compare(
         if wanted is not None and name not in wanted:
             continue
         first, second = np.asarray(a.samples[samples]), np.asarray(b.samples[samples])
-        # Each metric from the same seed: its interval does not depend on what else is compared.
+        # Every metric uses the same seed, so its interval does not depend on the other metrics.
         low, high = ratio_interval(first, second, STATISTICS[statistic], confidence, resamples, seed)
         value_a, value_b = (float(STATISTICS[statistic](values)) for values in (first, second))
         ratio = value_b / value_a if value_a else float("nan")
-        enough = can_be_significant(first, second, confidence)
+        enough = has_enough_samples(first, second, confidence)
         compared.append(Comparison(name, value_a, value_b, enough, ratio, low, high, is_higher_better(name)))
     return compared
 
 
-def can_be_significant(a: np.ndarray, b: np.ndarray, confidence: float) -> bool:
-    """Whether chance alone separates as many samples, or blocks of them, rarely enough.
+def has_enough_samples(a: np.ndarray, b: np.ndarray, confidence: float) -> bool:
+    """Whether there are enough samples, or blocks of them, for a significant difference.
 
-    Of n and m alike samples, all of one lie above all of the other with probability 2 / (n + m choose n): no
-    order of fewer than 4 and 4 is significant at 95%, whatever a bootstrap of them says.
+    If n and m samples have the same distribution, one group lies entirely above the other with probability
+    2 / (n + m choose n). With fewer than 4 and 4 samples, no difference is therefore significant at 95%.
     """
     num_a, num_b = (len(values) // block_length(values) for values in (a, b))
     return 2 / math.comb(num_a + num_b, num_a) <= 1 - confidence
 
 
 def block_length(values: np.ndarray) -> int:
-    """How many consecutive samples hang together: 1 where each stands for itself.
+    """The length of blocks to resample: 1 for independent samples.
 
-    Twice the integrated autocorrelation time, its sum ended as by Geyer, Practical Markov Chain Monte Carlo
-    (1992), section 3.3: with the first pair of lags that is not positive together.
+    Otherwise twice the integrated autocorrelation time. Its sum ends at the first pair of lags whose sum is
+    not positive (Geyer, Practical Markov Chain Monte Carlo, 1992, section 3.3).
     """
     centred = values - values.mean()
     spread = float(centred @ centred)
@@ -192,7 +189,7 @@ def block_length(values: np.ndarray) -> int:
         if pair <= 0 or time > longest:
             break
         time += 2 * float(pair) / spread
-    # White noise has a time of 1, give or take some tens of percent.
+    # The estimated time of white noise is 1, within some tens of percent.
     return 1 if time < 1.5 else min(longest, math.ceil(2 * time))
 
 
@@ -204,10 +201,11 @@ def ratio_interval(
     resamples: int,
     seed: int,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of statistic(b) / statistic(a); (nan, nan) where a resample's is 0.
+    """Percentile bootstrap interval of statistic(b) / statistic(a) (Efron and Tibshirani, An Introduction to
+    the Bootstrap, chapter 13); (nan, nan) if the statistic of a resample of `a` is 0.
 
-    Blocks are drawn from the samples laid in a circle (Politis and Romano 1992, A circular block-resampling
-    procedure for stationary data).
+    Consecutive samples may be correlated, so blocks of them are drawn (Politis and Romano 1992, A circular
+    block-resampling procedure for stationary data).
 
     Args:
         a, b: float [n] and [m], each in the order of measuring.
@@ -232,8 +230,10 @@ def ratio_interval(
 
 
 def source_of(metric: str, report: Report) -> tuple[str, str] | None:
-    """The samples that a metric sums up, and how: "ttft_p99_ms" is the p99 of "ttft_ms", a metric named as
-    its samples their mean; None where the report has no such samples."""
+    """The name of a metric's samples and its statistic; None if the report has no such samples.
+
+    "ttft_p99_ms" is the p99 of "ttft_ms". A metric with the name of its samples is their mean.
+    """
     if metric in report.samples:
         return metric, "mean"
     parts = metric.split("_")
@@ -245,17 +245,17 @@ def source_of(metric: str, report: Report) -> tuple[str, str] | None:
 
 
 def is_higher_better(metric: str) -> bool | None:
-    """By the metric's unit or name; None where neither says."""
+    """Whether a higher value is better, by the ending of the metric's name; None = unknown."""
     if metric.endswith(HIGHER_IS_BETTER):
         return True
     return False if metric.endswith(LOWER_IS_BETTER) else None
 
 
 def parse_share(text: str) -> float:
-    """ "5%" or "0.05" as a number.
+    """Parse a share such as "5%" or "0.05".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `text` is anything else.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     if found is None:
@@ -263,8 +263,8 @@ def parse_share(text: str) -> float:
     return float(found.group(1)) / (100 if found.group(2) else 1)
 
 
-def differing_circumstances(a: Report, b: Report) -> list[str]:
-    """A line for each circumstance that differs and may explain a difference."""
+def environment_differences(a: Report, b: Report) -> list[str]:
+    """One line for each difference of hardware, software or workload, which may explain other differences."""
     facts = ("gpu", "driver", "cpu", "num_cpus", "torch", "triton", "python", "git_commit")
     work = ("num_requests", "num_prompt_tokens", "num_output_tokens", "num_errors")
     pairs = [(name, getattr(a.environment, name), getattr(b.environment, name)) for name in facts]

@@ -1,19 +1,20 @@
-"""Pictures of measurements: bars, distributions, lines, heat maps, timelines; .png, .svg, or one .html page.
+"""Writes pictures of reports: as .png, as .svg, or as one .html page.
 
-Promise: needs matplotlib only to draw, never to measure; an .html page holds its pictures and its figures
-and loads nothing from elsewhere.
+Promise: this module needs matplotlib only to draw, never to measure. An .html page contains its pictures and
+its figures, and loads nothing from elsewhere.
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from msgspec.structs import replace
 
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports.panels import Group, Panel, Span, bars, cdf, heat_map, lines, timeline
+from minisgl.benchmark.reports.report import (
     BarsChart,
     CdfChart,
     Cell,
@@ -31,11 +32,7 @@ from minisgl.benchmark.settings import OutputSettings
 from minisgl.errors import ConfigError
 
 SUFFIXES = (".png", ".svg", ".html")
-COLORS = ("#2f6fde", "#e08a1e", "#3a9d5d", "#b4438f", "#7a6ff0", "#8a8f99", "#c0392b", "#16808d")
-PALE = "#b4bcc8"
-"""For what the others are compared with."""
 PANEL_WIDTH_IN = 10.0
-MAX_CDF_POINTS = 2000
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "minisgl",
     "svg.fonttype": "none",
@@ -53,35 +50,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
-class Group(NamedTuple):
-    """One line of a bar chart: a value for each series; None leaves the bar out."""
-
-    label: str
-    values: tuple[float | None, ...]
-    notes: tuple[str, ...]  # written at the ends of the bars
-
-
-class Span(NamedTuple):
-    """A stretch of time in a timeline."""
-
-    lane: str
-    name: str
-    start: float
-    duration: float
-
-
-class Panel(NamedTuple):
-    """One picture of a figure: how high it is, and what draws it on matplotlib axes."""
-
-    height_in: float
-    draw: Callable[[Any], None]
-
-
 def check_chart_path(path: Path) -> None:
-    """Whether a picture could be drawn to `path`.
+    """Check that a picture can be drawn to `path`.
 
     Raises:
-        ConfigError: its name ends otherwise than in SUFFIXES, or matplotlib is not installed.
+        ConfigError: its name does not end with one of SUFFIXES, or matplotlib is not installed.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot needs a name that ends in {', '.join(SUFFIXES)}, got {path}")
@@ -92,8 +65,8 @@ def check_chart_path(path: Path) -> None:
         )
 
 
-def plot_report(path: Path, report: Report) -> None:
-    """Draw all charts of a report, one below the other.
+def plot_report(path: Path, report: Report, *, source: str | None = None) -> None:
+    """Draw all charts of a report, one below the other; `source` goes into the picture's metadata.
 
     Raises:
         ConfigError: as check_chart_path, or the report has no chart or one that does not fit its data.
@@ -104,11 +77,11 @@ def plot_report(path: Path, report: Report) -> None:
         panels = [_panel(chart, report) for chart in report.charts]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a chart of the report does not fit its data: {error}") from error
-    write_panels(path, panels, _caption(report.environment), report)
+    write_panels(path, panels, _caption(report.environment), report, source)
 
 
 def check_output(output: OutputSettings) -> None:
-    """Whether a report could go where it is wanted; to be called before anything is measured.
+    """Check that a report can be written and drawn; commands call this before they measure.
 
     Raises:
         ConfigError: nothing can be written or drawn there.
@@ -119,8 +92,8 @@ def check_output(output: OutputSettings) -> None:
         check_chart_path(plot_path)
 
 
-def deliver(report: Report, output: OutputSettings, out: TextIO) -> None:
-    """Write and draw a report where that is wanted, and say so; the commit is the one that was given.
+def write_outputs(report: Report, output: OutputSettings, out: TextIO) -> None:
+    """Write and draw a report as the settings say, and print the paths; `output.commit` replaces the commit.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -139,7 +112,7 @@ def deliver(report: Report, output: OutputSettings, out: TextIO) -> None:
 
 
 def write_chart(path: Path, title: str, series: tuple[str, ...], groups: list[Group], limit: float) -> None:
-    """Bars of fractions; `limit` is the value at the right end, as 1.0 of a roofline.
+    """Draw bars of fractions; the axis ends at `limit`, for example 1.0 of a roofline.
 
     Raises:
         ConfigError: as check_chart_path.
@@ -148,238 +121,30 @@ def write_chart(path: Path, title: str, series: tuple[str, ...], groups: list[Gr
 
 
 def write_panels(
-    path: Path, panels: Sequence[Panel], caption: str = "", report: Report | None = None
+    path: Path,
+    panels: Sequence[Panel],
+    caption: str = "",
+    report: Report | None = None,
+    source: str | None = None,
 ) -> None:
-    """Draw panels one below the other; an .html page also gets the figures of `report`.
+    """Draw panels one below the other; an .html page also gets the metrics of `report`.
+
+    Args:
+        source: the source field of the picture's metadata.
 
     Raises:
         ConfigError: as check_chart_path, or nothing can be written there.
     """
     check_chart_path(path)
     image_format = "png" if path.suffix == ".png" else "svg"
-    image = _draw(panels, caption, image_format)
+    image = _draw(panels, caption, image_format, source)
     if path.suffix == ".html":
         image = _page(image.decode("utf-8"), report).encode("utf-8")
     write_atomically(path, image)
 
 
-def bars(
-    title: str,
-    series: Sequence[str],
-    groups: Sequence[Group],
-    *,
-    limit: float | None = None,
-    as_percent: bool = False,
-    x_label: str = "",
-) -> Panel:
-    """Horizontal bars, a group for each line; values beyond `limit` end there."""
-
-    def draw(axes: Any) -> None:
-        thickness = 0.8 / len(series)
-        colors = (PALE, *COLORS) if len(series) > 1 else COLORS
-        values = [value for group in groups for value in group.values if value is not None]
-        end = limit if limit is not None else max(values, default=1.0) or 1.0
-        for place, name in enumerate(series):
-            kept = [(i, g, g.values[place]) for i, g in enumerate(groups)]
-            kept = [(i, g, min(value, end)) for i, g, value in kept if value is not None]
-            spots = [i + place * thickness for i, _, _ in kept]
-            axes.barh(
-                spots,
-                [length for _, _, length in kept],
-                thickness * 0.9,
-                label=name,
-                color=colors[place % len(colors)],
-            )
-            for spot, (_, group, length) in zip(spots, kept, strict=True):
-                axes.text(length + 0.005 * end, spot, group.notes[place], va="center", fontsize=7)
-        axes.set_yticks(
-            [i + 0.4 - thickness / 2 for i in range(len(groups))], [g.label for g in groups], fontsize=8
-        )
-        axes.set_xlim(0, end * 1.12)
-        if as_percent:
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axes.grid(visible=False, axis="y")
-        axes.margins(y=0.01)
-        axes.invert_yaxis()
-        axes.set_xlabel(x_label)
-        axes.set_title(title)
-        if len(series) > 1:
-            _legend(axes, loc="lower right")
-
-    return Panel(1.4 + 0.17 * (len(series) + 0.6) * len(groups), draw)
-
-
-def cdf(title: str, samples: Mapping[str, Sequence[float]], *, x_label: str, log_x: bool = False) -> Panel:
-    """The share of samples at or below each value, one step line per name."""
-
-    def draw(axes: Any) -> None:
-        for place, (name, values) in enumerate(samples.items()):
-            if not values:
-                continue
-            ordered = sorted(values)
-            # Of very many samples a part looks the same, and the file stays small.
-            kept = range(len(ordered) - 1, -1, -max(1, len(ordered) // MAX_CDF_POINTS))[::-1]
-            shares = [(i + 1) / len(ordered) for i in kept]
-            axes.step(
-                [ordered[0], *(ordered[i] for i in kept)],
-                [0.0, *shares],
-                where="post",
-                color=COLORS[place % len(COLORS)],
-                label=f"{name} (n = {len(values):,})",
-            )
-        for share in (0.5, 0.9, 0.99):
-            axes.axhline(share, color="#999", linewidth=0.6, linestyle=":")
-        axes.set_ylim(0, 1.01)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 0.9, 0.99])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        _scale(axes, log_x=log_x and all(value > 0 for values in samples.values() for value in values))
-        axes.set_xlabel(x_label)
-        axes.set_title(title)
-        _legend(axes, loc="lower right")
-
-    return Panel(3.6, draw)
-
-
-def lines(
-    title: str,
-    x: Sequence[float],
-    series: Mapping[str, Sequence[float | None]],
-    *,
-    x_label: str,
-    y_label: str,
-    log_x: bool = False,
-    log_y: bool = False,
-) -> Panel:
-    """Values over `x`, one line with markers per name; None leaves a point out."""
-
-    def draw(axes: Any) -> None:
-        for place, (name, values) in enumerate(series.items()):
-            points = sorted((a, b) for a, b in zip(x, values, strict=True) if b is not None)
-            axes.plot(
-                [a for a, _ in points],
-                [b for _, b in points],
-                marker="o",
-                markersize=3.5,
-                label=name,
-                color=COLORS[place % len(COLORS)],
-            )
-        _scale(axes, log_x=log_x, log_y=log_y)
-        if log_x and len(set(x)) <= 12:
-            axes.set_xticks(sorted(set(x)), [f"{value:g}" for value in sorted(set(x))])
-            axes.minorticks_off()
-        if not log_y:
-            axes.set_ylim(bottom=0)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.set_title(title)
-        _legend(axes)
-
-    return Panel(3.6, draw)
-
-
-def heat_map(
-    title: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    *,
-    label: str,
-    row_label: str = "",
-    column_label: str = "",
-    as_percent: bool = False,
-) -> Panel:
-    """Values as colours with the numbers in them; `values` by row, None stays empty. Percent is of 1."""
-
-    def draw(axes: Any) -> None:
-        filled = [[float("nan") if value is None else value for value in line] for line in values]
-        limits = {"vmin": 0.0, "vmax": 1.0} if as_percent else {}
-        image = axes.imshow(filled, aspect="auto", cmap="viridis", **limits)
-        low, high = image.get_clim()
-        for i, line in enumerate(values):
-            for j, value in enumerate(line):
-                if value is not None:
-                    shade = (value - low) / (high - low) if high > low else 1.0
-                    text = f"{value:.0%}" if as_percent else format_cell(value)
-                    color = "black" if shade > 0.6 else "white"
-                    axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.grid(visible=False)
-        axes.set_xlabel(column_label)
-        axes.set_ylabel(row_label)
-        axes.set_title(title)
-        bar = axes.figure.colorbar(image, ax=axes, label=label, pad=0.02)
-        if as_percent:
-            bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-    return Panel(1.4 + 0.4 * len(rows), draw)
-
-
-def timeline(title: str, spans: Sequence[Span], *, x_label: str) -> Panel:
-    """Spans as bars along time, a line for each lane, a colour for each name."""
-    lanes = list(dict.fromkeys(span.lane for span in spans))
-    names = list(dict.fromkeys(span.name for span in spans))
-
-    def draw(axes: Any) -> None:
-        end = max((span.start + span.duration for span in spans), default=1.0)
-        for place, name in enumerate(names):
-            own = [span for span in spans if span.name == name]
-            axes.barh(
-                [lanes.index(span.lane) for span in own],
-                [span.duration for span in own],
-                0.7,
-                left=[span.start for span in own],
-                color=_color(place),
-                label=name,
-                edgecolor="white",
-                linewidth=0.5,
-            )
-            for span in own:
-                text = format_cell(span.duration)
-                if span.duration > 0.05 * end:
-                    middle = span.start + span.duration / 2
-                    axes.text(middle, lanes.index(span.lane), text, ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.set_xlim(0, end * 1.01)
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
-        axes.set_xlabel(x_label)
-        axes.set_title(title)
-        _legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-
-    return Panel(max(1.0 + 0.35 * len(lanes), 0.6 + 0.18 * len(names)), draw)
-
-
-def _color(place: int) -> str:
-    """A light tint, so that black text can be read on it; repeats after fourteen."""
-    tints = (
-        "#8fb4f2", "#f0bd7c", "#8ccba2", "#d99cc5", "#b9b3f6",
-        "#c3c7ce", "#e39b93", "#83c3cb", "#e6d36b", "#c9ab8f",
-        "#b5cf6b", "#f4b9cf", "#8e9fd0", "#7fa894",
-    )  # fmt: skip
-    return tints[place % len(tints)]
-
-
-def _legend(axes: Any, **where: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, **where)
-
-
-def _scale(axes: Any, *, log_x: bool = False, log_y: bool = False) -> None:
-    from matplotlib.ticker import LogFormatter
-
-    if log_x:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(LogFormatter())
-        axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    if log_y:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-
-
 def _panel(chart: Chart, report: Report) -> Panel:
-    """The picture that a chart of a report asks for."""
+    """The panel of a report's chart."""
     if isinstance(chart, CdfChart):
         samples = {name: report.samples[name] for name in chart.samples}
         return cdf(chart.title, samples, x_label=chart.x_label, log_x=chart.log_x)
@@ -441,7 +206,7 @@ def _panel(chart: Chart, report: Report) -> Panel:
 def _series(
     chart: LinesChart, rows: Sequence[Mapping[str, Cell]]
 ) -> tuple[list[float], dict[str, list[float | None]]]:
-    """The x values of all rows, and for each line its value in each row (None in rows of other lines)."""
+    """The x values of all rows, and for each line its values by row (None in rows of other lines)."""
     x = [_number(row[chart.x]) or 0.0 for row in rows]
     if chart.by is None:
         return x, {name: [_number(row[name]) for row in rows] for name in chart.y}
@@ -470,8 +235,8 @@ def _caption(environment: Environment) -> str:
     return f"{device}, torch {environment.torch}, {environment.date[:10]}{commit}{changed}"
 
 
-def _draw(panels: Sequence[Panel], caption: str, image_format: str) -> bytes:
-    # A Figure of its own, not pyplot: no windows, no global state.
+def _draw(panels: Sequence[Panel], caption: str, image_format: str, source: str | None) -> bytes:
+    # A Figure instead of pyplot has no windows and no global state.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -483,7 +248,7 @@ def _draw(panels: Sequence[Panel], caption: str, image_format: str) -> bytes:
             panel.draw(axes)
         if caption:
             figure.supxlabel(caption, fontsize=7, color="#555", x=0.01, ha="left")
-        metadata = {"Date": None} if image_format == "svg" else {"Software": None}
+        metadata = {"Date" if image_format == "svg" else "Software": None, "Source": source}
         buffer = io.BytesIO()
         figure.savefig(buffer, format=image_format, dpi=130, metadata=metadata)
     return buffer.getvalue()
@@ -512,7 +277,7 @@ td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 
 
 def _page(svg: str, report: Report | None) -> str:
-    """One page with the SVG in it; with a report, its metrics and circumstances too."""
+    """One page with the SVG and, if given, the metrics and environment of the report."""
     picture = svg[svg.index("<svg") :]
     if report is None:
         return PAGE.format(title="minisgl", body=picture)

@@ -1,8 +1,8 @@
-"""What a benchmark leaves behind: one JSON file with its circumstances, figures, raw samples and charts.
+"""The report of a benchmark: one JSON file with environment, metrics, tables, raw samples and charts.
 
-Promise: a file that `read_report` returns has every field in its type; a report says by itself how it is
-drawn, so one that was written where nothing can draw is drawn elsewhere (`minisgl bench plot`). Torch-free:
-what is known of the GPU comes from torch only where it is already loaded, else from nvidia-smi.
+Promise: `read_report` checks the type of every field. A report describes its own charts, so that
+`minisgl bench plot` can draw it on another machine. Torch-free: the GPU's name comes from torch if it is
+already loaded, else from nvidia-smi.
 """
 
 import json
@@ -28,16 +28,16 @@ from minisgl.errors import ConfigError
 from minisgl.weights.progress import Progress, no_progress, progress_on
 
 FORMAT = 1
-"""Raised when a field changes its meaning; other numbers are refused."""
+"""Increased when a field changes its meaning; `read_report` refuses other formats."""
 
 Cell = str | float | int | bool | None
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """The circumstances of a measurement. None = not there, or not to be found out."""
+    """The environment of a measurement. None = absent or unknown."""
 
     date: str
-    """UTC, as 2025-01-31T12:00:00Z."""
+    """UTC, for example 2025-01-31T12:00:00Z."""
     command: str
     git_commit: str | None
     git_dirty: bool | None
@@ -72,7 +72,7 @@ class LinesChart(msgspec.Struct, frozen=True, kw_only=True, tag="lines"):
     x: str
     y: tuple[str, ...]
     by: str | None = None
-    """A column: its values split the rows into lines of their own."""
+    """A column; the rows with equal values of it make one line."""
     x_label: str
     y_label: str
     log_x: bool = False
@@ -88,7 +88,7 @@ class HeatMapChart(msgspec.Struct, frozen=True, kw_only=True, tag="heat_map"):
     column: str
     value: str
     label: str
-    """What the colours mean."""
+    """The meaning of the colours."""
     as_percent: bool = False
 
 
@@ -101,9 +101,9 @@ class BarsChart(msgspec.Struct, frozen=True, kw_only=True, tag="bars"):
     values: tuple[str, ...]
     x_label: str
     notes: tuple[str, ...] = ()
-    """Columns to write at the ends of the bars instead of the values."""
+    """Columns whose values are written at the ends of the bars, instead of the bars' own values."""
     as_percent: bool = False
-    """The values are shares, and 1 is the right end."""
+    """The values are shares, and the axis ends at 1."""
 
 
 class TimelineChart(msgspec.Struct, frozen=True, kw_only=True, tag="timeline"):
@@ -112,9 +112,9 @@ class TimelineChart(msgspec.Struct, frozen=True, kw_only=True, tag="timeline"):
     title: str
     table: str
     lane: str
-    """A column: spans with equal values share a line of the picture."""
+    """A column; spans with equal values of it share a lane."""
     name: str
-    """A column: what a span is called, and coloured by."""
+    """A column with the spans' names, which also choose their colours."""
     start: str
     duration: str
     x_label: str
@@ -132,10 +132,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     arguments: dict[str, Any]
     metrics: dict[str, float | int | None]
-    """Figures by name; the unit ends the name (`_ms`, `_s`, `_tokens_per_s`, `_bytes` ...)."""
+    """Numbers by name; a name ends with its unit (`_ms`, `_s`, `_tokens_per_s`, `_bytes` ...)."""
     tables: dict[str, list[dict[str, Cell]]]
     samples: dict[str, list[float]]
-    """Raw measurements under the name of the metric that sums them up."""
+    """Raw measurements by name; metrics summarise them."""
     charts: tuple[Chart, ...] = ()
 
 
@@ -149,12 +149,12 @@ def make_report(
     charts: Sequence[Chart] = (),
     command: str | None = None,
 ) -> Report:
-    """A report of here and now; `command` None = this process's own command line.
+    """A report with the present environment; `command` None = this process's own command line.
 
     Numbers that are not finite become None in metrics and tables.
 
     Raises:
-        ValueError: a sample is not finite, or a chart names a table or samples that are not there.
+        ValueError: a sample is not finite, or a chart names a table or samples that do not exist.
     """
     kept = {name: [float(value) for value in values] for name, values in (samples or {}).items()}
     for name, values in kept.items():
@@ -177,7 +177,7 @@ def make_report(
 
 
 def find_environment(command: str | None = None) -> Environment:
-    """The circumstances of a measurement made now."""
+    """The present environment."""
     commit, dirty = _git_state(Path(minisgl.__file__).resolve().parent.parent)
     gpu, driver = _gpu_and_driver()
     return Environment(
@@ -198,19 +198,19 @@ def find_environment(command: str | None = None) -> Environment:
 
 
 def engine_arguments(config: EngineConfig | ResolvedConfig) -> dict[str, Any]:
-    """An engine's settings for `Report.arguments`; of the compile cache only whether there is one, since
-    where it lies says nothing about the measurement."""
+    """An engine's settings for `Report.arguments`. The path of the compile cache becomes a boolean, because
+    it has no influence on the measurement."""
     return asdict(config) | {"compile_cache": bool(config.compile_cache)}
 
 
 def own_command() -> str:
-    """This process's command line, without the folders its program lies in."""
+    """This process's command line, without the folder of its program."""
     program = Path(sys.argv[0]).name
     return " ".join(["minisgl" if program in ("minisgl", "__main__.py") else program, *sys.argv[1:]])
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write as JSON, all of it or nothing.
+    """Write a report as JSON, atomically.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -220,7 +220,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` with a file of this content, or leave it as it is.
+    """Replace `path` with a file of this content; after an error, `path` is unchanged.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -241,7 +241,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def output_path(flag: str, text: str | None) -> Path | None:
-    """What `flag` says as a path, checked before anything is measured.
+    """The flag's value as a path; commands check it before they measure.
 
     Raises:
         ConfigError: no file can be written there.
@@ -258,7 +258,7 @@ def read_report(path: Path) -> Report:
     """The report in a file.
 
     Raises:
-        ConfigError: the file can't be read or is no report.
+        ConfigError: the file can't be read or is not a report.
     """
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
@@ -281,7 +281,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def format_table(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str] | None = None) -> str:
-    """Rows under their column names, numbers to the right; `columns` None = those of the rows, in order."""
+    """Rows under their column names, numbers aligned right; `columns` None = all columns of the rows."""
     names = (
         list(columns) if columns is not None else list(dict.fromkeys(name for row in rows for name in row))
     )
@@ -311,7 +311,7 @@ def format_metrics(metrics: Mapping[str, float | int | None]) -> str:
 
 
 def format_cell(value: Cell) -> str:
-    """A value for people: at most four significant digits behind the point, thousands with commas."""
+    """A value as text: at most four decimal places, commas between thousands."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -330,14 +330,14 @@ def format_cell(value: Cell) -> str:
     return value
 
 
-def live_progress(stream: TextIO | None = None) -> Progress:
-    """A `Progress` that draws on a terminal and is silent elsewhere; `stream` None = stderr."""
+def terminal_progress(stream: TextIO | None = None) -> Progress:
+    """A `Progress` that draws if `stream` is a terminal; `stream` None = stderr."""
     out = stream if stream is not None else sys.stderr
     return progress_on(out) if out.isatty() else no_progress
 
 
 def _cell(value: Any) -> Any:
-    """A value as plain data: numpy's numbers become Python's, numbers that are not finite None."""
+    """A value as plain data: a numpy number becomes Python's, a number that is not finite becomes None."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
@@ -357,8 +357,7 @@ def _check_charts(report: Report) -> None:
 
 
 def _as_lines(value: Any, indent: str = "") -> str:
-    """JSON for people and for diffs: a line for each entry of an object, each row of a table, each list of
-    samples."""
+    """Readable JSON: one line for each entry of an object, each row of a table, and each list of samples."""
     deeper = indent + " "
     if isinstance(value, dict) and value:
         entries = [f"{deeper}{json.dumps(name)}: {_as_lines(one, deeper)}" for name, one in value.items()]
@@ -380,7 +379,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Commit and dirtiness of the checkout minisgl runs from; (None, None) for an installed package."""
+    """The checkout's commit, and whether its files have changed; (None, None) for an installed package."""
     if not (folder / ".git").exists():
         return None, None
     commit = _output_of("git", "-C", str(folder), "rev-parse", "HEAD")
@@ -413,7 +412,7 @@ def _cpu_name() -> str:
 
 
 def _output_of(*command: str) -> str | None:
-    """What a command prints; None when it is missing, fails or hangs."""
+    """The output of a command; None if it does not exist, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

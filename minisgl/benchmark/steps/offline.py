@@ -1,8 +1,8 @@
-"""`minisgl bench offline`: how fast one engine works through a batch of requests, without a server.
+"""`minisgl bench offline`: measures the throughput of one engine on a batch of requests, without a server.
 
-Promise: only what the engine returned is counted, and the count must equal the engine's own; warm-up is not
-part of it, and each round begins with an empty prefix cache. No text is made: prompts are token ids and
-outputs stay token ids.
+Promise: the benchmark counts the tokens that the engine returns, and the count must equal the engine's own.
+Warm-up is not measured. Each round begins with an empty prefix cache. Prompts and outputs are token ids, so
+no time is spent on text.
 """
 
 import time
@@ -16,8 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from minisgl.benchmark.model_configs import model_folder
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import (
     CdfChart,
     Cell,
     LinesChart,
@@ -25,11 +25,11 @@ from minisgl.benchmark.report import (
     engine_arguments,
     format_metrics,
     format_table,
-    live_progress,
     make_report,
+    terminal_progress,
 )
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
-from minisgl.benchmark.workload import (
+from minisgl.benchmark.steps.workload import (
     Item,
     Message,
     check_offline_settings,
@@ -39,10 +39,11 @@ from minisgl.benchmark.workload import (
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.garbage import collect_once
+from minisgl.engine.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import ConfigError, MinisglError, RequestError
-from minisgl.messages import AddRequest, Status
+from minisgl.ipc.messages import AddRequest, Status
 from minisgl.request import FinishReason, SamplingParams
+from minisgl.seeds import request_seed
 from minisgl.weights.progress import Progress, no_progress
 
 WARM_UP_REQUESTS = 8
@@ -56,9 +57,9 @@ SHOWN = (
     "num_preemptions",
     "num_recompiles",
 )
-"""Columns of the table of rounds on the terminal; the report has more."""
+"""Columns of the table of rounds on the terminal; the report contains more."""
 BINS = 100
-"""Points of the curve over time."""
+"""Points of the throughput curve over time."""
 
 
 class Round(NamedTuple):
@@ -67,13 +68,13 @@ class Round(NamedTuple):
     elapsed_s: float
     num_output_tokens: int  # as received
     step_s: list[float]  # wall time of each call of Engine.step
-    step_tokens: list[int]  # received from it
+    step_tokens: list[int]  # tokens received from each of these calls
     output_lengths: list[int]  # by request
     before: Status
     after: Status
 
-    def counted(self, name: str) -> int:
-        """How much one of the engine's counters went up."""
+    def increase_of(self, name: str) -> int:
+        """How much one of the engine's counters rose during the round."""
         return getattr(self.after, name) - getattr(self.before, name)
 
 
@@ -93,11 +94,11 @@ def run_offline_bench(
     """
     check_offline_settings(settings)
     check_output(output)
-    progress = live_progress()
+    progress = terminal_progress()
     with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
         items = make_workload(settings, folder)
         begin = time.perf_counter()
-        with collect_once():
+        with pause_then_freeze_gc():
             engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
         start_s = time.perf_counter() - begin
     try:
@@ -108,12 +109,12 @@ def run_offline_bench(
     report = replace(report, metrics=report.metrics | {"start_s": start_s})
     print(format_table(report.tables["rounds"], SHOWN), file=out)
     print(f"\n{format_metrics(report.metrics)}", file=out)
-    deliver(report, output, out)
+    write_outputs(report, output, out)
     return 0
 
 
 def make_workload(settings: OfflineBenchSettings, folder: Path) -> list[Item]:
-    """The requests that the settings describe; real prompts are tokenized as the model in `folder` wants.
+    """The requests that the settings describe. The tokenizer in `folder` encodes real prompts.
 
     Raises:
         ConfigError: the file of prompts can't be used.
@@ -121,7 +122,7 @@ def make_workload(settings: OfflineBenchSettings, folder: Path) -> list[Item]:
     """
     if settings.prompts is None:
         return random_workload(settings)
-    # Lazy: machines that only measure random prompts need no tokenizer library.
+    # Imported here: random prompts need no tokenizer library.
     from minisgl.text.chat_template import ChatTemplate
     from minisgl.text.messages import normalize_messages
     from minisgl.text.tokenizer import Tokenizer
@@ -137,7 +138,7 @@ def make_workload(settings: OfflineBenchSettings, folder: Path) -> list[Item]:
         except RequestError:
             if len(prompt) > 1:
                 raise
-            return tokenizer.encode(str(prompt[0]["content"]), True)  # a base model: its text as it is
+            return tokenizer.encode(str(prompt[0]["content"]), True)  # a base model has no chat template
         return tokenizer.encode(text, False)
 
     return prompts_workload(Path(settings.prompts).expanduser(), settings, encode)
@@ -150,7 +151,7 @@ def measure_offline(
 
     Raises:
         ConfigError: a request does not fit the engine's context.
-        MinisglError: tokens got lost or were counted twice; a bug of ours.
+        MinisglError: tokens were lost or counted twice, which is a bug of ours.
     """
     longest = max(len(item.prompt_ids) + item.max_tokens for item in items)
     if longest > engine.max_context_tokens:
@@ -160,10 +161,17 @@ def measure_offline(
         )
     ignore_eos = settings.prompts is None if settings.ignore_eos is None else settings.ignore_eos
     params = [
-        SamplingParams(temperature=settings.temperature, max_tokens=item.max_tokens, ignore_eos=ignore_eos)
-        for item in items
+        SamplingParams(
+            temperature=settings.temperature,
+            max_tokens=item.max_tokens,
+            ignore_eos=ignore_eos,
+            seed=request_seed(settings.workload_seed, number),
+        )
+        for number, item in enumerate(items)
     ]
-    short = SamplingParams(temperature=settings.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    short = SamplingParams(
+        temperature=settings.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True, seed=0
+    )
     few = items[:WARM_UP_REQUESTS]
     _run(engine, few, [short] * len(few), settings, no_progress, "warm-up")
     rounds = [
@@ -171,10 +179,10 @@ def measure_offline(
         for number in range(1, settings.rounds + 1)
     ]
     for one in rounds:
-        if one.num_output_tokens != one.counted("num_output_tokens"):
+        if one.num_output_tokens != one.increase_of("num_output_tokens"):
             raise MinisglError(
                 f"{one.num_output_tokens} tokens were received and the engine counted "
-                f"{one.counted('num_output_tokens')}; please report this"
+                f"{one.increase_of('num_output_tokens')}; please report this"
             )
     return _report(engine, items, settings, rounds)
 
@@ -221,7 +229,7 @@ def _run(
         if refused is not None:
             raise MinisglError(f"request {refused.request_id} was refused: {refused.error_message}")
         progress(name, num_received, num_wanted)
-    if num_received < num_wanted:  # some ended of themselves
+    if num_received < num_wanted:  # some requests ended before max_tokens
         progress(name, num_wanted, num_wanted)
     return Round(last - begin, num_received, step_s, step_tokens, lengths, before, engine.status(0))
 
@@ -242,11 +250,11 @@ def _report(
             "round": number,
             **{name: values[number - 1] for name, values in samples.items()},
             "num_output_tokens": one.num_output_tokens,
-            "num_steps": one.counted("num_steps"),
-            "num_preemptions": one.counted("num_preemptions"),
-            "num_cached_tokens": one.counted("num_cached_tokens"),
-            "num_graph_misses": one.counted("num_graph_misses"),
-            "num_recompiles": one.counted("num_recompiles"),
+            "num_steps": one.increase_of("num_steps"),
+            "num_preemptions": one.increase_of("num_preemptions"),
+            "num_cached_tokens": one.increase_of("num_cached_tokens"),
+            "num_graph_misses": one.increase_of("num_graph_misses"),
+            "num_recompiles": one.increase_of("num_recompiles"),
         }
         for number, one in enumerate(rounds, 1)
     ]
@@ -259,12 +267,12 @@ def _report(
         "num_requests": len(items),
         "num_prompt_tokens": num_prompt_tokens,
         "num_output_tokens": last.num_output_tokens,
-        "num_steps": last.counted("num_steps"),
-        "num_preemptions": last.counted("num_preemptions"),
-        "num_cached_tokens": last.counted("num_cached_tokens"),
-        "prefix_hit_rate": last.counted("num_cached_tokens") / num_prompt_tokens,
-        "num_graph_misses": sum(one.counted("num_graph_misses") for one in rounds),
-        "num_recompiles": sum(one.counted("num_recompiles") for one in rounds),
+        "num_steps": last.increase_of("num_steps"),
+        "num_preemptions": last.increase_of("num_preemptions"),
+        "num_cached_tokens": last.increase_of("num_cached_tokens"),
+        "prefix_hit_rate": last.increase_of("num_cached_tokens") / num_prompt_tokens,
+        "num_graph_misses": sum(one.increase_of("num_graph_misses") for one in rounds),
+        "num_recompiles": sum(one.increase_of("num_recompiles") for one in rounds),
         "num_pages": engine.num_pages,
         "gpu_memory_bytes": _gpu_memory_bytes(engine.config.device),
     }
@@ -296,7 +304,7 @@ def _report(
 
 
 def _over_time(one: Round) -> list[dict[str, Cell]]:
-    """Output tokens per second in equal stretches of time."""
+    """Output tokens per second in bins of equal time."""
     ends = np.cumsum(one.step_s)
     num_bins = min(BINS, len(ends))
     counts, edges = np.histogram(ends, bins=num_bins, range=(0.0, float(ends[-1])), weights=one.step_tokens)
@@ -308,7 +316,7 @@ def _over_time(one: Round) -> list[dict[str, Cell]]:
 
 
 def _gpu_memory_bytes(device: str | None) -> int | None:
-    """What this process and its neighbours hold of the GPU."""
+    """GPU memory in use, by this process and all others."""
     if device != "cuda":
         return None
     free, total = torch.cuda.mem_get_info()

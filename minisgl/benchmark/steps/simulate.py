@@ -1,8 +1,8 @@
-"""`minisgl bench simulate`: scheduler settings on a workload, in virtual time, without a GPU.
+"""`minisgl bench simulate`: compares scheduler settings on a workload, in virtual time, without a GPU.
 
 Promise: the scheduler and its page cache are the real ones; only the execution of a step is replaced by a
-cost that is linear in what the step does. How well that cost fits its measurements, and with --against how
-far the whole is from a real run, is printed beside the result.
+cost model. The command prints the error of the cost model and, with --against, the difference from a real
+run.
 """
 
 import itertools
@@ -14,35 +14,36 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from minisgl.benchmark.latency import even_quantiles, summary
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.prompts import Draw, as_token_ids, codes_of, trace_draws
-from minisgl.benchmark.report import (
+from minisgl.benchmark.load.latency import evenly_spaced_quantiles, summary
+from minisgl.benchmark.load.prompts import Draw, as_token_ids, codes_of, trace_draws
+from minisgl.benchmark.load.traces import TraceRequest, read_trace, scale_trace
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import (
     CdfChart,
     Cell,
     Chart,
     Report,
     format_table,
-    live_progress,
     make_report,
     read_report,
+    terminal_progress,
 )
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings, SimulateSettings
-from minisgl.benchmark.step_fit import Fit, fit_step_cost
-from minisgl.benchmark.traces import TraceRequest, read_trace, scale_trace
-from minisgl.benchmark.workload import random_workload
+from minisgl.benchmark.steps.step_fit import Fit, fit_step_cost
+from minisgl.benchmark.steps.workload import random_workload
 from minisgl.config import auto_mixed_tokens
 from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import SamplingParams
+from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.plan import StepPlan
-from minisgl.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulator import Arrival, Served, StepCost, simulate
 from minisgl.weights.progress import Progress
 
 VOCAB_SIZE = 1 << 16
 OFFLINE_STREAM = 3
-"""Begins the numbers of the streams that an offline report's prompts are drawn from."""
+"""First number of the keys from which the prompts of an offline report are drawn."""
 
 
 class Knobs(NamedTuple):
@@ -62,20 +63,20 @@ class Knobs(NamedTuple):
 
     @property
     def mixed_tokens(self) -> int:
-        """`mixed_step_tokens`, decided."""
+        """`mixed_step_tokens`, resolved."""
         wanted = self.mixed_step_tokens or auto_mixed_tokens(self.join_decodes)
         return min(wanted, self.max_step_tokens)
 
 
 BOOLEAN = ("prefix_cache", "join_decodes", "overlap", "streamed")
 ON, OFF = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
-"""As the environment variables of the engine's own settings may say it."""
+"""The values that the engine's environment variables accept."""
 LEAST = {"output_reserve_tokens": 0, "num_pages": 2}
-"""Smallest value, where it is not 1."""
+"""Smallest values that differ from 1."""
 
 
 class Result(NamedTuple):
-    """What came of one combination."""
+    """The result of one combination."""
 
     knobs: Knobs
     metrics: dict[str, float | int | None]
@@ -83,7 +84,7 @@ class Result(NamedTuple):
 
 
 class InstantExecutor:
-    """Keeps the rows' lengths and gives tokens without computing any."""
+    """Executes steps without a model: tracks the rows' lengths and returns arbitrary tokens."""
 
     def __init__(self, max_rows: int) -> None:
         self._context_lens = [0] * max_rows
@@ -91,11 +92,11 @@ class InstantExecutor:
 
     @property
     def context_lens(self) -> Sequence[int]:
-        """By row: tokens in the pool."""
+        """Tokens in the pool, by row."""
         return self._context_lens
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """Tokens that differ, so that no two outputs are taken for a common prefix."""
+        """Return different tokens, so that no two outputs share a prefix."""
         for row in plan.decode_rows:
             self._context_lens[row] += 1
         for chunk in plan.chunks:
@@ -121,7 +122,7 @@ def run_simulation(settings: SimulateSettings, output: OutputSettings, out: Text
         settings, measured = as_served(settings, real)
     combinations = combine(settings, _base(settings, real))
     arrivals = make_arrivals(settings, real)
-    progress = live_progress()
+    progress = terminal_progress()
     results = [
         run_once(arrivals, knobs, fit.cost if fit is not None else StepCost(), progress, f"setting {number}")
         for number, knobs in enumerate(combinations, 1)
@@ -135,12 +136,12 @@ def run_simulation(settings: SimulateSettings, output: OutputSettings, out: Text
     print(format_table(report.tables["settings"]), file=out)
     if real is not None:
         print(f"\nfirst setting against the real run:\n{format_table(report.tables['against'])}", file=out)
-    deliver(report, output, out)
+    write_outputs(report, output, out)
     return 0
 
 
 def combine(settings: SimulateSettings, base: Knobs) -> list[Knobs]:
-    """All combinations of the settings' lists; what a list does not say is as in `base`.
+    """All combinations of the settings' lists; settings without a list come from `base`.
 
     Raises:
         ConfigError: a list can't be read.
@@ -153,7 +154,7 @@ def combine(settings: SimulateSettings, base: Knobs) -> list[Knobs]:
     ]
     return [
         knobs._replace(
-            # A step that is shorter than a chunk cuts it anyway.
+            # A chunk is never longer than a step.
             chunk_tokens=min(knobs.chunk_tokens, knobs.max_step_tokens),
             mixed_step_tokens=knobs.mixed_tokens,
         )
@@ -164,10 +165,10 @@ def combine(settings: SimulateSettings, base: Knobs) -> list[Knobs]:
 def as_served(
     settings: SimulateSettings, real: Report
 ) -> tuple[SimulateSettings, Mapping[str, float | int | str | None]]:
-    """The settings with the trace that a serve report replayed, and what it measured at their time scale.
+    """The settings with the trace that a serve report replayed, and the report's metrics at their time scale.
 
     Raises:
-        ConfigError: it replayed none, or not at this time scale.
+        ConfigError: the report replayed no trace, or not at this time scale.
     """
     points = real.tables.get("points", [])
     scales = [row.get("time_scale") for row in points]
@@ -190,7 +191,7 @@ def as_served(
 
 
 def make_arrivals(settings: SimulateSettings, real: Report | None) -> list[Arrival]:
-    """The workload: a trace's, the real run's, or the offline benchmark's.
+    """The requests of the trace, of the real run, or of the offline benchmark.
 
     Raises:
         ConfigError: the trace can't be read, or the real run needs one.
@@ -272,7 +273,7 @@ def run_once(
     }
     for latency, values in samples.items():
         metrics |= summary(latency.removesuffix("_ms"), values)
-    samples["itl_ms"] = even_quantiles(np.array(samples["itl_ms"]), np.ones(len(samples["itl_ms"])))
+    samples["itl_ms"] = evenly_spaced_quantiles(np.array(samples["itl_ms"]), np.ones(len(samples["itl_ms"])))
     return Result(knobs, metrics, samples)
 
 
@@ -355,7 +356,7 @@ def _report(
 def _against(
     simulated: Mapping[str, float | int | None], measured: Mapping[str, Any]
 ) -> list[dict[str, Cell]]:
-    """Metrics that both have."""
+    """Compares the metrics that both have."""
     rows: list[dict[str, Cell]] = []
     for name, value in simulated.items():
         real = measured.get(name)
@@ -367,7 +368,7 @@ def _against(
 
 
 def _base(settings: SimulateSettings, real: Report | None) -> Knobs:
-    """The settings of a real offline run; else the defaults."""
+    """The settings of a real offline run, else the defaults."""
     base = Knobs(streamed=settings.trace is not None)
     engine = real.arguments.get("engine") if real is not None else None
     if real is None or not isinstance(engine, dict):
@@ -376,7 +377,7 @@ def _base(settings: SimulateSettings, real: Report | None) -> Knobs:
     known.setdefault("join_decodes", False)  # reports without it are older than the setting
     num_pages = real.metrics.get("num_pages")
     if num_pages is not None:
-        known["num_pages"] = int(num_pages) + 1  # the scratch page is none that requests can use
+        known["num_pages"] = int(num_pages) + 1  # plus the scratch page, which requests can't use
     workload = real.arguments.get("workload")
     if settings.trace is None and isinstance(workload, dict):
         known["streamed"] = workload.get("streamed", True)  # reports without it are older than the setting

@@ -1,13 +1,12 @@
-"""`minisgl bench startup`: how long an engine takes from nothing to its first token, and with what.
+"""`minisgl bench startup`: measures the time from starting an engine process to its first token, by stage.
 
-Promise: every start is a process of its own, timed from outside; its stages and a row for what none of them
-accounts for add up to the wall time. "Cold" starts with empty caches of compiled code (ours and the CUDA
-driver's), "warm" with those that the cold start before it left. The files of the model lie in the
-operating system's memory after the first start; nothing is done against that.
+Promise: every start runs in its own process, which the parent times. The stages and the unaccounted rest add
+up to the wall time. A "cold" start begins with empty caches of compiled code (ours and the CUDA driver's); a
+"warm" start uses the caches of the cold start before it. After the first start the model's files are in the
+operating system's page cache.
 """
 
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,31 +17,32 @@ from typing import Any, NamedTuple, TextIO
 import msgspec
 
 from minisgl.benchmark.model_configs import model_folder
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import (
     Cell,
     Report,
     TimelineChart,
     engine_arguments,
     format_metrics,
-    live_progress,
     make_report,
+    terminal_progress,
 )
 from minisgl.benchmark.settings import OutputSettings, StartupBenchSettings
-from minisgl.benchmark.startup_child import StageOver, StartFailed, StartOrder
+from minisgl.benchmark.steps.startup_child import StageFinished, StartFailed, StartOrder
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.server.startup_report import waterfall
+from minisgl.ipc.child_process import module_command
+from minisgl.server.engines.startup_report import waterfall
 
-CHILD = "minisgl.benchmark.startup_child"
+CHILD = "minisgl.benchmark.steps.startup_child"
 TORCH_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 DRIVER_VARIABLE = "CUDA_CACHE_PATH"
 ERROR_TAIL = 2000
-"""Characters of a broken child's stderr that are shown."""
+"""Characters of a failed child's stderr to show."""
 
 
 class Start(NamedTuple):
-    """One start."""
+    """The times of one start."""
 
     kind: str  # "cold" or "warm"
     round: int
@@ -59,17 +59,17 @@ def run_startup_bench(
     environ: Mapping[str, str],
     cache_dir: Path | None = None,
 ) -> int:
-    """Measure, print, write and draw; returns the exit code. `environ` is what the children get.
+    """Measure, print, write and draw; returns the exit code. `environ` is the children's environment.
 
     Raises:
         ConfigError: a setting is impossible.
         ModelError: there is no such model.
-        MinisglError: a start failed; says how.
+        MinisglError: a start failed; the message contains its stderr.
     """
     if settings.rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, got {settings.rounds}")
     check_output(output)
-    progress = live_progress()
+    progress = terminal_progress()
     kinds = ("cold", "warm") if settings.cold else ("warm",)
     starts: list[Start] = []
     num_starts = settings.rounds * len(kinds)
@@ -90,17 +90,17 @@ def run_startup_bench(
         print(f"{kind}, mean of {len(of_kind)}:", file=out)
         print(waterfall(_mean_stages(of_kind), _mean([start.total_ms for start in of_kind])) + "\n", file=out)
     print(format_metrics(report.metrics), file=out)
-    deliver(report, output, out)
+    write_outputs(report, output, out)
     return 0
 
 
 def with_caches_in(
     folder: Path, config: EngineConfig, environ: Mapping[str, str]
 ) -> tuple[EngineConfig, dict[str, str]]:
-    """Settings and environment of a start that keeps all compiled code in `folder`."""
+    """The settings and the environment of a start whose caches of compiled code are in `folder`."""
     variables = {name: value for name, value in environ.items() if name not in TORCH_VARIABLES}
     variables[DRIVER_VARIABLE] = str(folder / "driver")
-    if config.compile_cache == "":  # the user leaves it to torch and Triton
+    if config.compile_cache == "":  # torch and Triton use their own caches
         return config, variables | {name: str(folder / name) for name in TORCH_VARIABLES}
     return replace(config, compile_cache=str(folder / "compiled")), variables
 
@@ -108,15 +108,15 @@ def with_caches_in(
 def start_once(
     engine_config: EngineConfig, folder: Path, environ: Mapping[str, str]
 ) -> tuple[dict[str, float], float]:
-    """Stages by name and the wall time until the first token, both in milliseconds.
+    """Start an engine once. Returns its stages by name and the time to its first token, in milliseconds.
 
     Raises:
-        MinisglError: the child did not get that far.
+        MinisglError: the child ended before its first token.
     """
     with tempfile.TemporaryFile() as errors:
         started_at = time.monotonic()
         child = subprocess.Popen(
-            [sys.executable, "-m", CHILD],
+            module_command(CHILD),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -130,7 +130,7 @@ def start_once(
             child.stdin.flush()
             stages: dict[str, float] = {}
             for line in child.stdout:
-                told = msgspec.json.decode(line, type=StageOver | StartFailed)
+                told = msgspec.json.decode(line, type=StageFinished | StartFailed)
                 if isinstance(told, StartFailed):
                     raise ConfigError(told.message)
                 stages[told.name] = told.duration_ms
@@ -139,7 +139,7 @@ def start_once(
                     child.wait()
                     return stages, total_ms
         except BrokenPipeError:
-            pass  # it ended before it read its order; stderr says why
+            pass  # the child ended before it read its order; stderr says why
         finally:
             child.kill()
             child.communicate()
@@ -203,7 +203,7 @@ def _report(settings: StartupBenchSettings, engine_config: EngineConfig, starts:
 
 
 def _mean_stages(starts: list[Start]) -> dict[str, float]:
-    """Mean milliseconds by stage; a stage that a start did not have counts as 0 there."""
+    """Mean milliseconds by stage; a stage that a start did not have counts as 0 for it."""
     names = dict.fromkeys(name for start in starts for name in start.stages_ms)
     return {name: _mean([start.stages_ms.get(name, 0.0) for start in starts]) for name in names}
 

@@ -1,9 +1,9 @@
-"""`minisgl bench step`: the time of decode and prefill steps against what the hardware allows.
+"""`minisgl bench step`: measures decode and prefill steps and compares them with the hardware's limits.
 
-Promise: a step is timed as a server runs it, with the next one always queued behind it, so host work that
-hides behind the device does not count and host work that does not hide does. The floor is the larger of two
-times: bytes of weights and K/V that the step has to read over the copy bandwidth, and its products over the
-matrix rate (`step_floor`), both measured in the same run. Of several ranks (--tp), rank 0's share counts.
+Promise: a step is timed as a server runs it, with the next step always queued behind it. Host work that
+overlaps with the device therefore costs nothing, and other host work does. The floor is the larger of two
+times (`step_floor`): the bytes to read over the copy bandwidth, and the FLOPs over the matrix rate. The same
+run measures both rates. With several ranks (--tp), times and floor are rank 0's.
 """
 
 import statistics
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from minisgl.benchmark.kernel_timing import Ceilings, graph_microseconds, measure_ceilings
+from minisgl.benchmark.kernels.kernel_timing import Ceilings, graph_microseconds, measure_ceilings
 from minisgl.benchmark.model_configs import model_folder
-from minisgl.benchmark.plots import check_output, deliver
-from minisgl.benchmark.report import (
+from minisgl.benchmark.reports.plots import check_output, write_outputs
+from minisgl.benchmark.reports.report import (
     Cell,
     Chart,
     HeatMapChart,
@@ -28,30 +28,30 @@ from minisgl.benchmark.report import (
     engine_arguments,
     format_metrics,
     format_table,
-    live_progress,
     make_report,
+    terminal_progress,
 )
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
-from minisgl.benchmark.step_measure import StepMeasurements
+from minisgl.benchmark.steps.step_measure import StepMeasurements
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.device import find_device_facts, peak_host_bytes
 from minisgl.engine.engine import Engine
-from minisgl.engine.follower_link import Started
-from minisgl.engine.garbage import collect_once
-from minisgl.engine.stages import load_ms
+from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.ranks.follower_link import Started
+from minisgl.engine.startup_stages import load_ms
 from minisgl.errors import ConfigError
-from minisgl.hf_config import read_model_config
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.hf_config import read_model_config
 from minisgl.weights.progress import Progress
 
 CPU_COPY_BYTES = 128 << 20
-"""Beyond the caches."""
+"""Larger than the caches."""
 CPU_MATRIX_WIDTH = 1024
 
 
 class Points(NamedTuple):
-    """What to measure, with every "auto" decided."""
+    """The steps to measure, with every "auto" resolved."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -85,8 +85,8 @@ def run_step_bench(
     on_gpu = engine_config.device != "cpu" and find_device_facts().has_cuda
     points = read_points(settings, "cuda" if on_gpu else "cpu")
     engine_config = _with_rows(engine_config, max(points.batches) + bool(points.mixed))
-    progress = live_progress()
-    # On a GPU before the engine, which leaves no memory for it.
+    progress = terminal_progress()
+    # Measured before the engine starts, because the engine takes all memory of a GPU.
     ceilings = _gpu_ceilings() if on_gpu else None
     with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
         model_config = read_model_config(folder)
@@ -96,7 +96,7 @@ def run_step_bench(
             stages[stage] = duration_ms
             progress(stage, 1, 1)
 
-        with collect_once():
+        with pause_then_freeze_gc():
             engine = build_engine(engine_config, folder, on_stage)
     peak_bytes = peak_host_bytes()
     try:
@@ -105,7 +105,7 @@ def run_step_bench(
         report = measure_steps(engine, model_config, points, ceilings, progress)
         if engine.config.tp > 1:
             own = Started(0, engine.weights_bytes, load_ms(stages), peak_bytes)
-            report.tables["ranks"] = _ranks([own, *engine.other_ranks()])
+            report.tables["ranks"] = _ranks([own, *engine.wait_for_other_ranks()])
     finally:
         engine.close()
     for name in ("decode", "prefill", "mixed", "ranks"):
@@ -116,7 +116,7 @@ def run_step_bench(
         print(f"left out, because they don't fit the engine's context, pool or chunk: {left_out}\n", file=out)
     shown = {name: value for name, value in report.metrics.items() if not name.endswith("_p50_ms")}
     print(format_metrics(shown), file=out)
-    deliver(report, output, out)
+    write_outputs(report, output, out)
     return 0
 
 
@@ -124,7 +124,7 @@ def read_points(settings: StepBenchSettings, device: str) -> Points:
     """The settings' lists as numbers.
 
     Raises:
-        ConfigError: one is no list of numbers, or a number is out of range.
+        ConfigError: a list has something else than numbers, or a number is out of range.
     """
     auto = AUTO[device]
     steps = auto.steps if settings.steps is None else settings.steps
@@ -146,7 +146,7 @@ def measure_steps(
     """Time every point that fits the engine.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no point fits.
     """
     engine.fill_pool()
     measured = StepMeasurements(engine, model_config, points.steps, ceilings)
@@ -181,7 +181,7 @@ def _report(
         "copy_tb_per_s": ceilings.copy_tb_s,
         "matmul_tflop_per_s": ceilings.matmul_tflop_s,
         "num_graph_misses": status.num_graph_misses,
-        "num_recompiles": status.num_recompiles - measured.num_aside,
+        "num_recompiles": status.num_recompiles - measured.num_unmeasured_compilations,
     }
     charts: list[Chart] = []
     for name, row, column, x in (
@@ -236,7 +236,7 @@ def _numbers(flag: str, text: str | None, auto: tuple[int, ...], least: int) -> 
 
 
 def _with_rows(config: EngineConfig, num_rows: int) -> EngineConfig:
-    """With so many rows, unless the user said how many."""
+    """The settings with room for `num_rows` rows, unless the user has set the number."""
     if config.max_running_requests is None:
         return replace(config, max_running_requests=num_rows)
     if config.max_running_requests < num_rows:
@@ -255,8 +255,8 @@ def _gpu_ceilings() -> Ceilings:
 
 
 def _cpu_ceilings(dtype: torch.dtype) -> Ceilings:
-    """The best of several runs: a busy machine makes them slower, nothing makes them faster."""
-    source = torch.randn(CPU_COPY_BYTES // 4)  # a page of zeros would be read from one place
+    """The fastest of several runs, because other processes can only make a run slower."""
+    source = torch.randn(CPU_COPY_BYTES // 4)  # random: pages of zeros may share one physical page
     target = torch.empty_like(source)
     factors = torch.randn((2, CPU_MATRIX_WIDTH, CPU_MATRIX_WIDTH)).to(dtype)
 

@@ -1,7 +1,8 @@
-"""The cost of a step, fitted to what `minisgl bench step` measured.
+"""Fits a cost model of steps to a report of `minisgl bench step`.
 
-Promise: no cost is negative. Errors are relative: a step of 5 ms counts as much as one of 500 ms. Decode is
-linear in what it does; prefill is too, but never under a least time, where its few tokens do not matter.
+Promise: no cost is negative. The fit minimises relative errors, so a step of 5 ms counts as much as one of
+500 ms. A decode step's time is linear in its rows and their tokens. A prefill step's time is linear too, but
+never below a minimum.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.report import Cell, Report
+from minisgl.benchmark.reports.report import Cell, Report
 from minisgl.errors import ConfigError
 from minisgl.scheduler.simulator import StepCost, attended_pairs
 
@@ -18,7 +19,7 @@ LEAST_POINTS = 3
 
 
 class Fit(NamedTuple):
-    """A cost model, and for each measured point what it says."""
+    """A cost model, and its prediction for each measured point."""
 
     cost: StepCost
     points: list[dict[str, Cell]]  # point, measured_ms, modelled_ms, ratio
@@ -30,7 +31,7 @@ class Fit(NamedTuple):
         return float(np.mean(np.abs(np.array(ratios) - 1.0)))
 
 
-class _Measured(NamedTuple):
+class _MeasuredTable(NamedTuple):
     """One table of a step report: M points, N features."""
 
     names: list[str]
@@ -53,7 +54,7 @@ def fit_step_cost(report: Report) -> Fit:
     """Fit both halves of a `StepCost` to a step report's tables.
 
     Raises:
-        ConfigError: the report is of another kind, or a table of it has too few points.
+        ConfigError: the report has another kind, or one of its tables has too few points.
     """
     if report.kind != "step":
         raise ConfigError(
@@ -77,10 +78,10 @@ def fit_step_cost(report: Report) -> Fit:
 
 
 def non_negative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The x >= 0, float [N], with the least |features @ x - targets|.
+    """The x >= 0, float [N], that minimises |features @ x - targets|.
 
-    Exact for the few columns there are here: at the optimum the columns with x > 0 solve their own
-    unconstrained problem, so the best feasible solution over all subsets of columns is it.
+    The result is exact. At the optimum, the columns with x > 0 solve their own unconstrained problem, so the
+    function tries all subsets of the few columns and takes the best feasible solution.
 
     Args:
         features: float [M, N].
@@ -100,14 +101,14 @@ def non_negative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.
 
 
 def _fit_linear(features: np.ndarray, wall_ms: np.ndarray) -> np.ndarray:
-    """Costs, float [N], with the least relative errors."""
-    # Every point weighs 1 / its own time. Columns of like size are better conditioned.
+    """Costs, float [N], that minimise the relative errors."""
+    # Every point has the weight 1 / its own time. Scaled columns are better conditioned.
     scale = np.abs(features).max(axis=0)
     return non_negative_least_squares(features / scale / wall_ms[:, None], np.ones(len(wall_ms))) / scale
 
 
 def _fit_with_least(features: np.ndarray, wall_ms: np.ndarray) -> tuple[np.ndarray, float]:
-    """Costs, and the time that no step is under: the best of all ways to call the fastest points flat."""
+    """Costs and the minimum time: the best fit over all numbers of fastest points that may be flat."""
     fastest_first = np.argsort(wall_ms, kind="stable")
     candidates = []
     for num_flat in range(len(wall_ms) - LEAST_POINTS + 1):
@@ -117,17 +118,17 @@ def _fit_with_least(features: np.ndarray, wall_ms: np.ndarray) -> tuple[np.ndarr
         costs = _fit_linear(features[others], wall_ms[others])
         errors = np.maximum(features @ costs, least_ms) / wall_ms - 1
         candidates.append((float(np.linalg.norm(errors)), costs, least_ms))
-    # Of two that are as good, the one that calls fewer points flat.
+    # Of two equally good fits, take the one with fewer flat points.
     _, costs, least_ms = min(candidates, key=lambda one: round(one[0], 9))
     return costs, least_ms
 
 
 def _read(
     table: str, report: Report, features_of: Callable[[Mapping[str, Any]], tuple[float, ...]]
-) -> _Measured:
+) -> _MeasuredTable:
     rows: Sequence[Mapping[str, Cell]] = report.tables.get(table, [])
     try:
-        measured = _Measured(
+        measured = _MeasuredTable(
             [_name(table, row) for row in rows],
             np.array([features_of(row) for row in rows], dtype=np.float64),
             np.array([row["wall_ms"] for row in rows], dtype=np.float64),

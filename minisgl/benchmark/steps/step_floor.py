@@ -1,8 +1,8 @@
-"""What a step has to do at least, whoever does it: bytes to read and products to compute.
+"""The least work of a step: bytes to read and FLOPs to compute.
 
-Promise: each weight and each key and value that the step needs is counted once, and nothing else is: of
-layers with a window the tokens inside it, of experts those that the router sent a token to, of the last layer
-keys and values of all tokens and the rest of those whose logits are asked for.
+Promise: each weight, key and value that the step needs counts once, and nothing else counts. In a layer with
+a window, only the tokens inside the window count. Of the experts, only those that get a token count. In the
+last layer, keys and values of all tokens count, and the other work only for tokens whose logits are needed.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from minisgl.benchmark.kernel_timing import Ceilings
+from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 
 
 class Work(NamedTuple):
-    """What a step has to do at least."""
+    """The least work of a step."""
 
     num_bytes: float
     flop: float
@@ -26,30 +26,30 @@ class Work(NamedTuple):
         return 1e-9 * max(self.num_bytes / ceilings.copy_tb_s, self.flop / ceilings.matmul_tflop_s)
 
     def limit(self, ceilings: Ceilings) -> str:
-        """Which of the two bounds it."""
+        """Which of the two limits the step: "memory" or "compute"."""
         by_bytes = self.num_bytes / ceilings.copy_tb_s >= self.flop / ceilings.matmul_tflop_s
         return "memory" if by_bytes else "compute"
 
 
 class Costs(NamedTuple):
-    """A model's weights and K/V as far as steps read them."""
+    """A model's weights and K/V that steps read."""
 
-    block_parameters: int  # experts excepted
-    head_parameters: int  # an embedding that is not the head is not read through
+    block_parameters: int  # without experts
+    head_parameters: int  # without a separate embedding, of which a step reads few rows
     item_bytes: int
     kv_bytes: int  # of one token in one layer
     attention_flop: int  # of one query token and one key token in one layer
-    windows: tuple[int, ...]  # of each layer: tokens that it sees; 0 = all
-    last_parameters: int = 0  # of the last layer without what makes keys and values, experts excepted
+    windows: tuple[int, ...]  # of each layer: tokens in its window; 0 = all
+    last_parameters: int = 0  # of the last layer, without its K and V projections and experts
     expert_parameters: int = 0  # one expert in every layer that has experts
     last_expert_parameters: int = 0  # one expert of the last layer
     experts_per_token: int = 0
 
     def decode(self, batch: int, context: float, experts_hit: float = 0.0) -> Work:
-        """One token for each of `batch` rows that have `context` tokens each, the new one included.
+        """A decode step of `batch` rows with `context` tokens each, the new one included.
 
         Args:
-            experts_hit: experts that some token was sent to, a layer's mean.
+            experts_hit: experts that get at least one token, the mean over layers.
         """
         attended = batch * sum(min(context, window or context) for window in self.windows)
         return Work(
@@ -58,10 +58,12 @@ class Costs(NamedTuple):
         )
 
     def prefill(self, num_tokens: int, prefix: int, experts_hit: float = 0.0) -> Work:
-        """`num_tokens` of one prompt behind `prefix` tokens; logits of the last one only."""
-        seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token, without a window
+        """A prefill step: `num_tokens` of one prompt after `prefix` tokens, logits of the last token only."""
+        seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token in a layer without a window
         attended = [np.minimum(seen, window or seen) for window in self.windows]
-        attended[-1:] = [counts[-1:] for counts in attended[-1:]]  # one token does in the last layer
+        attended[-1:] = [
+            counts[-1:] for counts in attended[-1:]
+        ]  # in the last layer, only the last token attends
         pairs = sum(int(counts.sum()) for counts in attended)
         for_one = self.last_parameters + self.experts_per_token * self.last_expert_parameters
         read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)
@@ -82,7 +84,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
-    """The costs of the steps of a model, or of a rank's share; config: as the rank has it."""
+    """The costs of a model, or of one rank's share; `config` must have the rank's sizes."""
     model = runner.model
     item_bytes = model.lm_head.weight.element_size()
     head = model.lm_head.weight.numel()
@@ -113,8 +115,8 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     )
 
 
-def evenly_hit(config: ModelConfig, num_tokens: int, num_at_last: int) -> float:
-    """What `experts_hit` would be if each token went to any experts with the same probability; 0 without.
+def expected_experts_hit(config: ModelConfig, num_tokens: int, num_at_last: int) -> float:
+    """The expected `experts_hit` if the router chose experts at random; 0 without experts.
 
     Args:
         num_at_last: tokens that go through the last layer's experts.
@@ -133,9 +135,9 @@ def evenly_hit(config: ModelConfig, num_tokens: int, num_at_last: int) -> float:
 
 
 def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
-    """How many experts of a layer get a token in `run`, which calls the model uncompiled: the layers' mean.
+    """Run `run`, which must call the model uncompiled, and count the experts of a layer that get a token.
 
-    Padding goes nowhere. A layer that is called several times counts each time. 0 without experts.
+    Returns the mean over layers and calls, without padding tokens; 0 without experts.
     """
     counts: list[int] = []
 

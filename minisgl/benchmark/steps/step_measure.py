@@ -1,6 +1,6 @@
-"""Steps of an engine, timed point by point: rows that decode, prompts, and both in one step.
+"""Times single steps of an engine: decode, prefill, and both in one step.
 
-Promise: a step is timed as a server runs it, with the next one always queued behind it.
+Promise: a step is timed as a server runs it, with the next step always queued behind it.
 """
 
 import statistics
@@ -12,35 +12,35 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minisgl.benchmark.kernel_timing import Ceilings
-from minisgl.benchmark.report import Cell
-from minisgl.benchmark.step_floor import Work, costs_of, evenly_hit, experts_hit
+from minisgl.benchmark.kernels.kernel_timing import Ceilings
+from minisgl.benchmark.reports.report import Cell
+from minisgl.benchmark.steps.step_floor import Work, costs_of, expected_experts_hit, experts_hit
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import build_prefill
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.steps import DecodeStep, prefill_step
-from minisgl.model_config import ModelConfig
+from minisgl.model_config.config import ModelConfig
 from minisgl.parallel.sizes import rank_sizes
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
 
 WARM_UP_STEPS = 3
 ROUTED_STEPS = 3
-"""Decode steps in which the experts that are hit are counted."""
+"""Decode steps in which the experts that get a token are counted."""
 PROFILED_STEPS = 20
 
 
 class Times(NamedTuple):
-    """One point's steps."""
+    """The times of one point's steps."""
 
     wall_ms: list[float]
     device_ms: list[float] | None  # between CUDA events
 
 
 class StepMeasurements:
-    """What was measured so far, point by point; what does not fit is in the table "left_out".
+    """Measures points and keeps their results; points that do not fit go into the table "left_out".
 
     Attributes:
-        num_aside: compilations that no measured step needed.
+        num_unmeasured_compilations: compilations outside the measured steps.
     """
 
     def __init__(self, engine: Engine, model_config: ModelConfig, steps: int, ceilings: Ceilings) -> None:
@@ -51,7 +51,7 @@ class StepMeasurements:
             "mixed": [],
             "left_out": [],
         }
-        self.num_aside = 0
+        self.num_unmeasured_compilations = 0
         self._engine = engine
         self._model_config = model_config
         self._steps = steps
@@ -60,7 +60,10 @@ class StepMeasurements:
         self._rng = np.random.default_rng(0)
 
     def decode(self, batch: int, context: int) -> None:
-        """`batch` rows that grow by a token a step: around `context`, or above it where that is too short."""
+        """Time decode steps of `batch` rows, whose lengths grow by one token a step and average `context`.
+
+        If `context` is too short for that, the rows begin with two tokens.
+        """
         engine = self._engine
         profiled_steps = PROFILED_STEPS if engine.config.tp > 1 and engine.config.device == "cuda" else 0
         start = max(2, context - self._steps // 2)
@@ -81,7 +84,7 @@ class StepMeasurements:
         self._keep("decode", row, f"decode_{batch}x{context}_ms", times)
 
     def prefill(self, num_tokens: int, prefix: int) -> None:
-        """`num_tokens` of a prompt behind `prefix` tokens that are there."""
+        """Time prefill steps of `num_tokens` tokens after a prefix of `prefix` tokens."""
         engine = self._engine
         if num_tokens > engine.config.chunk_tokens or not _fits(engine, 1, prefix + num_tokens):
             self._leave_out(f"prefill {num_tokens} on {prefix}")
@@ -96,7 +99,7 @@ class StepMeasurements:
         self._keep("prefill", row, f"prefill_{num_tokens}on{prefix}_ms", times)
 
     def mixed(self, batch: int, context: int, num_tokens: int) -> None:
-        """`batch` rows at `context` tokens that decode, and a prompt of `num_tokens` in the same step."""
+        """Time steps that decode `batch` rows of `context` tokens and prefill a prompt of `num_tokens`."""
         engine = self._engine
         room = max(context + self._num_prompt_steps + WARM_UP_STEPS + 2, num_tokens)
         too_many = num_tokens > engine.config.chunk_tokens
@@ -130,19 +133,20 @@ class StepMeasurements:
         self.tables["left_out"].append({"point": point})
 
     def _experts_hit(self, num_tokens: int, num_at_last: int, run: Callable[[], None]) -> float:
-        """Experts of a layer that get a token in an uncompiled step, the layers' mean.
+        """Experts of a layer that get a token in an uncompiled step, the mean over layers.
 
-        With several ranks, which take no part in such a step, what even routing would hit.
+        Other ranks take no part in such a step, so with several ranks this is the expected number of random
+        routing.
 
         Args:
             num_at_last: tokens that go through the last layer's experts.
         """
         engine = self._engine
         if engine.config.tp > 1:
-            return evenly_hit(self._model_config, num_tokens, num_at_last)
+            return expected_experts_hit(self._model_config, num_tokens, num_at_last)
         before = engine.status(0).num_recompiles
         hit = experts_hit(engine.runner, run)
-        self.num_aside += engine.status(0).num_recompiles - before
+        self.num_unmeasured_compilations += engine.status(0).num_recompiles - before
         return hit
 
 
@@ -169,13 +173,13 @@ def _decode_uncompiled(runner: ModelRunner, rows: tuple[int, ...]) -> None:
     row_ids = torch.tensor(rows, dtype=torch.int32, device=runner.rows.page_table.device)
     step = DecodeStep(runner.model, runner.rows)
     for _ in range(ROUTED_STEPS):
-        runner.plans.decode(rows, len(rows))
+        runner.planner.plan_decode(rows, len(rows))
         step(row_ids)
 
 
 @torch.inference_mode()
 def _prefill_uncompiled(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
-    runner.plans.prefill(chunks)
+    runner.planner.plan_prefill(chunks)
     prefill_step(runner.model, runner.rows, build_prefill(chunks, runner.pages, runner.stager))
 
 
@@ -184,14 +188,14 @@ def _pages_per_row(engine: Engine, num_tokens: int) -> int:
 
 
 def _fits(engine: Engine, num_rows: int, num_tokens: int) -> bool:
-    """Whether rows of so many tokens have room in the context and, all together, in the pool."""
+    """Whether `num_rows` rows of `num_tokens` tokens fit into the context and the pool."""
     pages = num_rows * _pages_per_row(engine, num_tokens)
     return num_tokens <= engine.max_context_tokens and pages <= engine.num_pages
 
 
 def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> None:
-    """Give rows 0..num_rows-1 pages of their own for `num_tokens` tokens each, `num_present` of them there:
-    the last one is computed, the others are what lies in the pool."""
+    """Give each of rows 0..num_rows-1 its own pages for `num_tokens` tokens, and set its length to
+    `num_present`. The last present token is computed; the others are whatever the pool contains."""
     per_row = _pages_per_row(engine, num_tokens)
     max_chunks = engine.config.max_step_tokens
     for begin in range(0, num_rows, max_chunks):
@@ -213,13 +217,13 @@ def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int)
 
 
 def time_steps(engine: Engine, plan: StepPlan, steps: int) -> Times:
-    """Launch the plan again and again, one step always queued behind the running one."""
+    """Launch the plan `steps` times, with one step always queued behind the running step."""
     on_gpu = engine.runner.rows.page_table.device.type == "cuda"
     for _ in range(WARM_UP_STEPS):
         engine.collect(engine.launch(plan))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
     wall_ms = []
-    if not on_gpu:  # nothing runs behind the caller's back: a launch is the step
+    if not on_gpu:  # on a CPU, a launch runs the whole step
         for _ in range(steps):
             begin = time.perf_counter()
             engine.collect(engine.launch(plan))
@@ -242,8 +246,10 @@ def time_steps(engine: Engine, plan: StepPlan, steps: int) -> Times:
 
 
 def _share_of_collectives(engine: Engine, plan: StepPlan, steps: int) -> float:
-    """Of rank 0's time in kernels, by torch's profiler: that of sums over ranks (with the norm where one
-    kernel does both) and of gathers, waiting for the other ranks included."""
+    """The share of collectives in rank 0's kernel time, by torch's profiler, with the wait for other ranks.
+
+    A kernel that sums over ranks and normalises counts as a collective.
+    """
     cuda = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[cuda]) as profile:
         for _ in range(steps):

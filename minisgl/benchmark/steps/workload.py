@@ -1,6 +1,6 @@
-"""What the offline benchmark runs: prompts and output lengths, made up or read from a file.
+"""The workloads of the offline benchmark: prompts and output lengths, random or read from a file.
 
-Promise: the same settings give the same workload everywhere.
+Promise: the same settings give the same workload on every machine.
 """
 
 import json
@@ -15,7 +15,7 @@ from minisgl.errors import ConfigError
 
 Message = Mapping[str, Any]
 Encode = Callable[[str | list[Message]], list[int]]
-"""The token ids of a text, or of a conversation."""
+"""Encodes a text or a conversation to token ids."""
 
 
 class Item(NamedTuple):
@@ -26,7 +26,7 @@ class Item(NamedTuple):
 
 
 def check_offline_settings(settings: OfflineBenchSettings) -> None:
-    """Refuse what no workload can be made of.
+    """Check the settings of the workload.
 
     Raises:
         ConfigError: a number is out of range.
@@ -49,8 +49,8 @@ def check_offline_settings(settings: OfflineBenchSettings) -> None:
 
 
 def random_workload(settings: OfflineBenchSettings) -> list[Item]:
-    """Random prompts and lengths, drawn in the order of mini-sglang's benchmark/offline/bench.py: all prompts
-    first, each its length and then its tokens, then all output lengths."""
+    """Random prompts and lengths, drawn in the order of mini-sglang's benchmark/offline/bench.py: for each
+    prompt its length and then its tokens, and after all prompts the output lengths."""
     rng = random.Random(settings.workload_seed)
     prompts = [
         [
@@ -64,7 +64,7 @@ def random_workload(settings: OfflineBenchSettings) -> list[Item]:
 
 
 def prompts_workload(path: Path, settings: OfflineBenchSettings, encode: Encode) -> list[Item]:
-    """Real prompts from a file, repeated in order when --num-requests asks for more than it has.
+    """Real prompts from a file, repeated in order if --num-requests is larger than their number.
 
     Raises:
         ConfigError: the file can't be read or has no prompts.
@@ -76,8 +76,8 @@ def prompts_workload(path: Path, settings: OfflineBenchSettings, encode: Encode)
 
 
 def read_prompts(path: Path) -> list[str | list[Message]]:
-    """The prompts in a file: a JSON object with "turns", "messages" or "prompt" in each line, or else a text
-    in each.
+    """The prompts in a file. Each line of a .jsonl file is an object with "turns", "messages" or "prompt";
+    each line of another file is a text.
 
     Raises:
         ConfigError: the file can't be read, or a line has no prompt.

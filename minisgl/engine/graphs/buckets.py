@@ -1,4 +1,4 @@
-"""Sizes of steps that have a recorded graph; everything between is padded up to the next one."""
+"""The sizes of steps that get a recorded graph (buckets). Other steps are padded to the next bucket."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -7,22 +7,25 @@ from typing import NamedTuple
 from minisgl.config import ResolvedConfig
 from triton_kernels.launch import align_down, align_up
 
-JOINED_TOKENS = 2048
-"""Steps of more hardly gain by it: what decodes read once more is a small part of them."""
+MAX_JOINED_TOKENS = 2048
+"""Most tokens of a prefill bucket with room for decodes. Joining gains little in larger steps."""
 
-FIRST_TOKENS = 128
-"""From here on a prefill takes longer the more tokens it has, whatever the model."""
+MIN_STARTUP_TOKENS = 128
+"""From this size on, a prefill's time grows with its tokens for every model."""
 
-JOINED = (32, 256)
-"""Decodes that may go with chunks in a graph: few and many. Where there is room for more than come, attention
-cuts their keys as if all had come, and the head and the sampling compute what is not there."""
+JOINED_DECODE_ROOMS = (32, 256)
+"""Room for decodes in a prefill graph: for few and for many. Unused room costs time: attention splits keys as
+if all rows were there, and head and sampling compute padding rows."""
+
+NUM_LOGIT_EXTRAS = 3
+"""Combinations of `scheduler.plan.LogitExtras`: rules, log probabilities, both."""
 
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:
     """Ascending sizes up to `max_batch`: 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 32 beyond.
 
-    Padding costs at most a factor of two below 8 and an eighth to a quarter above. None of 1, for which
-    torch.compile would compile once more, to save nothing: a step of two rows takes as long.
+    Padding costs at most a factor of two below 8, and an eighth to a quarter above. There is no bucket of 1:
+    torch.compile would compile it separately, and a step of two rows takes as long.
     """
     if max_batch < 1:
         return ()
@@ -32,36 +35,35 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
 
 
 def bucket_for(batch: int, buckets: tuple[int, ...]) -> int | None:
-    """The smallest bucket that holds `batch` rows; None when even the largest doesn't."""
+    """The smallest bucket that holds `batch` rows; None if there is none."""
     index = bisect_left(buckets, batch)
     return buckets[index] if index < len(buckets) else None
 
 
-def first_sizes(sizes: Iterable[int]) -> frozenset[int]:
-    """Those to record before serving: powers of two, and the largest, which can stand in for all others."""
+def startup_sizes(sizes: Iterable[int]) -> frozenset[int]:
+    """The sizes to record before serving: powers of two, and the largest, which can replace all others."""
     sizes = sorted(sizes)
     return frozenset({size for size in sizes if size & (size - 1) == 0} | set(sizes[-1:]))
 
 
 class PrefillBucket(NamedTuple):
-    """The most that one recorded prefill holds."""
+    """The capacity of one recorded prefill."""
 
     tokens: int  # of chunks and decodes together
     rows: int  # of chunks
-    decodes: int = 0  # that go with them
+    decodes: int = 0  # that join the chunks
 
 
 def prefill_buckets(max_tokens: int, max_rows: int, max_decodes: int = 0) -> tuple[PrefillBucket, ...]:
-    """Ascending buckets up to `max_tokens`; none if that is below 1.
+    """Ascending buckets up to `max_tokens`; none if `max_tokens` is below 1.
 
-    Up to 128 tokens by powers of two, where reading the weights is all the work; then with steps that pad
-    by a half at most, and from 512 on by a quarter, because padding is computed. So are rows that are not
-    there: each costs a share of the head's product and of the sampling, and in every layer a program of
-    attention for each KV head, which finds nothing to do. There is one for every 32 tokens, 16 to 128 in all.
-    Each size up to JOINED_TOKENS comes without decodes and with room for few and many.
+    Up to 128 tokens, buckets are powers of two, because the time goes into reading the weights. Above,
+    padding costs time: buckets pad by at most a half, from 512 tokens on by at most a quarter. Padding rows
+    cost time in head, sampling and attention, so a bucket has one row per 32 tokens, 16 to 128 in all. Each
+    size up to MAX_JOINED_TOKENS exists without decodes, with room for few and with room for many.
 
     Args:
-        max_decodes: that may go with chunks.
+        max_decodes: most decodes that may join chunks.
     """
     if max_tokens < 1:
         return ()
@@ -74,27 +76,29 @@ def prefill_buckets(max_tokens: int, max_rows: int, max_decodes: int = 0) -> tup
     return tuple(
         PrefillBucket(size, min(max(16, size // 32), 128, size, max_rows), decodes)
         for size in sizes
-        for decodes in sorted({0, *[_room(most, size, max_decodes) for most in JOINED]})
+        for decodes in sorted({0, *[_decode_room(most, size, max_decodes) for most in JOINED_DECODE_ROOMS]})
     )
 
 
-def _room(most: int, size: int, max_decodes: int) -> int:
-    """For how many decodes a bucket of this size has room."""
-    return align_down(min(most, size, max_decodes)) if size <= JOINED_TOKENS else 0
+def _decode_room(most: int, size: int, max_decodes: int) -> int:
+    """The number of decodes that a bucket of this size has room for."""
+    return align_down(min(most, size, max_decodes)) if size <= MAX_JOINED_TOKENS else 0
 
 
-def first_prefills(buckets: Sequence[PrefillBucket]) -> list[PrefillBucket]:
-    """Those to record before serving, without room for decodes: the smallest, the largest, and of the
-    `first_sizes` those that are not all about reading the weights."""
-    sizes = first_sizes(bucket.tokens for bucket in buckets if bucket.tokens >= FIRST_TOKENS)
+def startup_prefills(buckets: Sequence[PrefillBucket]) -> list[PrefillBucket]:
+    """The buckets to record before serving, all without room for decodes.
+
+    They are the smallest, the largest, and the `startup_sizes` from MIN_STARTUP_TOKENS on.
+    """
+    sizes = startup_sizes(bucket.tokens for bucket in buckets if bucket.tokens >= MIN_STARTUP_TOKENS)
     sizes |= {buckets[0].tokens, buckets[-1].tokens}
     return [bucket for bucket in buckets if bucket.tokens in sizes and not bucket.decodes]
 
 
 def prefill_bucket_for(size: PrefillBucket, buckets: Iterable[PrefillBucket]) -> PrefillBucket | None:
-    """The smallest of ascending buckets that holds such a prefill.
+    """The smallest of ascending buckets that holds a prefill of this size.
 
-    None when there is none, or when more than half of it (but for the smallest buckets) would be padding.
+    None if there is none, or if more than half of a bucket above 64 tokens would be padding.
     """
     most_tokens = max(64, 2 * size.tokens)
     for bucket in buckets:
@@ -111,22 +115,30 @@ class Buckets(NamedTuple):
 
     decode: tuple[int, ...]
     prefill: tuple[PrefillBucket, ...]
+    extras: tuple[int, ...]
+    """Decode steps with penalties or log probabilities: few, since each combination needs graphs."""
 
     @property
     def num_graphs(self) -> int:
-        return len(self.decode) + len(self.prefill)
+        """Most graphs that can exist. Graphs of `extras` are recorded only when a step needs them."""
+        return len(self.decode) + len(self.prefill) + NUM_LOGIT_EXTRAS * len(self.extras)
 
 
-def max_joined(config: ResolvedConfig) -> int:
-    """Decodes for which graphs of prefill have room, at most; 0 = none ever go with chunks."""
+def max_joined_decodes(config: ResolvedConfig) -> int:
+    """Most decodes that a prefill graph has room for; 0 = decodes never join chunks."""
     if not config.join_decodes:
         return 0
-    return align_up(min(JOINED[-1], config.max_running_requests - 1))  # one row has a chunk
+    return align_up(
+        min(JOINED_DECODE_ROOMS[-1], config.max_running_requests - 1)
+    )  # at least one row has a chunk
 
 
 def buckets_of(config: ResolvedConfig) -> Buckets:
-    """The buckets that the settings ask for."""
+    """The buckets that result from the settings."""
+    decode = decode_buckets(config.max_graph_batch)
     return Buckets(
-        decode_buckets(config.max_graph_batch),
-        prefill_buckets(config.max_graph_tokens, config.max_running_requests, max_joined(config)),
+        decode,
+        prefill_buckets(config.max_graph_tokens, config.max_running_requests, max_joined_decodes(config)),
+        # In mode "full", only torch records decode steps.
+        () if config.compile_mode == "full" else tuple(sorted(startup_sizes(decode))),
     )

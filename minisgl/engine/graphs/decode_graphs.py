@@ -1,14 +1,13 @@
-"""The decode step as CUDA graphs: one for each batch bucket, recorded once, replayed afterwards.
+"""The decode step as CUDA graphs: one per batch bucket, recorded once and then replayed.
 
-Three ways to get there, behind one contract (`--compile-mode`):
+`--compile-mode` selects how graphs are made:
 
     layers   torch.compile over one block, which all blocks share; one CUDA graph around the whole step
     full     torch.compile(mode="reduce-overhead") over the whole step: CUDA graph trees record it
-    off      the step as it is, in one CUDA graph
+    off      the uncompiled step, in one CUDA graph
 
-Promise: after `warm_up` a decode batch up to the largest bucket compiles nothing and records nothing;
-whatever does all the same is counted, and an error with --strict-compile. Use from one thread only:
-CUDA graph trees keep their state per thread.
+Promise: after `warm_up`, a decode batch up to the largest bucket compiles and records nothing. A violation is
+counted, and raises with --strict-compile. Use it from one thread: CUDA graph trees keep state per thread.
 """
 
 import importlib
@@ -27,10 +26,10 @@ from triton import knobs
 import triton_kernels
 from compile_cache.key import sources_digest
 from minisgl.attention.interface import AttentionInputs
-from minisgl.engine.buckets import bucket_for
-from minisgl.engine.early_starts import instantiate_with_early_starts
-from minisgl.engine.inputs import row_ids_on
-from minisgl.engine.measured import MeasuredDurations
+from minisgl.engine.graphs.buckets import bucket_for
+from minisgl.engine.graphs.durations import MeasuredDurations
+from minisgl.engine.graphs.early_starts import instantiate_with_early_starts
+from minisgl.engine.inputs import row_ids_to_device
 from minisgl.engine.steps import DecodeStep
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
@@ -39,55 +38,55 @@ from triton_kernels.launch import ceil_div
 from triton_kernels.linear import MAX_ROWS
 
 EARLY_ATTENTION_HEADS = 192
-"""Rows times KV heads up to which attention starts early. In larger batches it has a few long units for each
-multiprocessor, and those that are free before others would get more of them."""
+"""Largest product of rows and KV heads for which attention starts early. In larger batches, each
+multiprocessor gets a few long units, and an early start would share them out unevenly."""
 
-MEASURED = 4
-"""Decode steps whose duration is measured at the start, at most."""
+MAX_MEASURED_BUCKETS = 4
+"""Most buckets whose duration is measured at the start."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Runs a function and records it; what comes back runs it again on what its tensors hold by then."""
+"""Records a function. The result replays it on the current contents of its tensors."""
 
 
 class StepGraphs(Protocol):
-    """One graph of the decode step for each tensor of row ids that was recorded."""
+    """Graphs of the decode step, one per recorded tensor of row ids."""
 
     @property
     def own_step(self) -> DecodeStep | None:
-        """The step, its blocks compiled, that goes into graphs of ours; None = somebody else records it."""
+        """The step with compiled blocks that we record ourselves; None if torch records it."""
         ...
 
     def record(self, row_ids: Tensor) -> None:
-        """Compile what is missing and record the step on these row ids, int32 [R], which stay in place."""
+        """Compile the step if needed, and record it on these row ids, int32 [R], which must stay in place."""
         ...
 
     def replay(self, row_ids: Tensor) -> Tensor:
-        """Run the step on a recorded tensor of row ids; the tokens, overwritten by the next replay."""
+        """Run the step on a recorded tensor of row ids. The next replay overwrites the returned tokens."""
         ...
 
     def counts(self) -> tuple[int, int]:
-        """(graphs compiled, CUDA graphs recorded) in this process so far, by whomever."""
+        """(graphs compiled, CUDA graphs recorded) in this process so far."""
         ...
 
     def release(self) -> None:
-        """Let go of the CUDA graphs: nothing can be replayed any more."""
+        """Free the CUDA graphs. No step can be replayed afterwards."""
         ...
 
 
 PlanDecode = Callable[[tuple[int, ...], int], None]
-"""Called with a batch's rows, and with how many there are with padding, before it runs or is recorded."""
+"""Called with a batch's rows and its padded number of rows, before the batch runs or is recorded."""
 
 
 def no_plan(rows: tuple[int, ...], num_rows: int) -> None:
     """A `PlanDecode` that does nothing."""
 
 
-class CompiledDecode:
-    """A decode step that replays a graph.
+class DecodeGraphs:
+    """The decode step, which replays the graph of the batch's bucket.
 
     Args:
-        step: the step on the device, uncompiled: what runs when no bucket is large enough.
-        graphs: how it is compiled and recorded.
+        step: the uncompiled step, which runs batches larger than all buckets.
+        graphs: compiles and records the step.
         buckets: ascending batch sizes to record, at least 2.
     """
 
@@ -106,13 +105,13 @@ class CompiledDecode:
         self._graphs = graphs
         self._buckets = buckets
         self._recorded: tuple[int, ...] = ()  # ascending, as `_buckets`
-        self._wanted: int | None = None  # the bucket of the batch before
+        self._wanted: int | None = None  # the bucket of the last batch
         self._device = device
         self._strict = strict
         self._max_rows = step.rows.max_rows
         self._row_ids: dict[int, Tensor] = {}
         self._run_us = MeasuredDurations()  # by rows
-        self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> rows its row_ids hold
+        self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> the rows that its row_ids hold
         self.num_recompiles = 0
         self.num_graph_misses = 0
 
@@ -130,30 +129,31 @@ class CompiledDecode:
         buckets: Iterable[int],
         on_bucket: Callable[[int, float], None],
         clock: Callable[[], float] = time.perf_counter,
-        agree: Callable[[int], int] = int,
+        minimum_over_ranks: Callable[[int], int] = int,
     ) -> None:
-        """Compile and record these buckets, largest first, with padding rows only; then measure some.
-
-        Calls `on_bucket(bucket, duration_ms)` after each, with the host's time.
+        """Compile and record these buckets on padding rows, largest first. Then measure some of them.
 
         Args:
-            agree: the least of all ranks' measured microseconds: they must decide alike.
+            on_bucket: called after each bucket with its size and the host's milliseconds.
+            minimum_over_ranks: the smallest value of all ranks. Ranks must decide by equal durations.
         """
         for bucket in sorted(buckets, reverse=True):
             started = time.perf_counter()
             self._record(bucket)
             self._graphs.replay(self._row_ids[bucket])
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
-        self._wait()  # not in between: the device runs while the host records the next
-        with self._step.rows.measurable(self._step.model.vocab_size):
-            for bucket in sorted(self._recorded[:: -ceil_div(len(self._recorded), MEASURED)]):
+        self._wait()  # not after each bucket: the device runs while the host records the next one
+        with self._step.rows.filled_for_measuring(self._step.model.vocab_size):
+            for bucket in sorted(self._recorded[:: -ceil_div(len(self._recorded), MAX_MEASURED_BUCKETS)]):
                 row_ids = self._row_ids[bucket]
                 row_ids.copy_(torch.arange(bucket, device=self._device) % self._max_rows)
-                self._run_us.add(bucket, agree(min(self._measure(bucket, clock) for _ in range(2))))
+                self._run_us.add(
+                    bucket, minimum_over_ranks(min(self._measure_us(bucket, clock) for _ in range(2)))
+                )
                 row_ids.fill_(self._max_rows)
 
-    def _measure(self, bucket: int, clock: Callable[[], float]) -> int:
-        """Microseconds of a step of rows that have no token yet."""
+    def _measure_us(self, bucket: int, clock: Callable[[], float]) -> int:
+        """Microseconds of one step of rows without context."""
         self._step.rows.context_len.zero_()
         self._plan((), bucket)
         self._wait()
@@ -163,42 +163,47 @@ class CompiledDecode:
         return round(1e6 * (clock() - begin))
 
     def duration_us(self, num_rows: int) -> float:
-        """How long a step of so many rows takes, but for what grows with their keys, as `warm_up` measured;
-        where no graph holds them, how long the largest takes."""
-        return self._run_us.of(self.bucket_of(num_rows) or self._buckets[-1])
+        """Estimated microseconds of a step of `num_rows` rows, without the time that grows with their keys.
+
+        It interpolates what `warm_up` measured. Above the largest graph, it is the time of that graph.
+        """
+        return self._run_us.estimate_us(self.bucket_of(num_rows) or self._buckets[-1])
 
     @property
     def num_missing(self) -> int:
-        """Buckets without a graph, whose batches run in a larger one."""
+        """Number of buckets without a graph. Their batches run in a larger graph."""
         return len(self._buckets) - len(self._recorded)
 
     @property
     def is_urgent(self) -> bool:
-        """Never: a larger one is there."""
+        """Always False: the largest graph exists from the start."""
         return False
 
+    def prepare_next(self) -> None:
+        """`RecordableGraphs.prepare_next`: does nothing, because `record_next` runs the step first."""
+
     def record_next(self) -> None:
-        """Record a missing bucket: the last batch's, or else the largest."""
+        """Record a missing bucket: the one of the last batch, or else the largest."""
         missing = [bucket for bucket in self._buckets if bucket not in self._row_ids]
         self._record(self._wanted if self._wanted in missing else missing[-1])
 
-    def give_up(self) -> None:
-        """Do with the graphs there are."""
+    def stop_recording(self) -> None:
+        """`RecordableGraphs.stop_recording`: used with one rank only, so the failed graph was not added."""
         self._buckets = self._recorded
 
     def bucket_of(self, num_rows: int) -> int | None:
-        """Rows of the graph that so many rows run in; None = there is none."""
+        """The size of the recorded graph that holds `num_rows` rows; None if there is none."""
         return bucket_for(num_rows, self._recorded)
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
-        """Decode these rows; int32 [at least len(rows)] on the device, overwritten by the next call."""
+        """Decode these rows. Returns int32 [>= len(rows)] on the device, which the next call overwrites."""
         bucket = self.bucket_of(len(rows))
         if self.num_missing:
             self._wanted = bucket_for(len(rows), self._buckets)
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
             self._plan(rows, len(rows))
-            return self._step(row_ids_on(self._device, rows))
+            return self._step(row_ids_to_device(self._device, rows))
         row_ids = self._row_ids[bucket]
         if self._batches.get(bucket) != rows:
             padded = [*rows, *[self._max_rows] * (bucket - len(rows))]
@@ -234,11 +239,11 @@ class CompiledDecode:
 class GraphRecorder:
     """Records functions as CUDA graphs that share one memory pool.
 
-    So their replays must follow each other on one stream.
+    Because of the shared pool, replays must follow each other on one stream.
 
     Args:
-        early_starts: kernels may start while the one before them still ends, in graphs for which it is asked.
-            Only where all kernels are ours and the GPU can: early_start.can_start_early.
+        early_starts: allow graphs in which a kernel starts before its predecessor has ended. All kernels must
+            be ours, and the GPU must support it: early_start.can_start_early.
     """
 
     def __init__(self, *, early_starts: bool = False) -> None:
@@ -248,15 +253,20 @@ class GraphRecorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def record(
-        self, run: Callable[[], Tensor], *, early: Mapping[str, str | None] | None = None
+        self,
+        run: Callable[[], Tensor],
+        *,
+        early: Mapping[str, str | None] | None = None,
+        is_warm: bool = False,
     ) -> Callable[[], Tensor]:
-        """Run it, which compiles what is missing, then record it; what comes back replays it.
+        """Run a function once, which compiles its kernels, then record it. The result replays it.
 
         Args:
-            early: kernels that may start early, where the recorder may, too: some of EARLY_KERNELS.
+            early: kernels that may start early, some of EARLY_KERNELS. Ignored without `early_starts`.
+            is_warm: all kernels are compiled, so the function is only recorded and nothing is launched.
 
         Raises:
-            whatever `run` does; nothing is left recording then.
+            Exception: the same as `run`. The recording has ended then.
         """
         if not self._can_start_early:
             early = None
@@ -265,9 +275,10 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph(keep_graph=early is not None)
         try:
             with torch.cuda.stream(self._stream):
-                run()
+                if not is_warm:
+                    run()
                 _free_cublas_workspaces()
-                # Not torch.cuda.graph(): that collects garbage and empties the cache before each recording.
+                # Not torch.cuda.graph(): it collects garbage and empties the cache before each recording.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()
@@ -277,7 +288,7 @@ class GraphRecorder:
                 if early is not None:
                     self._can_start_early = instantiate_with_early_starts(graph, early)
         finally:
-            current.wait_stream(self._stream)  # also after a failure: the run before may still be going on
+            current.wait_stream(self._stream)  # also after a failure: the first run may still be in progress
         self._graphs.append(graph)
 
         def replay() -> Tensor:
@@ -287,29 +298,30 @@ class GraphRecorder:
         return replay
 
     def release(self) -> None:
-        """Let go of all graphs: nothing can be replayed any more."""
+        """Free all graphs. Nothing can be replayed afterwards."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # the old one ended with its last graph
+        self._pool = torch.cuda.graph_pool_handle()  # the old pool ended with its last graph
 
 
 def _free_cublas_workspaces() -> None:
-    """Before and after a recording: so cuBLAS takes its workspace from the graph's pool, which keeps it.
+    """Make cuBLAS allocate a new workspace. Call it before and after a recording.
 
-    One from outside would be freed under the graph by any CUDA graph trees of this process (mode "full", or
-    compiled code of whoever uses the engine), which do this around each of their own recordings.
+    Within a recording, cuBLAS then allocates from the graph's pool, which keeps the workspace. CUDA graph
+    trees of this process (mode "full", or other compiled code) free any shared workspace when they record,
+    also if a graph of ours still used it.
     """
     torch._C._cuda_clearCublasWorkspaces()
 
 
 class CapturedSteps:
-    """Modes "layers" and "off": the whole step in a CUDA graph of our own, its blocks compiled or not.
-
-    For the other arguments see `compiled_block`.
+    """Modes "layers" and "off": we record the whole step, with compiled or uncompiled blocks.
 
     Args:
-        early_rows: of the largest step in which kernels start early.
+        early_rows: most rows of a step in which kernels start early.
+        max_batch: see `compiled_block`.
+        keep: see `compiled_block`.
     """
 
     def __init__(
@@ -346,20 +358,20 @@ class CapturedSteps:
 
 
 def early_kernels(num_rows: int, num_kv_heads: int) -> Mapping[str, str | None]:
-    """Those of EARLY_KERNELS that start early in a step of so many rows, if any do."""
+    """The EARLY_KERNELS that start early in a step of `num_rows` rows."""
     if num_rows * num_kv_heads <= EARLY_ATTENTION_HEADS:
         return EARLY_KERNELS
     return {name: before for name, before in EARLY_KERNELS.items() if name != "_paged_decode_kernel"}
 
 
 def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep: bool = True) -> RunBlock:
-    """One compiled function for all blocks of a model, whose weights and pools are its inputs.
+    """One compiled function for all blocks of a model. It takes their weights and KV pools as inputs.
 
-    It compiles twice: for up to linear.MAX_ROWS rows, and for more, up to `max_batch`.
+    It compiles twice: for up to linear.MAX_ROWS rows, and for more rows, up to `max_batch`.
 
     Args:
-        keep: another start may reuse what is compiled. False where functions other than ours are in it:
-            torch would not notice that somebody edited theirs.
+        keep: let later starts reuse the compiled code. Must be False if it contains a user's functions,
+            because torch does not notice when they are edited.
     """
     _configure_inductor(keep)
     compiled = torch.compile(call_block, fullgraph=True, dynamic=False, backend=backend)
@@ -380,9 +392,9 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep
 
 
 class WholeStep:
-    """Mode "full": the whole step as one compiled graph, which CUDA graph trees record.
+    """Mode "full": the whole step is one compiled graph, which CUDA graph trees record.
 
-    It compiles twice, as `compiled_block`, whose arguments it takes.
+    It compiles twice, and takes the same arguments as `compiled_block`.
     """
 
     def __init__(self, step: DecodeStep, device: torch.device, *, max_batch: int, keep: bool = True) -> None:
@@ -399,7 +411,7 @@ class WholeStep:
     def record(self, row_ids: Tensor) -> None:
         torch._dynamo.mark_static_address(row_ids, guard=False)
         _mark_rows(row_ids, self._max_batch)
-        for _ in range(2):  # the code runs uncaptured, then is recorded
+        for _ in range(2):  # the first call runs the code, the second one records it
             self._compiled(row_ids)
 
     def replay(self, row_ids: Tensor) -> Tensor:
@@ -411,7 +423,7 @@ class WholeStep:
         manager = cudagraph_trees.get_manager(self._device.index or 0, create_if_none_exists=False)
         if manager is None:
             return _graphs_compiled(), 0
-        # Every graph takes the next id, and so does this look at it.
+        # Every graph takes the next id, and so does this call.
         recorded = manager.new_graph_id().id - self._num_probes
         self._num_probes += 1
         return _graphs_compiled(), recorded
@@ -423,7 +435,7 @@ class WholeStep:
 
 
 def _mark_rows(tensor: Tensor, max_batch: int) -> None:
-    """Let the first dimension vary over all the batch sizes, at least 2, for which the same kernels run."""
+    """Mark the first dimension as dynamic, over the batch sizes from 2 that run the same kernels."""
     if tensor.shape[0] <= MAX_ROWS:
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=MAX_ROWS)
     else:
@@ -432,9 +444,9 @@ def _mark_rows(tensor: Tensor, max_batch: int) -> None:
 
 def _configure_inductor(keep: bool) -> None:
     _without_workers()
-    # Floats of modules (eps, scale) are constants, not inputs with guards.
+    # Floats of modules (eps, scale) become constants, not inputs with guards.
     torch._dynamo.config.specialize_float = True
-    # torch's own key has the kernels' sources, not the host code that chooses their grids and options.
+    # torch's cache key has the kernels' sources, but not the host code that chooses grids and options.
     ours = Path(__file__).parents[1], Path(triton_kernels.__path__[0])
     torch.compiler.config.cache_key_tag = sources_digest(ours) if keep else secrets.token_hex()
 
@@ -444,27 +456,27 @@ def _graphs_compiled() -> int:
 
 
 def import_compiler() -> None:
-    """Import what torch.compile otherwise imports on first use: some two seconds."""
+    """Import the modules that torch.compile imports on first use, which takes about two seconds."""
     _without_workers()
     importlib.import_module("torch._inductor.compile_fx")
 
 
 def _without_workers() -> None:
-    """Have torch start no processes to compile in: on import, or when it compiles; a setting of the thread.
+    """Make torch compile in this process instead of worker processes. The setting is per thread.
 
-    What they compile has another key in Triton's cache than what this process does, so the next start would
-    compile our kernels again; and there are few.
+    Triton caches a worker's kernels under other keys than this process's kernels, so the next start would
+    compile ours again. There are only few kernels to compile.
     """
     torch._inductor.config.compile_threads = 1
 
 
 class KernelCompilations:
-    """Counts Triton kernels from here on.
+    """Counts compilations of Triton kernels, from its construction on.
 
     Attributes:
-        count: those that a launch waited for, compiled or read from disk, without torch.compile's; while
-            serving it should be none.
-        num_compiled: all that were compiled in this process, because no former start did.
+        count: kernels that a launch waited for, compiled or read from disk, without torch.compile's kernels.
+            While serving it should stay 0.
+        num_compiled: all kernels compiled in this process, that is, not found in the cache.
     """
 
     def __init__(self) -> None:

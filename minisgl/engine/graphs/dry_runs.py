@@ -1,6 +1,6 @@
-"""Dry runs: steps on padding before the engine serves, to measure memory and to compile prefill's kernels.
+"""Dry runs: steps on padding before the engine serves, which measure memory and compile prefill kernels.
 
-Promise: nothing real is touched: all rows are the padding row, all new tokens go to no slot.
+Promise: no real data is touched. All rows are the padding row, and no new token has a slot.
 """
 
 import os
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.config import ResolvedConfig
-from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import buckets_of, max_joined
+from minisgl.engine.attention_planner import AttentionPlanner
+from minisgl.engine.graphs.buckets import buckets_of, max_joined_decodes
+from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
 from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.rows import Rows
-from minisgl.engine.side_by_side import compiled_side_by_side
 from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
@@ -24,35 +24,35 @@ from triton_kernels.launch import align_down, align_up
 
 
 class Peaks(NamedTuple):
-    """Memory of the largest steps beyond weights, pool and tables, in bytes."""
+    """Memory of the largest steps in bytes, without weights, KV pool and tables."""
 
     prefill_bytes: int
     decode_bytes: int
-    recorded_prefill_bytes: int  # of the largest that has a graph, which keeps its memory
+    recorded_prefill_bytes: int  # of the largest prefill with a graph, which keeps its memory
 
 
 def measure_peaks(
     config: ResolvedConfig,
     model: Decoder,
     rows: Rows,
-    plans: AttentionPlans,
+    planner: AttentionPlanner,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Peaks:
-    """Measured on CUDA with as many rows as there can be.
+    """Measure memory on CUDA with the largest number of rows.
 
-    Few rows decode, too: some of their kernels are others, which are compiled so before the engine serves.
+    It also decodes few rows, because they use some other kernels, which are compiled this way before serving.
     """
     model.allocate_kv(1, config.page_size, dtype, device)
     largest, *recorded = largest_prefills(config)
     decode = DecodeStep(model, rows)
-    if not config.kernel:  # a replacement of one may take indices from another
-        compile_ahead(config, decode, plans, device)
+    if not config.kernel:  # a replaced kernel may read indices that another kernel computes
+        compile_ahead(config, decode, planner, device)
     batch = padding_batch(largest, rows, device)
-    plans.padding_prefill(largest.rows, largest.row_tokens)
+    planner.plan_padding_prefill(largest.rows, largest.row_tokens)
     row_ids = torch.full((rows.max_rows,), rows.max_rows, dtype=torch.int32, device=device)
     for count in decode_sizes(config):
-        plans.decode((), count)
+        planner.plan_decode((), count)
         decode(row_ids[:count])
     recorded_bytes = 0
     for size in recorded:
@@ -66,21 +66,21 @@ def measure_peaks(
 
 
 def compile_ahead(
-    config: ResolvedConfig, decode: DecodeStep, plans: AttentionPlans, device: torch.device
+    config: ResolvedConfig, decode: DecodeStep, planner: AttentionPlanner, device: torch.device
 ) -> None:
-    """Compile the kernels of all dry runs side by side. No index comes from a kernel, as none runs.
+    """Compile the kernels of all dry runs in parallel. No kernel runs, so no index may come from a kernel.
 
-    Several ranks must do it at the same time: NCCL adds up as ever.
+    Several ranks must do it at the same time, because NCCL's collectives still run.
     """
     model, rows = decode.model, decode.rows
     sizes = largest_prefills(config) + warm_up_sizes(config)
-    run_block = first_of_each_kind(model)
-    with compiled_side_by_side(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
+    run_block = run_distinct_blocks(model)
+    with compile_kernels_in_parallel(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
         for size in sizes:
-            plans.padding_prefill(size.rows, size.row_tokens)
+            planner.plan_padding_prefill(size.rows, size.row_tokens)
             prefill_step(model, rows, padding_batch(size, rows, device), run_block)
         for count in decode_sizes(config):
-            plans.decode((), count)
+            planner.plan_decode((), count)
             row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
             zeros = torch.zeros_like(row_ids)
             state = rows.read(row_ids)._replace(context_len=zeros, slot_mapping=zeros - 1)
@@ -89,21 +89,21 @@ def compile_ahead(
 
 
 def decode_sizes(config: ResolvedConfig) -> tuple[int, int]:
-    """Rows of the decode steps: few, and as many as there can be."""
+    """Rows of the decode dry runs: few, and the largest number."""
     num_rows = config.max_running_requests
     return min(num_rows, FEW_ROWS), num_rows
 
 
 class DryPrefill(NamedTuple):
-    """A prefill of padding."""
+    """The size of a prefill of padding."""
 
     rows: int
-    row_tokens: int  # of each of them
-    decodes: int = 0  # that go with them
+    row_tokens: int  # tokens of each row
+    decodes: int = 0  # decodes that join them
 
 
 def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
-    """The largest prefill, and the largest that is recorded, if any is."""
+    """The largest prefill, and the largest recorded prefill if there is one."""
     num_rows = config.max_running_requests
 
     def largest(decodes: int) -> DryPrefill:
@@ -111,8 +111,8 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
         row_tokens = min((config.max_step_tokens - decodes) // num_chunks, config.max_context_tokens)
         return DryPrefill(num_chunks, row_tokens, decodes)
 
-    # Decodes take less than the prompts that could come in their place, where rows can be long enough.
-    half = align_down(num_rows // 2) if max_joined(config) else 0
+    # A decode needs less memory than the prompt tokens that could replace it, if rows can be long enough.
+    half = align_down(num_rows // 2) if max_joined_decodes(config) else 0
     return [
         max(largest(half), largest(0), key=lambda size: size.decodes + size.rows * size.row_tokens),
         *[
@@ -122,25 +122,25 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
     ]
 
 
-def first_of_each_kind(model: Decoder) -> RunBlock:
-    """Runs the model's blocks without those whose kernels an earlier one has launched.
+def run_distinct_blocks(model: Decoder) -> RunBlock:
+    """A `RunBlock` that skips a block if an earlier block launches the same kernels.
 
-    The last one is always run: of a prompt, most of it computes other numbers of tokens.
+    The last block always runs, because most of it computes fewer tokens of a prompt.
     """
     first: dict[object, nn.Module] = {}
     for block, attention in zip(model.layers, model.attention_layers(), strict=True):
         shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
         first.setdefault((attention.window, shapes, block is model.layers[-1]), block)
-    kept = set(first.values())
+    distinct = set(first.values())
 
     def run_block(block: nn.Module, x: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        return call_block(block, x, residual, *others) if block in kept else (x, residual)
+        return call_block(block, x, residual, *others) if block in distinct else (x, residual)
 
     return run_block
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """How much memory the allocator hands out during `run` beyond what was taken before, at most."""
+    """Peak of the memory that the allocator hands out during `run`, without earlier allocations."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -152,22 +152,22 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def warm_up_prefill(
-    config: ResolvedConfig, model: Decoder, rows: Rows, plans: AttentionPlans, device: torch.device
+    config: ResolvedConfig, model: Decoder, rows: Rows, planner: AttentionPlanner, device: torch.device
 ) -> None:
-    """Compile the kernels of a prefill step, for chunks of any length."""
-    run_block = first_of_each_kind(model)
+    """Run prefill steps that compile the kernels for chunks of any length."""
+    run_block = run_distinct_blocks(model)
     for size in warm_up_sizes(config):
-        plans.padding_prefill(size.rows, size.row_tokens)
+        planner.plan_padding_prefill(size.rows, size.row_tokens)
         prefill_step(model, rows, padding_batch(size, rows, device), run_block)
     torch.cuda.synchronize(device)
 
 
 def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
-    """A prefill's warm-up.
+    """The sizes that together compile every kernel variant of prefill.
 
-    Small sizes are chosen for what Triton compiles anew (a count of 1, a multiple of 16, any other) and for
-    the launch configurations of few and of more rows, the powers of two for those that depend on the number
-    of tokens, and decodes as few and as many as there can be.
+    The small sizes cover the counts that Triton specializes (1, a multiple of 16, any other) and the launch
+    configurations of few and of more rows. Powers of two cover the configurations that depend on the number
+    of tokens. Joined decodes are as few and as many as possible.
     """
     sizes = [
         DryPrefill(num_rows, row_tokens)
@@ -178,13 +178,13 @@ def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
     while row_tokens <= min(config.chunk_tokens, config.max_context_tokens):
         sizes.append(DryPrefill(1, row_tokens))
         row_tokens *= 2
-    if max_joined(config):
+    if max_joined_decodes(config):
         sizes += [DryPrefill(1, 16, align_up(decodes)) for decodes in decode_sizes(config)]
     return sizes
 
 
 def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> PrefillBatch:
-    """A prefill that is all padding: its keys lie in the scratch page."""
+    """Build a prefill of padding rows, whose keys lie in the scratch page."""
     num_rows, row_tokens, num_decodes = size
     num_tokens = num_decodes + num_rows * row_tokens
     row_start = np.arange(num_decodes, num_tokens + 1, row_tokens, dtype=np.int32)

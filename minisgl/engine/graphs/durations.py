@@ -1,10 +1,10 @@
-"""Durations that were measured for some sizes, and the lines between them for all others."""
+"""Estimates durations of all sizes from measurements of some, by linear interpolation."""
 
 from bisect import bisect_left, insort
 
 
 class MeasuredDurations:
-    """Microseconds by size."""
+    """Measured microseconds by size."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []  # ascending
@@ -15,18 +15,21 @@ class MeasuredDurations:
 
     @property
     def largest(self) -> int:
-        """Size that was measured."""
+        """The largest measured size."""
         return self._sizes[-1]
 
     def add(self, size: int, duration_us: int) -> None:
-        """A measurement."""
+        """Add a measurement, or replace the one of the same size."""
         if size not in self._durations_us:
             insort(self._sizes, size)
         self._durations_us[size] = duration_us
 
-    def of(self, size: int) -> float:
-        """By the line between the measured sizes on both sides; beyond the last by that before it, unless it
-        falls; below the first what that took; 0 if nothing was measured."""
+    def estimate_us(self, size: int) -> float:
+        """Estimate a size's duration by linear interpolation between the measured sizes.
+
+        Above the largest size it extends the last line, unless that line falls. Below the smallest size it
+        returns the smallest size's duration. It returns 0 if nothing was measured.
+        """
         if len(self._sizes) < 2 or size <= self._sizes[0]:
             return float(self._durations_us[self._sizes[0]]) if self._sizes else 0.0
         index = min(bisect_left(self._sizes, size), len(self._sizes) - 1)

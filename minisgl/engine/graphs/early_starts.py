@@ -1,10 +1,10 @@
-"""Lets kernels of a recorded CUDA graph start before the kernel that they follow has ended.
+"""Lets kernels of a recorded CUDA graph start before their predecessor has ended.
 
-torch.compile can't launch a kernel so (programmatic dependent launch), but the edges of a graph say the same:
-one that leaves the programmatic port of a kernel lets its target begin when all programs of its source have
-said so or ended. The targets are kernels that wait for the rest themselves: triton_kernels/early_start.py.
+torch.compile can't use programmatic dependent launch, but edges of a graph can express it. An edge from a
+kernel's programmatic port lets its target start when all programs of its source have allowed it or ended.
+The targets are kernels that wait for their inputs themselves: triton_kernels/early_start.py.
 
-Promise: where the driver refuses, a graph is instantiated as it was recorded, which is only slower.
+Promise: if the driver refuses, the graph is instantiated as it was recorded, which is only slower.
 """
 
 import ctypes
@@ -21,22 +21,22 @@ _KERNEL_NODE = 0
 
 
 class Edge(NamedTuple):
-    """A dependency between two nodes, by their addresses."""
+    """A dependency between two nodes, which are given by their addresses."""
 
     source: int
     target: int
-    is_plain: bool = True  # the target starts when the source has ended
+    is_plain: bool = True  # the target starts after the end of the source
 
 
 def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph, early: Mapping[str, str | None]) -> bool:
-    """Change the edges in front of `early` kernels and instantiate; False = the driver can't, all stay plain.
+    """Change the edges to `early` kernels, and instantiate. False: the driver can't, all edges stay plain.
 
     Args:
         graph: recorded with keep_graph, not instantiated.
         early: some of early_start.EARLY_KERNELS.
 
     Raises:
-        RuntimeError: the graph can't be instantiated as it was recorded either.
+        RuntimeError: the graph can't even be instantiated as it was recorded.
     """
     changed: list[Edge] = []
     driver = None
@@ -60,11 +60,13 @@ def instantiate_with_early_starts(graph: torch.cuda.CUDAGraph, early: Mapping[st
 def early_edges(
     edges: Iterable[Edge], kernel_name: Callable[[int], str | None], early: Mapping[str, str | None]
 ) -> list[Edge]:
-    """The plain edges from a kernel to one of the `early` kernels that are the only ones at both ends.
+    """The plain edges from a kernel to one of the `early` kernels, if neither end has another such edge.
+
+    The source must have no other outgoing edge, and the target no other incoming edge.
 
     Args:
-        kernel_name: of a node; None where it is no kernel.
-        early: kernels' names, with the name of the only kernel that may be before; None = any.
+        kernel_name: returns the name of a node's kernel, or None if the node is no kernel.
+        early: kernel name -> the name of the only allowed predecessor; None = any predecessor.
     """
     edges = list(edges)
     leaving = Counter(edge.source for edge in edges)
@@ -113,7 +115,7 @@ class _KernelNodeParams(ctypes.Structure):
 
 
 class _Driver:
-    """The calls that this takes, which torch does not have: CUDA 12.3 and later."""
+    """The driver calls that torch does not offer. They need CUDA 12.3 or later."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -124,7 +126,7 @@ class _Driver:
             raise RuntimeError(f"{name} returned {result}")
 
     def edges(self, graph: int) -> list[Edge]:
-        """All of a graph's."""
+        """All edges of a graph."""
         handle, count = ctypes.c_void_p(graph), ctypes.c_size_t(0)
         self._call("cuGraphGetEdges_v2", handle, None, None, None, ctypes.byref(count))
         sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
@@ -136,7 +138,7 @@ class _Driver:
         ]
 
     def kernel_name(self, node: int) -> str | None:
-        """None where the node is no kernel."""
+        """The name of a node's kernel; None if the node is no kernel."""
         handle, kind = ctypes.c_void_p(node), ctypes.c_int(-1)
         self._call("cuGraphNodeGetType", handle, ctypes.byref(kind))
         if kind.value != _KERNEL_NODE:
@@ -150,7 +152,7 @@ class _Driver:
         return (name.value or b"").decode()
 
     def replace(self, graph: int, edge: Edge, old: _EdgeData, new: _EdgeData) -> None:
-        """Another kind of edge between the same nodes; if there can't be one, the old one stays."""
+        """Replace an edge by another kind of edge between the same nodes. On failure the old edge stays."""
         ends = ctypes.byref(ctypes.c_void_p(edge.source)), ctypes.byref(ctypes.c_void_p(edge.target))
         where, one = (ctypes.c_void_p(graph), *ends), ctypes.c_size_t(1)
         self._call("cuGraphRemoveDependencies_v2", *where, ctypes.byref(old), one)

@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels of some steps side by side, where they would be compiled one after the other.
+"""Compiles the Triton kernels of some steps in parallel threads.
 
-A launch inside of `compiled_side_by_side` launches nothing: its kernel, where there is none yet, is compiled
-by another thread. What follows reads memory that nobody wrote; so no index may come from a kernel.
+Within `compile_kernels_in_parallel`, a launch runs nothing. If its kernel is not compiled yet, another thread
+compiles it. Later launches read memory that no kernel wrote, so no index may come from a kernel.
 """
 
 import threading
@@ -14,18 +14,18 @@ from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 _turn = threading.Lock()
-"""Who has it may change `JITFunction`."""
+"""The lock to hold while `JITFunction.run` is replaced."""
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile until they are told to stop: what waits fails then."""
+    """A pool of compiling threads. After `stopped` is set, waiting compilations fail."""
 
     def __init__(self, num_threads: int) -> None:
         super().__init__(num_threads, "compile")
         self.stopped = False
 
     def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
-        """Run it in a thread."""
+        """Run the function in a thread, unless the pool was stopped."""
 
         def run() -> Any:
             if self.stopped:
@@ -36,11 +36,11 @@ class _Compilers(ThreadPoolExecutor):
 
 
 @contextmanager
-def compiled_side_by_side(num_threads: int) -> Iterator[None]:
-    """Inside, this thread's launches only compile; at the end, all they asked for is there that can be.
+def compile_kernels_in_parallel(num_threads: int) -> Iterator[None]:
+    """Within this context, this thread's launches only compile. At its end, all compilations have ended.
 
-    A kernel that can't be compiled is not told of here: its first launch does. After an exception, Ctrl-C
-    included, only what is being compiled is waited for.
+    A kernel that can't be compiled raises at its first real launch, not here. After an exception, Ctrl-C
+    included, the context waits only for compilations that have begun.
     """
     with _turn, _Compilers(num_threads) as compilers:
         run, thread = JITFunction.run, threading.get_ident()
@@ -65,16 +65,16 @@ def compiled_side_by_side(num_threads: int) -> Iterator[None]:
                     JITFunction.run = run
         except BaseException:
             compilers.stopped = True
-            mode.__exit__(None, None, None)  # an exception in the middle of it leaves the mode on
+            mode.__exit__(None, None, None)  # an exception within its exit leaves the mode on
             raise
         finally:
             _forget_uncompiled(launched.values())
 
 
 def _forget_uncompiled(functions: Iterable[Any]) -> None:
-    """Have the next launch compile what is not compiled.
+    """Remove failed compilations, so that the next launch compiles again.
 
-    Triton 3.7 and 3.8 keep a compilation that failed in its kernel's place: every launch raises its error.
+    Triton 3.7 and 3.8 cache a failed compilation like a kernel, and every launch would raise its error.
     """
     for function in functions:
         for kernels, *_ in function.device_caches.values():

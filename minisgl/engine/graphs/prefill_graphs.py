@@ -1,15 +1,11 @@
-"""Prefill as CUDA graphs: one for each bucket of prompt tokens and rows, replayed on padded batches.
+"""Prefill as CUDA graphs: one per bucket of tokens and rows, replayed on padded batches.
 
-Launching a prefill kernel by kernel takes the host longer than a small one takes the GPU. Nothing in it
-depends on what the host knows of the batch: the attention kernels find a token's row in `row_start` on the
-device and have a grid that suits every batch of so many tokens and rows, so one recording serves them all.
+For small prefills, the host takes longer to launch the kernels than the GPU takes to run them. A batch uses a
+graph only if the graph is hardly slower than the uncaptured batch, or than its launches. Both times are
+measured at the start. They also decide whether a step's decodes join its chunks.
 
-Padding is computed, too. So a batch takes a graph only where that is hardly longer than it would run, or than
-launching it would take the host; both times are measured at the start. They say, too, whether a step's
-decodes go through the model with its chunks: weights are read once then, and layers compute some tokens more.
-
-Promise: a padded batch gives each row what it gets unpadded, up to the rounding of other matrix products;
-padding writes nowhere. A step without a fitting bucket is not ours and runs uncaptured.
+Promise: padding changes a row's result only by the rounding of other matrix products, and padding is never
+stored. A batch without a suitable bucket runs uncaptured.
 """
 
 import time
@@ -20,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.buckets import PrefillBucket, prefill_bucket_for
-from minisgl.engine.compiled import Record
+from minisgl.engine.graphs.buckets import PrefillBucket, prefill_bucket_for
+from minisgl.engine.graphs.decode_graphs import Record
+from minisgl.engine.graphs.durations import MeasuredDurations
 from minisgl.engine.inputs import (
     NO_DECODES,
     Decodes,
@@ -29,35 +26,40 @@ from minisgl.engine.inputs import (
     PrefillBatch,
     Stager,
     pack_prefill,
-    size_of,
+    prefill_size,
 )
-from minisgl.engine.measured import MeasuredDurations
 from minisgl.scheduler.plan import Chunk
 
-WORTH_RECORDING = 2.0
-"""A graph may run this many times as long as a launch takes: the host of a server has other work, too."""
-PADDED = 1.05
-"""A graph may run this many times as long as its batch would uncaptured: it leaves the host free."""
+MAX_RUN_PER_LAUNCH = 2.0
+"""A bucket is recorded if its graph runs at most this many times as long as the host's launches.
+
+It is above 1 because a server's host has other work, too.
+"""
+MAX_PADDED_PER_UNPADDED = 1.05
+"""A batch uses a graph if it runs at most this many times as long as the uncaptured batch.
+
+It is above 1 because a graph leaves the host free.
+"""
 MEASURED_PROMPT_TOKENS = 1024
-"""Of a prompt that graphs are measured with; larger buckets get several."""
+"""Most tokens of a prompt in a measurement. Larger buckets are measured with several prompts."""
 
 
-class PrefillWay(NamedTuple):
-    """How a step's chunks run."""
+class PrefillChoice(NamedTuple):
+    """How to run a step's chunks."""
 
-    bucket: PrefillBucket | None  # the graph's; None = uncaptured
-    joined: bool  # its decodes with them
-    duration_us: float  # of the step, but for what grows with the keys that decodes read
+    bucket: PrefillBucket | None  # the graph to replay; None = run uncaptured
+    joined: bool  # the step's decodes join the chunks
+    duration_us: float  # of the step, without the time that grows with the decodes' keys
 
 
-UNCAPTURED = PrefillWay(None, False, 0.0)
-"""Where nothing is measured."""
+UNCAPTURED = PrefillChoice(None, False, 0.0)
+"""The choice if no times were measured."""
 
 
 class Recorded(NamedTuple):
-    """One bucket's graph."""
+    """The graph of one bucket."""
 
-    inputs: Tensor  # int32, packed: what the graph's batch consists of
+    inputs: Tensor  # int32, packed: the arrays of the graph's batch
     replay: Callable[[], Tensor]  # -> the rows' tokens, overwritten by the next replay
 
 
@@ -65,12 +67,12 @@ class PrefillGraphs:
     """Recorded prefill steps.
 
     Args:
-        step: a prefill step on the device, as `steps.prefill_step` without model and rows.
-        record: how it is recorded.
-        buckets: ascending; those that are not worth it are left out by `warm_up`. If none has room for
-            decodes, they never go with chunks.
-        pages: only asked for the row that belongs to nobody.
-        vocab_size: token ids below it are measured with.
+        step: a prefill step on the device: `steps.prefill_step` without model and rows.
+        record: records a function as a graph.
+        buckets: ascending. `warm_up` removes those whose recording does not pay off. If none has room for
+            decodes, decodes never join chunks.
+        pages: used only for the padding row.
+        vocab_size: measurements use token ids below it.
     """
 
     def __init__(
@@ -94,36 +96,38 @@ class PrefillGraphs:
         self._launch_us = 0
         self._joined_launch_us = 0
         self._run_us = MeasuredDurations()  # by tokens
-        self._room_us = MeasuredDurations()  # by decodes: what room for them takes besides
+        self._room_us = MeasuredDurations()  # by decodes: the extra time of room for them
         self._room_us.add(0, 0)
         self._recorded: dict[PrefillBucket, Recorded] = {}
-        self._ascending: tuple[PrefillBucket, ...] = ()  # those that are recorded
-        self._wanted: PrefillBucket | None = None  # of the chunks before
+        self._ascending: tuple[PrefillBucket, ...] = ()  # the recorded buckets
+        self._wanted: PrefillBucket | None = None  # of the last chunks
 
     def warm_up(
         self,
         first: Iterable[PrefillBucket],
         clock: Callable[[], float] = time.perf_counter,
-        agree: Callable[[int], int] = int,
+        minimum_over_ranks: Callable[[int], int] = int,
     ) -> None:
-        """Record these buckets, smallest first, up to where launching is no matter.
+        """Record these buckets, smallest first, until the time of launches no longer matters.
 
-        Of the other buckets those are left to be recorded that are worth it by the line between the measured
-        ones on both sides. What runs here is stored in the scratch page only.
+        Other buckets stay to be recorded later if their interpolated time says that this pays off. These runs
+        store only in the scratch page.
 
         Args:
-            agree: the least of all ranks' measured microseconds: they must decide alike.
+            minimum_over_ranks: the smallest value of all ranks. Ranks must decide by equal durations.
         """
         for bucket in sorted(first):
             recorded, batch = self._record_prompts(bucket)
-            if not self._run_us:  # the same for all
-                self._launch_us = agree(min(self._launch(batch, clock) for _ in range(3)))
-            run_us = agree(min(self._duration(recorded.replay, clock) for _ in range(2)))
+            if not self._run_us:  # the launch time is the same for all buckets
+                self._launch_us = minimum_over_ranks(
+                    min(self._measure_launch_us(batch, clock) for _ in range(3))
+                )
+            run_us = minimum_over_ranks(min(self._measure_run_us(recorded.replay, clock) for _ in range(2)))
             self._run_us.add(bucket.tokens, run_us)
             if not self._is_worth_recording(bucket):
                 break
-            self._keep(bucket, recorded)
-        self._measure_joined(clock, agree)
+            self._add_graph(bucket, recorded)
+        self._measure_joined(clock, minimum_over_ranks)
         self._buckets = tuple(
             bucket
             for bucket in self._buckets
@@ -133,75 +137,88 @@ class PrefillGraphs:
 
     @property
     def buckets(self) -> tuple[PrefillBucket, ...]:
-        """Those that are recorded, ascending."""
+        """The recorded buckets, ascending."""
         return self._ascending
 
     @property
     def num_missing(self) -> int:
-        """Buckets without a graph, whose chunks run in a larger one or uncaptured."""
+        """Number of buckets without a graph. Their chunks run in a larger graph or uncaptured."""
         return len(self._buckets) - len(self._recorded)
 
     @property
     def is_urgent(self) -> bool:
-        """Never: uncaptured, such a prompt takes little longer."""
+        """Always False: an uncaptured prompt takes only a little longer."""
         return False
 
+    def prepare_next(self) -> None:
+        """`RecordableGraphs.prepare_next`: does nothing, because `record_next` runs the step first."""
+
     def record_next(self) -> None:
-        """Record a missing bucket: the last chunks', or else the smallest."""
+        """Record a missing bucket: the one of the last chunks, or else the smallest."""
         missing = [bucket for bucket in self._buckets if bucket not in self._recorded]
         bucket = next((bucket for bucket in missing if bucket == self._wanted), missing[0])
-        inputs, batch = self._padding(bucket)
-        self._keep(bucket, Recorded(inputs, self._record(lambda: self._step(batch))))
+        inputs, batch = self._padding_batch(bucket)
+        self._add_graph(bucket, Recorded(inputs, self._record(lambda: self._step(batch))))
 
-    def give_up(self) -> None:
-        """Do with the graphs there are."""
+    def stop_recording(self) -> None:
+        """`RecordableGraphs.stop_recording`: used with one rank only, so the failed graph was not added."""
         self._buckets = self.buckets
 
-    def choose(self, chunks: tuple[Chunk, ...], num_decodes: int = 0, decode_us: float = 0.0) -> PrefillWay:
-        """How these chunks run best, and whether the step's decodes go with them.
+    def choose(
+        self, chunks: tuple[Chunk, ...], num_decodes: int = 0, decode_us: float = 0.0
+    ) -> PrefillChoice:
+        """Choose the fastest way to run these chunks, and whether the step's decodes join them.
 
         Args:
-            num_decodes: that may go with them.
-            decode_us: how long they take before the chunks, but for what grows with their keys.
+            num_decodes: number of decodes that may join.
+            decode_us: time of the decodes if they run before the chunks, without what grows with their keys.
         """
-        size = size_of(chunks)
-        way = self._way(size, False, before_us=decode_us)
+        size = prefill_size(chunks)
+        choice = self._choose_for(size, False, before_us=decode_us)
         if num_decodes and self._join_decodes and self._recorded:
-            all_size = size_of(chunks, num_decodes)
-            joined = self._way(all_size, True)
-            if joined.duration_us < way.duration_us:
-                size, way = all_size, joined
+            all_size = prefill_size(chunks, num_decodes)
+            joined = self._choose_for(all_size, True)
+            if joined.duration_us < choice.duration_us:
+                size, choice = all_size, joined
         if self.num_missing:
             self._wanted = prefill_bucket_for(size, self._buckets)
-        return way
+        return choice
 
     def run(
         self, chunks: tuple[Chunk, ...], decodes: Decodes, bucket: PrefillBucket, pages: HostPageTable
     ) -> Tensor:
-        """Decode and feed the chunks. A token for each row, int32, overwritten by the next replay: those of
-        the chunks come from place `bucket.decodes` on."""
+        """Run the decodes and the chunks in the bucket's graph. Returns a token for each row, int32.
+
+        The chunks' tokens start at index `bucket.decodes`. The next replay overwrites the result.
+        """
         recorded = self._recorded[bucket]
         self._stager.overwrite(recorded.inputs, pack_prefill(chunks, decodes, pages, bucket))
         return recorded.replay()
 
-    def _way(self, size: PrefillBucket, joined: bool, before_us: float = 0.0) -> PrefillWay:
-        """With a graph or without, whichever is better; before_us: what the device does before."""
-        run_us = self._run_us_of(size)
+    def _choose_for(self, size: PrefillBucket, joined: bool, before_us: float = 0.0) -> PrefillChoice:
+        """Choose between a graph and an uncaptured run.
+
+        Args:
+            before_us: time of the device's work in this step before the chunks.
+        """
+        run_us = self._estimate_run_us(size)
         launch_us = self._joined_launch_us if joined else self._launch_us
         bucket = prefill_bucket_for(size, self.buckets)
         if bucket is not None:
-            graph_us = self._run_us_of(bucket)
-            if graph_us <= PADDED * max(launch_us, run_us):
-                return PrefillWay(bucket, joined, before_us + graph_us)
-        return PrefillWay(None, joined, max(launch_us, before_us + run_us))
+            graph_us = self._estimate_run_us(bucket)
+            if graph_us <= MAX_PADDED_PER_UNPADDED * max(launch_us, run_us):
+                return PrefillChoice(bucket, joined, before_us + graph_us)
+        return PrefillChoice(None, joined, max(launch_us, before_us + run_us))
 
-    def _keep(self, bucket: PrefillBucket, recorded: Recorded) -> None:
+    def _add_graph(self, bucket: PrefillBucket, recorded: Recorded) -> None:
         self._recorded[bucket] = recorded
         self._ascending = tuple(sorted(self._recorded))
 
-    def _measure_joined(self, clock: Callable[[], float], agree: Callable[[int], int]) -> None:
-        """Record the largest buckets that differ from a recorded one by room for decodes alone, and measure
-        this room."""
+    def _measure_joined(self, clock: Callable[[], float], minimum_over_ranks: Callable[[int], int]) -> None:
+        """Measure the time of room for decodes.
+
+        It records the largest buckets with such room whose counterpart without room is recorded.
+        """
         rooms = [
             bucket
             for bucket in self._buckets
@@ -209,28 +226,30 @@ class PrefillGraphs:
         ]
         for bucket in [bucket for bucket in rooms if bucket.tokens == rooms[-1].tokens]:
             recorded, batch = self._record_prompts(bucket)
-            self._keep(bucket, recorded)
-            self._joined_launch_us = agree(min(self._launch(batch, clock) for _ in range(2)))
-            run_us = agree(min(self._duration(recorded.replay, clock) for _ in range(2)))
-            self._room_us.add(bucket.decodes, max(0, run_us - round(self._run_us.of(bucket.tokens))))
+            self._add_graph(bucket, recorded)
+            self._joined_launch_us = minimum_over_ranks(
+                min(self._measure_launch_us(batch, clock) for _ in range(2))
+            )
+            run_us = minimum_over_ranks(min(self._measure_run_us(recorded.replay, clock) for _ in range(2)))
+            self._room_us.add(bucket.decodes, max(0, run_us - round(self._run_us.estimate_us(bucket.tokens))))
 
     def _record_prompts(self, bucket: PrefillBucket) -> tuple[Recorded, PrefillBatch]:
-        """A recorded bucket, filled with `_prompts`, and its batch."""
-        inputs, batch = self._padding(bucket)
+        """Record a bucket and fill it with `_measuring_prompts`. Returns the graph and its batch."""
+        inputs, batch = self._padding_batch(bucket)
         recorded = Recorded(inputs, self._record(lambda: self._step(batch)))
-        self._stager.overwrite(inputs, self._prompts(bucket))
+        self._stager.overwrite(inputs, self._measuring_prompts(bucket))
         self._wait()
         return recorded, batch
 
-    def _padding(self, bucket: PrefillBucket) -> tuple[Tensor, PrefillBatch]:
-        """A batch that is all padding, and the packed memory it lies in."""
+    def _padding_batch(self, bucket: PrefillBucket) -> tuple[Tensor, PrefillBatch]:
+        """Build a batch of padding. Returns its packed tensor and the batch."""
         inputs, views = self._stager.buffer(pack_prefill((), NO_DECODES, self._pages, bucket))
         return inputs, PrefillBatch(*views, max_query_len=bucket.tokens, num_decodes=bucket.decodes)
 
-    def _prompts(self, bucket: PrefillBucket) -> list[np.ndarray]:
-        """The arrays of a batch without padding, to measure with: random tokens, stored in the scratch page.
+    def _measuring_prompts(self, bucket: PrefillBucket) -> list[np.ndarray]:
+        """The arrays of a batch of random tokens for measurements, which are stored in the scratch page.
 
-        Without a slot they would be padding, which goes to no expert.
+        The tokens need a slot, because tokens without one are padding, which reaches no expert.
         """
         generator = np.random.default_rng(bucket.tokens)
         longest = min(MEASURED_PROMPT_TOKENS, self._pages.max_tokens)
@@ -241,27 +260,27 @@ class PrefillGraphs:
             chunks.append(Chunk(self._pages.padding_row, 0, token_ids.tobytes(), True))
             left -= len(token_ids)
         arrays = pack_prefill(tuple(chunks), NO_DECODES, self._pages, bucket)
-        # The last page may reach beyond the context, where RoPE's table ends.
+        # Positions could exceed RoPE's table, because the last page may extend beyond the context.
         arrays[PrefillBatch._fields.index("positions")].fill(0)
         return arrays
 
     def _is_worth_recording(self, bucket: PrefillBucket) -> bool:
-        return self._run_us_of(bucket) <= WORTH_RECORDING * self._launch_us
+        return self._estimate_run_us(bucket) <= MAX_RUN_PER_LAUNCH * self._launch_us
 
-    def _run_us_of(self, size: PrefillBucket) -> float:
-        """How long a batch of this size takes the device, but for what grows with its decodes' keys."""
-        return self._run_us.of(size.tokens) + self._room_us.of(size.decodes)
+    def _estimate_run_us(self, size: PrefillBucket) -> float:
+        """Estimated time of the device for a batch of this size, without what grows with decodes' keys."""
+        return self._run_us.estimate_us(size.tokens) + self._room_us.estimate_us(size.decodes)
 
-    def _launch(self, batch: PrefillBatch, clock: Callable[[], float]) -> int:
-        """Microseconds that the host takes to launch the step kernel by kernel."""
+    def _measure_launch_us(self, batch: PrefillBatch, clock: Callable[[], float]) -> int:
+        """Microseconds in which the host launches the uncaptured step."""
         begin = clock()
         self._step(batch)
         launched = clock()
         self._wait()
         return round(1e6 * (launched - begin))
 
-    def _duration(self, replay: Callable[[], Tensor], clock: Callable[[], float]) -> int:
-        """Microseconds that a graph runs."""
+    def _measure_run_us(self, replay: Callable[[], Tensor], clock: Callable[[], float]) -> int:
+        """Microseconds of one replay."""
         begin = clock()
         replay()
         self._wait()

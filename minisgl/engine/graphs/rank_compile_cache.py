@@ -1,6 +1,6 @@
-"""Compiled code between starts, as an engine keeps it: an entry of `compile_cache` for each rank.
+"""Keeps a rank's compiled code between starts, as one entry of `compile_cache` for each rank.
 
-Promise: whatever is wrong with it is a warning, and the start goes on.
+Promise: a problem with the cache logs a warning, and the start continues.
 """
 
 import logging
@@ -10,17 +10,18 @@ from pathlib import Path
 import torch
 
 from compile_cache.key import machine_facts
-from compile_cache.seal import CacheError
+from compile_cache.manifest import CacheError
 from compile_cache.store import OpenCache, open_cache
 from minisgl.config import ResolvedConfig
 
 logger = logging.getLogger(__name__)
 
 
-def open_compiled_code(config: ResolvedConfig, device: torch.device, rank: int) -> OpenCache | None:
-    """Where compiled code of former starts lies; None = nothing is compiled, or torch's own place is used.
+def open_rank_compile_cache(config: ResolvedConfig, device: torch.device, rank: int) -> OpenCache | None:
+    """Open the cache entry with the compiled code of former starts.
 
-    Ranks start together, so each has an entry of its own.
+    Ranks start at the same time, so each has its own entry. None: nothing is compiled, or torch's default
+    cache folder is used.
     """
     if device.type == "cpu" or not config.compile_cache or config.kernel:
         return None
@@ -37,9 +38,9 @@ def open_compiled_code(config: ResolvedConfig, device: torch.device, rank: int) 
     return cache
 
 
-def seal(cache: OpenCache) -> None:
-    """Let the next start have what was compiled so far."""
+def publish_compile_cache(cache: OpenCache) -> None:
+    """Make the code compiled so far available to the next start."""
     try:
-        cache.seal()
+        cache.publish()
     except CacheError as error:
         logger.warning("the next start compiles again: %s", error)

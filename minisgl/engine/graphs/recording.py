@@ -1,11 +1,11 @@
-"""What of an engine's steps is compiled and recorded as CUDA graphs, when it starts and later.
+"""Compiles an engine's steps and records them as CUDA graphs, at the start and later.
 
-A start records the sizes that can stand in for all others, and leaves the rest to `LateRecording`. It records
-all of them where something had to be compiled, as the rest may have to be, too, which takes seconds; with
-several ranks, which would have to agree on when; and in mode "full".
+A start records the sizes that can replace all others. `BackgroundRecorder` records the rest. A start records
+all sizes if it had to compile kernels, with several ranks, and in mode "full". Graphs of steps with penalties
+or log probabilities are recorded after the first such step has run.
 
-Promise: everything is compiled at the start. What can't be compiled or recorded runs as it is, with a warning
-that says so, unless the user asked for it; too little memory for the start is always an error.
+Promise: everything is compiled at the start. A step that can't be compiled or recorded runs without that,
+with a warning, or raises if the user required it. Too little memory for the start always raises.
 """
 
 import logging
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from minisgl.config import ResolvedConfig
-from minisgl.engine.attention_plans import AttentionPlans
-from minisgl.engine.buckets import PrefillBucket, buckets_of, first_prefills, first_sizes
-from minisgl.engine.compiled import (
+from minisgl.engine.attention_planner import AttentionPlanner
+from minisgl.engine.graphs.background_recording import BackgroundRecorder
+from minisgl.engine.graphs.buckets import PrefillBucket, buckets_of, startup_prefills, startup_sizes
+from minisgl.engine.graphs.decode_graphs import (
     CapturedSteps,
-    CompiledDecode,
+    DecodeGraphs,
     GraphRecorder,
     KernelCompilations,
     WholeStep,
 )
-from minisgl.engine.dry_runs import warm_up_prefill
+from minisgl.engine.graphs.dry_runs import warm_up_prefill
+from minisgl.engine.graphs.logit_extras import ExtrasDecodeGraphs
+from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.inputs import HostPageTable, Stager
-from minisgl.engine.late_recording import LateRecording
-from minisgl.engine.prefill_graphs import PrefillGraphs
 from minisgl.engine.rows import Rows
-from minisgl.engine.special_steps import SpecialDecode
-from minisgl.engine.stages import Stages
+from minisgl.engine.startup_stages import StartupStages
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import Decoder
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EARLY_ROWS = 128
-"""Decode steps of more rows gain nothing by early starts: starts are a small part of them."""
+"""Most rows of a decode step with early starts. They gain nothing in larger steps."""
 EARLY_ROWS_OF_RANKS = 64
-"""The same where several ranks add up; more was not tried."""
+"""The same for several ranks. More rows were not tried."""
 
 
 class RecordedSteps(NamedTuple):
-    """What the model runner launches; None = such steps run as they are."""
+    """The recorded steps that the model runner launches; None = such steps run uncaptured."""
 
-    decode: CompiledDecode | None
+    decode: DecodeGraphs | None
     prefill: PrefillGraphs | None
-    special_decode: SpecialDecode
-    late: LateRecording
-    """Records what is missing of the three."""
+    extras_decode: ExtrasDecodeGraphs
+    background: BackgroundRecorder
+    """Records the missing graphs of the three."""
     kernels: KernelCompilations | None
     recorder: GraphRecorder | None
 
     def release(self) -> None:
-        """Let go of all CUDA graphs: no step can be launched any more."""
+        """Free all CUDA graphs. No step can be launched afterwards."""
         if self.decode is not None:
             self.decode.release()
         if self.recorder is not None:
@@ -71,36 +71,36 @@ def record_steps(
     model: Decoder,
     rows: Rows,
     pages: HostPageTable,
-    plans: AttentionPlans,
+    planner: AttentionPlanner,
     stager: Stager,
     device: torch.device,
     kernels: KernelCompilations | None,
-    stages: Stages,
+    stages: StartupStages,
     ranks: "Ranks | None",
 ) -> RecordedSteps:
-    """Compile and record around a model that has its pool.
+    """Compile and record the steps of a model whose KV pool is allocated.
 
     Args:
-        kernels: has counted since the first kernel was launched; None = there is nothing to compile.
+        kernels: the counter of compilations since the first launch; None = nothing to compile.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for it.
-        Exception: what torch or Triton say, with `config.must_compile` or `config.strict_compile`.
+        torch.OutOfMemoryError: too little memory is free.
+        Exception: an error of torch or Triton, with `config.must_compile` or `config.strict_compile`.
     """
     buckets = buckets_of(config)
-    # Kernels of others may have the names of ours; behind sums of NCCL's nobody has tried it.
-    ours = not config.kernel and (ranks is None or ranks.sums_are_ours)
+    # Not with a user's kernels, which may share names with ours; not after NCCL's sums, which is untested.
+    ours = not config.kernel and (ranks is None or ranks.sums_use_kernel)
     early_starts = can_start_early(device) and ours
     recorder = GraphRecorder(early_starts=early_starts) if buckets.num_graphs else None
     step = DecodeStep(model, rows)
     decode = prefill = None
     if buckets.decode:
         assert recorder is not None
-        decode = _record_decode(config, step, plans, recorder, buckets.decode, device, ranks)
-        stages.done("compile and record decode")
+        decode = _record_decode(config, step, planner, recorder, buckets.decode, device, ranks)
+        stages.finish("compile and record decode")
     if device.type == "cuda":
-        warm_up_prefill(config, model, rows, plans, device)
-        stages.done("compile prefill kernels")
+        warm_up_prefill(config, model, rows, planner, device)
+        stages.finish("compile prefill kernels")
     if buckets.prefill:
         assert recorder is not None
         prefill = PrefillGraphs(
@@ -113,41 +113,47 @@ def record_steps(
             model.vocab_size,
         )
         prefill = _record_prefill(config, prefill, buckets.prefill, ranks)
-        stages.done("record prefill")
-    special_decode = SpecialDecode(step, None, (), device, plan=plans.decode)
+        stages.finish("record prefill")
+    extras_decode = ExtrasDecodeGraphs(step, None, (), device, plan=planner.plan_decode)
     if decode is not None and decode.own_step is not None and recorder is not None:
-        special_decode = SpecialDecode(
-            step, recorder.record, buckets.decode, device, decode.own_step, plans.decode
+        extras_decode = ExtrasDecodeGraphs(
+            step,
+            partial(recorder.record, is_warm=True),
+            buckets.extras,
+            device,
+            decode.own_step,
+            planner.plan_decode,
         )
-    kinds = [graphs for graphs in (special_decode, decode, prefill) if graphs is not None]
-    late = LateRecording(kinds, kernels, strict=config.strict_compile or ranks is not None)
+    kinds = [graphs for graphs in (extras_decode, decode, prefill) if graphs is not None]
+    background = BackgroundRecorder(kinds, kernels, strict=config.strict_compile, ranks=ranks)
     compiles = kernels is not None and kernels.num_compiled > 0
-    if late.num_missing and (compiles or ranks is not None or config.compile_mode == "full"):
-        late.record_all()
-        stages.done("record rarer graphs")
+    if background.num_missing and (compiles or ranks is not None or config.compile_mode == "full"):
+        # Recording runs collectives first. If one rank fails there, the others would wait, so it must raise.
+        background.record_all(strict=ranks is not None)
+        stages.finish("record rarer graphs")
     if kernels is not None:
         kernels.count = 0
     logger.info(
         "graphs: %d of decode, %d of prefill, %d to follow between steps",
         len(buckets.decode) - decode.num_missing if decode is not None else 0,
         len(prefill.buckets) if prefill is not None else 0,
-        late.num_missing,
+        background.num_missing,
     )
-    return RecordedSteps(decode, prefill, special_decode, late, kernels, recorder)
+    return RecordedSteps(decode, prefill, extras_decode, background, kernels, recorder)
 
 
 def _record_decode(
     config: ResolvedConfig,
     step: DecodeStep,
-    plans: AttentionPlans,
+    planner: AttentionPlanner,
     recorder: GraphRecorder,
     buckets: tuple[int, ...],
     device: torch.device,
     ranks: "Ranks | None",
-) -> CompiledDecode:
-    """The decode step with its graphs, compiled if that can be done."""
+) -> DecodeGraphs:
+    """Record the decode step, compiled if possible."""
     try:
-        return _record_graphs(config, step, plans, recorder, config.compile_mode, buckets, device, ranks)
+        return _record_graphs(config, step, planner, recorder, config.compile_mode, buckets, device, ranks)
     except Exception as error:
         if config.must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -158,22 +164,22 @@ def _record_decode(
             config.compile_mode,
             exc_info=True,
         )
-    # Not in the handler: there the error keeps what was recorded alive.
+    # Not in the handler, where the error would keep the recorded graphs alive.
     recorder.release()
-    return _record_graphs(config, step, plans, recorder, "off", buckets, device, ranks)
+    return _record_graphs(config, step, planner, recorder, "off", buckets, device, ranks)
 
 
 def _record_graphs(
     config: ResolvedConfig,
     step: DecodeStep,
-    plans: AttentionPlans,
+    planner: AttentionPlanner,
     recorder: GraphRecorder,
     mode: str,
     buckets: tuple[int, ...],
     device: torch.device,
     ranks: "Ranks | None",
-) -> CompiledDecode:
-    """The decode step, compiled as `mode` says, with graphs of the `first_sizes` of the buckets."""
+) -> DecodeGraphs:
+    """Compile the decode step in this mode, and record the `startup_sizes` of the buckets."""
     keep = not config.kernel
     if mode == "full":
         graphs = WholeStep(step, device, max_batch=buckets[-1], keep=keep)
@@ -186,10 +192,12 @@ def _record_graphs(
             early_rows=EARLY_ROWS if ranks is None else EARLY_ROWS_OF_RANKS,
             keep=keep,
         )
-    compiled = CompiledDecode(step, graphs, buckets, device, strict=config.strict_compile, plan=plans.decode)
+    compiled = DecodeGraphs(
+        step, graphs, buckets, device, strict=config.strict_compile, plan=planner.plan_decode
+    )
     durations_ms: dict[int, float] = {}
-    agree = int if ranks is None else ranks.minimum
-    compiled.warm_up(first_sizes(buckets), durations_ms.__setitem__, agree=agree)
+    minimum_over_ranks = int if ranks is None else ranks.minimum
+    compiled.warm_up(startup_sizes(buckets), durations_ms.__setitem__, minimum_over_ranks=minimum_over_ranks)
     slowest = sorted(durations_ms, key=durations_ms.__getitem__)[-2:]
     logger.info(
         "recorded %d decode graphs in %.1f s, most of it for %s",
@@ -206,9 +214,9 @@ def _record_prefill(
     buckets: tuple[PrefillBucket, ...],
     ranks: "Ranks | None",
 ) -> PrefillGraphs | None:
-    """The prefill step with its graphs; None where it can't be recorded, which is said."""
+    """Record the prefill step. If that fails, log a warning and return None."""
     try:
-        graphs.warm_up(first_prefills(buckets), agree=int if ranks is None else ranks.minimum)
+        graphs.warm_up(startup_prefills(buckets), minimum_over_ranks=int if ranks is None else ranks.minimum)
     except Exception as error:
         if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -223,12 +231,12 @@ def _record_prefill(
 
 
 def _fall_back_together(ranks: "Ranks | None", what: str, instead: str, error: Exception) -> None:
-    """Return if all ranks are here because they can't do `what`.
+    """Return if all ranks failed to do `what`, so that all of them fall back.
 
     Raises:
-        MinisglError: this one is alone, and the others wait for it in collectives that it will not reach.
+        MinisglError: only this rank failed. The others wait for it in collectives that it will not reach.
     """
-    if ranks is not None and not ranks.all_come(what):
+    if ranks is not None and not ranks.all_ranks_reach(what):
         raise MinisglError(
             f"rank {ranks.rank} of --tp alone can't {what}, and all ranks must run the same; {instead} does "
             f"without on all. It said: {error}"

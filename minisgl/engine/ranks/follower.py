@@ -1,10 +1,10 @@
-"""A further rank of an engine: `python -m minisgl.engine.follower`, started by rank 0 or by its own node.
+"""The process of a rank above 0, started by rank 0 or by the `minisgl serve` of its node.
 
-Reads one JSON line from stdin, a `FollowerConfig`. The pipe stays open as a sign of life: at its end who
-started it is gone, and so is this process.
+It reads one JSON line from stdin, a `FollowerConfig`. The pipe then stays open. It closes when the parent
+ends, and this process exits.
 
-Promise: it executes rank 0's step plans in their order and decides nothing; it never outlives who started it,
-and says why when it has to end.
+Promise: the rank executes rank 0's step plans in their order and decides nothing. It never outlives its
+parent, and reports why it ends.
 """
 
 import logging
@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from compile_cache.bytecode import keep_bytecode
-from minisgl.engine.follower_link import (
+from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.ranks.follower_link import (
     RECORD_GRAPH,
     Checksum,
     Failed,
@@ -25,23 +26,22 @@ from minisgl.engine.follower_link import (
     Started,
     TokenChecksum,
 )
-from minisgl.engine.garbage import collect_once
-from minisgl.engine.worker import end_with_the_parent
+from minisgl.engine.worker import exit_with_parent
 from minisgl.errors import MinisglError
+from minisgl.ipc.transport import FollowerSocket
 from minisgl.log import setup_logging
 from minisgl.scheduler.plan import StepPlan
-from minisgl.transport import FollowerSocket
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run until told to stop; the exit code is 0 then, 1 after a failure."""
+    """Run until told to stop. Returns exit code 0, or 1 after a failure."""
     line = sys.stdin.buffer.readline()
     if not line:
-        return 1  # rank 0 is gone already
+        return 1  # the parent has ended already
     config = msgspec.json.decode(line, type=FollowerConfig)
-    end_with_the_parent(config.ipc_dir)
+    exit_with_parent(config.ipc_dir)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(config.log_level, f"rank {config.rank}")
@@ -65,12 +65,12 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     if config.engine.compile_cache:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
     stages: dict[str, float] = {}
-    with collect_once():
-        # Lazy: torch takes seconds, and whatever it says should be reported.
+    with pause_then_freeze_gc():
+        # Lazy: importing torch takes seconds, and `main` reports an error of the import to rank 0.
         from minisgl.engine.build import build_follower
+        from minisgl.engine.build_rank import Rendezvous
         from minisgl.engine.device import peak_host_bytes
-        from minisgl.engine.rank import Rendezvous
-        from minisgl.engine.stages import load_ms
+        from minisgl.engine.startup_stages import load_ms
 
         engine = build_follower(
             config.engine,
@@ -85,7 +85,7 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     logger.debug("start, in ms: %s", {name: round(duration_ms) for name, duration_ms in stages.items()})
     started = Started(config.rank, engine.weights_bytes, load_ms(stages), peak_host_bytes())
     if config.engine.dummy_weights:
-        engine.fill_pool()  # as rank 0's is where steps are measured
+        engine.fill_pool()  # as rank 0 does when it measures steps
     socket.send(msgspec.msgpack.encode(started))
     decoder = msgspec.msgpack.Decoder(StepPlan)
     checksum = TokenChecksum()
@@ -103,4 +103,4 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # what torch does at an interpreter's end may wait for ranks that are gone
+    os._exit(code)  # torch's cleanup at exit may wait for ranks that have ended

@@ -1,7 +1,7 @@
-"""Rank 0's hold on the other ranks: it starts them, sends them its step plans and watches them.
+"""Rank 0's connection to the other ranks: starts them, sends them step plans and watches them.
 
-Promise: a rank that ends, however it does, ends all others within a moment and is an `EngineDeadError` with
-its reason at rank 0, which is never left waiting for a rank that is gone; after `close` no process is left.
+Promise: when a rank ends for any reason, all others end soon, and rank 0 raises an `EngineDeadError` with the
+reason. Rank 0 never waits for a rank that has ended. After `close`, no process is left.
 """
 
 import logging
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from minisgl.config import ResolvedConfig, split_rdzv
-from minisgl.engine.node_link import NodeListener, NodeRank, RankEnded, Welcome
-from minisgl.engine.rank_processes import RankProcesses
+from minisgl.engine.ranks.node_link import NodeListener, NodeRank, RankEnded, Welcome
+from minisgl.engine.ranks.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError, MinisglError
+from minisgl.ipc.transport import LeaderSocket, RankAddresses, make_ipc_dir
 from minisgl.scheduler.plan import StepPlan
-from minisgl.transport import LeaderSocket, RankAddresses, make_ipc_dir
 
 if TYPE_CHECKING:  # it imports torch
     from minisgl.parallel.mesh import Ranks
@@ -29,52 +29,52 @@ if TYPE_CHECKING:  # it imports torch
 logger = logging.getLogger(__name__)
 
 STORE = "store"
-"""The file in the sockets' directory where the ranks meet."""
+"""The name of the file in the sockets' directory that is the ranks' torch store."""
 RECORD_GRAPH = b"record"
-"""In place of a plan: record a graph. No plan is encoded so."""
+"""Sent in place of a plan: record a graph. No plan has this encoding."""
 START_TIMEOUT_S = 300.0
-"""How long a rank may take until it is ready to meet the others (its imports, and other nodes to come)."""
+"""How long a rank may take until it joins: time for its imports and for other nodes to start."""
 STOP_S = 3.0
-"""How long a rank may take to end when asked to."""
+"""How long a rank may take to end when told to stop."""
 ABORT_S = 5.0
-"""How long `close` waits for collectives that are broken off."""
+"""How long `stop` waits until collectives with a lost rank are aborted."""
 REASON_S = 1.0
-"""How long an error waits for the end of a rank that may have caused it."""
+"""How long `cause_of` waits for the end of a rank that may have caused an error."""
 LAST_REPORT_MS = 100
-"""How long what a rank said last may be on its way."""
+"""How long to wait for the last message of a rank that has ended."""
 CHECKED_STEPS = 64
-"""After so many steps the ranks' tokens are compared."""
+"""Number of steps between comparisons of the ranks' tokens."""
 
 
 class FollowerConfig(msgspec.Struct, frozen=True):
-    """The line on a further rank's stdin."""
+    """The line on the stdin of a rank above 0."""
 
     engine: ResolvedConfig
     model_folder: str
     ipc_dir: str | None
-    """What to remove when rank 0 is gone; None on other nodes."""
+    """The directory to remove if rank 0 is killed; None on other nodes."""
     rank: int
     addresses: RankAddresses
     store: str
-    """Where the ranks meet, see `parallel.mesh.open_store`."""
+    """The address of the ranks' torch store, see `parallel.mesh.open_store`."""
     log_level: str
 
 
 class Joining(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Rank -> rank 0: I am on my way to where we meet."""
+    """Rank -> rank 0: this rank is about to join the process group."""
 
     rank: int
 
 
 class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Rank -> rank 0, the last message: what went wrong."""
+    """Rank -> rank 0, the last message: the error that ends this rank."""
 
     rank: int
     message: str
 
 
 class Checksum(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Rank -> rank 0: of all tokens up to a step."""
+    """Rank -> rank 0: the checksum of all tokens up to a step."""
 
     rank: int
     num_steps: int
@@ -82,13 +82,13 @@ class Checksum(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Rank -> rank 0: I am ready for plans."""
+    """Rank -> rank 0: this rank is ready for plans."""
 
     rank: int
     weights_bytes: int
-    """Of its share of the model."""
+    """Bytes of its share of the weights."""
     load_ms: float
-    """How long it took to load or make them."""
+    """Milliseconds that loading or making the weights took."""
     peak_host_bytes: int
 
 
@@ -96,26 +96,27 @@ FromFollower = Joining | Failed | Checksum | Started
 
 
 class TokenChecksum:
-    """A running checksum of what a rank's steps sampled."""
+    """A running checksum of the tokens that a rank sampled."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.value = 0
 
     def add(self, tokens: Sequence[int]) -> bool:
-        """Take in a step's tokens; True when it is time to compare."""
+        """Add a step's tokens. Returns True if the ranks should compare checksums now."""
         self.value = zlib.crc32(array("q", tokens).tobytes(), self.value)
         self.num_steps += 1
         return self.num_steps % CHECKED_STEPS == 0
 
 
 class FollowerLink:
-    """The other ranks of an engine with `config.tp` of them, running from here on.
+    """Starts and controls the other ranks of an engine with `config.tp` ranks.
 
     Args:
-        ipc_dir: a private directory for the sockets, which somebody else removes; None = one of its own.
-        on_lost: called with the reason when a rank has ended, from a thread of its own: this process may be
-            waiting for that rank on the device, and then learns of it only if the wait can be broken.
+        ipc_dir: a private directory for the sockets, which the caller removes. None: this object makes and
+            removes one.
+        on_lost: called with the reason when a rank has ended, from another thread. The main thread may be
+            waiting for that rank on the device.
     """
 
     def __init__(
@@ -130,20 +131,22 @@ class FollowerLink:
         self._owns_ipc_dir = ipc_dir is None
         self._ipc_dir = ipc_dir or make_ipc_dir()
         self._lock = threading.Lock()
-        self._closing = False  # ends are no losses any more
+        self._closing = False  # the end of a rank is no loss from now on
         self._closed = False
-        self._lost: tuple[int, str] | None = None  # which rank, and how it ended
+        self._lost: tuple[int, str] | None = None  # the lost rank, and how it ended
         self._lost_event = threading.Event()
         self._reports: dict[int, str] = {}
         self._starts: dict[int, Started] = {}
         self._checksum = TokenChecksum()
-        self._checksums: dict[int, dict[int, int]] = {}  # steps -> rank -> value, until all ranks have one
+        self._checksums: dict[
+            int, dict[int, int]
+        ] = {}  # steps -> rank -> value; deleted once all ranks have reported
         self._on_cuda = config.device == "cuda"
         self._on_lost = on_lost
         self._ranks: Ranks | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromFollower)
-        self._processes = RankProcesses(self._ended)
+        self._processes = RankProcesses(self._on_rank_ended)
         self._nodes: NodeListener | None = None
         host = split_rdzv(config.rdzv)[0] if config.rdzv is not None else None
         try:
@@ -157,8 +160,8 @@ class FollowerLink:
                 # Lazy: it imports torch.
                 from minisgl.parallel.mesh import serve_store
 
-                self._served_store, self._store = serve_store(host)  # it lives as long as it is held
-                self._nodes = NodeListener(config, model_folder, self._welcome, self._node_ended)
+                self._served_store, self._store = serve_store(host)  # the reference keeps the store alive
+                self._nodes = NodeListener(config, model_folder, self._welcome, self._on_node_ended)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
             for rank in range(1, config.ranks_per_node):
                 line = FollowerConfig(
@@ -177,19 +180,19 @@ class FollowerLink:
 
     @property
     def store(self) -> str:
-        """Where the ranks meet."""
+        """The address of the ranks' torch store."""
         return self._store
 
     @property
     def pids(self) -> list[int]:
-        """Process ids on this node, of rank 1 and on."""
+        """Process ids of ranks 1 and above on this node."""
         return self._processes.pids
 
     def wait_for_all(self) -> None:
-        """Until every rank is about to join.
+        """Wait until every rank is about to join.
 
         Raises:
-            EngineDeadError: one ended, or took too long.
+            EngineDeadError: a rank has ended, or took too long.
         """
         missing = set(range(1, self._config.tp))
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -197,7 +200,7 @@ class FollowerLink:
             for message in self._receive(100):
                 if isinstance(message, Joining):
                     missing.discard(message.rank)
-            self.check()
+            self.raise_if_lost()
             if time.monotonic() > deadline:
                 away = self._nodes.missing() if self._nodes is not None else []
                 what = f"node {away[0]} of --nnodes has not come" if away else ""
@@ -205,46 +208,46 @@ class FollowerLink:
                 raise EngineDeadError(f"{what} after {START_TIMEOUT_S:g} s")
 
     def wait_for_starts(self) -> list[Started]:
-        """Until every rank is ready for plans; what they say, by rank.
+        """Wait until every rank is ready for plans. Returns their reports, ordered by rank.
 
         Raises:
-            EngineDeadError: one ended.
+            EngineDeadError: a rank has ended.
         """
         while len(self._starts) < self._config.tp - 1:
             self._receive(100)
-            self.check()
+            self.raise_if_lost()
         return [self._starts[rank] for rank in sorted(self._starts)]
 
-    def joined(self, ranks: "Ranks") -> None:
-        """From now on this process may wait for the other ranks on its GPU, until one is lost."""
+    def set_ranks(self, ranks: "Ranks") -> None:
+        """Register the joined process group, whose collectives are aborted when a rank is lost."""
         self._ranks = ranks
-        if self._lost is not None and self._on_cuda:
-            self._abort()
+        if self._lost is not None:
+            self._stop_waiting()
 
     def send(self, plan: StepPlan) -> None:
-        """Have the other ranks execute a plan after those before it."""
+        """Send a plan to the other ranks, which execute plans in order."""
         self._socket.send(self._encoder.encode(plan))
 
     def record_graph(self) -> None:
-        """Have the other ranks record the next of their missing graphs, which is the same for all."""
+        """Tell the other ranks to record their next missing graph, which is the same on all ranks."""
         self._socket.send(RECORD_GRAPH)
 
-    def note(self, tokens: Sequence[int]) -> None:
-        """Take in what a step sampled here; now and then compare with what the other ranks sampled.
+    def compare_tokens(self, tokens: Sequence[int]) -> None:
+        """Add the tokens of rank 0's step, and regularly compare checksums with the other ranks.
 
         Raises:
-            EngineDeadError: ranks disagree, or one has ended, so that these are no tokens.
+            EngineDeadError: the ranks disagree, or one has ended, so that these tokens are invalid.
         """
-        self.check()
+        self.raise_if_lost()
         if self._checksum.add(tokens):
             self._compare(Checksum(0, self._checksum.num_steps, self._checksum.value))
             self._receive(0)
 
-    def check(self) -> None:
-        """Whether all ranks still run.
+    def raise_if_lost(self) -> None:
+        """Do nothing while all ranks run.
 
         Raises:
-            EngineDeadError: one has ended; the message says which and why.
+            EngineDeadError: a rank has ended. The message says which one and why.
         """
         if self._lost is not None:
             rank, reason = self._lost
@@ -252,18 +255,18 @@ class FollowerLink:
                 self._receive(LAST_REPORT_MS)
             raise EngineDeadError(self._reports.get(rank, reason))
 
-    def explain(self, error: Exception) -> Exception:
-        """What to raise for an error of rank 0: the loss of a rank, if that has caused it."""
+    def cause_of(self, error: Exception) -> Exception:
+        """The exception to raise for an error of rank 0: the loss of a rank if one was lost, else `error`."""
         if isinstance(error, MinisglError) or not self._lost_event.wait(REASON_S):
             return error
         try:
-            self.check()
+            self.raise_if_lost()
         except EngineDeadError as cause:
             return cause
         return error
 
     def stop(self) -> None:
-        """Ask the other ranks to end; after the loss of one, wait until nothing on this GPU waits for it."""
+        """Tell the other ranks to end. After a loss, wait until the collectives on this GPU are aborted."""
         with self._lock:
             self._closing = True
         if self._lost is None:
@@ -272,7 +275,10 @@ class FollowerLink:
             self._lost_event.wait(ABORT_S)
 
     def close(self) -> None:
-        """Wait for the other ranks to end if they were asked to, else end them; may be called twice."""
+        """Wait for the end of the other ranks if they were told to stop, else kill them.
+
+        It may be called twice.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -289,7 +295,7 @@ class FollowerLink:
             shutil.rmtree(self._ipc_dir, ignore_errors=True)
 
     def _welcome(self, node: int) -> Welcome:
-        """What a node has to know; from a thread."""
+        """The message that tells a node which ranks to start. Called from a thread."""
         per_node = self._config.ranks_per_node
         ranks = range(node * per_node, (node + 1) * per_node)
         return Welcome(
@@ -298,18 +304,18 @@ class FollowerLink:
             store=self._store,
         )
 
-    def _node_ended(self, node: int, ended: RankEnded | None) -> None:
-        """From a thread."""
+    def _on_node_ended(self, node: int, ended: RankEnded | None) -> None:
+        """Handle the end of a node or of one of its ranks. Called from a thread."""
         if ended is None:
-            self._lose(node * self._config.ranks_per_node, f"node {node} of --nnodes is gone")
+            self._handle_loss(node * self._config.ranks_per_node, f"node {node} of --nnodes is gone")
         else:
-            self._lose(ended.rank, f"rank {ended.rank} of --tp ended ({ended.how})")
+            self._handle_loss(ended.rank, f"rank {ended.rank} of --tp ended ({ended.how})")
 
-    def _ended(self, rank: int, code: int, how: str) -> None:
-        """From a thread for each rank, because rank 0 may be waiting for it on the device."""
-        self._lose(rank, f"rank {rank} of --tp ended ({how})")
+    def _on_rank_ended(self, rank: int, code: int, how: str) -> None:
+        """Handle the end of a rank of this node. Called from a thread, as rank 0 may wait for the device."""
+        self._handle_loss(rank, f"rank {rank} of --tp ended ({how})")
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _handle_loss(self, rank: int, reason: str) -> None:
         with self._lock:
             if self._closing or self._lost is not None:
                 return
@@ -319,18 +325,21 @@ class FollowerLink:
         self._processes.kill()
         if self._nodes is not None:
             self._nodes.close(0)
-        if self._on_cuda:
-            self._abort()  # a collective without all its ranks never ends on a GPU; gloo notices
+        self._stop_waiting()
         self._lost_event.set()
 
-    def _abort(self) -> None:
-        # Lazy: a rank says who it is before it loads torch, through the messages above.
-        from minisgl.parallel.mesh import abort
+    def _stop_waiting(self) -> None:
+        """End all waits of this process for other ranks, in the store and on its GPU."""
+        if self._ranks is not None:
+            self._ranks.lost.set()
+        if self._on_cuda:  # without all ranks, a collective never ends on a GPU; gloo detects a lost rank
+            # Lazy: a rank imports this module for its messages before it loads torch.
+            from minisgl.parallel.mesh import abort
 
-        abort(self._ranks)
+            abort(self._ranks)
 
     def _receive(self, timeout_ms: int) -> list[FromFollower]:
-        """The ranks' messages; reports are kept and checksums compared."""
+        """Receive the ranks' messages, store their reports, and compare their checksums."""
         messages = [self._decoder.decode(data) for data in self._socket.receive(timeout_ms)]
         for message in messages:
             if isinstance(message, Failed):

@@ -1,7 +1,7 @@
-"""A node other than 0: `minisgl serve --node-rank K`, which starts this host's ranks and serves nobody.
+"""A node other than node 0: `minisgl serve --node-rank K` starts this host's ranks, without an HTTP server.
 
-Promise: it ends when node 0 does, however that ends, and then leaves no process; the end of one of its ranks
-is node 0's at once.
+Promise: the node ends when node 0 ends for any reason, and leaves no process. It reports the end of one of
+its ranks to node 0 at once.
 """
 
 import logging
@@ -16,29 +16,29 @@ import msgspec
 
 from minisgl import __version__
 from minisgl.config import EngineConfig
-from minisgl.engine.follower_link import START_TIMEOUT_S, FollowerConfig
-from minisgl.engine.node_link import Connection, Hello, RankEnded, Welcome, connect, model_digest
-from minisgl.engine.rank_processes import RankProcesses
+from minisgl.engine.ranks.follower_link import START_TIMEOUT_S, FollowerConfig
+from minisgl.engine.ranks.node_link import Connection, Hello, RankEnded, Welcome, connect, model_digest
+from minisgl.engine.ranks.rank_processes import RankProcesses
 from minisgl.errors import EngineDeadError
-from minisgl.hf_config import read_model_config
+from minisgl.model_config.hf_config import read_model_config
 
 logger = logging.getLogger(__name__)
 
 Events = queue.SimpleQueue[tuple[int, int, str] | None]
-"""The end of a rank: which, its exit code, and in words; None: that of node 0."""
+"""The end of a rank as (rank, exit code, description), or None for the end of node 0."""
 
 
 def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> None:
     """Join node 0, run this host's ranks, and return when the engine has ended in order.
 
     Args:
-        config: checked, with `nnodes`, `node_rank` and `rdzv`; what is left to be decided, node 0 decides.
-        say: told what happens, a line at a time.
+        config: checked, with `nnodes`, `node_rank` and `rdzv`. Node 0 decides all automatic settings.
+        say: called with each line of progress.
 
     Raises:
-        ConfigError: node 0 does not let this node in.
+        ConfigError: node 0 refuses this node.
         ModelError: `folder` has no model.
-        EngineDeadError: there is no node 0, or the engine did not end in order.
+        EngineDeadError: node 0 did not answer, or the engine ended with an error.
     """
     assert config.rdzv is not None  # checked
     read_model_config(folder)
@@ -65,7 +65,7 @@ def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> 
 
 
 def _start(config: EngineConfig, folder: Path, welcome: Welcome, processes: RankProcesses) -> None:
-    assert welcome.engine is not None  # this node was let in
+    assert welcome.engine is not None  # node 0 did not refuse this node
     engine = replace(
         welcome.engine,
         node_rank=config.node_rank,
@@ -80,10 +80,10 @@ def _start(config: EngineConfig, folder: Path, welcome: Welcome, processes: Rank
 
 
 def _follow(num_ranks: int, connection: Connection, events: Events) -> None:
-    """Until all ranks have ended in order.
+    """Wait until all ranks have ended with exit code 0.
 
     Raises:
-        EngineDeadError: they have not.
+        EngineDeadError: a rank failed, or node 0 has ended.
     """
     while num_ranks:
         event = events.get()
@@ -98,7 +98,7 @@ def _follow(num_ranks: int, connection: Connection, events: Events) -> None:
 
 def _watch_node_0(connection: Connection, events: Events) -> None:
     def wait() -> None:
-        connection.receive(Welcome)  # nothing comes any more but the end
+        connection.receive(Welcome)  # node 0 sends nothing more, so this returns when it ends
         events.put(None)
 
     threading.Thread(target=wait, name="node-0-exit", daemon=True).start()

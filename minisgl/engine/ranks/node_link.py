@@ -1,9 +1,9 @@
-"""Between the hosts of an engine ("nodes"): a TCP connection from each other node to node 0.
+"""Connects the hosts of an engine ("nodes"): a TCP connection from every other node to node 0.
 
-It brings a node what its ranks have to know, and lives as long as both ends do. Lines of JSON. Whoever can
-reach the port can join: the network between nodes has to be trusted, as NCCL's traffic has.
+The connection carries the configuration of a node's ranks as lines of JSON, and stays open while both ends
+run. There is no authentication, so the network between nodes must be trusted, also because of NCCL.
 
-Promise: the end of the process at the other end is noticed at once, that of its machine within LOST_S.
+Promise: a node detects the end of the other process at once, and of its machine within LOST_S.
 """
 
 import contextlib
@@ -20,61 +20,61 @@ import msgspec
 from minisgl import __version__
 from minisgl.config import ResolvedConfig, split_rdzv
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.transport import RankAddresses
+from minisgl.ipc.transport import RankAddresses
 
 LOST_S = 4
-"""How long a machine may be silent."""
+"""Seconds of silence after which a machine counts as lost."""
 RETRY_S = 0.5
-"""A node that comes before node 0 does tries again after so long."""
+"""Seconds between a node's attempts to connect, because it may start before node 0."""
 ANSWER_S = 10
-"""How long node 0 may take to say whether a node can join."""
+"""Seconds in which node 0 must say whether a node can join."""
 
 Message = TypeVar("Message")
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """Node -> node 0: who I am; all but the number must be equal."""
+    """Node -> node 0: introduces a node. All fields but `node_rank` must be equal on all nodes."""
 
     version: str
     nnodes: int
     tp: int
     model_digest: str
-    """Of config.json."""
+    """Digest of config.json."""
     node_rank: int
 
 
 class NodeRank(msgspec.Struct, frozen=True):
-    """A rank that a node is to start."""
+    """A rank that a node must start."""
 
     rank: int
     addresses: RankAddresses
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Node 0 -> node: what to start, or why it can't join."""
+    """Node 0 -> node: the ranks to start, or why the node can't join."""
 
     refusal: str = ""
     engine: ResolvedConfig | None = None
     ranks: tuple[NodeRank, ...] = ()
     store: str = ""
-    """Where the ranks meet."""
+    """The address of the ranks' torch store."""
 
 
 class RankEnded(msgspec.Struct, frozen=True):
-    """Node -> node 0: it was not asked to."""
+    """Node -> node 0: a rank ended without being told to."""
 
     rank: int
     how: str
 
 
 class Connection:
-    """One message after the other, each way; sending and receiving may be in different threads."""
+    """Sends and receives one message at a time. One thread may send while another one receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._lines = connected.makefile("rb")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The system asks a silent machine whether it is there, whatever this process is busy with.
+        # TCP keepalive: the operating system probes a silent machine, even while this process is busy.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             ("TCP_KEEPIDLE", 1),
@@ -86,16 +86,16 @@ class Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; nothing happens if the other end is gone."""
+        """Send a message. It is dropped if the other end has closed."""
         with contextlib.suppress(OSError):
             self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
-    def wait_at_most(self, timeout_s: float | None) -> None:
-        """From now on `receive` gives up after so long; None = never."""
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Set how long `receive` waits, in seconds; None = without limit."""
         self._socket.settimeout(timeout_s)
 
     def receive(self, kind: type[Message]) -> Message | None:
-        """The next message, waiting for it; None = the other end is gone, too slow, or speaks no sense."""
+        """Wait for the next message. None: the other end has closed, was too slow, or sent nonsense."""
         try:
             line = self._lines.readline()
             return msgspec.json.decode(line, type=kind) if line.endswith(b"\n") else None
@@ -103,19 +103,19 @@ class Connection:
             return None
 
     def close(self) -> None:
-        """The other end receives None; so does who is receiving here. May be called twice."""
+        """Close the connection. `receive` then returns None at both ends. It may be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class NodeListener:
-    """Node 0's end: lets in the other nodes and watches them.
+    """Node 0's end of the connections: admits the other nodes and watches them.
 
     Args:
-        welcome: what a node, by its number, has to know.
+        welcome: returns the `Welcome` of a node, given its number.
         on_end: called once for each node, from a thread, with its number and the end of one of its ranks, or
-            None where the whole node is gone.
+            None if the whole node is lost.
 
     Raises:
         ConfigError: `--rdzv` names no address of this host, or its port is taken.
@@ -142,20 +142,20 @@ class NodeListener:
             raise ConfigError(
                 f"--rdzv {config.rdzv} must name node 0, which is this host, and a free port ({error})"
             ) from error
-        _in_thread(self._let_in)
+        _start_thread(self._accept_nodes)
 
     def missing(self) -> list[int]:
-        """Nodes that have not come yet."""
+        """The nodes that have not joined yet."""
         with self._lock:
             return [node for node in range(1, self._expected.nnodes) if node not in self._nodes]
 
     def close(self, timeout_s: float) -> None:
-        """Wait until all nodes have ended, so long at most, then end the connections. May be called twice."""
+        """Wait up to `timeout_s` until all nodes have ended, then close. It may be called twice."""
         with self._lock:
             self._closed = True
             nodes = list(self._nodes.values())
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
         deadline = time.monotonic() + timeout_s
         for connection, thread in nodes:
@@ -163,13 +163,13 @@ class NodeListener:
                 thread.join(max(0.0, deadline - time.monotonic()))
             connection.close()
 
-    def _let_in(self) -> None:
+    def _accept_nodes(self) -> None:
         while True:
             try:
                 connected, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            _in_thread(self._watch, Connection(connected))
+            _start_thread(self._watch, Connection(connected))
 
     def _watch(self, connection: Connection) -> None:
         hello = connection.receive(Hello)
@@ -185,7 +185,7 @@ class NodeListener:
         connection.close()
 
     def _admit(self, hello: Hello, connection: Connection) -> str:
-        """Why a node can't join; empty = it has joined."""
+        """Admit a node. Returns why it can't join, or an empty string if it has joined."""
         ours = self._expected
         for name, is_ours, is_theirs in (
             ("minisgl's version", ours.version, hello.version),
@@ -205,11 +205,11 @@ class NodeListener:
 
 
 def connect(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welcome]:
-    """A node's end: connect to node 0, which may come later, and be let in.
+    """Connect a node to node 0, which may start later, and join.
 
     Raises:
-        ConfigError: node 0 refuses; the message says why.
-        EngineDeadError: there is no node 0, or it ended.
+        ConfigError: node 0 refuses this node. The message says why.
+        EngineDeadError: node 0 did not answer, or has ended.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -222,10 +222,10 @@ def connect(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welc
                     f"node 0 did not answer at --rdzv {rdzv} for {timeout_s:g} s ({error})"
                 ) from error
             time.sleep(RETRY_S)
-    connection.wait_at_most(ANSWER_S)
+    connection.set_timeout(ANSWER_S)
     connection.send(hello)
     welcome = connection.receive(Welcome)
-    connection.wait_at_most(None)
+    connection.set_timeout(None)
     if welcome is None or welcome.refusal:
         connection.close()
         if welcome is None:
@@ -235,9 +235,9 @@ def connect(rdzv: str, hello: Hello, timeout_s: float) -> tuple[Connection, Welc
 
 
 def model_digest(folder: Path) -> str:
-    """By which nodes see that they have the same model; the weights are not read for it."""
+    """A digest of the model's config.json, by which nodes check that they have the same model."""
     return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
 
 
-def _in_thread(run: Callable[..., None], *arguments: object) -> None:
+def _start_thread(run: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=run, args=arguments, name="nodes", daemon=True).start()

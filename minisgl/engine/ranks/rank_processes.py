@@ -1,23 +1,24 @@
-"""The processes of further ranks on this host.
+"""The processes of the ranks above 0 on this host.
 
-Promise: each end is told of once, from a thread; after `close` none is left.
+Promise: the end of each process is reported once, from a thread. After `close`, none is left.
 """
 
 import contextlib
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 
-FOLLOWER = ("-m", "minisgl.engine.follower")
+from minisgl.ipc.child_process import module_command
+
+FOLLOWER = tuple(module_command("minisgl.engine.ranks.follower"))
 
 
 class RankProcesses:
-    """Starts them, watches them, ends them.
+    """Starts, watches and ends the processes.
 
     Args:
-        on_end: called with the rank, the exit code, and in words how it ended.
+        on_end: called with the rank, the exit code, and a description of how it ended.
     """
 
     def __init__(self, on_end: Callable[[int, int, str], None]) -> None:
@@ -30,25 +31,25 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def start(self, rank: int, line: bytes) -> None:
-        """Start a rank, which reads `line` from its stdin; that stays open, its end is the sign of ours."""
-        process = subprocess.Popen([sys.executable, *FOLLOWER], stdin=subprocess.PIPE)
+        """Start a rank, which reads `line` from its stdin. The rank exits when its stdin closes."""
+        process = subprocess.Popen(FOLLOWER, stdin=subprocess.PIPE)
         self._processes.append(process)
         threading.Thread(
             target=self._watch, args=(rank, process), name=f"rank-{rank}-exit", daemon=True
         ).start()
         assert process.stdin is not None  # opened as a pipe
-        with contextlib.suppress(BrokenPipeError):  # `on_end` tells
+        with contextlib.suppress(BrokenPipeError):  # `on_end` reports it
             process.stdin.write(line + b"\n")
             process.stdin.flush()
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all processes."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
     def close(self, timeout_s: float) -> None:
-        """Wait so long at most for those that were asked to end, and end the others. May be called twice."""
+        """Wait up to `timeout_s` for the processes to end, then kill the rest. It may be called twice."""
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,11 +1,11 @@
-"""A further server process on the same port: `python -m minisgl.server.api_worker`, started by the first.
+"""An additional server process on the same port, started by the first server process.
 
-Reads one JSON line from stdin (`WorkerLine`), then one command a line: "drain", "stop", "dead REASON". Writes
-"ready" when the engine is, and "empty" when it drains and no request is open any more. At the end of stdin
-the first process is gone, and so is this one.
+It reads a line of JSON (`WorkerSettings`) from stdin, then one command per line: "drain", "stop" or
+"dead REASON". It writes "ready" when the engine is ready, and "empty" when it drains and no request is open.
+The end of stdin means that the first process has ended; then this process exits.
 
-Promise: the same answers as the first process gives; it ends when it is told to, or when either of the other
-two processes does.
+Promise: it gives the same answers as the first process, and ends when told to or when the first process or
+the engine ends.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ import msgspec
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.log import setup_logging
-from minisgl.server.engine_link import EngineLink
-from minisgl.server.front import FrontSettings, open_front
-from minisgl.server.frontend import Frontend
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.http_server import HttpServerSettings, open_http_server
+from minisgl.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = RequestError(503, "shutting_down", "the server is shutting down")
 
 
-class WorkerLine(msgspec.Struct, frozen=True):
-    """The first line on stdin."""
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """The first line on stdin, as JSON."""
 
     server: ServerConfig
     engine: EngineConfig
@@ -42,16 +42,16 @@ class WorkerLine(msgspec.Struct, frozen=True):
     rank: int
     engine_pid: int
     listener_fd: int
-    """An inherited socket that listens already."""
+    """File descriptor of an inherited socket that already listens."""
 
 
 def main() -> int:
-    """Serve until told to stop; exit code 0 then, 1 after a failure."""
+    """Serve until told to stop. Returns the exit code: 0 after a stop, 1 after a failure."""
     line = sys.stdin.buffer.readline()
     if not line:
         return 1  # the first process is gone already
-    config = msgspec.json.decode(line, type=WorkerLine)
-    # A terminal or an init system may signal the whole group; the first process decides what it means.
+    config = msgspec.json.decode(line, type=WorkerSettings)
+    # A terminal or an init system may signal the whole process group; only the first process reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setup_logging(config.server.log_level, f"server{config.rank}")
@@ -63,8 +63,8 @@ def main() -> int:
     return 0
 
 
-async def _serve(config: WorkerLine) -> None:
-    settings = FrontSettings(
+async def _serve(config: WorkerSettings) -> None:
+    settings = HttpServerSettings(
         config.server,
         config.engine,
         config.model_name,
@@ -75,30 +75,30 @@ async def _serve(config: WorkerLine) -> None:
     )
     link = EngineLink(settings.ipc_dir, config.rank)
     try:
-        front = await open_front(settings, link, socket.socket(fileno=config.listener_fd))
+        http_server = await open_http_server(settings, link, socket.socket(fileno=config.listener_fd))
         try:
-            link.listen(front.frontend.take, lambda _: None)
-            welcome = asyncio.ensure_future(
-                _welcome(front.frontend, link, settings.server.heartbeat_timeout_s)
+            link.listen(http_server.streams.deliver, lambda _: None)
+            accepting = asyncio.ensure_future(
+                _accept_when_ready(http_server.streams, link, settings.server.heartbeat_timeout_s)
             )
-            await _obey(front.frontend)
-            welcome.cancel()
+            await _follow_commands(http_server.streams)
+            accepting.cancel()
         finally:
-            await front.close()
+            await http_server.close()
     finally:
         link.close()
 
 
-async def _welcome(frontend: Frontend, link: EngineLink, heartbeat_timeout_s: float) -> None:
-    """Take requests as soon as the engine does."""
+async def _accept_when_ready(streams: Streams, link: EngineLink, heartbeat_timeout_s: float) -> None:
+    """Accept requests as soon as the engine is ready."""
     ready = await link.ready
-    frontend.welcome(ready.max_context_tokens)
-    link.watch(heartbeat_timeout_s)
-    _say("ready")
+    streams.accept_requests(ready.max_context_tokens)
+    link.start_heartbeat(heartbeat_timeout_s)
+    _tell_first_process("ready")
 
 
-async def _obey(frontend: Frontend) -> None:
-    """Take commands until it is time to close; every open request has its end then."""
+async def _follow_commands(streams: Streams) -> None:
+    """Follow commands from stdin until told to end; then end every open request with an error."""
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
@@ -108,8 +108,8 @@ async def _obey(frontend: Frontend) -> None:
     while True:
         word, _, reason = (await commands.readline()).decode().rstrip("\n").partition(" ")
         if word == "drain":
-            frontend.refuse(SHUTTING_DOWN)
-            drained = asyncio.ensure_future(_say_when_empty(frontend))
+            streams.refuse_requests(SHUTTING_DOWN)
+            drained = asyncio.ensure_future(_say_when_empty(streams))
         elif word == "stop":
             break
         elif word == "dead":
@@ -119,17 +119,17 @@ async def _obey(frontend: Frontend) -> None:
             os._exit(1)  # the first process is gone
     if drained is not None:
         drained.cancel()
-    frontend.refuse(end)
-    frontend.fail_all(end)
+    streams.refuse_requests(end)
+    streams.fail_all(end)
 
 
-async def _say_when_empty(frontend: Frontend) -> None:
-    await frontend.wait_until_empty()
-    _say("empty")
+async def _say_when_empty(streams: Streams) -> None:
+    await streams.wait_until_empty()
+    _tell_first_process("empty")
 
 
-def _say(word: str) -> None:
-    """To the first process; if it is gone, stdin says so, too."""
+def _tell_first_process(word: str) -> None:
+    """Write a line to the first process. If that has ended, reading stdin shows it."""
     with contextlib.suppress(OSError):
         sys.stdout.write(word + "\n")
         sys.stdout.flush()

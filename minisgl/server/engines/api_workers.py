@@ -1,6 +1,6 @@
-"""The further server processes of a port as the first one sees them: started, told, ended.
+"""Starts, commands and ends the additional server processes; runs in the first one.
 
-Promise: `failed` resolves when one of them ends unasked; after `close` none is left.
+Promise: `failed` resolves when one of them ends without being told to. After `close` none is left.
 """
 
 import asyncio
@@ -9,21 +9,21 @@ import dataclasses
 import json
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 
-from minisgl.server.front import LAST_ANSWERS_S, FrontSettings
+from minisgl.ipc.child_process import module_command
+from minisgl.server.http_server import LAST_ANSWERS_S, HttpServerSettings
 
-COMMAND = (sys.executable, "-m", "minisgl.server.api_worker")
+COMMAND = tuple(module_command("minisgl.server.engines.api_worker"))
 END_S = LAST_ANSWERS_S + 3.0
-"""How long they may take to end when told to, before they are killed."""
+"""Processes that were told to end are killed after this time."""
 
 
 class ApiWorkers:
-    """A process for each listener, with the ranks from 1 on. Make and close it inside one event loop."""
+    """One process per listener, with ranks from 1. Create and close it in one event loop."""
 
-    def __init__(self, settings: FrontSettings, listeners: Sequence[socket.socket]) -> None:
+    def __init__(self, settings: HttpServerSettings, listeners: Sequence[socket.socket]) -> None:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = self._loop.create_future()
         self._may_end = False
@@ -33,30 +33,30 @@ class ApiWorkers:
         ]
 
     async def all_ready(self) -> None:
-        """Returns when each has heard that the engine is ready."""
+        """Return when every process knows that the engine is ready."""
         await asyncio.gather(*[worker.ready.wait() for worker in self._workers])
 
     async def all_empty(self) -> None:
-        """Returns when, after `drain`, none has an open request."""
+        """Return when, after `drain`, no process has an open request."""
         await asyncio.gather(*[worker.empty.wait() for worker in self._workers])
 
     def drain(self) -> None:
-        """Take no new requests."""
+        """Tell the processes to refuse new requests."""
         self._tell("drain")
 
     def fail(self, reason: str) -> None:
-        """End every open request with an error that gives `reason`, then end."""
+        """Tell the processes to end every open request with an error that states `reason`, then to exit."""
         self._may_end = True
         self._tell("dead " + " ".join(reason.split()))
 
     async def stop(self) -> None:
-        """End what is open, and the processes."""
+        """Tell the processes to end their open requests and to exit; wait until they have."""
         self._may_end = True
         self._tell("stop")
         await self._all_ended()
 
     async def close(self) -> None:
-        """Wait for those that were told to end; kill the others."""
+        """Wait until the processes have ended, and kill those that have not ended after END_S."""
         if not self._may_end:
             await self.stop()
         else:
@@ -66,7 +66,7 @@ class ApiWorkers:
         await self._all_ended()
 
     def note_end(self, rank: int, code: int) -> None:
-        """A worker's process is over."""
+        """Record that a process has ended; unless it was told to, that is a failure."""
         if not self._may_end and not self.failed.done():
             self.failed.set_result(f"server process {rank} ended (exit code {code})")
 
@@ -80,14 +80,14 @@ class ApiWorkers:
 
 
 class ApiWorker:
-    """One process and its two pipes."""
+    """One additional server process and the pipes to its stdin and stdout."""
 
-    def __init__(self, owner: ApiWorkers, settings: FrontSettings, listener: socket.socket) -> None:
+    def __init__(self, owner: ApiWorkers, settings: HttpServerSettings, listener: socket.socket) -> None:
         self.ready, self.empty, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._rank = settings.rank
-        # A session of its own: Ctrl-C in the terminal is for the first process.
+        # Its own session, so that Ctrl-C in the terminal reaches only the first process.
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -96,7 +96,7 @@ class ApiWorker:
             start_new_session=True,
         )
         fd = listener.fileno()
-        listener.close()  # the process has it now: no connection may wait on a copy that nobody takes from
+        listener.close()  # only the child may hold it: connections on a copy would never be accepted
         first_line = {
             "server": dataclasses.asdict(settings.server),
             "engine": dataclasses.asdict(settings.engine),
@@ -108,21 +108,21 @@ class ApiWorker:
             "listener_fd": fd,
         }
         self.tell(json.dumps(first_line))
-        threading.Thread(target=self._hear, name=f"server-{self._rank}", daemon=True).start()
+        threading.Thread(target=self._read_output, name=f"server-{self._rank}", daemon=True).start()
 
     def tell(self, line: str) -> None:
-        """One line to its stdin; it may have ended, which `ended` tells."""
+        """Write a line to its stdin. If the process has ended, nothing happens; see `ended`."""
         assert self._process.stdin is not None  # opened as a pipe
         with contextlib.suppress(OSError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         self._process.kill()
 
-    def _hear(self) -> None:
-        """In a thread of its own, because its end must be noticed whatever its pipes do."""
+    def _read_output(self) -> None:
+        """Read its stdout and wait for its end. Runs in a thread, so that the end is noticed in any case."""
         assert self._process.stdout is not None  # opened as a pipe
         for line in self._process.stdout:
             event = {b"ready": self.ready, b"empty": self.empty}.get(line.strip())
@@ -133,5 +133,5 @@ class ApiWorker:
         self._call(self.ended.set)
 
     def _call(self, callback: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for this
             self._loop.call_soon_threadsafe(callback)  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""The engine as a server process sees it: started, heard, asked, watched, ended.
+"""The server's side of the engine: its socket, its heartbeat and its process.
 
-Promise: `died` resolves soon after the engine ends, gives up or falls silent, whatever the reason;
-nothing here waits without a limit, and `EngineProcess.kill` leaves no process of the engine's group behind.
+Promise: `died` resolves soon after the engine exits, reports a fatal error or stops answering. Every wait
+has a limit. `EngineProcess.kill` leaves no process of the engine's process group behind.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.messages import (
+from minisgl.ipc.messages import (
     AskProfile,
     AskTimeline,
     CacheFlushed,
@@ -32,7 +32,7 @@ from minisgl.messages import (
     StepOutput,
     ToEngine,
 )
-from minisgl.transport import ServerSocket
+from minisgl.ipc.transport import ServerSocket
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,63 +40,65 @@ Answer = Status | CacheFlushed | DebugAnswer
 
 PING_INTERVAL_S = 1.0
 LAST_MESSAGES_S = 0.3
-"""How long messages of an engine that has ended are still taken from the socket."""
+"""How long to read the socket after the engine's process has ended."""
 SHUTDOWN_S = 5.0
-"""How long an engine may take to stop when asked, before it is killed."""
+"""An engine that was asked to stop is killed after this time."""
 
 
 class EngineLink:
-    """One server process's socket to the engine. Make, use and close it inside one event loop.
+    """One server process's connection to the engine. Create, use and close it in one event loop.
 
     Args:
-        rank: of this server process; several share one engine.
+        rank: of this server process; several server processes may share one engine.
     """
 
     def __init__(self, ipc_dir: Path, rank: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.died: asyncio.Future[str] = self._loop.create_future()
+        self.is_user_mistake = False
+        """Whether the engine ended before it was ready because settings or model are unusable; see `died`."""
         self.status: Status | None = None
         self._rank = rank
         self._heard_at = time.monotonic()
         self._sequence = 0
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._socket = ServerSocket(ipc_dir, rank)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last `StepOutput`, `Status` or other message."""
+        """Seconds since the engine's last message of any kind."""
         return time.monotonic() - self._heard_at
 
     def send(self, message: ToEngine) -> None:
-        """Hand a message over without waiting.
+        """Send a message without waiting.
 
         Raises:
-            EngineDeadError: there is no engine to take it.
+            EngineDeadError: the engine has ended.
         """
         self._socket.send(message)
 
     async def ask_status(self, limit_s: float) -> Status | None:
-        """The engine's figures as they are now; None when it does not answer within `limit_s`."""
+        """The engine's current status; None if it does not answer within `limit_s`."""
         self._sequence += 1
         answer = await self._ask(self._sequence, Ping(self._sequence, self._rank), limit_s)
         return answer if isinstance(answer, Status) else None
 
     async def flush_cache(self, limit_s: float) -> int | None:
-        """Have the prefix cache dropped; pages freed, or None when no answer came within `limit_s`."""
+        """Drop the prefix cache; returns the pages freed, or None without an answer within `limit_s`."""
         self._sequence += 1
         answer = await self._ask(self._sequence, FlushCache(self._sequence, self._rank), limit_s)
         return answer.num_pages if isinstance(answer, CacheFlushed) else None
 
     async def ask_timeline(self, limit_s: float) -> DebugAnswer | None:
-        """The last steps as a trace; None when it does not come within `limit_s`."""
+        """The last steps in Chrome's trace format; None without an answer within `limit_s`."""
         self._sequence += 1
         answer = await self._ask(self._sequence, AskTimeline(self._sequence, self._rank), limit_s)
         return answer if isinstance(answer, DebugAnswer) else None
 
     async def ask_profile(self, num_steps: int, limit_s: float) -> DebugAnswer | None:
-        """Have the next steps profiled; None when no answer came within `limit_s`."""
+        """Profile the next `num_steps` steps; None without an answer within `limit_s`."""
         self._sequence += 1
         question = AskProfile(self._sequence, self._rank, num_steps)
         answer = await self._ask(self._sequence, question, limit_s)
@@ -105,15 +107,15 @@ class EngineLink:
     def listen(
         self, on_output: Callable[[StepOutput], None], on_stage: Callable[[StartupStage], None]
     ) -> None:
-        """From now on take the engine's messages: each step's outputs and each stage of the start-up."""
+        """Receive the engine's messages from now on; pass on step outputs and start-up stages."""
         self._tasks.append(self._loop.create_task(self._listen(on_output, on_stage)))
 
-    def watch(self, timeout_s: float) -> None:
-        """From now on the engine must be heard at least every `timeout_s`; otherwise it counts as dead."""
+    def start_heartbeat(self, timeout_s: float) -> None:
+        """Ping the engine from now on, and declare it dead after `timeout_s` without a message."""
         self._tasks.append(self._loop.create_task(self._heartbeat(timeout_s)))
 
     def declare_dead(self, reason: str) -> None:
-        """Resolve `died`; the first reason stays."""
+        """Resolve `died` with `reason`, unless it already has one."""
         if not self.died.done():
             self.died.set_result(reason)
 
@@ -124,7 +126,7 @@ class EngineLink:
         self._socket.close()
 
     async def _ask(self, sequence: int, question: ToEngine, limit_s: float) -> Answer | None:
-        answer = self._asked[sequence] = self._loop.create_future()
+        answer = self._pending[sequence] = self._loop.create_future()
         try:
             self.send(question)
             await asyncio.wait((answer,), timeout=limit_s)
@@ -132,10 +134,10 @@ class EngineLink:
         except EngineDeadError:
             return None
         finally:
-            del self._asked[sequence]
+            del self._pending[sequence]
 
-    def _answered(self, message: Answer) -> None:
-        waiting = self._asked.get(message.sequence)
+    def _resolve_answer(self, message: Answer) -> None:
+        waiting = self._pending.get(message.sequence)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
@@ -150,23 +152,24 @@ class EngineLink:
                     _call(on_output, message)
                 elif isinstance(message, Status):
                     self.status = message
-                    self._answered(message)
+                    self._resolve_answer(message)
                 elif isinstance(message, CacheFlushed | DebugAnswer):
-                    self._answered(message)
+                    self._resolve_answer(message)
                 elif isinstance(message, StartupStage):
                     _call(on_stage, message)
                 elif isinstance(message, Ready):
                     if not self.ready.done():
                         self.ready.set_result(message)
                 elif isinstance(message, Fatal):
+                    self.is_user_mistake = message.is_user_error and not self.ready.done()
                     self.declare_dead(message.message)
-                await asyncio.sleep(0)  # an engine that talks without pause must not keep others waiting
+                await asyncio.sleep(0)  # other tasks must run even if messages arrive without pause
         except Exception as error:
             log.exception("the engine's messages can't be read")
             self.declare_dead(f"its messages can't be read: {error}")
 
     async def _heartbeat(self, timeout_s: float) -> None:
-        """Counts its own turns, not the clock: a machine that slept must not look like a dead engine."""
+        """Counts its own turns instead of reading the clock, so that a machine's sleep does not count."""
         interval_s = min(PING_INTERVAL_S, timeout_s / 4)
         silent_turns = 0
         heard_at = self._heard_at
@@ -182,12 +185,12 @@ class EngineLink:
 
 
 class EngineProcess:
-    """The engine's process, started by one server process. Make, use and close it inside one event loop.
+    """The engine's process, a child of this server process. Create, use and close it in one event loop.
 
     Args:
-        command: what to start; it reads one line of JSON from stdin and ends when stdin does.
-        first_line: that line.
-        link: hears when the process has ended; the process is killed when the link says that it is dead.
+        command: the command line. The process reads one line of JSON from stdin, and exits when stdin ends.
+        first_line: that line of JSON.
+        link: is told when the process has ended. The process is killed when `link.died` resolves.
 
     Raises:
         ConfigError: the command can't be started.
@@ -198,7 +201,7 @@ class EngineProcess:
         self._link = link
         self.exited = asyncio.Event()
         try:
-            # A session of its own: Ctrl-C in the terminal is for the server, which drains first.
+            # Its own session, so that Ctrl-C in the terminal reaches only the server, which drains first.
             self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"the engine can't be started: {command[0]}: {error}") from None
@@ -206,7 +209,8 @@ class EngineProcess:
         self._stdin = self._process.stdin
         threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
         link.died.add_done_callback(lambda _: self.kill())
-        # Ends early: `died` tells. The pipe stays open, its end is how the engine learns of ours.
+        # If the engine has already ended, `died` resolves. The pipe stays open: its end tells the engine
+        # that the server has ended.
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(first_line + b"\n")
             self._stdin.flush()
@@ -217,13 +221,13 @@ class EngineProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """End the engine and its children now."""
-        if self._process.returncode is None:  # not reaped: the number is still its own
+        """Kill the engine and its children."""
+        if self._process.returncode is None:  # not reaped, so the pid is still the engine's
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ask the engine to end; after `SHUTDOWN_S` end it."""
+        """Ask the engine to exit; kill it after `SHUTDOWN_S`."""
         with contextlib.suppress(EngineDeadError):
             self._link.send(Shutdown())
         if not await self._exits_within(SHUTDOWN_S):
@@ -232,7 +236,7 @@ class EngineProcess:
             await self._exits_within(SHUTDOWN_S)
 
     async def close(self) -> None:
-        """Kill what still runs, close the pipe."""
+        """Kill the engine if it still runs, and close the pipe."""
         self.kill()
         await self._exits_within(SHUTDOWN_S)
         with contextlib.suppress(BrokenPipeError):
@@ -244,25 +248,25 @@ class EngineProcess:
         return self.exited.is_set()
 
     def _wait_for_exit(self) -> None:
-        """In a thread of its own, because waiting for a process must not depend on its pipes."""
+        """Wait for the process to end. Runs in a thread, so that it does not depend on the pipes."""
         pid = self._process.pid
-        # The zombie keeps the group's number taken, so the signal can only reach the engine's own children.
+        # The zombie still holds the process group's id, so the signal reaches only the engine's children.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for this
             self._loop.call_soon_threadsafe(self._after_exit, code)
 
     def _after_exit(self, code: int) -> None:
         self.exited.set()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        # What it said last may still be on its way: outputs of its last step, a Fatal.
+        # Its last messages (step outputs, a Fatal) may not have been read yet.
         self._loop.call_later(LAST_MESSAGES_S, self._link.declare_dead, f"its process ended ({how})")
 
 
 def _call(callback: Callable[[T], None], message: T) -> None:
-    """A defect in what listens is no defect of the engine."""
+    """Call `callback` and log its exceptions: a defect of the callback must not count as the engine's."""
     try:
         callback(message)
     except Exception:

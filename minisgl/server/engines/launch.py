@@ -1,7 +1,7 @@
-"""From configuration to a running server and back: start, watch, drain, stop.
+"""Runs a server: starts the engine and the server processes, watches them, drains and stops them.
 
-Promise: `run_server` returns only when the engine's process is gone, the sockets' directory is removed
-and every client has had an answer; every wait on the way has a limit.
+Promise: when `run_server` returns, the engine's process has ended, the directory of the sockets is removed,
+and every client has got an answer. Every wait for the engine or a request has a limit.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from typing import Any, NamedTuple
 
 from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
 from minisgl.errors import ConfigError, EngineDeadError, RequestError
-from minisgl.messages import Ready, StartupStage
-from minisgl.server.api_workers import ApiWorkers
-from minisgl.server.engine_link import EngineLink, EngineProcess
-from minisgl.server.front import BACKLOG, Front, FrontSettings, open_front, tls_context
+from minisgl.ipc.child_process import module_command
+from minisgl.ipc.messages import Ready, StartupStage
+from minisgl.ipc.transport import make_ipc_dir
+from minisgl.server.engines.api_workers import ApiWorkers
+from minisgl.server.engines.engine_link import EngineLink, EngineProcess
+from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
+from minisgl.server.http.connections import OTHER_FILES
+from minisgl.server.http_server import BACKLOG, HttpServer, HttpServerSettings, open_http_server, tls_context
 from minisgl.server.served_model import served_name
-from minisgl.server.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
-from minisgl.transport import make_ipc_dir
 
 log = logging.getLogger(__name__)
 
-WORKER = ("-m", "minisgl.engine.worker")
+WORKER = tuple(module_command("minisgl.engine.worker"))
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
-OTHER_FILES = 64
-"""Open files beside the connections of requests: sockets, logs, libraries."""
 
 
 def run_server(
@@ -50,21 +50,21 @@ def run_server(
     """Serve `model_folder` until a signal or the engine's end; returns the process's exit code.
 
     Args:
-        worker_command: what to start as the engine, for tests; None = minisgl's own.
+        worker_command: command line of the engine, for tests; None = minisgl's own engine.
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
-        ConfigError: the port or the TLS files can't be had, or a setting is out of range, all before anything
-            is started.
+        ConfigError: the port is taken, the TLS files can't be used, or a setting is out of range; all this is
+            checked before any process starts. Or the engine reports that settings or model can't work.
         ModelError: the folder has no usable tokenizer.
     """
     check_server_config(server)
     check_engine_config(engine)
-    allow_open_files(server.max_queued_requests + OTHER_FILES)
+    raise_open_file_limit(server.max_queued_requests + OTHER_FILES)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
-    tls_context(server)  # each process makes its own; here it is only tried
-    listeners = _bind(server.host, server.port, server.api_workers)
+    tls_context(server)  # only a check: each server process makes its own
+    listeners = _listen(server.host, server.port, server.api_workers)
     ipc_dir: Path | None = None
     try:
         ipc_dir = make_ipc_dir()
@@ -78,18 +78,18 @@ def run_server(
             },
             allow_nan=False,
         ).encode()
-        service = Service(
+        launch = LaunchSettings(
             server=server,
             engine=engine,
             model_name=served_name(server.served_model_name, engine.model),
             model_folder=model_folder,
             listeners=listeners,
-            command=worker_command or [sys.executable, *WORKER],
+            command=worker_command or list(WORKER),
             first_line=first_line,
             ipc_dir=ipc_dir,
             clock=clock,
         )
-        return asyncio.run(_serve(service))
+        return asyncio.run(_serve(launch))
     finally:
         for listener in listeners:
             listener.close()
@@ -97,8 +97,8 @@ def run_server(
             shutil.rmtree(ipc_dir, ignore_errors=True)
 
 
-def allow_open_files(wanted: int) -> None:
-    """Raise this process's limit to what the system lets it have; a warning where that is below `wanted`."""
+def raise_open_file_limit(wanted: int) -> None:
+    """Raise the soft limit on open files to the hard limit; log a warning if that is below `wanted`."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -111,22 +111,22 @@ def allow_open_files(wanted: int) -> None:
         )
 
 
-class Service(NamedTuple):
-    """What the event loop starts from."""
+class LaunchSettings(NamedTuple):
+    """Everything that `_serve` needs to start."""
 
     server: ServerConfig
     engine: EngineConfig
     model_name: str
     model_folder: Path
     listeners: list[socket.socket]  # bound and listening, one for each server process
-    command: list[str]  # the engine's
-    first_line: bytes  # what the engine reads first
+    command: list[str]  # command line of the engine
+    first_line: bytes  # the engine's settings, its first line on stdin
     ipc_dir: Path
     clock: StartupClock
 
 
 class Signals:
-    """SIGTERM and the first SIGINT ask to stop, a further SIGINT to stop now."""
+    """SIGTERM and the first SIGINT set `stop`; another SIGINT sets `stop_now`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -141,32 +141,32 @@ class Signals:
         self.stop.set()
 
 
-async def _serve(service: Service) -> int:
-    """Everything between the bound port and the exit code."""
+async def _serve(launch: LaunchSettings) -> int:
+    """Start all parts, supervise them, and end them in reverse order; returns the exit code."""
     signals = Signals()
-    link = EngineLink(service.ipc_dir)
+    link = EngineLink(launch.ipc_dir)
     try:
-        process = EngineProcess(service.command, service.first_line, link)
+        process = EngineProcess(launch.command, launch.first_line, link)
         try:
-            settings = FrontSettings(
-                service.server,
-                service.engine,
-                service.model_name,
-                service.model_folder,
-                service.ipc_dir,
+            settings = HttpServerSettings(
+                launch.server,
+                launch.engine,
+                launch.model_name,
+                launch.model_folder,
+                launch.ipc_dir,
                 rank=0,
                 engine_pid=process.pid,
             )
-            workers = ApiWorkers(settings, service.listeners[1:])
-            service.clock.lap("server: port, sockets, processes")
+            workers = ApiWorkers(settings, launch.listeners[1:])
+            launch.clock.lap("server: port, sockets, processes")
             try:
-                # While the engine starts: this is not on the way to readiness.
-                front = await open_front(settings, link, service.listeners[0])
+                # This runs while the engine starts, so it does not delay readiness.
+                http_server = await open_http_server(settings, link, launch.listeners[0])
                 try:
-                    link.listen(front.frontend.take, _print_stage)
-                    return await _supervise(Running(service, front, link, process, workers, signals))
+                    link.listen(http_server.streams.deliver, _print_stage)
+                    return await _supervise(ServerParts(launch, http_server, link, process, workers, signals))
                 finally:
-                    await front.close()
+                    await http_server.close()
             finally:
                 await workers.close()
         finally:
@@ -175,89 +175,112 @@ async def _serve(service: Service) -> int:
         link.close()
 
 
-class Running(NamedTuple):
-    """What supervision looks after."""
+class ServerParts(NamedTuple):
+    """The parts of a running server."""
 
-    service: Service
-    front: Front
+    launch: LaunchSettings
+    http_server: HttpServer
     link: EngineLink
     process: EngineProcess
     workers: ApiWorkers
     signals: Signals
 
 
-async def _supervise(running: Running) -> int:
-    """Wait for the engine, for its end, for a signal; then see to it that every request has its answer."""
-    service, front, link, _, workers, signals = running
-    server, frontend, model = service.server, front.frontend, front.model
-    host, port = service.listeners[0].getsockname()[:2]
+async def _supervise(parts: ServerParts) -> int:
+    """Wait until the engine is ready, then for a failure or a signal; then end every open request.
+
+    Returns the exit code.
+
+    Raises:
+        ConfigError: the engine refuses its settings or the model.
+    """
+    launch, http_server, link, _, workers, signals = parts
+    server, streams, model = launch.server, http_server.streams, http_server.model
+    host, port = launch.listeners[0].getsockname()[:2]
     tls = server.tls_cert is not None
-    _say(f"Listening on {base_url(host, port, tls)}; loading {model.name}")
+    _print_to_user(f"Listening on {base_url(host, port, tls)}; loading {model.name}")
     failures = (link.died, workers.failed)
-    await _first_of(link.ready, *failures, signals.stop.wait(), timeout_s=server.startup_timeout_s)
+    await _wait_for_first(link.ready, *failures, signals.stop.wait(), timeout_s=server.startup_timeout_s)
     if link.ready.done() and not any(failure.done() for failure in failures):
         ready = link.ready.result()
-        frontend.welcome(ready.max_context_tokens)
-        link.watch(server.heartbeat_timeout_s)
-        await _first_of(workers.all_ready(), *failures, signals.stop.wait(), timeout_s=None)
-        _say(waterfall({**service.clock.laps, **_named(ready)}, service.clock.total_ms()))
-        _say(f"Serving {model.name} on {ready.device}, up to {ready.max_context_tokens} tokens a request:")
-        _say(curl_line(base_url(host, port, tls), model.name, model.template.usable, bool(server.api_key)))
-        await _first_of(*failures, signals.stop.wait(), timeout_s=None)
+        streams.accept_requests(ready.max_context_tokens)
+        link.start_heartbeat(server.heartbeat_timeout_s)
+        await _wait_for_first(workers.all_ready(), *failures, signals.stop.wait(), timeout_s=None)
+        _print_to_user(waterfall({**launch.clock.laps, **_engine_stages(ready)}, launch.clock.total_ms()))
+        _print_to_user(
+            f"Serving {model.name} on {ready.device}, up to {ready.max_context_tokens} tokens a request:"
+        )
+        _print_to_user(
+            curl_line(base_url(host, port, tls), model.name, model.template.is_usable, bool(server.api_key))
+        )
+        await _wait_for_first(*failures, signals.stop.wait(), timeout_s=None)
     elif not any(failure.done() for failure in failures) and not signals.stop.is_set():
         return _fail(
-            running,
+            parts,
             f"the engine was not ready after {server.startup_timeout_s:g} s (see --startup-timeout-s)",
         )
     if not any(failure.done() for failure in failures):
-        if await _drain(running):
+        if await _drain(parts):
             return EXIT_STOPPED
         if not any(failure.done() for failure in failures):
             return EXIT_INTERRUPTED
+    if link.died.done() and link.is_user_mistake:
+        _fail_open_requests(parts, link.died.result())
+        raise ConfigError(link.died.result())
     if link.died.done():
-        return _fail(running, f"the engine died: {link.died.result()}")
-    return _fail(running, workers.failed.result())
+        return _fail(parts, f"the engine died: {link.died.result()}")
+    return _fail(parts, workers.failed.result())
 
 
-async def _drain(running: Running) -> bool:
-    """Let the open requests end, then stop the engine; False if something died or we may not wait."""
-    service, front, link, process, workers, signals = running
-    frontend, failures = front.frontend, (link.died, workers.failed)
+async def _drain(parts: ServerParts) -> bool:
+    """Let the open requests end, then stop the engine.
+
+    Returns False if a process died meanwhile, or if the user does not want to wait (a second SIGINT).
+    """
+    launch, http_server, link, process, workers, signals = parts
+    streams, failures = http_server.streams, (link.died, workers.failed)
     refusal = RequestError(503, "shutting_down", "the server is shutting down")
-    frontend.refuse(refusal)
+    streams.refuse_requests(refusal)
     workers.drain()
     if not link.ready.done():
-        return True  # nothing runs yet, and an engine that loads does not listen
-    limit_s = service.server.drain_timeout_s
-    log.info("stopping: %d open requests may go on for %g s", await front.num_open(), limit_s)
-    await _first_of(_all_empty(front, workers), *failures, signals.stop_now.wait(), timeout_s=limit_s)
+        return True  # no request runs, and a loading engine reads no messages
+    limit_s = launch.server.drain_timeout_s
+    log.info("stopping: %d open requests may go on for %g s", await http_server.num_open(), limit_s)
+    await _wait_for_first(
+        _all_empty(http_server, workers), *failures, signals.stop_now.wait(), timeout_s=limit_s
+    )
     if any(failure.done() for failure in failures):
         return False
-    frontend.fail_all(refusal)
-    await _first_of(workers.stop(), signals.stop_now.wait(), timeout_s=None)
+    streams.fail_all(refusal)
+    await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
-        await _first_of(process.stop(), signals.stop_now.wait(), timeout_s=None)
+        await _wait_for_first(process.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 
 
-async def _all_empty(front: Front, workers: ApiWorkers) -> None:
-    """Returns when no server process has an open request."""
-    await front.frontend.wait_until_empty()
+async def _all_empty(http_server: HttpServer, workers: ApiWorkers) -> None:
+    """Return when no server process has an open request."""
+    await http_server.streams.wait_until_empty()
     await workers.all_empty()
 
 
-def _fail(running: Running, reason: str) -> int:
-    """No answer can be given any more: every open stream hears it."""
+def _fail(parts: ServerParts, reason: str) -> int:
+    """Handle the failure of the engine or of a server process; returns the exit code."""
     log.error("%s", reason)
-    error = EngineDeadError(reason)
-    running.front.frontend.refuse(error)
-    running.front.frontend.fail_all(error)
-    running.workers.fail(reason)
+    _fail_open_requests(parts, reason)
     return EXIT_ENGINE_DIED
 
 
-async def _first_of(*waits: Awaitable[Any], timeout_s: float | None) -> None:
-    """Returns when one of `waits` is over, or the time. Futures among them live on."""
+def _fail_open_requests(parts: ServerParts, reason: str) -> None:
+    """End every open request in all server processes with an error that states `reason`."""
+    error = EngineDeadError(reason)
+    parts.http_server.streams.refuse_requests(error)
+    parts.http_server.streams.fail_all(error)
+    parts.workers.fail(reason)
+
+
+async def _wait_for_first(*waits: Awaitable[Any], timeout_s: float | None) -> None:
+    """Return when one of `waits` is done or the time is over. Futures among them are not cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -267,10 +290,13 @@ async def _first_of(*waits: Awaitable[Any], timeout_s: float | None) -> None:
                 task.cancel()
 
 
-def _bind(host: str, port: int, num_servers: int) -> list[socket.socket]:
-    """Listening TCP sockets, early, so that a busy port is known before the model is loaded.
+def _listen(host: str, port: int, num_servers: int) -> list[socket.socket]:
+    """Open the listening TCP sockets. This comes early, so that a busy port is found before the model loads.
 
-    Several on one port share it by SO_REUSEPORT: the kernel gives each connection to one of them.
+    Several sockets share the port by SO_REUSEPORT; the kernel gives each connection to one of them.
+
+    Raises:
+        ConfigError: the address can't be used.
     """
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][
@@ -279,14 +305,14 @@ def _bind(host: str, port: int, num_servers: int) -> list[socket.socket]:
         first = socket.create_server((host, port), family=family, backlog=BACKLOG)
         if num_servers == 1:
             return [first]
-        # The first one was alone on the port, so nobody else's server shares it now.
+        # A socket without SO_REUSEPORT could bind, so no other server uses the port.
         host, port = first.getsockname()[:2]
         first.close()
         return [
             socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True)
             for _ in range(num_servers)
         ]
-    except (OSError, ValueError) as error:  # ValueError: not even the form of a name, as "a..b"
+    except (OSError, ValueError) as error:  # ValueError: a malformed name, such as "a..b"
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
             f"can't listen on {host or '*'} port {port}: {why}; "
@@ -294,16 +320,16 @@ def _bind(host: str, port: int, num_servers: int) -> list[socket.socket]:
         ) from None
 
 
-def _named(ready: Ready) -> dict[str, float]:
+def _engine_stages(ready: Ready) -> dict[str, float]:
     return {f"engine: {name}": duration_ms for name, duration_ms in ready.startup_ms.items()}
 
 
 def _print_stage(stage: StartupStage) -> None:
-    _say(stage_line(f"engine: {stage.name}", stage.duration_ms))
+    _print_to_user(stage_line(f"engine: {stage.name}", stage.duration_ms))
 
 
-def _say(text: str) -> None:
-    """To the user, not to the log; a user who does not listen must not end the server."""
+def _print_to_user(text: str) -> None:
+    """Print to stdout. A closed stdout must not end the server."""
     if sys.stdout is None or sys.stdout.closed:
         return
     try:
@@ -312,6 +338,6 @@ def _say(text: str) -> None:
     except UnicodeEncodeError:
         sys.stdout.write(text.encode("ascii", "replace").decode() + "\n")
     except OSError:
-        # What was not written would be tried again at exit, and turn the exit code into 120.
+        # Python would try to write the rest at exit, and turn the exit code into 120.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

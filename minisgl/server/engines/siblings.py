@@ -1,7 +1,7 @@
-"""What the server processes of one port ask of each other, over unix sockets in their private directory.
+"""Connects the server processes of one port, over unix sockets in their private directory.
 
-Promise: a call that any of them may receive (figures, an abort) is answered for all of them; one that does
-not answer within `LIMIT_S` is left out and named in the log.
+Promise: statistics and aborts cover all server processes, whichever of them gets the call. A process that
+does not answer within `SIBLING_TIMEOUT_S` is left out, with a warning in the log.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from minisgl.server.frontend import Frontend
-from minisgl.server.stats import FrontStats
-from minisgl.server.uploads import Uploads
+from minisgl.server.http.uploads import Uploads
+from minisgl.server.stats import ServerStats
+from minisgl.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
-LIMIT_S = 2.0
+SIBLING_TIMEOUT_S = 2.0
 
 
 class Siblings:
-    """This process among `num_servers`. Make, use and close it inside one event loop."""
+    """This process's link to the other server processes. Create, use and close it in one event loop."""
 
     def __init__(
-        self, frontend: Frontend, uploads: Uploads, ipc_dir: Path, rank: int = 0, num_servers: int = 1
+        self, streams: Streams, uploads: Uploads, ipc_dir: Path, rank: int = 0, num_servers: int = 1
     ) -> None:
-        self._frontend = frontend
+        self._streams = streams
         self._uploads = uploads
         self._ipc_dir = ipc_dir
         self._rank = rank
@@ -36,7 +36,7 @@ class Siblings:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen to the others, where there are any."""
+        """Listen for calls of the other processes, if there are any."""
         if not self._others:
             return
         app = web.Application()
@@ -51,20 +51,20 @@ class Siblings:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def stats(self) -> list[FrontStats]:
-        """The figures of every process that answers, by rank."""
+    async def stats(self) -> list[ServerStats]:
+        """The statistics of every process that answers, in the order of the ranks."""
         answers = await self._ask_all("GET", "/stats", None)
         parts = [(self._rank, self._own_stats())]
-        parts += [(rank, msgspec.json.decode(data, type=FrontStats)) for rank, data in answers]
+        parts += [(rank, msgspec.json.decode(data, type=ServerStats)) for rank, data in answers]
         return [stats for _, stats in sorted(parts, key=lambda part: part[0])]
 
-    async def abort(self, name: str | None) -> int:
-        """End the calls of this name (None: all) in every process; how many requests that were."""
-        answers = await self._ask_all("POST", "/abort", msgspec.json.encode(name))
-        return self._frontend.abort_named(name) + sum(msgspec.json.decode(data) for _, data in answers)
+    async def abort(self, name: str | None, key: int | None = None) -> int:
+        """End the calls of this name and API key (None = any) in all processes; returns how many requests."""
+        answers = await self._ask_all("POST", "/abort", msgspec.json.encode((name, key)))
+        return self._streams.abort_calls(name, key) + sum(msgspec.json.decode(data) for _, data in answers)
 
-    def _own_stats(self) -> FrontStats:
-        stats = self._frontend.stats
+    def _own_stats(self) -> ServerStats:
+        stats = self._streams.stats
         stats.num_upload_bytes = self._uploads.num_bytes
         return stats
 
@@ -75,15 +75,15 @@ class Siblings:
         return web.Response(body=msgspec.json.encode(self._own_stats()))
 
     async def _take_abort(self, request: web.Request) -> web.Response:
-        name = msgspec.json.decode(await request.read(), type=str | None)
-        return web.Response(body=msgspec.json.encode(self._frontend.abort_named(name)))
+        name, key = msgspec.json.decode(await request.read(), type=tuple[str | None, int | None])
+        return web.Response(body=msgspec.json.encode(self._streams.abort_calls(name, key)))
 
     async def _ask_all(self, method: str, path: str, body: bytes | None) -> Sequence[tuple[int, bytes]]:
         answers = await asyncio.gather(*[self._ask(rank, method, path, body) for rank in self._others])
         return [answer for answer in answers if answer is not None]
 
     async def _ask(self, rank: int, method: str, path: str, body: bytes | None) -> tuple[int, bytes] | None:
-        timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+        timeout = aiohttp.ClientTimeout(total=SIBLING_TIMEOUT_S)
         connector = aiohttp.UnixConnector(str(self._path(rank)))
         try:
             async with (

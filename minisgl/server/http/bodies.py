@@ -1,7 +1,7 @@
-"""What a route's body may hold, as tables: they check the bodies, and describe them in OpenAPI.
+"""Tables of the fields of request bodies. They check the bodies and describe them in OpenAPI.
 
-Promise: no field of a body is ignored that could change the answer: it is honoured, or the request is
-refused with a 400 that names it. Only a field's neutral value (null, `n: 1`, `tools: []`) passes.
+Promise: no field that could change the answer is ignored. It is honoured, or the request is refused with a
+400 that names it. An unsupported field may only have its neutral value (null, `n: 1`, `tools: []`).
 """
 
 import math
@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.errors import RequestError
-from minisgl.fields import Neutral, convert, kind_of, refuse_unknown
+from minisgl.fields import Neutral, convert, json_type_name, refuse_unknown
 
 
-class Is(NamedTuple):
-    """The field has one of the values, or, where `negated`, another. A field that is missing is null."""
+class FieldIs(NamedTuple):
+    """The field has one of `values`, or with `negated` none of them. A missing field counts as null."""
 
     field: str
     values: tuple[bool | int | None, ...]
     negated: bool = False
 
     def holds(self, body: Mapping[str, Any]) -> bool:
-        """Of a body whose fields have their types."""
+        """Whether `body` satisfies it. The fields must already have their types."""
         return (body.get(self.field) in self.values) != self.negated
 
     def as_schema(self) -> dict[str, Any]:
-        """In JSON Schema."""
+        """The same as JSON Schema."""
         listed = {"enum": list(self.values)}
         schema: dict[str, Any] = {"properties": {self.field: {"not": listed} if self.negated else listed}}
         if (None in self.values) == self.negated:
@@ -35,47 +35,51 @@ class Is(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """One of the alternatives must hold, or the body is refused because of `param`."""
+    """At least one of the alternatives must hold; otherwise the body is refused and `param` is named."""
 
     param: str
     message: str
-    alternatives: tuple[Is, ...]
+    alternatives: tuple[FieldIs, ...]
 
     def as_schema(self) -> dict[str, Any]:
-        """In JSON Schema."""
+        """The same as JSON Schema."""
         return {"anyOf": [one.as_schema() for one in self.alternatives]}
 
 
-def given(field: str) -> Is:
-    """The field is there and not null."""
-    return Is(field, (None,), negated=True)
+def given(field: str) -> FieldIs:
+    """The field is present and not null."""
+    return FieldIs(field, (None,), negated=True)
 
 
-def missing(field: str) -> Is:
-    """The field is not there, or null."""
-    return Is(field, (None,))
+def missing(field: str) -> FieldIs:
+    """The field is absent or null."""
+    return FieldIs(field, (None,))
 
 
 class Body(NamedTuple):
-    """The body of a route: the fields of some structs together, and others by rule."""
+    """The body of a route.
+
+    `structs` define the supported fields. `unsupported` maps known but unsupported fields to the values that
+    may be ignored.
+    """
 
     structs: tuple[type[Any], ...]
     conditions: tuple[Condition, ...] = ()
-    others: Mapping[str, Neutral] = {}
+    unsupported: Mapping[str, Neutral] = {}
 
     @property
     def known(self) -> set[str]:
-        """The names of the fields that are honoured."""
+        """The names of the supported fields."""
         return {name for kind in self.structs for name in kind.__struct_fields__}
 
     def read(self, data: bytes) -> list[Any]:
-        """The structs of a body.
+        """Decode and check a body; returns one value per struct.
 
         Raises:
-            RequestError: 400 with the field at fault.
+            RequestError: 400 that names the invalid field.
         """
         fields = decode_object(data)
-        refuse_unknown(fields, self.known, self.others)
+        refuse_unknown(fields, self.known, self.unsupported)
         made = [convert(fields, kind) for kind in self.structs]
         for condition in self.conditions:
             if not any(one.holds(fields) for one in condition.alternatives):
@@ -84,10 +88,10 @@ class Body(NamedTuple):
 
 
 def number(text: str) -> int | float:
-    """A number of JSON that is not written as a whole one, but may be one: 16.0.
+    """Convert a JSON number with fraction or exponent; integral values such as 16.0 become int.
 
     Raises:
-        ValueError: too large for a float.
+        ValueError: the number is too large for a float.
     """
     value = float(text)
     if math.isinf(value):
@@ -99,10 +103,10 @@ DECODER = msgspec.json.Decoder(float_hook=number)
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """A body's fields.
+    """Decode a body to a dict of its fields.
 
     Raises:
-        RequestError: 400, it is no JSON object.
+        RequestError: 400 if the body is no JSON object.
     """
     if not data:
         raise RequestError(400, "invalid_json", "the body is empty; send a JSON object")
@@ -111,5 +115,7 @@ def decode_object(data: bytes) -> dict[str, Any]:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RequestError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise RequestError(400, "invalid_json", f"the body must be a JSON object, got {kind_of(fields)}")
+        raise RequestError(
+            400, "invalid_json", f"the body must be a JSON object, got {json_type_name(fields)}"
+        )
     return fields

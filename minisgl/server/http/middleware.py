@@ -1,7 +1,7 @@
-"""What happens to every HTTP call before and after its handler: identity, keys, origins, errors, the log.
+"""Middleware around every handler: request ids, API keys, Host and Origin checks, errors, the access log.
 
-Promise: every exception becomes OpenAI's error object; every answer carries its request id, is counted, and
-is logged once when that is wanted.
+Promise: every exception becomes OpenAI's error object. Every answer has a request id, is counted, and with
+--access-log is logged once.
 """
 
 import asyncio
@@ -12,14 +12,16 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from io import BytesIO
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from minisgl.errors import MinisglError, RequestError
+from minisgl.server.http.callers import ANY, check_host, check_origin, is_allowed_origin
 from minisgl.server.replies import RETRY_AFTER_S, RETRYABLE, error_body, error_of
-from minisgl.server.uploads import BODY_TOO_LARGE
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("minisgl.access")
@@ -27,114 +29,160 @@ access_log = logging.getLogger("minisgl.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 FACTS = "facts"
 OPEN_TO_ALL = frozenset({"/health", "/health/ready", "/metrics"})
-"""Need no key: load balancers and monitors ask them, and they say nothing about anybody's text."""
+"""Paths that need no key and accept every Host. Load balancers and monitors call them, and their answers
+reveal nothing about anyone's text."""
 GOOD_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
 CLIENT_LEFT = 499
-"""What nginx logs for a client that did not wait for its answer."""
+"""The status that nginx logs for a client that disconnects before its answer."""
 PREFLIGHT_S = "86400"
+MAX_BYTES_AT_ONCE = 1 << 20
+"""Largest body that is handed to the socket in one piece, which takes the event loop about a millisecond."""
+
+
+class Caller(NamedTuple):
+    """The caller, identified by its key."""
+
+    is_admin: bool = False
+    """Whether it may affect other callers' requests: it sent an admin key, or the server has none."""
+    key: int | None = None
+    """Index of the API key that it sent; None = it sent none."""
 
 
 class CallFacts:
-    """What is known of one HTTP call; its handler fills in the tokens."""
+    """Facts about one HTTP call. Its handler fills in the token counts."""
 
-    __slots__ = ("arrived_at", "first_token_s", "num_output_tokens", "num_prompt_tokens", "request_id")
+    __slots__ = (
+        "arrived_at",
+        "caller",
+        "first_token_s",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "request_id",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.arrived_at = time.monotonic()
+        self.caller = Caller()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.first_token_s: float | None = None
 
 
 def facts_of(request: web.Request) -> CallFacts:
-    """The call's facts."""
+    """The facts that the middleware attached to the call."""
     return request[FACTS]
 
 
+def require_admin(request: web.Request, what: str, param: str | None = None) -> None:
+    """Refuse callers that are no admins.
+
+    Raises:
+        RequestError: 403 that names `what` and the body's field `param`.
+    """
+    if not facts_of(request).caller.is_admin:
+        message = f"{what} needs the server's admin key; send it as 'Authorization: Bearer KEY'"
+        raise RequestError(403, "admin_key_required", message, param)
+
+
 class Gate:
-    """The middlewares and what they are set to.
+    """The middlewares and their settings.
 
     Args:
-        api_keys: one of them must come as `Authorization: Bearer`; none = no key is needed.
-        cors_origins: web pages from these origins may call; "*" = any.
-        write_log: log every call as a line of JSON.
+        api_keys: a call must send one of them as `Authorization: Bearer`; empty = no key is needed.
+        admin_keys: each gives all rights of an API key and those that `require_admin` guards; empty = every
+            caller is an admin.
+        cors_origins: origins whose web pages may call; "*" = any.
+        host_names: names that calls may have as Host; "*" = any.
+        write_log: whether to log every call as a line of JSON.
         responses: counts answers by "METHOD route status".
+        is_full: tells whether calls must be refused because too many connections are open.
     """
 
     def __init__(
         self,
         api_keys: Sequence[str] = (),
+        admin_keys: Sequence[str] = (),
         cors_origins: Sequence[str] = (),
+        host_names: Collection[str] = (ANY,),
         write_log: bool = False,
         responses: dict[str, int] | None = None,
+        is_full: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._api_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
         self._origins = frozenset(cors_origins)
+        self._host_names = host_names
         self._write_log = write_log
         self._responses = {} if responses is None else responses
+        self._is_full = is_full
 
     def install(self, app: web.Application) -> None:
-        """Put them around all routes of `app`."""
-        app.middlewares.extend([self._watch, self._check])
+        """Install the middlewares around all routes of `app`."""
+        app.middlewares.extend([self._identify, self._authorize])
         app.on_response_prepare.append(self._add_headers)
 
     @web.middleware
-    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Outermost: an id, an answer whatever happens, a count and a line."""
+    async def _identify(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The outermost middleware: assigns a request id, turns exceptions into answers, counts and logs."""
         given = request.headers.get("X-Request-Id", "")
         facts = CallFacts(given if GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
         request[FACTS] = facts
         try:
-            response = await _answered(request, handler)
+            response = await _with_error_object(request, handler)
         except asyncio.CancelledError:
-            self._note(request, facts, CLIENT_LEFT)
+            self._count_and_log(request, facts, CLIENT_LEFT)
             raise
-        self._note(request, facts, response.status)
+        self._count_and_log(request, facts, response.status)
         return response
 
     @web.middleware
-    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """A browser's question, then the page that it shows, then the key."""
+    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check Host and Origin, answer CORS preflights, then check the key."""
+        if request.path in OPEN_TO_ALL and request.method != "OPTIONS":
+            return await handler(request)
+        if self._is_full():
+            raise RequestError(
+                503, "too_many_connections", "the server has too many open connections; try again in a moment"
+            )
+        check_host(request.headers, self._host_names)
+        check_origin(request.method, request.headers, self._origins)
         if self._origins and request.method == "OPTIONS" and "Origin" in request.headers:
             return web.Response(status=204)
-        if request.method == "POST" and self._is_foreign_page(request):
-            raise RequestError(
-                403, "origin_not_allowed", "web pages from other origins may not call; see --cors-origin"
-            )
-        if self._digests and request.path not in OPEN_TO_ALL and not self._has_key(request):
+        caller = self._caller(request)
+        if caller is None:
             raise RequestError(
                 401, "invalid_api_key", "send one of the server's API keys as 'Authorization: Bearer KEY'"
             )
+        facts_of(request).caller = caller
         return await handler(request)
 
-    def _is_foreign_page(self, request: web.Request) -> bool:
-        """A browser sends what looks like a form without asking, and hides only the answer from the page."""
-        is_foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
-        return is_foreign and not self._allows(request.headers.get("Origin"))
-
-    def _allows(self, origin: str | None) -> bool:
-        return origin is not None and ("*" in self._origins or origin in self._origins)
-
-    def _has_key(self, request: web.Request) -> bool:
-        """Compares with every key, in the same time wherever they differ."""
+    def _caller(self, request: web.Request) -> Caller | None:
+        """The caller by its key; None = a key is needed and missing. Compares all keys in constant time."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return kind.lower() == "bearer" and any(matches)
+        of_api = [hmac.compare_digest(digest, known) for known in self._api_digests]
+        of_admin = [hmac.compare_digest(digest, known) for known in self._admin_digests]
+        is_bearer = kind.lower() == "bearer"
+        if is_bearer and any(of_admin):
+            return Caller(is_admin=True)
+        has_key = is_bearer and any(of_api)
+        if self._api_digests and not has_key:
+            return None
+        return Caller(not self._admin_digests, of_api.index(True) if has_key else None)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         facts = request.get(FACTS)
-        if facts is None:  # refused before there was a call
+        if facts is None:  # aiohttp refused it before the middleware ran
             return
         response.headers["X-Request-Id"] = facts.request_id
         origin = request.headers.get("Origin")
         if not self._origins:
             return
         response.headers["Vary"] = "Origin"
-        if origin is None or not self._allows(origin):
+        if origin is None or not is_allowed_origin(origin, self._origins):
             return
-        response.headers["Access-Control-Allow-Origin"] = "*" if "*" in self._origins else origin
+        response.headers["Access-Control-Allow-Origin"] = ANY if ANY in self._origins else origin
         response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
@@ -142,7 +190,7 @@ class Gate:
             response.headers["Access-Control-Allow-Headers"] = asked or "Authorization, Content-Type"
             response.headers["Access-Control-Max-Age"] = PREFLIGHT_S
 
-    def _note(self, request: web.Request, facts: CallFacts, status: int) -> None:
+    def _count_and_log(self, request: web.Request, facts: CallFacts, status: int) -> None:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "other"
         key = f"{request.method if route != 'other' else '-'} {route} {status}"
@@ -165,7 +213,7 @@ class Gate:
 
 
 def start_access_log() -> None:
-    """Send the access log to stderr, each call a line that is JSON and nothing else."""
+    """Send the access log to stderr, one line of pure JSON per call."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     access_log.handlers[:] = [handler]
@@ -174,24 +222,24 @@ def start_access_log() -> None:
 
 
 def json_answer(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """An answer whose body is JSON."""
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+    """An answer whose body is JSON. A large body is written in pieces, between which other tasks run."""
+    content = BytesIO(body) if len(body) > MAX_BYTES_AT_ONCE else body
+    return web.Response(body=content, status=status, headers=headers, content_type="application/json")
 
 
-async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception as OpenAI's error object."""
+async def _with_error_object(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Call the handler; an exception becomes an answer with OpenAI's error object."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         known = {
             404: ("not_found", f"there is no {request.path[:200]}"),
             405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
-            413: ("body_too_large", BODY_TOO_LARGE),
         }
         code, message = known.get(error.status, (None, error.reason))
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return json_answer(error_body(error.status, code, message), error.status, allow)
-    except (web.RequestPayloadError, ConnectionError) as error:  # the latter: the client left meanwhile
+    except (web.RequestPayloadError, ConnectionError) as error:  # ConnectionError: the client disconnected
         words = " ".join(str(error).split())
         return json_answer(error_body(400, "invalid_body", f"the body can't be read: {words}"), 400)
     except Exception as error:
@@ -204,7 +252,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def _headers_of(error: Exception, status: int) -> dict[str, str]:
     if status == 401:
         return {"WWW-Authenticate": "Bearer"}
-    if status == 409:  # OpenAI's clients would send a call that was aborted again
+    if status == 409:  # otherwise OpenAI's clients would retry an aborted call
         return {"X-Should-Retry": "false"}
     if status not in RETRYABLE:
         return {}

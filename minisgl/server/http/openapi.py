@@ -1,8 +1,8 @@
-"""The API described as OpenAPI 3.1, generated from the tables that read the bodies.
+"""The OpenAPI 3.1 document, generated from the tables that check the bodies.
 
-Promise: a body that the document allows is taken, and one that it does not allow is refused, but for what
-JSON Schema can't say: min_tokens is at most max_tokens, min_tokens and bad_words leave an allowed token to
-generate, a bad word has few tokens, prompt and choices fit in.
+Promise: the server accepts a body exactly if the document allows it, except for rules that JSON Schema can't
+express: min_tokens is at most max_tokens; min_tokens and bad_words leave a token to generate; a bad word has
+few tokens; prompt and choices fit the limits.
 """
 
 from typing import Any
@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from minisgl import __version__
-from minisgl.messages import ProfiledSteps
+from minisgl.ipc.messages import ProfiledSteps
 from minisgl.request import MAX_TOKEN_ID
 from minisgl.server.answers import ChatAnswer, CompletionAnswer, ModelCard, ModelList
-from minisgl.server.bodies import Body
-from minisgl.server.openai_schema import CHAT, COMPLETION, PROMPT_FORMS
-from minisgl.server.schemas import (
+from minisgl.server.http.bodies import Body
+from minisgl.server.http.schemas import (
     ABORT,
     DETOKENIZE,
     GENERATE,
@@ -24,6 +23,7 @@ from minisgl.server.schemas import (
     ErrorAnswer,
     TokenizeAnswer,
 )
+from minisgl.server.openai_schema import CHAT, COMPLETION, PROMPT_FORMS
 from minisgl.text.messages import UNSUPPORTED_IN_MESSAGES, Message, Messages
 
 ANSWERS = (
@@ -49,7 +49,7 @@ GETS = {
 
 
 def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
-    """The document; `model` is the name that calls may give, token ids are below `vocab_size`."""
+    """The document. `model`: the name that calls may give; `vocab_size`: bound on token ids."""
     schemas = _schemas(model, vocab_size)
     ref = {name: {"$ref": TEMPLATE.format(name=name)} for name in schemas}
     error = _answer("Why the call was refused or failed.", JSON, ref["ErrorAnswer"])
@@ -129,7 +129,7 @@ def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
 
 
 def _schemas(model: str, vocab_size: int) -> dict[str, Any]:
-    """Every schema by its name."""
+    """All schemas by name."""
     kinds = [kind for body in BODIES.values() for kind in body.structs]
     refs, components = msgspec.json.schema_components(
         [Messages, *PROMPT_FORMS, *kinds, *ANSWERS], ref_template=TEMPLATE
@@ -152,13 +152,13 @@ def _schemas(model: str, vocab_size: int) -> dict[str, Any]:
 
 
 def _body(body: Body, components: dict[str, Any]) -> dict[str, Any]:
-    """One schema for all fields of a body."""
+    """The schema of a body with all its fields."""
     properties: dict[str, Any] = {}
     required: list[str] = []
     for kind in body.structs:
         properties |= components[kind.__name__]["properties"]
         required += components[kind.__name__]["required"]
-    for name, neutral in body.others.items():
+    for name, neutral in body.unsupported.items():
         properties[name] = {} if neutral is None else {"enum": [*neutral, None]}
     schema = {
         "type": "object",
@@ -173,7 +173,7 @@ def _body(body: Body, components: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limit_token_ids(schema: Any, vocab_size: int) -> None:
-    """Wherever a token id may stand, those of the model."""
+    """Bound all token ids in `schema`, in place, to the model's vocabulary."""
     if isinstance(schema, list):
         for item in schema:
             _limit_token_ids(item, vocab_size)
@@ -188,11 +188,11 @@ def _limit_token_ids(schema: Any, vocab_size: int) -> None:
 
 
 def _numbers_up_to(most: int) -> str:
-    """A regular expression for whole numbers from 0 to `most` in decimal, without zeros in front."""
+    """A regular expression for the decimal numbers 0 to `most`, without leading zeros."""
     digits = str(most)
     forms = ["0", *(f"[1-9][0-9]{{{count}}}" for count in range(len(digits) - 1))]
     for place, digit in enumerate(digits):
-        # Equal up to this place, smaller here, anything behind.
+        # Equal digits before this place, a smaller digit here, any digits after it.
         least = 1 if place == 0 else 0
         if int(digit) > least:
             rest = len(digits) - place - 1

@@ -1,11 +1,11 @@
-"""Bodies and answers of the routes that OpenAI has not got."""
+"""Bodies and answers of the routes that the OpenAI API does not have."""
 
 from typing import Any
 
 import msgspec
 
 from minisgl.request import TokenId
-from minisgl.server.bodies import Body, Condition, Is, given, missing
+from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.openai_schema import AtLeastOne, TemplateVariables, Text
 
 
@@ -21,7 +21,7 @@ class AbortBody(msgspec.Struct, frozen=True):
     """POST /abort: either `request_id` (alias `rid`) or `abort_all`."""
 
     request_id: str | None = None
-    """The X-Request-Id of a call, or the id of its answer."""
+    """The X-Request-Id of the call, or the id of its answer."""
     rid: str | None = None
     abort_all: bool | None = None
 
@@ -33,11 +33,11 @@ class TokenizeBody(msgspec.Struct, frozen=True):
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
-    """Default: true for a prompt, false for messages, whose template has them already."""
+    """Default: true for a prompt; false for messages, whose template adds them itself."""
     add_generation_prompt: bool | None = None
-    """With messages only; default true."""
+    """Only with messages; default true."""
     chat_template_kwargs: TemplateVariables | None = None
-    """With messages only."""
+    """Only with messages."""
     return_token_strs: bool | None = None
 
 
@@ -81,14 +81,16 @@ ABORT = Body(
         Condition(
             "request_id",
             "give request_id or abort_all: true",
-            (given("request_id"), given("rid"), Is("abort_all", (True,))),
+            (given("request_id"), given("rid"), FieldIs("abort_all", (True,))),
         ),
         Condition(
             "rid", "rid is request_id by another name; give one", (missing("request_id"), missing("rid"))
         ),
         *(
             Condition(
-                name, f"give {name} or abort_all, not both", (missing(name), Is("abort_all", (None, False)))
+                name,
+                f"give {name} or abort_all, not both",
+                (missing(name), FieldIs("abort_all", (None, False))),
             )
             for name in ("request_id", "rid")
         ),

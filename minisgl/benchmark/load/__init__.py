@@ -1,0 +1,1 @@
+"""Load on a server, and the figures that its users would see."""

@@ -1,0 +1,166 @@
+"""The flags of every command, as one argument parser.
+
+Promise: building the parser reads only the environment it is given, loads no torch and runs no command.
+A parsed command line says in `command` which command it names, such as "bench kernel".
+"""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl import __version__
+from minisgl.benchmark.settings import (
+    CompareSettings,
+    KernelBenchSettings,
+    OfflineBenchSettings,
+    OutputSettings,
+    ServeBenchSettings,
+    SimulateSettings,
+    StartupBenchSettings,
+    StepBenchSettings,
+    TuneSettings,
+)
+from minisgl.commands.flags import add_flags
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.log import LEVELS
+from minisgl.request import SamplingParams
+
+EPILOG = """\
+Every flag may also be given as an environment variable: --max-step-tokens as MINISGL_MAX_STEP_TOKENS;
+the flag wins. MINISGL_CACHE moves the cache directory (otherwise $XDG_CACHE_HOME/minisgl or
+~/.cache/minisgl).
+"""
+
+CHAT_DEFAULTS = {"temperature": 0.0}
+"""Defaults of commands for a terminal: greedy decoding, so the same question gets the same answer."""
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The parser of the whole command line. `environ` overrides the flags' defaults.
+
+    Raises:
+        ConfigError: a MINISGL_ variable has a value that its flag would refuse.
+    """
+    parser = argparse.ArgumentParser(
+        prog="minisgl",
+        description="A small LLM serving engine on torch.compile and Triton.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(command="", parser=parser)
+
+    def command(name: str, summary: str, among: Any = commands) -> argparse.ArgumentParser:
+        word = name.split()[-1]
+        sub = among.add_parser(word, help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
+        sub.set_defaults(command=name, parser=sub)
+        return sub
+
+    serve = command("serve", "Serve a model over an OpenAI-compatible HTTP API.")
+    add_flags(serve, "server", ServerConfig, environ)
+    add_flags(serve, "engine", EngineConfig, environ)
+
+    chat = command("chat", "Talk to a model in the terminal, without a server.")
+    chat.add_argument("--system", metavar="TEXT", help="System prompt of the conversation.")
+    _add_local_flags(chat, environ)
+
+    generate = command("generate", "Complete one prompt and print the text.")
+    generate.add_argument("prompt", nargs="?", help="The prompt; '-' or nothing reads it from stdin.")
+    generate.add_argument("--chat", action="store_true", help="Send it through the model's chat template.")
+    generate.add_argument("--system", metavar="TEXT", help="System prompt; implies --chat.")
+    _add_local_flags(generate, environ)
+
+    pull = command("pull", "Fetch a model, so that all other commands work offline.")
+    pull.add_argument("name", nargs="?", help="A built-in model or a hub name.")
+    pull.add_argument("--list", action="store_true", help="Show the built-in models.")
+
+    plan = command("plan", "Show how many requests of a model fit on a GPU, from its config.json alone.")
+    plan.add_argument(
+        "--gpu", default=environ.get("MINISGL_GPU", "H200"), metavar="TEXT",
+        help="A GPU's name, or its memory in GiB (default: %(default)s).",
+    )  # fmt: skip
+    add_flags(plan, "engine", EngineConfig, environ)
+
+    tune = command("tune", "Measure the kernels' launch configurations for a model on this GPU.")
+    add_flags(tune, "tuning", TuneSettings, environ)
+
+    bench = command("bench", "Measure something.")
+    benches = bench.add_subparsers(metavar="WHAT", help="What to measure.")
+    kernel = command("bench kernel", "Check and time the Triton kernels on this GPU.", benches)
+    kernel.add_argument("names", nargs="*", help='Ops, or parts of "op shape", to measure; none is all.')
+    add_flags(kernel, "measuring", KernelBenchSettings, environ)
+    add_flags(kernel, "output", OutputSettings, environ)
+    offline = command("bench offline", "Measure the throughput of one engine, without a server.", benches)
+    add_flags(offline, "workload", OfflineBenchSettings, environ)
+    add_flags(offline, "output", OutputSettings, environ)
+    add_flags(offline, "engine", EngineConfig, environ)
+    load = command("bench serve", "Put load on a running server and measure latency and throughput.", benches)
+    add_flags(load, "load", ServeBenchSettings, environ)
+    add_flags(load, "output", OutputSettings, environ)
+    step = command("bench step", "Compare the time of a step with the hardware's limits.", benches)
+    add_flags(step, "measuring", StepBenchSettings, environ)
+    add_flags(step, "output", OutputSettings, environ)
+    add_flags(step, "engine", EngineConfig, environ)
+    startup = command("bench startup", "Measure the time from process start to the first token.", benches)
+    add_flags(startup, "measuring", StartupBenchSettings, environ)
+    add_flags(startup, "output", OutputSettings, environ)
+    add_flags(startup, "engine", EngineConfig, environ)
+    simulate = command("bench simulate", "Simulate scheduler settings on a workload, without a GPU.", benches)
+    add_flags(simulate, "simulation", SimulateSettings, environ)
+    add_flags(simulate, "output", OutputSettings, environ)
+    compare = command("bench compare", "Compare two reports; exit code 1 on a regression.", benches)
+    compare.add_argument("a", help="The JSON file of the earlier report.")
+    compare.add_argument("b", help="The JSON file of the later one.")
+    add_flags(compare, "judging", CompareSettings, environ)
+    plot = command("bench plot", "Draw a report that was written with --out.", benches)
+    plot.add_argument("report", help="The JSON file.")
+    plot.add_argument("picture", help="The file to draw to: .png, .svg or .html.")
+
+    cache = command("cache", "Manage the compiled code that is kept between starts.")
+    actions = cache.add_subparsers(metavar="WHAT", help="What to do with it.")
+
+    def action(name: str, summary: str, file: str = "") -> None:
+        sub = command(name, summary, actions)
+        if file:
+            sub.add_argument("file", help=file)
+        sub.add_argument(
+            "--compile-cache",
+            default=environ.get("MINISGL_COMPILE_CACHE"),
+            metavar="TEXT",
+            help='The folder, as for serve (default: "compiled" in the cache directory)',
+        )
+
+    action("cache ls", "Show the entries, their size, and what is wrong with them.")
+    action("cache verify", "As ls, with exit code 1 if an entry is not whole.")
+    action("cache export", "Pack all entries, for machines of the same kind.", "The .tar.gz to write.")
+    action(
+        "cache import",
+        "Unpack entries from people you trust: it is code.",
+        "A .tar.gz that 'minisgl cache export' wrote.",
+    )
+    action("cache clear", "Delete all entries that no engine is using.")
+
+    doctor = command("doctor", "Show what is installed, which settings serve would choose, and why.")
+    doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
+    add_flags(doctor, "engine", EngineConfig, environ)
+    return parser
+
+
+def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add the flags of a command that runs the engine in its own process."""
+    parser.add_argument(
+        "--log-level",
+        default=environ.get("MINISGL_LOG_LEVEL", "warning"),
+        metavar="TEXT",
+        help=f"One of {', '.join(LEVELS)} (default: %(default)s)",
+    )
+    sampling = {**_text(CHAT_DEFAULTS), **environ}
+    # These commands print only text, so flags for log probabilities would have no effect.
+    add_flags(parser, "sampling", SamplingParams, sampling, skip=("logprobs", "prompt_logprobs"))
+    add_flags(parser, "engine", EngineConfig, environ, skip=("seed",))
+
+
+def _text(defaults: Mapping[str, object]) -> dict[str, str]:
+    return {f"MINISGL_{name.upper()}": str(value) for name, value in defaults.items()}

@@ -1,0 +1,32 @@
+"""Every setting of the engine and the server, resolved once.
+
+- `engine.py`: `EngineConfig` (as given, `None` means "auto") and `ResolvedConfig` (every "auto" decided).
+- `resolve.py`: `resolve_engine_config` makes the second from the first, before anything starts.
+- `server.py`: `ServerConfig`.
+- `engine_checks.py`, `field_checks.py`: what is refused.
+
+Promise: the dataclasses are frozen, and code that runs an engine reads only a `ResolvedConfig`. The flags of
+the command line are generated from the fields and their docstrings (`minisgl/commands/flags.py`).
+"""
+
+from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig, with_cache_dir
+from minisgl.config.engine_checks import check_engine_config, split_rdzv
+from minisgl.config.field_checks import GIB, MIB
+from minisgl.config.resolve import attention_environment, auto_mixed_tokens, resolve_engine_config
+from minisgl.config.server import ServerConfig, check_server_config
+
+__all__ = [
+    "GIB",
+    "MIB",
+    "DeviceFacts",
+    "EngineConfig",
+    "ResolvedConfig",
+    "ServerConfig",
+    "attention_environment",
+    "auto_mixed_tokens",
+    "check_engine_config",
+    "check_server_config",
+    "resolve_engine_config",
+    "split_rdzv",
+    "with_cache_dir",
+]

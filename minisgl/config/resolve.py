@@ -1,0 +1,127 @@
+"""Decides every "auto" of the engine's settings, once, before anything starts.
+
+Promise: a pure function of the settings, the model and `DeviceFacts`; its result passes the same checks.
+"""
+
+import math
+
+from minisgl.attention.choice import TORCH, TRITON, AttentionEnvironment, choose
+from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig
+from minisgl.config.engine_checks import check_engine_config
+from minisgl.config.field_checks import require
+from minisgl.errors import ConfigError
+from minisgl.model_config.config import ModelConfig
+
+LAUNCH_MULTIPLICATIONS = 120e9
+"""Multiply-adds of an H200 (600 TFLOP/s) in the time that launching a layer's kernels takes (0.4 ms)."""
+
+
+def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -> ResolvedConfig:
+    """Decide every "auto" but `num_pages`, which needs a memory profile.
+
+    Raises:
+        ConfigError: a value is out of range, or two of them contradict.
+    """
+    check_engine_config(config)
+    device = config.device or ("cuda" if facts.has_cuda else "cpu")
+    if device == "cuda" and not facts.has_cuda:
+        raise ConfigError(
+            "--device cuda needs a CUDA GPU and torch sees none; use --device cpu, or see 'minisgl doctor'"
+        )
+    on_cuda = device == "cuda"
+
+    def or_auto(value: int | None, auto: int) -> int:
+        return auto if value is None else value
+
+    max_context_tokens = or_auto(config.max_context_tokens, model.max_position)
+    require(
+        max_context_tokens <= model.max_position,
+        "max_context_tokens",
+        f"between 2 and the model's {model.max_position}",
+        max_context_tokens,
+    )
+    max_running = or_auto(config.max_running_requests, 256 if on_cuda else 32)
+    max_step_tokens = or_auto(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
+    dtype = config.dtype or _auto_dtype(model, facts, on_cuda)
+    place = attention_environment(model, facts, device=device, dtype=dtype, page_size=config.page_size)
+    attention = choose(config.attention_backend, place)
+    can_record = on_cuda and attention.decode != TORCH
+    max_graph_batch = or_auto(config.max_graph_batch, max_running if can_record else 0)
+    can_record_prefill = max_graph_batch > 0 and attention.prefill == TRITON
+    auto_graph_tokens = _auto_graph_tokens(model, config.tp, max_step_tokens) if can_record_prefill else 0
+    max_graph_tokens = or_auto(config.max_graph_tokens, auto_graph_tokens)
+    can_join = max_graph_batch > 0 and max_graph_tokens > 0 and max_running > 1 and {*attention} == {TRITON}
+    join_decodes = config.join_decodes and can_join
+    mixed_tokens = auto_mixed_tokens(join_decodes) if on_cuda else 128
+    compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
+    resolved = ResolvedConfig(
+        model=config.model,
+        revision=config.revision,
+        tokenizer=config.tokenizer,
+        dummy_weights=config.dummy_weights,
+        device=device,
+        dtype=dtype,
+        max_context_tokens=max_context_tokens,
+        max_running_requests=max_running,
+        max_step_tokens=max_step_tokens,
+        chunk_tokens=or_auto(config.chunk_tokens, max_step_tokens),
+        mixed_step_tokens=or_auto(config.mixed_step_tokens, min(max_step_tokens, mixed_tokens)),
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        join_decodes=join_decodes,
+        output_reserve_tokens=config.output_reserve_tokens,
+        memory_fraction=config.memory_fraction,
+        prefix_cache=config.prefix_cache,
+        overlap=config.overlap if config.overlap is not None else on_cuda,
+        compile_mode=compile_mode,
+        max_graph_batch=max_graph_batch,
+        max_graph_tokens=max_graph_tokens,
+        attention_backend=str(attention),
+        seed=config.seed,
+        strict_compile=config.strict_compile,
+        compile_cache=config.compile_cache,
+        profile_dir=config.profile_dir,
+        tp=config.tp,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        rdzv=config.rdzv,
+        cpu_threads=config.cpu_threads,
+        kernel=config.kernel,
+        must_compile=config.strict_compile or config.compile_mode is not None,
+    )
+    check_engine_config(resolved)  # again, because now every value is decided
+    return resolved
+
+
+def attention_environment(
+    model: ModelConfig, facts: DeviceFacts, *, device: str, dtype: str, page_size: int
+) -> AttentionEnvironment:
+    """The facts that decide which attention backends can run."""
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    return AttentionEnvironment(
+        device,
+        facts.compute_capability,
+        facts.flashinfer,
+        dtype,
+        *heads,
+        page_size,
+        has_softcap=model.attention_softcap is not None,
+    )
+
+
+def auto_mixed_tokens(join_decodes: bool) -> int:
+    """The "auto" of `mixed_step_tokens` on cuda. Decodes that do not join their step's prompts read the
+    weights a second time in each such step, so fewer and larger steps are better."""
+    return 1024 if join_decodes else 2048
+
+
+def _auto_graph_tokens(model: ModelConfig, tp: int, max_step_tokens: int) -> int:
+    """Prompt tokens up to which a prefill graph may pay off; measuring at start-up decides below that."""
+    tokens = LAUNCH_MULTIPLICATIONS * tp / model.layer_weights_per_token
+    return min(max_step_tokens, 1 << math.ceil(math.log2(max(tokens, 1))))
+
+
+def _auto_dtype(model: ModelConfig, facts: DeviceFacts, on_cuda: bool) -> str:
+    if on_cuda:
+        return model.checkpoint_dtype
+    return "bfloat16" if facts.cpu_has_bf16 and model.checkpoint_dtype == "bfloat16" else "float32"

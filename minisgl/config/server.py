@@ -1,0 +1,134 @@
+"""The HTTP server's settings and their checks."""
+
+import re
+from dataclasses import dataclass
+
+from minisgl.config.field_checks import LARGEST, MIB, check_types, require
+from minisgl.errors import ConfigError
+from minisgl.log import LEVELS
+
+SHORTEST_S = 0.01
+LONGEST_S = 1e8
+SECONDS = f"a number of seconds up to {LONGEST_S:.0f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server behaves."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all interfaces."""
+    port: int = 8000
+    """TCP port; 0 picks a free one and prints it."""
+    served_model_name: str | None = None
+    """Name clients must send as `model`. Auto: the value of --model; a folder's last part."""
+    sampling_defaults: str = "model"
+    """Source of the defaults for temperature, top_p, top_k, min_p and repetition_penalty: "model" (its
+    generation_config.json) or "openai" (temperature 1 and nothing else)."""
+    max_queued_requests: int = 1024
+    """Open requests beyond which new ones get 429."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens of requests without output yet, beyond which new requests get 429. Auto: no limit."""
+    max_body_bytes: int = 16 * MIB
+    """Largest request body; larger gets 413."""
+    max_upload_bytes: int = 256 * MIB
+    """Most bytes of all request bodies that are being read and tokenized at once; a body that exceeds it gets
+    429."""
+    upload_timeout_s: float = 60.0
+    """A body that has not arrived after this long gets 408, and so does one that stalls (less than 1 KiB in
+    10 s)."""
+    keep_alive_timeout_s: float = 75.0
+    """A connection without a call in progress is closed after this long: one that is idle, does not complete
+    its headers, or does not read its answer. Proxies should close theirs earlier, as most do (60 s)."""
+    request_timeout_s: float = 600.0
+    """A request that gets no token for this long, in the queue or between two, is aborted with an error.
+    An answer that keeps producing tokens may take any time."""
+    drain_timeout_s: float = 30.0
+    """Time that open requests get after SIGTERM before they are aborted."""
+    heartbeat_timeout_s: float = 30.0
+    """If the engine neither steps nor answers for this long, it counts as dead and the server ends."""
+    startup_timeout_s: float = 1800.0
+    """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
+    api_key: tuple[str, ...] = ()
+    """Clients must send one of these keys as "Authorization: Bearer KEY"; without any, none is needed. Set as
+    MINISGL_API_KEY, it does not show in the list of processes."""
+    admin_key: tuple[str, ...] = ()
+    """Only clients that send it as "Authorization: Bearer KEY" may abort others' requests, flush the cache,
+    use /debug and ask for a priority above 0. It also replaces --api-key. Without any, all clients may. Set
+    as MINISGL_ADMIN_KEY, it does not show in the list of processes."""
+    cors_origin: tuple[str, ...] = ()
+    """Web pages from this origin may call the server, for example https://example.org; "*" = all."""
+    allowed_host: tuple[str, ...] = ()
+    """Without --api-key, calls may name this Host, for example llm.example.org; "*" = every name. Addresses,
+    localhost, --host and this machine's own name are always allowed."""
+    tls_cert: str | None = None
+    """File with the certificate chain (PEM), for HTTPS; needs --tls-key."""
+    tls_key: str | None = None
+    """File with the certificate's private key (PEM)."""
+    access_log: bool = False
+    """Write a line of JSON to stderr for every HTTP call."""
+    api_workers: int = 1
+    """Server processes that share the port, 1 to 64: more of them tokenize and stream more. The limits on
+    open requests and queued tokens are split among them."""
+    log_level: str = "info"
+    """One of "debug", "info", "warning", "error"; prompts are never logged above debug."""
+
+
+def check_server_config(config: ServerConfig) -> None:
+    """Refuse values that no server can run with.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+    check_types(config)
+    require(0 <= config.port <= 65535, "port", "between 0 and 65535", config.port)
+    require(1 <= config.api_workers <= 64, "api_workers", "between 1 and 64", config.api_workers)
+    queued = config.max_queued_tokens
+    require(queued is None or 1 <= queued <= LARGEST, "max_queued_tokens", f"between 1 and {LARGEST}", queued)
+    for flag, keys in (("--api-key", config.api_key), ("--admin-key", config.admin_key)):
+        for key in keys:
+            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                raise ConfigError(f"{flag} must be visible ASCII characters without spaces around them")
+    if set(config.api_key) & set(config.admin_key):
+        raise ConfigError(
+            "--admin-key must differ from every --api-key; else clients could do what it guards"
+        )
+    for origin in config.cors_origin:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ConfigError(
+                f'--cors-origin must be as https://example.org, without a path, or "*"; got {origin!r}'
+            )
+    for name in config.allowed_host:
+        if name != "*" and not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise ConfigError(
+                "--allowed-host must be a name without scheme and port, as llm.example.org, "
+                f'or "*"; got {name!r}'
+            )
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key go together; give both or none")
+    for flag in ("max_queued_requests", "max_body_bytes", "max_upload_bytes"):
+        value = getattr(config, flag)
+        require(1 <= value <= LARGEST, flag, f"between 1 and {LARGEST}", value)
+    require(
+        config.max_upload_bytes >= config.max_body_bytes,
+        "max_upload_bytes",
+        f"at least max_body_bytes ({config.max_body_bytes})",
+        config.max_upload_bytes,
+    )
+    require(0 <= config.drain_timeout_s <= LONGEST_S, "drain_timeout_s", SECONDS, config.drain_timeout_s)
+    for flag in (
+        "request_timeout_s",
+        "upload_timeout_s",
+        "keep_alive_timeout_s",
+        "heartbeat_timeout_s",
+        "startup_timeout_s",
+    ):
+        value = getattr(config, flag)
+        require(SHORTEST_S <= value <= LONGEST_S, flag, f"{SECONDS}, at least {SHORTEST_S}", value)
+    require(
+        config.sampling_defaults in ("model", "openai"),
+        "sampling_defaults",
+        "one of model, openai",
+        repr(config.sampling_defaults),
+    )
+    require(config.log_level in LEVELS, "log_level", "one of " + ", ".join(LEVELS), repr(config.log_level))

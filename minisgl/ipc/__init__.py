@@ -1,0 +1,1 @@
+"""Between processes: messages, sockets, and how a child process is started."""

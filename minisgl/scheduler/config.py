@@ -1,0 +1,21 @@
+"""The scheduler's limits."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The scheduler's limits, all in tokens or rows."""
+
+    max_rows: int
+    max_step_tokens: int
+    chunk_tokens: int
+    mixed_step_tokens: int
+    """New tokens in a step that also decodes a streamed request. Prompts get at least half of them."""
+    max_context_tokens: int
+    """Longest prompt + output of one request; at most the tokens that the pool holds."""
+    vocab_size: int
+    output_reserve_tokens: int = 64
+    """Tokens that an admission reserves for the output of each running request. An estimate: reserving the
+    whole max_tokens would leave most of the pool idle. Preemption handles longer outputs."""
+    eos_token_ids: tuple[int, ...] = ()

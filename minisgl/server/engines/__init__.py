@@ -1,0 +1,1 @@
+"""Starts, watches and stops the engine process and the sibling server processes."""

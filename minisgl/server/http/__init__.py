@@ -1,0 +1,1 @@
+"""Code that all routes share: access checks, connections, request bodies, the OpenAPI document."""
