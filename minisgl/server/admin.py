@@ -1,4 +1,4 @@
-"""The routes for operators: health, statistics, aborting calls, the prefix cache, the OpenAPI document.
+"""The routes for operators: health, statistics, aborting calls, the prefix cache.
 
 Promise: statistics are summed over all server processes, and the engine is asked for its own at each call. An
 unknown value is null, never zero.
@@ -14,14 +14,14 @@ from minisgl import __version__
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, RequestError
 from minisgl.ipc.messages import Status
+from minisgl.server.apis import chat, completions
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings
+from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.middleware import facts_of, json_answer, require_admin
-from minisgl.server.http.openapi import openapi_document
-from minisgl.server.http.schemas import ABORT, AbortBody
+from minisgl.server.http.routes import TEXT, Answer, Route
 from minisgl.server.http.uploads import Uploads
 from minisgl.server.metrics import CONTENT_TYPE, exposition
-from minisgl.server.replies import CHAT_ID, COMPLETION_ID
 from minisgl.server.served_model import ServedModel
 from minisgl.server.stats import total
 from minisgl.server.streams import Streams
@@ -30,6 +30,39 @@ STATUS_TIMEOUT_S = 2.0
 """How long to wait for the engine's status. It answers between two steps."""
 ANSWER_TIMEOUT_S = 5.0
 """How long /health/ready and /flush_cache wait for the engine."""
+
+
+class AbortFields(msgspec.Struct, frozen=True):
+    """POST /abort: either `request_id` (alias `rid`) or `abort_all`."""
+
+    request_id: str | None = None
+    """The X-Request-Id of the call, or the id of its answer."""
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+ABORT = Body(
+    "AbortBody",
+    (AbortFields,),
+    (
+        Condition(
+            "request_id",
+            "give request_id or abort_all: true",
+            (given("request_id"), given("rid"), FieldIs("abort_all", (True,))),
+        ),
+        Condition(
+            "rid", "rid is request_id by another name; give one", (missing("request_id"), missing("rid"))
+        ),
+        *(
+            Condition(
+                name,
+                f"give {name} or abort_all, not both",
+                (missing(name), FieldIs("abort_all", (None, False))),
+            )
+            for name in ("request_id", "rid")
+        ),
+    ),
+)
 
 
 class Admin:
@@ -58,7 +91,34 @@ class Admin:
         self._uploads = uploads
         self._server, self._engine = settings
         self._engine_pid = engine_pid
-        self._openapi = msgspec.json.encode(openapi_document(model.name, model.tokenizer.vocab_size))
+
+    def routes(self) -> list[Route]:
+        """The operators' routes."""
+        facts, done = Answer("It."), Answer("What was done.")
+        return [
+            Route(
+                "GET",
+                "/health",
+                "200 while the engine is ready and alive, else 503.",
+                self.health,
+                facts,
+                has_503=True,
+            ),
+            Route(
+                "GET",
+                "/health/ready",
+                "200 when a request would be taken now and the engine answers, else 503.",
+                self.ready,
+                facts,
+                has_503=True,
+            ),
+            Route("GET", "/version", "minisgl's version.", self.version, facts),
+            Route("GET", "/server_info", "Settings, and what is held and was counted.", self.info, facts),
+            Route("GET", "/load", "How busy the server is.", self.load, facts),
+            Route("GET", "/metrics", "Figures for Prometheus.", self.metrics, Answer("It.", None, (TEXT,))),
+            Route("POST", "/abort", "End open calls.", self.abort, done, ABORT),
+            Route("POST", "/flush_cache", "Drop the prefix cache.", self.flush_cache, done),
+        ]
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 200 only while the engine is ready and alive."""
@@ -86,7 +146,7 @@ class Admin:
         """GET /version."""
         return _json({"version": __version__})
 
-    async def server_info(self, _: web.Request) -> web.Response:
+    async def info(self, _: web.Request) -> web.Response:
         """GET /server_info: the engine's status, statistics, and all settings except keys."""
         status = await self._fresh_status()
         parts = await self._siblings.stats()
@@ -146,10 +206,10 @@ class Admin:
         other keys count as not found.
         """
         async with self._uploads.body(request) as data:
-            body: AbortBody = ABORT.read(data)[0]
+            body: AbortFields = ABORT.read(data)[0]
         name = body.request_id if body.request_id is not None else body.rid
         if name is not None:
-            name = name.removeprefix(CHAT_ID).removeprefix(COMPLETION_ID)
+            name = name.removeprefix(chat.ID_PREFIX).removeprefix(completions.ID_PREFIX)
         caller = facts_of(request).caller
         if name is None:
             require_admin(request, "abort_all", "abort_all")
@@ -166,28 +226,6 @@ class Admin:
         if freed is None:
             raise EngineDeadError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s")
         return _json({"freed_pages": freed})
-
-    async def openapi(self, _: web.Request) -> web.Response:
-        """GET /openapi.json."""
-        return json_answer(self._openapi)
-
-    async def models(self, _: web.Request) -> web.Response:
-        """GET /v1/models."""
-        return _json({"object": "list", "data": [self._model_card()]})
-
-    async def one_model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/{model}."""
-        self._model.check_name(request.match_info["model"])
-        return _json(self._model_card())
-
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._model.created,
-            "owned_by": "minisgl",
-            "max_model_len": self._streams.max_context_tokens or None,
-        }
 
     def _unavailable_reason(self) -> str | None:
         """Why requests are refused now; None = they are accepted."""

@@ -4,6 +4,7 @@ Promise: answers hold counts and times, but no text and no tokens. Only the engi
 the folder that its operator named.
 """
 
+import msgspec
 from aiohttp import web
 
 from minisgl.errors import EngineDeadError, RequestError
@@ -11,6 +12,7 @@ from minisgl.fields import convert_value
 from minisgl.ipc.messages import DebugAnswer, ProfiledSteps
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.http.middleware import require_admin
+from minisgl.server.http.routes import Answer, Route
 
 ANSWER_TIMEOUT_S = 10.0
 """How long to wait for the engine's answer."""
@@ -22,10 +24,19 @@ class Debug:
     def __init__(self, link: EngineLink) -> None:
         self._link = link
 
-    def add_routes(self, app: web.Application) -> None:
-        """Add GET /debug/timeline and POST /debug/profile to `app`."""
-        app.router.add_get("/debug/timeline", self.timeline)
-        app.router.add_post("/debug/profile", self.profile)
+    def routes(self) -> list[Route]:
+        """The debug routes."""
+        steps = {
+            "name": "steps",
+            "in": "query",
+            "schema": msgspec.json.schema(ProfiledSteps) | {"default": 20},
+        }
+        timeline = "The engine's last steps in Chrome's trace format."
+        profile = "Have torch's profiler watch the next steps."
+        return [
+            Route("GET", "/debug/timeline", timeline, self.timeline, Answer("The trace.")),
+            Route("POST", "/debug/profile", profile, self.profile, Answer("The file."), parameters=(steps,)),
+        ]
 
     async def timeline(self, request: web.Request) -> web.Response:
         """GET /debug/timeline: the last steps in Chrome's trace format."""

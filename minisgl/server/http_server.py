@@ -16,7 +16,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
 from minisgl.server.admin import Admin
-from minisgl.server.app import Api, make_app
+from minisgl.server.apis.completer import Completer
+from minisgl.server.apis.models import ModelApi
+from minisgl.server.apis.tokenize import TokenApi
+from minisgl.server.app import all_routes, make_app
 from minisgl.server.debug import Debug
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings
@@ -28,7 +31,6 @@ from minisgl.server.http.uploads import Uploads
 from minisgl.server.served_model import ServedModel, load_served_model
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
-from minisgl.server.tokens import TokenApi
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +117,14 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     uploads = Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s)
     siblings = Siblings(streams, uploads, settings.ipc_dir, rank, server.api_workers)
     app = make_app(
-        Api(model, streams, threads, uploads, server.request_timeout_s),
-        TokenApi(model, streams, uploads, threads),
-        Admin(model, streams, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
+        all_routes(
+            Completer(model, streams, threads, uploads, server.request_timeout_s),
+            TokenApi(model, streams, uploads, threads),
+            ModelApi(model, streams),
+            Admin(model, streams, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
+            Debug(link),
+        ),
+        model,
         Gate(
             server.api_key,
             server.admin_key,
@@ -128,7 +135,6 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             lambda: connections.is_full,
         ),
     )
-    Debug(link).add_routes(app)
     connections.install(app)
     runner = web.AppRunner(
         app,

@@ -5,11 +5,11 @@ Promise: read once from the model folder, without torch, and never changed after
 
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minisgl.errors import ModelError, RequestError
 from minisgl.fields import convert
-from minisgl.server.openai_schema import SamplingDefaults
+from minisgl.server.sampling_fields import SamplingDefaults, given_fields
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.tokenizer import Tokenizer, read_json
 
@@ -21,7 +21,7 @@ class ServedModel(NamedTuple):
     created: int  # Unix time, seconds
     tokenizer: Tokenizer
     template: ChatTemplate
-    defaults: SamplingDefaults
+    defaults: dict[str, Any]  # sampling fields that hold where a call leaves them out
 
     def check_name(self, name: str | None) -> None:
         """Refuse calls that name another model. None = the call names no model.
@@ -47,9 +47,7 @@ def load_served_model(folder: Path, name: str, sampling_defaults: str = "model")
         created=int(time.time()),
         tokenizer=tokenizer,
         template=ChatTemplate.from_folder(folder, tokenizer),
-        defaults=_read_defaults(folder / "generation_config.json")
-        if sampling_defaults == "model"
-        else SamplingDefaults(),
+        defaults=_read_defaults(folder / "generation_config.json") if sampling_defaults == "model" else {},
     )
 
 
@@ -63,8 +61,8 @@ def served_name(chosen: str | None, model: str) -> str:
     return local.resolve().name if local.is_dir() else model
 
 
-def _read_defaults(file: Path) -> SamplingDefaults:
+def _read_defaults(file: Path) -> dict[str, Any]:
     try:
-        return convert(read_json(file), SamplingDefaults)
+        return given_fields(convert(read_json(file), SamplingDefaults))
     except RequestError as error:
         raise ModelError(f"{file}: {error}") from None

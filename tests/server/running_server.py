@@ -78,7 +78,7 @@ class RunningServer:
         self.process.wait(LIMIT_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
-        shutil.rmtree(self.tmp)
+        shutil.rmtree(self.tmp, ignore_errors=True)  # the engine, left alone, deletes its part just now
 
     def read_until(self, word: str) -> str:
         """The first line of its output with `word` in it; learns the port on the way."""

@@ -1,10 +1,10 @@
 """The API's handlers without a server."""
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -12,55 +12,56 @@ import pytest
 from aiohttp import StreamReader
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
+from served_routes import model, served_routes
 from small_model import CONTEXT
 from virtual_time import run_in_virtual_time
 
 from minisgl.errors import RequestError
 from minisgl.request import PackedLogprobs
-from minisgl.server.admin import Admin
-from minisgl.server.app import WRITE_GRACE_S, Api, Call, UsageCounter, make_app
-from minisgl.server.debug import Debug
+from minisgl.server.apis.completer import WRITE_GRACE_S, Completer, OpenCall, UsageCounter
+from minisgl.server.apis.generate import PlainTextFormat
+from minisgl.server.app import make_app
 from minisgl.server.http.middleware import CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
-from minisgl.server.replies import NO_FIELDS, Choice, PlainTextFormat, Usage
 from minisgl.server.streams import Delta, Stream, Streams
 from minisgl.server.text_threads import TextThreads
-from minisgl.server.tokens import TokenApi
 
 NOTHING: Any = None
 
 
 class Seen:
-    """In place of an answer's format and details: notes what comes, and in which thread it is written."""
+    """In place of an answer's format: notes what comes, and in which thread it is written."""
+
+    has_details = True
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
-        self.choices: Sequence[Choice] = ()
+        self.choices: Sequence[Delta] = ()
 
-    def take(self, *_: object) -> tuple[str, Any]:
-        return "before ", NO_FIELDS
-
-    def piece(self, _: int, text: str, reason: str | None, fields: Any) -> bytes:
+    def piece(self, delta: Delta) -> bytes:
         self.thread = threading.current_thread()
-        return text.encode()
+        return delta.text.encode()
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Delta]) -> bytes:
         self.thread, self.choices = threading.current_thread(), choices
-        return b"%d" % usage.prompt_tokens
+        return b"whole"
 
 
 @pytest.mark.parametrize(("num_tokens", "is_aside"), [(3, False), (5000, True)])
 def test_details_of_a_long_prompt_do_not_hold_the_event_loop(num_tokens: int, is_aside: bool) -> None:
     seen = Seen()
-    counter = UsageCounter([[7] * num_tokens], 1, CallFacts("id"))
-    call = Call(NOTHING, NOTHING, False, False, counter, cast(Any, [seen]))
+    counter = UsageCounter(1, 1, CallFacts("id"))
+    counter.count_prompts([[7] * num_tokens])
+    call = OpenCall(NOTHING, counter, cast(Any, seen), False)
     deltas = [[Delta(0, "te", 1, 0, None, [1]), Delta(0, "xt", 1, 0, "stop", [2])]]
     threads = TextThreads()
-    api = Api(NOTHING, NOTHING, threads, NOTHING, 1.0)
-    assert asyncio.run(api._whole(call, cast(Any, seen), deltas)) == b"%d" % num_tokens
+    completer = Completer(NOTHING, NOTHING, threads, NOTHING, 1.0)
+    assert asyncio.run(completer._whole(call, deltas)) == b"whole"
     threads.close()
-    assert seen.choices == [Choice("before text", "stop")]
+    assert [(choice.text, choice.finish_reason, choice.token_ids) for choice in seen.choices] == [
+        ("text", "stop", [1, 2])
+    ]
     assert (seen.thread is not threading.main_thread()) == is_aside
 
 
@@ -69,10 +70,10 @@ def test_the_first_event_about_a_long_prompt_does_not_hold_the_event_loop(
     num_tokens: int, is_aside: bool
 ) -> None:
     seen, threads = Seen(), TextThreads()
-    api = Api(NOTHING, NOTHING, threads, NOTHING, 1.0)
+    completer = Completer(NOTHING, NOTHING, threads, NOTHING, 1.0)
     of_prompt = PackedLogprobs(bytes(4 * num_tokens), bytes(8 * num_tokens))
     delta = Delta(0, "text", 1, 0, None, [1], None, of_prompt)
-    assert asyncio.run(api._events(cast(Any, seen), delta, cast(Any, seen))) == b"before text"
+    assert asyncio.run(completer._events(cast(Any, seen), delta)) == b"text"
     threads.close()
     assert (seen.thread is not threading.main_thread()) == is_aside
 
@@ -103,9 +104,9 @@ def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_a
         request._payload_writer.write = write  # pyright: ignore[reportAttributeAccessIssue] (a mock)
         with streams.open(1) as stream:
             giving = asyncio.ensure_future(give(stream))
-            api = Api(NOTHING, streams, NOTHING, NOTHING, timeout_s)
-            counter = UsageCounter([[7]], 1, CallFacts("id"))
-            await api._send_stream(request, stream, PlainTextFormat(), counter, ())
+            completer = Completer(NOTHING, streams, NOTHING, NOTHING, timeout_s)
+            call = OpenCall(stream, UsageCounter(1, 1, CallFacts("id")), PlainTextFormat(), True)
+            await completer._send_stream(request, call)
             await giving
         assert aborted_at.result() == (num_tokens + 1) * pause_s + timeout_s + WRITE_GRACE_S
 
@@ -116,27 +117,24 @@ def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_a
 
 
 def test_every_route_is_in_the_document_of_the_api() -> None:
-    model: Any = SimpleNamespace(name="tiny", tokenizer=SimpleNamespace(vocab_size=300))
-    app = make_app(
-        Api(model, NOTHING, NOTHING, NOTHING, 1.0),
-        TokenApi(model, NOTHING, NOTHING, NOTHING),
-        Admin(model, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
-        Gate(),
-    )
-    Debug(NOTHING).add_routes(app)
+    app = make_app(served_routes(), model(300), Gate())
     routes = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    paths = openapi_document("tiny", 300)["paths"]
+    handlers = {route.resource.canonical: route.handler for route in app.router.routes() if route.resource}
+    answer = asyncio.run(cast(Any, handlers["/openapi.json"])(NOTHING))
+    paths = json.loads(answer.body)["paths"]
     described = {(method, path) for path, item in paths.items() for method in item if method != "parameters"}
     assert routes == described
 
 
 @pytest.mark.parametrize("vocab_size", [1, 6, 10, 11, 100, 101, 300, 1200])
 def test_the_document_allows_exactly_the_models_token_ids(vocab_size: int) -> None:
-    fields = openapi_document("tiny", vocab_size)["components"]["schemas"]["ChatBody"]["properties"]
+    fields = openapi_document(served_routes(), "tiny", vocab_size)["components"]["schemas"]["ChatBody"][
+        "properties"
+    ]
     assert fields["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == vocab_size - 1
     keys = fields["logit_bias"]["anyOf"][0]["propertyNames"]["pattern"]
     allowed = [number for number in range(3000) if re.search(keys, str(number))]

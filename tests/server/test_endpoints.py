@@ -16,7 +16,7 @@ from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
 
 from minisgl.ipc.messages import Ready, Status
-from minisgl.server.answers import ModelList
+from minisgl.server.apis.models import ModelList
 from minisgl.server.metrics import exposition
 from minisgl.server.stats import ServerStats
 from minisgl.text.tokenizer import Tokenizer

@@ -16,16 +16,20 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from running_server import LIMIT_S
+from served_routes import served_routes
 from small_model import EOS, make_folder
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from minisgl.errors import RequestError
 from minisgl.fields import refuse_unknown
-from minisgl.server.answers import ChatAnswer, CompletionAnswer
+from minisgl.server.apis.chat import ChatAnswer
+from minisgl.server.apis.completions import CompletionAnswer
+from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
+from minisgl.server.app import MESSAGE
 from minisgl.server.http.bodies import Body
-from minisgl.server.http.openapi import BODIES, openapi_document
-from minisgl.server.http.schemas import DetokenizeAnswer, ErrorAnswer, TokenizeAnswer
+from minisgl.server.http.errors import ErrorAnswer
+from minisgl.server.http.openapi import openapi_document
 
 VOCAB = 300
 CONFIG = {
@@ -161,7 +165,7 @@ ELSEWHERE = {
     ): "test_every_field.py::test_padding_of_a_streams_events_changes_no_text",
 }
 """What no answer of one call can show: the tests that see it."""
-ROUTES = {
+EXAMPLES = {
     "ChatBody": (
         "/v1/chat/completions",
         {"messages": message(), "max_tokens": 8, "seed": 1, "ignore_eos": True},
@@ -180,6 +184,7 @@ ANSWERS = {
     "/tokenize": TokenizeAnswer,
     "/detokenize": DetokenizeAnswer,
 }
+BODIES = {route.body.name: route.body for route in served_routes() if route.body} | {"Message": MESSAGE}
 INSIDE = {"Message": "messages", "TextPart": "messages", "StreamOptions": "stream_options"}
 """A structure in a chat's body -> its field."""
 
@@ -223,7 +228,7 @@ def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
 
 def fields_of_document() -> list[tuple[str, str]]:
     """(schema, field) of everything that a body may hold and that is honoured."""
-    document = openapi_document("tiny", VOCAB)
+    document = openapi_document(served_routes(), "tiny", VOCAB, [MESSAGE])
     schemas = document["components"]["schemas"]
     unread = {(name, other) for name, body in BODIES.items() for other in body.unsupported}
     operations = [operation for path in document["paths"].values() for operation in path.values()]
@@ -249,7 +254,7 @@ def test_every_field_of_the_document_has_a_case() -> None:
 )
 def test_the_answer_is_another_with_the_field(url: str, name: str, field: str) -> None:
     case = CASES[name][field]
-    path, whole = ROUTES["ChatBody" if name in INSIDE else name]
+    path, whole = EXAMPLES["ChatBody" if name in INSIDE else name]
     sent = INSIDE.get(name, field)
     base = {**whole, **case.base}
     without = {**base, **({sent: None} if sent not in base else {})}
@@ -276,5 +281,5 @@ def test_a_field_that_is_not_honoured_passes_only_if_it_asks_for_nothing(body: B
 
 
 def test_padding_of_a_streams_events_changes_no_text(url: str) -> None:
-    path, body = ROUTES["ChatBody"]
+    path, body = EXAMPLES["ChatBody"]
     assert ask(url, path, {**body, "stream": True, "stream_options": {"include_obfuscation": True}})[0] == 200

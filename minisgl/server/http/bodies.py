@@ -5,8 +5,8 @@ Promise: no field that could change the answer is ignored. It is honoured, or th
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -56,13 +56,28 @@ def missing(field: str) -> FieldIs:
     return FieldIs(field, (None,))
 
 
+DOCUMENTED_AS = "documented_as"
+"""Key of `Meta.extra`: the types that describe a field in OpenAPI's document. It is for fields whose reader
+checks more than msgspec does, and therefore names faults better."""
+
+
+def documented_types(kind: type[Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(name, types) of each field of a struct whose annotation has DOCUMENTED_AS."""
+    for field in msgspec.structs.fields(kind):
+        for part in (field.type, *get_args(field.type)):
+            for meta in getattr(part, "__metadata__", ()):
+                if DOCUMENTED_AS in (meta.extra or {}):
+                    yield field.name, meta.extra[DOCUMENTED_AS]
+
+
 class Body(NamedTuple):
     """The body of a route.
 
-    `structs` define the supported fields. `unsupported` maps known but unsupported fields to the values that
-    may be ignored.
+    `name` is that of its schema in OpenAPI's document. `structs` define the supported fields. `unsupported`
+    maps known but unsupported fields to the values that may be ignored.
     """
 
+    name: str
     structs: tuple[type[Any], ...]
     conditions: tuple[Condition, ...] = ()
     unsupported: Mapping[str, Neutral] = {}

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from minisgl.errors import MinisglError, RequestError
 from minisgl.server.http.callers import ANY, check_host, check_origin, is_allowed_origin
-from minisgl.server.replies import RETRY_AFTER_S, RETRYABLE, error_body, error_of
+from minisgl.server.http.errors import error_body, error_of
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("minisgl.access")
@@ -32,6 +32,10 @@ OPEN_TO_ALL = frozenset({"/health", "/health/ready", "/metrics"})
 """Paths that need no key and accept every Host. Load balancers and monitors call them, and their answers
 reveal nothing about anyone's text."""
 GOOD_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
+RETRYABLE = (429, 503)
+"""Statuses with a Retry-After header."""
+RETRY_AFTER_S = 2
+"""Retry-After where an error does not say better."""
 CLIENT_LEFT = 499
 """The status that nginx logs for a client that disconnects before its answer."""
 PREFLIGHT_S = "86400"

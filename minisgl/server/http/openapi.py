@@ -1,125 +1,47 @@
-"""The OpenAPI 3.1 document, generated from the tables that check the bodies.
+"""The OpenAPI 3.1 document, generated from the routes and from the bodies that check what comes in.
 
 Promise: the server accepts a body exactly if the document allows it, except for rules that JSON Schema can't
 express: min_tokens is at most max_tokens; min_tokens and bad_words leave a token to generate; a bad word has
 few tokens; prompt and choices fit the limits.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from minisgl import __version__
-from minisgl.ipc.messages import ProfiledSteps
 from minisgl.request import MAX_TOKEN_ID
-from minisgl.server.answers import ChatAnswer, CompletionAnswer, ModelCard, ModelList
-from minisgl.server.http.bodies import Body
-from minisgl.server.http.schemas import (
-    ABORT,
-    DETOKENIZE,
-    GENERATE,
-    TOKENIZE,
-    DetokenizeAnswer,
-    ErrorAnswer,
-    TokenizeAnswer,
-)
-from minisgl.server.openai_schema import CHAT, COMPLETION, PROMPT_FORMS
-from minisgl.text.messages import UNSUPPORTED_IN_MESSAGES, Message, Messages
+from minisgl.server.http.bodies import Body, documented_types
+from minisgl.server.http.errors import ErrorAnswer
+from minisgl.server.http.routes import EVENTS, JSON, TEXT, Answer, Route
 
-ANSWERS = (
-    ChatAnswer, CompletionAnswer, ModelList, ModelCard, TokenizeAnswer, DetokenizeAnswer, ErrorAnswer,
-)  # fmt: skip
-BODIES = {
-    "ChatBody": CHAT, "CompletionBody": COMPLETION, "TokenizeBody": TOKENIZE, "DetokenizeBody": DETOKENIZE,
-    "AbortBody": ABORT, "GenerateBody": GENERATE, "Message": Body((Message,), (), UNSUPPORTED_IN_MESSAGES),
-}  # fmt: skip
-JSON = "application/json"
-EVENTS = "text/event-stream"
-EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
 TEMPLATE = "#/components/schemas/{name}"
-GETS = {
-    "/health": "200 while the engine is ready and alive, else 503.",
-    "/health/ready": "200 when a request would be taken now and the engine answers, else 503.",
-    "/version": "minisgl's version.",
-    "/server_info": "Settings, and what is held and was counted.",
-    "/load": "How busy the server is.",
-    "/debug/timeline": "The engine's last steps in Chrome's trace format.",
-    "/openapi.json": "This document.",
-}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
+ERROR = Answer("Why the call was refused or failed.", ErrorAnswer)
 
 
-def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
-    """The document. `model`: the name that calls may give; `vocab_size`: bound on token ids."""
-    schemas = _schemas(model, vocab_size)
-    ref = {name: {"$ref": TEMPLATE.format(name=name)} for name in schemas}
-    error = _answer("Why the call was refused or failed.", JSON, ref["ErrorAnswer"])
+def openapi_document(
+    routes: Sequence[Route], model: str, vocab_size: int, parts: Sequence[Body] = ()
+) -> dict[str, Any]:
+    """The document of `routes`.
 
-    def post(summary: str, body: Any, answer: dict[str, Any]) -> dict[str, Any]:
-        content = {JSON: {"schema": body}}
-        return {
-            "post": {
-                "summary": summary,
-                "requestBody": {"required": True, "content": content},
-                "responses": {"200": answer, "default": error},
-            }
-        }
-
-    def get(summary: str, answer: dict[str, Any]) -> dict[str, Any]:
-        return {"get": {"summary": summary, "responses": {"200": answer, "default": error}}}
-
-    def reply(whole: dict[str, Any]) -> dict[str, Any]:
-        answer = _answer("The answer, or its events when stream is true.", JSON, whole)
-        answer["content"][EVENTS] = {"schema": EVENT}
-        return answer
-
-    any_object = {"type": "object"}
-    done = _answer("What was done.", JSON, any_object)
-    card = get("One model.", _answer("The model.", JSON, ref["ModelCard"]))
-    card["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": model}
-    ]
-    paths = {
-        "/v1/chat/completions": post("Continue a conversation.", ref["ChatBody"], reply(ref["ChatAnswer"])),
-        "/v1/completions": post("Continue a text.", ref["CompletionBody"], reply(ref["CompletionAnswer"])),
-        "/tokenize": post(
-            "Token ids of a text or a conversation.",
-            ref["TokenizeBody"],
-            _answer("The ids.", JSON, ref["TokenizeAnswer"]),
-        ),
-        "/detokenize": post(
-            "The text of token ids.",
-            ref["DetokenizeBody"],
-            _answer("The text.", JSON, ref["DetokenizeAnswer"]),
-        ),
-        "/generate": post(
-            "Continue a text, greedily, as a stream of text.",
-            ref["GenerateBody"],
-            _answer("One event for each new piece of text, then [DONE].", EVENTS, EVENT),
-        ),
-        "/abort": post("End open calls.", ref["AbortBody"], done),
-        "/flush_cache": {
-            "post": {"summary": "Drop the prefix cache.", "responses": {"200": done, "default": error}}
-        },
-        "/debug/profile": {
-            "post": {
-                "summary": "Have torch's profiler watch the next steps.",
-                "parameters": [
-                    {
-                        "name": "steps",
-                        "in": "query",
-                        "schema": msgspec.json.schema(ProfiledSteps) | {"default": 20},
-                    }
-                ],
-                "responses": {"200": done, "default": error},
-            }
-        },
-        **{path: get(summary, _answer("It.", JSON, any_object)) for path, summary in GETS.items()},
-        "/v1/models": get("The model that is served.", _answer("It.", JSON, ref["ModelList"])),
-        "/v1/models/{model}": card,
-        "/metrics": get("Figures for Prometheus.", _answer("It.", "text/plain", {"type": "string"})),
-    }
-    for path in ("/health", "/health/ready"):
-        paths[path]["get"]["responses"]["503"] = _answer("Why not.", JSON, any_object)
+    Args:
+        model: the name that calls may give.
+        vocab_size: bound on token ids.
+        parts: bodies that only occur inside of others, such as one message of a conversation.
+    """
+    bodies = {body.name: body for body in [*(route.body for route in routes if route.body), *parts]}
+    kinds = {route.answer.kind for route in routes if route.answer.kind} | {ErrorAnswer}
+    schemas = _schemas(list(bodies.values()), sorted(kinds, key=lambda kind: kind.__name__))
+    for name in bodies:
+        if "model" in schemas[name]["properties"]:
+            schemas[name]["properties"]["model"] = {"enum": [model, None], "default": None}
+    for schema in schemas.values():
+        _limit_token_ids(schema, vocab_size)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": __version__},
@@ -128,30 +50,52 @@ def openapi_document(model: str, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _schemas(model: str, vocab_size: int) -> dict[str, Any]:
-    """All schemas by name."""
-    kinds = [kind for body in BODIES.values() for kind in body.structs]
-    refs, components = msgspec.json.schema_components(
-        [Messages, *PROMPT_FORMS, *kinds, *ANSWERS], ref_template=TEMPLATE
-    )
-    messages, *prompts = refs[: 1 + len(PROMPT_FORMS)]
-    made = {name: _body(body, components) for name, body in BODIES.items()}
-    read = {kind.__name__ for kind in kinds}
-    made |= {name: schema for name, schema in components.items() if name not in read}
-    for name in ("ChatBody", "TokenizeBody"):
-        properties = made[name]["properties"]
-        is_optional = "messages" not in made[name]["required"]
-        properties["messages"] = {"anyOf": [messages, {"type": "null"}]} if is_optional else messages
-    made["CompletionBody"]["properties"]["prompt"] = {"anyOf": prompts}
-    for name in BODIES:
-        if "model" in made[name]["properties"]:
-            made[name]["properties"]["model"] = {"enum": [model, None], "default": None}
-    for schema in made.values():
-        _limit_token_ids(schema, vocab_size)
-    return made
+def _operation(route: Route) -> dict[str, Any]:
+    """OpenAPI's operation object of a route."""
+    operation: dict[str, Any] = {"summary": route.summary}
+    if route.parameters:
+        operation["parameters"] = list(route.parameters)
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _ref(route.body.name)}}}
+    operation["responses"] = {"200": _response(route.answer), "default": _response(ERROR)}
+    if route.has_503:
+        operation["responses"]["503"] = _response(route.answer)
+    return operation
 
 
-def _body(body: Body, components: dict[str, Any]) -> dict[str, Any]:
+def _response(answer: Answer) -> dict[str, Any]:
+    """OpenAPI's response object of an answer."""
+    schemas = {
+        JSON: {"type": "object"} if answer.kind is None else _ref(answer.kind.__name__),
+        EVENTS: EVENT,
+        TEXT: {"type": "string"},
+    }
+    content = {media_type: {"schema": schemas[media_type]} for media_type in answer.media_types}
+    return {"description": answer.description, "content": content}
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": TEMPLATE.format(name=name)}
+
+
+def _schemas(bodies: Sequence[Body], answers: Sequence[type[Any]]) -> dict[str, Any]:
+    """All schemas by name: bodies, answers, and the structs inside of them."""
+    structs = [kind for body in bodies for kind in body.structs]
+    documented = {(kind, name): types for kind in structs for name, types in documented_types(kind)}
+    inner = [one for types in documented.values() for one in types]
+    refs, components = msgspec.json.schema_components([*inner, *structs, *answers], ref_template=TEMPLATE)
+    found = iter(refs)
+    for (kind, name), types in documented.items():
+        schema = components[kind.__name__]
+        forms = [next(found) for _ in types]
+        forms += [] if name in schema["required"] else [{"type": "null"}]
+        schema["properties"][name] = {"anyOf": forms} if len(forms) > 1 else forms[0]
+    made = {body.name: _body_schema(body, components) for body in bodies}
+    read = {kind.__name__ for kind in structs}
+    return made | {name: schema for name, schema in components.items() if name not in read}
+
+
+def _body_schema(body: Body, components: dict[str, Any]) -> dict[str, Any]:
     """The schema of a body with all its fields."""
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -198,7 +142,3 @@ def _numbers_up_to(most: int) -> str:
             rest = len(digits) - place - 1
             forms.append(f"{digits[:place]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}")
     return "|".join([*forms, digits])
-
-
-def _answer(description: str, kind: str, schema: Any) -> dict[str, Any]:
-    return {"description": description, "content": {kind: {"schema": schema}}}

@@ -6,23 +6,74 @@ overlong input as early as a completion would.
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from minisgl.errors import RequestError
-from minisgl.server.http.middleware import json_answer
-from minisgl.server.http.schemas import (
-    DETOKENIZE,
-    TOKENIZE,
-    DetokenizeAnswer,
-    DetokenizeBody,
-    TokenizeAnswer,
-    TokenizeBody,
+from minisgl.request import TokenId
+from minisgl.server.apis.call_fields import (
+    Conversation,
+    TemplateVariables,
+    check_template_variables,
+    check_token_ids,
 )
+from minisgl.server.http.bodies import Body, Condition, given, missing
+from minisgl.server.http.middleware import json_answer
+from minisgl.server.http.routes import Answer, Route
 from minisgl.server.http.uploads import Uploads
-from minisgl.server.openai_schema import check_template_variables, check_token_ids
 from minisgl.server.served_model import ServedModel
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.text.messages import normalize_messages
+
+
+class TokenizeFields(Struct, frozen=True):
+    """POST /tokenize: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Conversation | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt; false for messages, whose template adds them itself."""
+    add_generation_prompt: bool | None = None
+    """Only with messages; default true."""
+    chat_template_kwargs: TemplateVariables | None = None
+    """Only with messages."""
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeFields(Struct, frozen=True):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+    """Default false."""
+
+
+class DetokenizeAnswer(Struct):
+    prompt: str
+
+
+TOKENIZE = Body(
+    "TokenizeBody",
+    (TokenizeFields,),
+    (
+        Condition("prompt", "give prompt or messages", (given("prompt"), given("messages"))),
+        Condition("prompt", "give either prompt or messages", (missing("prompt"), missing("messages"))),
+        *(
+            Condition(name, f"{name} is only allowed with messages", (missing(name), given("messages")))
+            for name in ("add_generation_prompt", "chat_template_kwargs")
+        ),
+    ),
+)
+DETOKENIZE = Body("DetokenizeBody", (DetokenizeFields,))
 
 
 class TokenApi:
@@ -33,6 +84,27 @@ class TokenApi:
         self._streams = streams
         self._uploads = uploads
         self._threads = threads
+
+    def routes(self) -> list[Route]:
+        """The routes of this API."""
+        return [
+            Route(
+                "POST",
+                "/tokenize",
+                "Token ids of a text or a conversation.",
+                self.tokenize,
+                Answer("The ids.", TokenizeAnswer),
+                TOKENIZE,
+            ),
+            Route(
+                "POST",
+                "/detokenize",
+                "The text of token ids.",
+                self.detokenize,
+                Answer("The text.", DetokenizeAnswer),
+                DETOKENIZE,
+            ),
+        ]
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize."""
@@ -45,7 +117,7 @@ class TokenApi:
             return json_answer(await self._threads.run(len(body), lambda: self._detokenize(body)))
 
     def _tokenize(self, data: bytes) -> bytes:
-        body: TokenizeBody = TOKENIZE.read(data)[0]
+        body: TokenizeFields = TOKENIZE.read(data)[0]
         self._model.check_name(body.model)
         tokenizer, limit = self._model.tokenizer, self._limit()
         if body.prompt is not None:
@@ -63,7 +135,7 @@ class TokenApi:
         return msgspec.json.encode(TokenizeAnswer(len(ids), limit, ids, texts))
 
     def _detokenize(self, data: bytes) -> bytes:
-        body: DetokenizeBody = DETOKENIZE.read(data)[0]
+        body: DetokenizeFields = DETOKENIZE.read(data)[0]
         self._model.check_name(body.model)
         limit = self._limit()
         if len(body.tokens) > limit:

@@ -8,31 +8,27 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served_routes import model
 from small_model import make_folder
 
 from minisgl.errors import ModelError, RequestError
-from minisgl.server.choice_details import MAX_PROMPT_VALUES, RequestedDetails
-from minisgl.server.openai_schema import (
-    ChatCall,
-    CompletionCall,
-    SamplingDefaults,
-    parse_chat,
-    parse_completion,
-)
+from minisgl.server.apis.call import CallContext, Usage
+from minisgl.server.apis.chat import ChatCall, parse_chat
+from minisgl.server.apis.completions import MAX_PROMPT_VALUES, CompletionCall, parse_completion
 from minisgl.server.served_model import load_served_model
+from minisgl.text.tokenizer import Tokenizer
 
-NO_DEFAULTS = SamplingDefaults()
 VOCAB = 300
+TINY = model(VOCAB)
 USER = {"role": "user", "content": "Hi"}
 
 
-def chat(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> ChatCall:
-    return parse_chat(msgspec.json.encode({"model": "tiny", "messages": [USER], **fields}), defaults, VOCAB)
+def chat(served: Any = TINY, **fields: Any) -> ChatCall:
+    return parse_chat(msgspec.json.encode({"model": "tiny", "messages": [USER], **fields}), served)
 
 
-def completion(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> CompletionCall:
-    body = msgspec.json.encode({"model": "tiny", "prompt": "Hi", **fields})
-    return parse_completion(body, defaults, VOCAB)
+def completion(served: Any = TINY, **fields: Any) -> CompletionCall:
+    return parse_completion(msgspec.json.encode({"model": "tiny", "prompt": "Hi", **fields}), served)
 
 
 def refusal(parse: Any, **fields: Any) -> RequestError:
@@ -53,7 +49,7 @@ def test_a_chat_may_use_the_room_that_is_left_and_a_completion_gets_16_tokens() 
 
 
 def test_sampling_defaults_come_from_the_model_and_the_client_wins() -> None:
-    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
+    defaults = model(VOCAB, temperature=0.6, top_p=0.9, top_k=20)
     params = chat(defaults).options.params
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.9, 20)
     params = chat(defaults, temperature=0, top_p=1, top_k=-1).options.params
@@ -101,18 +97,15 @@ def test_every_sampling_field_arrives(parse: Any) -> None:
     assert {name: getattr(options.params, name) for name in fields} == fields
     assert {name: list(getattr(options.params, name)) for name in lists} == lists
     assert options.params.logit_bias == {5: 1.5, 7: -100}
-    assert options.wanted.return_token_ids
-    assert options.wanted.prompt_logprobs == 3
-    assert not options.wanted.skip_special_tokens
-    assert not parse().options.wanted.any_requested
+    assert options.return_token_ids
+    assert not parse().options.return_token_ids
     assert parse() == parse(**dict.fromkeys([*fields, *lists, "logit_bias", "return_token_ids"]))
 
 
 def test_the_models_defaults_can_be_switched_off(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", generation={"temperature": 0.6, "repetition_penalty": 1.1})
-    ours = load_served_model(folder, "tiny").defaults
-    assert (ours.temperature, ours.repetition_penalty) == (0.6, 1.1)
-    assert load_served_model(folder, "tiny", "openai").defaults == NO_DEFAULTS
+    assert load_served_model(folder, "tiny").defaults == {"temperature": 0.6, "repetition_penalty": 1.1}
+    assert load_served_model(folder, "tiny", "openai").defaults == {}
 
 
 def test_a_models_default_out_of_range_is_named_with_its_file(tmp_path: Path) -> None:
@@ -132,7 +125,9 @@ def test_the_ways_to_ask_for_logprobs() -> None:
     assert asked(completion(logprobs=5, echo=True)) == (5, 5)
     assert asked(completion(echo=True)) == (None, None)
     assert asked(completion(logprobs=2, echo=True, prompt_logprobs=4)) == (2, 4)
-    assert completion(echo=True).options.wanted.echo
+    assert completion(echo=True).echo
+    assert completion(logprobs=2, echo=True).prompt_logprobs is None
+    assert completion(logprobs=2, echo=True, prompt_logprobs=1).prompt_logprobs == 1
 
 
 def test_no_tokens_at_all_only_where_the_prompt_is_of_interest() -> None:
@@ -143,7 +138,7 @@ def test_no_tokens_at_all_only_where_the_prompt_is_of_interest() -> None:
 
 
 def test_the_models_repetition_penalty_is_a_default_like_the_others() -> None:
-    defaults = SamplingDefaults(repetition_penalty=1.1)
+    defaults = model(VOCAB, repetition_penalty=1.1)
     assert chat(defaults).options.params.repetition_penalty == 1.1
     assert chat(defaults, repetition_penalty=1).options.params.repetition_penalty == 1
 
@@ -380,8 +375,8 @@ def test_huge_max_tokens_are_fine_because_they_are_clamped() -> None:
 )
 def test_what_is_not_a_json_object_is_a_400(body: bytes) -> None:
     for parse in (
-        lambda: parse_chat(body, NO_DEFAULTS, VOCAB),
-        lambda: parse_completion(body, NO_DEFAULTS, VOCAB),
+        lambda: parse_chat(body, TINY),
+        lambda: parse_completion(body, TINY),
     ):
         with pytest.raises(RequestError) as caught:
             parse()
@@ -390,8 +385,8 @@ def test_what_is_not_a_json_object_is_a_400(body: bytes) -> None:
 
 def test_what_is_missing_is_named() -> None:
     for parse, param in (
-        (lambda: parse_chat(b"{}", NO_DEFAULTS, VOCAB), "messages"),
-        (lambda: parse_completion(b"{}", NO_DEFAULTS, VOCAB), "prompt"),
+        (lambda: parse_chat(b"{}", TINY), "messages"),
+        (lambda: parse_completion(b"{}", TINY), "prompt"),
     ):
         with pytest.raises(RequestError) as caught:
             parse()
@@ -429,8 +424,8 @@ JSON = st.recursive(
 def test_any_json_is_understood_or_refused_with_a_400(fields: dict[str, Any], has_prompt: bool) -> None:
     whole = {"messages": [USER], **fields} if has_prompt else fields
     body = msgspec.json.encode(whole)
-    assert refused_or_fine(lambda: parse_chat(body, NO_DEFAULTS, VOCAB))
-    assert refused_or_fine(lambda: parse_completion(body, NO_DEFAULTS, VOCAB))
+    assert refused_or_fine(lambda: parse_chat(body, TINY))
+    assert refused_or_fine(lambda: parse_completion(body, TINY))
 
 
 def refused_or_fine(parse: Callable[[], object]) -> bool:
@@ -441,16 +436,29 @@ def refused_or_fine(parse: Callable[[], object]) -> bool:
     return True
 
 
-def test_what_choices_say_of_long_prompts_is_bounded_and_the_bound_is_named() -> None:
-    for wanted, values in (
-        (RequestedDetails(prompt_logprobs=20), 21),
-        (RequestedDetails(logprobs=4, echo=True), 6),
-        (RequestedDetails(prompt_logprobs=0, return_token_ids=True), 2),
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"prompt_logprobs": 20}, 21),
+        ({"logprobs": 4, "echo": True}, 6),
+        ({"prompt_logprobs": 0, "return_token_ids": True}, 2),
+    ],
+)
+def test_what_several_choices_say_of_long_prompts_is_bounded(
+    fields: dict[str, Any], values: int, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path))
+    context = CallContext(tokenizer, "tiny", "id", Usage)
+    most = MAX_PROMPT_VALUES // (2 * values)
+    two, one = completion(n=2, **fields), completion(**fields)
+    two.answer_format([[7] * most], context)
+    one.answer_format([[7] * 3 * most], context)  # one choice says all there is
+    for call, prompts, param in (
+        (two, [[7] * (most + 1)], "n"),
+        (completion(prompt=["a", "b"], **fields), [[7] * (most + 1)] * 2, "prompt"),
     ):
-        most = MAX_PROMPT_VALUES // (2 * values)
-        wanted.check(most, 2)
-        wanted.check(100 * most, 1)  # one choice says all there is
-        wanted._replace(chat=True).check(100 * most, 128)  # beside the choices, once
         with pytest.raises(RequestError, match=f"up to {MAX_PROMPT_VALUES}") as caught:
-            wanted.check(most + 1, 2)
-        assert (caught.value.status, caught.value.param) == (400, "n")
+            call.answer_format(prompts, context)
+        assert (caught.value.status, caught.value.param) == (400, param)
+    if "echo" not in fields:  # a chat says it once, beside the choices
+        chat(n=128, **fields).answer_format([[7] * (most + 1)], context)

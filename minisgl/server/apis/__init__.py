@@ -1,0 +1,1 @@
+"""The APIs that generate or convert text, one file each: fields, handler, and answers."""

@@ -1,0 +1,101 @@
+"""What an API that generates text consists of: a parsed call, and the format of its answer.
+
+Promise: a new API is one file with its fields, a `Call` and an `AnswerFormat`. `completer.Completer` does
+what all APIs share.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from minisgl.request import SamplingParams
+from minisgl.server.served_model import ServedModel
+from minisgl.server.streams import Delta
+from minisgl.text.tokenizer import Tokenizer
+
+
+class CallOptions(NamedTuple):
+    """The options of a call: everything in its body except the prompt and what its API alone has."""
+
+    params: SamplingParams
+    model: str | None = None  # None: the served model
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    n: int = 1
+    priority: int = 0
+
+
+class Usage(NamedTuple):
+    """Token counts of a call. A prompt counts once, whatever the number of its choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class CallContext(NamedTuple):
+    """What the writer of an answer knows of the call, besides its body."""
+
+    tokenizer: Tokenizer
+    model_name: str
+    request_id: str
+    usage: Callable[[], Usage]
+    """The usage so far."""
+
+
+class AnswerFormat(Protocol):
+    """Writes the answer of one call, whole or as server-sent events.
+
+    `has_details`: it has fields besides the text, whose size depends on the number of tokens.
+    """
+
+    has_details: bool
+
+    def whole(self, choices: Sequence[Delta]) -> bytes:
+        """The body of the whole answer. Each choice is one delta with all its tokens."""
+        ...
+
+    def opening(self, num_choices: int) -> bytes:
+        """The events before any text."""
+        ...
+
+    def piece(self, delta: Delta) -> bytes:
+        """The events of a delta; may be empty."""
+        ...
+
+    def ending(self) -> bytes:
+        """The events after the last delta."""
+        ...
+
+
+class Call(Protocol):
+    """A parsed call of one API. `prompt_field` names the prompt in errors."""
+
+    @property
+    def options(self) -> CallOptions: ...
+    @property
+    def prompt_field(self) -> str: ...
+    @property
+    def num_prompts(self) -> int: ...
+
+    def encode(self, model: ServedModel, max_context_tokens: int) -> list[list[int]]:
+        """The token ids of each prompt.
+
+        Raises:
+            RequestError: 400 at the first prompt that is invalid or too long.
+        """
+        ...
+
+    def answer_format(self, prompts: Sequence[Sequence[int]], context: CallContext) -> AnswerFormat:
+        """The writer of the answer. `prompts`: the token ids of each prompt.
+
+        Raises:
+            RequestError: 400 if the answer would be too large.
+        """
+        ...
+
+
+def sse(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"

@@ -1,0 +1,128 @@
+"""The fields that OpenAI's APIs for generating text share, and the options that a call's fields make.
+
+Promise: every value of the options is within its bounds. A body with another value is refused with a 400 that
+names the field.
+"""
+
+from collections.abc import Collection
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from minisgl.errors import RequestError
+from minisgl.fields import Neutral
+from minisgl.request import SamplingParams
+from minisgl.server.apis.call import CallOptions
+from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, missing
+from minisgl.server.sampling_fields import given_fields
+from minisgl.server.served_model import ServedModel
+from minisgl.text.messages import Messages
+
+AtLeastOne = Annotated[int, Meta(ge=1)]
+TemplateVariables = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"const": "messages"}}})
+]
+Conversation = Annotated[list[Any], Meta(extra={DOCUMENTED_AS: (Messages,)})]
+"""`normalize_messages` reads it."""
+
+TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's extension: every chunk has the usage so far."""
+    include_obfuscation: bool | None = None
+
+
+class CallFields(msgspec.Struct, frozen=True):
+    """The fields about a call as a whole. The last two are extensions that other engines have too."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Larger runs sooner. Each level, up to 100, counts as arriving 1024 requests earlier. Default 0."""
+
+
+CONDITIONS = (
+    Condition(
+        "stream_options",
+        "stream_options is only allowed with stream: true",
+        (missing("stream_options"), FieldIs("stream", (True,))),
+    ),
+    Condition(
+        "prompt_logprobs",
+        "prompt_logprobs can't be streamed; use stream: false",
+        (missing("prompt_logprobs"), FieldIs("stream", (None, False))),
+    ),
+)
+IGNORED: dict[str, Neutral] = {
+    "user": None,
+    "metadata": None,
+    "service_tier": None,
+    "safety_identifier": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "store": (False,),
+}
+"""Accepted and ignored with these values (None = any): they describe the caller, not the answer."""
+
+
+def call_options(
+    call: CallFields,
+    sampling: msgspec.Struct,
+    model: ServedModel,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> CallOptions:
+    """The options that the fields and the model's defaults make.
+
+    Args:
+        sampling: the `SamplingFields` of the body.
+
+    Raises:
+        RequestError: 400 that names the invalid field.
+    """
+    given = given_fields(sampling)
+    bias = {int(key): value for key, value in given.get("logit_bias", {}).items()}
+    given["logit_bias"] = bias or None
+    for name in TOKEN_ID_FIELDS:
+        check_token_ids(given.get(name) or (), model.tokenizer.vocab_size, name)
+    streaming = call.stream_options or StreamOptions()
+    return CallOptions(
+        SamplingParams(**{**model.defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs}),
+        model=call.model,
+        stream=bool(call.stream),
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.continuous_usage_stats),
+        return_token_ids=bool(call.return_token_ids),
+        n=call.n or 1,
+        priority=call.priority or 0,
+    )
+
+
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        RequestError: 400 that names `param`.
+    """
+    if token_ids and max(token_ids) >= vocab_size:
+        message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {max(token_ids)}"
+        raise RequestError(400, "invalid_token_id", message, param)
+
+
+def check_template_variables(variables: dict[str, Any] | None) -> None:
+    """Refuse template variables that would replace the conversation.
+
+    Raises:
+        RequestError: 400 if `variables` holds "messages".
+    """
+    if variables is not None and "messages" in variables:
+        raise RequestError(
+            400, "invalid_value", "chat_template_kwargs may not hold messages", "chat_template_kwargs"
+        )

@@ -1,0 +1,216 @@
+"""Answers the calls of every API that generates text: from the body to the last event.
+
+Promise: every call ends with an answer or an error object. When a client disconnects, its requests are
+aborted in the engine. What differs between APIs stands in their `Call` and `AnswerFormat`.
+"""
+
+import contextlib
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from aiohttp import web
+
+from minisgl.errors import MinisglError
+from minisgl.request import SamplingParams, with_bad_words_ids
+from minisgl.server.apis.call import AnswerFormat, Call, CallContext, Usage, sse
+from minisgl.server.http.errors import error_of
+from minisgl.server.http.middleware import CallFacts, facts_of, json_answer, require_admin
+from minisgl.server.http.uploads import Uploads
+from minisgl.server.served_model import ServedModel
+from minisgl.server.streams import Delta, Stream, Streams
+from minisgl.server.text_threads import TextThreads
+from minisgl.text.bad_words import bad_words_ids
+
+log = logging.getLogger(__name__)
+
+DETAIL_BYTES = 64
+"""Rough lower bound of the size of one token's log probabilities and ids as JSON."""
+WRITE_GRACE_S = 10.0
+"""A client may take this much longer than --request-timeout-s to read its last tokens."""
+
+
+class OpenCall(NamedTuple):
+    """A call whose requests were sent to the engine."""
+
+    stream: Stream
+    counter: "UsageCounter"
+    answer_format: AnswerFormat
+    is_streamed: bool
+
+
+class Completer:
+    """Completes the prompts of calls.
+
+    Args:
+        threads: parse, template and tokenize long input, and write long answers.
+        uploads: reads request bodies.
+        timeout_s: how long a request may wait for a token. The connection of a client that has not read the
+            whole answer `timeout_s` + WRITE_GRACE_S after the last token is closed.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        streams: Streams,
+        threads: TextThreads,
+        uploads: Uploads,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._uploads = uploads
+        self._streams = streams
+        self._threads = threads
+        self._timeout_s = timeout_s
+
+    async def answer(
+        self, request: web.Request, parse: Callable[[bytes, ServedModel], Call]
+    ) -> web.StreamResponse:
+        """Answer one HTTP call, whose body `parse` reads.
+
+        Raises:
+            MinisglError: the call is refused or failed, before anything was sent.
+        """
+        with contextlib.ExitStack() as open_streams:
+            call = await self._receive(request, parse, open_streams)
+            if call.is_streamed:
+                return await self._send_stream(request, call)
+            deltas: list[list[Delta]] = [[] for _ in range(call.stream.num_choices)]
+            async for delta in call.stream.deltas():
+                call.counter.count(delta)
+                deltas[delta.choice].append(delta)
+        return json_answer(await self._whole(call, deltas))
+
+    async def _receive(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes, ServedModel], Call],
+        open_streams: contextlib.ExitStack,
+    ) -> OpenCall:
+        """Read, check and tokenize a call and send it to the engine. The body is released afterwards."""
+        async with self._uploads.body(request) as body:
+            call = await self._threads.run(len(body), lambda: parse(body, self._model))
+            options = call.options
+            self._model.check_name(options.model)
+            if options.priority > 0:
+                require_admin(request, "a priority above 0", "priority")
+            facts = facts_of(request)
+            num_choices = call.num_prompts * options.n
+            stream = open_streams.enter_context(
+                self._streams.open(num_choices, facts.request_id, facts.caller.key)
+            )
+            counter = UsageCounter(num_choices, options.n, facts)
+            context = CallContext(self._model.tokenizer, self._model.name, facts.request_id, counter.usage)
+            prompts, params, answer_format = await self._threads.run(
+                len(body), lambda: self._prepare(call, context)
+            )
+            counter.count_prompts(prompts)
+            stream.submit(prompts, params, options.n, call.prompt_field, options.priority)
+            return OpenCall(stream, counter, answer_format, options.stream)
+
+    def _prepare(
+        self, call: Call, context: CallContext
+    ) -> tuple[list["array[int]"], SamplingParams, AnswerFormat]:
+        """The prompts' token ids, the parameters with tokenized bad words, and the answer's format."""
+        # Arrays, because the event loop sends them without a loop over the tokens.
+        prompts = [array("i", ids) for ids in call.encode(self._model, self._streams.max_context_tokens)]
+        params = call.options.params
+        if params.bad_words:
+            params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
+        return prompts, params, call.answer_format(prompts, context)
+
+    async def _whole(self, call: OpenCall, deltas: Sequence[Sequence[Delta]]) -> bytes:
+        """The answer of `stream: false`. Details of many tokens are written in a thread."""
+        if not call.answer_format.has_details:
+            return call.answer_format.whole([_joined(own) for own in deltas])
+        usage = call.counter.usage()
+        num_tokens = usage.prompt_tokens * len(deltas) + usage.completion_tokens
+        return await self._threads.run(
+            num_tokens * DETAIL_BYTES, lambda: call.answer_format.whole([_joined(own) for own in deltas])
+        )
+
+    async def _send_stream(self, request: web.Request, call: OpenCall) -> web.StreamResponse:
+        """Send server-sent events. An error before the first event becomes an ordinary HTTP error."""
+        stream, answer_format = call.stream, call.answer_format
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        transport = request.transport
+        if transport is None:
+            return response  # the client has left
+        cut = stream.limit_silence(self._timeout_s + WRITE_GRACE_S, transport.abort)
+        try:
+            async for delta in stream.deltas():
+                call.counter.count(delta)
+                events = await self._events(answer_format, delta)
+                if not response.prepared:
+                    await response.prepare(request)
+                    events = answer_format.opening(stream.num_choices) + events
+                if events:
+                    await response.write(events)
+            await response.write(answer_format.ending())
+        except ConnectionResetError:
+            log.debug("a client left while its answer was written")
+        except Exception as error:
+            if not response.prepared:
+                raise
+            if not isinstance(error, MinisglError):
+                log.exception("a stream failed in the server")
+            with contextlib.suppress(ConnectionResetError):
+                await response.write(sse(error_of(error)[1]))
+        finally:
+            cut.cancel()
+        return response
+
+    async def _events(self, answer_format: AnswerFormat, delta: Delta) -> bytes:
+        """The events of one delta. Details of many tokens are written in a thread."""
+        if not answer_format.has_details:
+            return answer_format.piece(delta)
+        num_tokens = len(delta.token_ids) + len(delta.prompt_logprobs or ())
+        return await self._threads.run(num_tokens * DETAIL_BYTES, lambda: answer_format.piece(delta))
+
+
+class UsageCounter:
+    """Counts the tokens of one call, and writes the counts to its `CallFacts`. Each prompt counts once."""
+
+    def __init__(self, num_choices: int, n: int, facts: CallFacts) -> None:
+        self._facts = facts
+        self._num_cached_tokens = [0] * num_choices
+        self._n = n
+
+    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Count the tokens of the call's prompts."""
+        self._facts.num_prompt_tokens = sum(map(len, prompts))
+
+    def count(self, delta: Delta) -> None:
+        """Count the tokens of a delta."""
+        facts = self._facts
+        facts.num_output_tokens += delta.num_tokens
+        if facts.first_token_s is None:
+            facts.first_token_s = time.monotonic() - facts.arrived_at
+        cached = self._num_cached_tokens
+        cached[delta.choice] = max(cached[delta.choice], delta.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        """The totals. Cached tokens are those of each prompt's first choice; others may reuse its pages."""
+        cached = sum(self._num_cached_tokens[:: self._n])
+        return Usage(self._facts.num_prompt_tokens, self._facts.num_output_tokens, cached)
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return last._replace(
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()],
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )

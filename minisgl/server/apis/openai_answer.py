@@ -1,0 +1,122 @@
+"""What the answers of OpenAI's text APIs have in common: ids, usage, events, and fields about the prompt.
+
+Promise: every field that OpenAI's clients read is present, with OpenAI's name and type. The structs are both
+what is sent and what OpenAPI's document describes.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from minisgl.request import PackedLogprobs, TokenLogprobs
+from minisgl.server.apis.call import CallContext, CallOptions, Usage, sse
+from minisgl.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+EndReason = Literal["stop", "length"]
+encode = msgspec.json.Encoder().encode
+
+
+class CachedTokens(Struct, forbid_unknown_fields=True):
+    cached_tokens: int
+
+
+class UsageAnswer(Struct, forbid_unknown_fields=True):
+    """Token counts. A prompt counts once, whatever the number of its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class PromptLogprob(Struct, forbid_unknown_fields=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt, a dict by token id; null for the first token."""
+
+
+class AnswerWriter:
+    """The parts of an answer that do not depend on the API. `usage` may only change between two calls.
+
+    Args:
+        id_prefix: with the id of the HTTP call it makes the answer's id.
+    """
+
+    def __init__(self, id_prefix: str, context: CallContext, options: CallOptions) -> None:
+        self.tokenizer = context.tokenizer
+        self.head: Mapping[str, Any] = {
+            "id": id_prefix + context.request_id,
+            "created": int(time.time()),
+            "model": context.model_name,
+        }
+        self._usage = context.usage
+        self._options = options
+
+    def chunk_usage(self) -> UsageAnswer | UnsetType | None:
+        """The field `usage` of a chunk that is not the last."""
+        if self._options.continuous_usage:
+            return usage_answer(self._usage())
+        return None if self._options.include_usage else UNSET
+
+    def ending(self, usage_chunk: Callable[..., Struct]) -> bytes:
+        """The last events: the chunk with the usage, if requested, then [DONE]."""
+        if not self._options.include_usage:
+            return DONE
+        return sse(encode(usage_chunk(**self.head, choices=[], usage=usage_answer(self._usage())))) + DONE
+
+    def whole_usage(self) -> UsageAnswer:
+        """The field `usage` of a whole answer."""
+        return usage_answer(self._usage())
+
+
+class PromptLogprobsField:
+    """The log probabilities of a prompt's tokens as JSON, written once for all choices of the prompt.
+
+    Args:
+        num_top: number of likely tokens per position.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._logprobs: PromptLogprobs | None = None
+
+    def logprobs(self, packed: PackedLogprobs | None) -> PromptLogprobs:
+        """The field `prompt_logprobs`."""
+        if self._logprobs is None:
+            entries = [] if packed is None else packed.unpack()
+            # Entry by entry, because encoding a large list at once would hold up other threads.
+            written = [b"null", *(encode(self._entry(entry)) for entry in entries)]
+            self._logprobs = cast(PromptLogprobs, msgspec.Raw(b"[" + b",".join(written) + b"]"))
+        return self._logprobs
+
+    def _entry(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+        """Token id -> log probability, rank and text, of the top tokens and of the prompt's own token."""
+        top = zip(entry.top_ids[: self._num_top], entry.top_logprobs[: self._num_top], strict=True)
+        known = {token_id: (rank, logprob) for rank, (token_id, logprob) in enumerate(top, start=1)}
+        known.setdefault(entry.token_id, (entry.rank, entry.logprob))
+        return {
+            str(token_id): PromptLogprob(
+                logprob, rank, self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+            )
+            for token_id, (rank, logprob) in known.items()
+        }
+
+
+def usage_answer(usage: Usage) -> UsageAnswer:
+    """The field `usage` in OpenAI's format."""
+    return UsageAnswer(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        CachedTokens(usage.cached_tokens),
+    )

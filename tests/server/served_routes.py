@@ -1,0 +1,31 @@
+"""The routes of a server, for tests that only read what the routes say of themselves."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from minisgl.server.admin import Admin
+from minisgl.server.apis.completer import Completer
+from minisgl.server.apis.models import ModelApi
+from minisgl.server.apis.tokenize import TokenApi
+from minisgl.server.app import all_routes
+from minisgl.server.debug import Debug
+from minisgl.server.http.routes import Route
+
+NOTHING: Any = None
+
+
+def model(vocab_size: int, **defaults: float) -> Any:
+    """A served model, as far as request bodies are read with it."""
+    return SimpleNamespace(name="tiny", tokenizer=SimpleNamespace(vocab_size=vocab_size), defaults=defaults)
+
+
+def served_routes() -> list[Route]:
+    """All routes; their handlers can't be called."""
+    tiny = model(300)
+    return all_routes(
+        Completer(tiny, NOTHING, NOTHING, NOTHING, 1.0),
+        TokenApi(tiny, NOTHING, NOTHING, NOTHING),
+        ModelApi(tiny, NOTHING),
+        Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
+        Debug(NOTHING),
+    )
