@@ -1,9 +1,9 @@
 """Runs torch's profiler over the next steps of a running engine. Perfetto opens the resulting file.
 
 Promise: files are written only to the folder that the operator named. A request that can't be served raises
-an error that says why. The engine pauses after each part of a profile, to collect and write its events. A
-part has one step, or as many more as fit into `PAUSE_S`, so a pause is longer only for a step that is itself
-larger than that, or than the steps before it.
+an error that says why. The engine pauses after each part of a profile, while torch collects and writes its
+events: for about `PAUSE_S`, or for the events of one step if they take longer. Where steps become larger than
+those before, a pause may be longer once.
 """
 
 import logging
@@ -83,11 +83,10 @@ class StepProfiler:
         self._left_in_part -= 1
         if self._left_in_part:
             return
-        begin_s = time.perf_counter()
         try:
-            self._end_part()
+            pause_s = self._end_part()
             if self._left:
-                self._begin_part(steps_of_next_part(self._part_steps, time.perf_counter() - begin_s))
+                self._begin_part(steps_of_next_part(self._part_steps, pause_s))
                 return
         except (OSError, RuntimeError) as error:
             self._left = 0
@@ -122,8 +121,8 @@ class StepProfiler:
         self._profile = profile
         self._part_steps = self._left_in_part = min(num_steps, self._left)
 
-    def _end_part(self) -> None:
-        """Collect and write the events of the steps since `_begin_part`.
+    def _end_part(self) -> float:
+        """Collect and write the events of the steps since `_begin_part`. Returns the seconds that torch took.
 
         Raises:
             OSError, RuntimeError: the file can't be written.
@@ -132,10 +131,12 @@ class StepProfiler:
         assert profile is not None, "no part has begun"
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # launched steps belong to the profile
+        begin_s = time.perf_counter()
         profile.stop()
         part = self._path.with_suffix(f".part-{len(self._parts) + 1}")
         self._parts.append(part)
         profile.export_chrome_trace(str(part))
+        return time.perf_counter() - begin_s
 
 
 def steps_of_next_part(num_steps: int, pause_s: float) -> int:
