@@ -33,7 +33,7 @@ ENGINE = """
     --no-join-decodes --no-overlap
     --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
-    --prefix-cache --profile-dir --rdzv --revision --seed --strict-compile --tokenizer --tp
+    --prefix-cache --profile-dir --rdzv --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output
@@ -68,7 +68,7 @@ BENCH_SIMULATE = """
 """
 
 FLAGS = {
-    "serve": {*SERVER.split(), *ENGINE.split()},
+    "serve": {"--seed", *SERVER.split(), *ENGINE.split()},
     "chat": {"--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},

@@ -73,7 +73,7 @@ class OfflineBenchSettings:
     max_token_id: int = 10000
     """Random prompts consist of token ids from 0 to this."""
     workload_seed: int = 0
-    """Seed of lengths, prompts and sampling, so that every run draws the same (--seed has no effect here)."""
+    """Seed of lengths, prompts and sampling, so that every run draws the same."""
     prompts: str | None = None
     """A file of real prompts: JSONL with "turns" (the first is used), "prompt" or "messages" in each line, or
     a text with one prompt per line. The model's chat template is applied if there is one. Prompts repeat

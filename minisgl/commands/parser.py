@@ -81,7 +81,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "--gpu", default=environ.get("MINISGL_GPU", "H200"), metavar="TEXT",
         help="A GPU's name, or its memory in GiB (default: %(default)s).",
     )  # fmt: skip
-    add_flags(plan, "engine", EngineConfig, environ)
+    _add_engine_flags(plan, environ)
 
     tune = command("tune", "Measure the kernels' launch configurations for a model on this GPU.")
     add_flags(tune, "tuning", TuneSettings, environ)
@@ -95,18 +95,18 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     offline = command("bench offline", "Measure the throughput of one engine, without a server.", benches)
     add_flags(offline, "workload", OfflineBenchSettings, environ)
     add_flags(offline, "output", OutputSettings, environ)
-    add_flags(offline, "engine", EngineConfig, environ)
+    _add_engine_flags(offline, environ)
     load = command("bench serve", "Put load on a running server and measure latency and throughput.", benches)
     add_flags(load, "load", ServeBenchSettings, environ)
     add_flags(load, "output", OutputSettings, environ)
     step = command("bench step", "Compare the time of a step with the hardware's limits.", benches)
     add_flags(step, "measuring", StepBenchSettings, environ)
     add_flags(step, "output", OutputSettings, environ)
-    add_flags(step, "engine", EngineConfig, environ)
+    _add_engine_flags(step, environ)
     startup = command("bench startup", "Measure the time from process start to the first token.", benches)
     add_flags(startup, "measuring", StartupBenchSettings, environ)
     add_flags(startup, "output", OutputSettings, environ)
-    add_flags(startup, "engine", EngineConfig, environ)
+    _add_engine_flags(startup, environ)
     simulate = command("bench simulate", "Simulate scheduler settings on a workload, without a GPU.", benches)
     add_flags(simulate, "simulation", SimulateSettings, environ)
     add_flags(simulate, "output", OutputSettings, environ)
@@ -144,7 +144,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
     doctor = command("doctor", "Show what is installed, which settings serve would choose, and why.")
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
-    add_flags(doctor, "engine", EngineConfig, environ)
+    _add_engine_flags(doctor, environ)
     return parser
 
 
@@ -159,6 +159,11 @@ def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
     sampling = {**_text(CHAT_DEFAULTS), **environ}
     # These commands print only text, so flags for log probabilities would have no effect.
     add_flags(parser, "sampling", SamplingParams, sampling, skip=("logprobs", "prompt_logprobs"))
+    _add_engine_flags(parser, environ)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Add the engine's flags but --seed, which has an effect on requests to a server only."""
     add_flags(parser, "engine", EngineConfig, environ, skip=("seed",))
 
 

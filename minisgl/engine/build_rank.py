@@ -190,6 +190,8 @@ def _assemble(
     stages.finish("memory profile and KV pool")
     recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
     runner = ModelRunner(model, rows, pages, planner, stager, device, recorded)
+    if ranks is not None:
+        runner.allocate_logit_tables()  # later, a rank without memory for them would end the engine
     kv_cache = KVCacheManager(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
     )

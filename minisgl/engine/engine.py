@@ -218,8 +218,6 @@ class Engine:
 
     def follow(self, plan: StepPlan) -> list[list[int]]:
         """Execute a plan of rank 0 on another rank. Returns the tokens of each step that was collected."""
-        if plan.row_rules:
-            self.runner.allocate_logit_tables()
         self._launched.append(self.runner.launch(plan))
         over = []
         while len(self._launched) > (1 if self.config.overlap else 0):

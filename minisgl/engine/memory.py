@@ -95,9 +95,9 @@ def graph_reserve_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
 def logit_extras_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     """Most memory of uncaptured steps with penalties, biases, bans or log probabilities.
 
-    It is the sum of their tables, which the engine allocates when the first such request comes, of copies of
-    the logits, and of x and the residual of prompts whose log probabilities are wanted. Other prompts do not
-    keep the latter two until the head.
+    It is the sum of their tables, which the engine allocates when the first such request comes (with several
+    ranks, at the start), of copies of the logits, and of x and the residual of prompts whose log
+    probabilities are wanted. Other prompts do not keep the latter two until the head.
     """
     num_rows = config.max_running_requests
     tables = LogitTables(num_rows, model.vocab_size, torch.device("meta"))

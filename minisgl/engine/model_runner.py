@@ -90,6 +90,7 @@ class ModelRunner:
         self.prefill_graphs = recorded.prefill
         self._extras_decode = recorded.extras_decode
         self._logit_tables: LogitTables | None = None
+        self._rules_seen = False  # until then, no row of the tables has rules
 
     def allocate_logit_tables(self) -> None:
         """Allocate the tables for rows with `LogitRules`, before the first plan with such a row.
@@ -107,7 +108,9 @@ class ModelRunner:
         """Queue a step: first the updates of rows, then decodes and chunks, one after the other or joined."""
         if plan.row_inits:
             self.rows.init_rows(self.stager.to_device(pack_row_inits(plan.row_inits)))
-            if self._logit_tables is not None:
+            self._rules_seen = self._rules_seen or bool(plan.row_rules)
+            if self._rules_seen:
+                assert self._logit_tables is not None, "allocated before the first plan with rules"
                 rules = pack_rules(plan.row_inits, plan.row_rules, self._logit_tables.vocab_size)
                 self._logit_tables.init_rows(rules, self.stager.to_device(list(rules)))
         change = self.pages.update(plan)

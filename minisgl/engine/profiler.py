@@ -1,7 +1,9 @@
 """Runs torch's profiler over the next steps of a running engine. Perfetto opens the resulting file.
 
 Promise: files are written only to the folder that the operator named. A request that can't be served raises
-an error that says why. The engine pauses at most for collecting and writing the events of `PART_STEPS` steps.
+an error that says why. The engine pauses after each part of a profile, while torch collects and writes its
+events: for about `PAUSE_S`, or for the events of one step if they take longer. Where steps become larger than
+those before, a pause may be longer once.
 """
 
 import logging
@@ -18,9 +20,12 @@ from minisgl.ipc.messages import MAX_PROFILED_STEPS
 
 logger = logging.getLogger(__name__)
 
-PART_STEPS = 10
-"""Steps of one part of a profile. The engine pauses after each part to write it. A thread would not avoid the
-pause, because torch holds Python's lock while it collects and writes events."""
+PAUSE_S = 0.05
+"""The pause after a part that the number of its steps aims at. On a CPU, torch takes about 5 us to collect an
+event and 3 us to write it, and holds Python's lock in both, so a thread would not avoid the pause. A forked
+child could only do the writing, and copying the page tables of an engine's process takes as long."""
+MAX_PART_STEPS = 10
+"""The most steps of a part. Longer parts show more steps whose overlap no pause has disturbed."""
 CLOSE_S = 5.0
 """How long `close` waits for a thread that joins traces."""
 
@@ -35,6 +40,7 @@ class StepProfiler:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._left = 0  # steps still to be profiled
+        self._part_steps = 1  # of the part that runs
         self._left_in_part = 0
         self._profile: torch.profiler.profile | None = None
         self._path = Path()
@@ -64,7 +70,7 @@ class StepProfiler:
         self._parts = []
         self._left = num_steps
         try:
-            self._begin_part()
+            self._begin_part(1)
         except RuntimeError as error:
             raise ConfigError(f"torch's profiler can't begin: {error}") from error
         return self._path
@@ -78,9 +84,9 @@ class StepProfiler:
         if self._left_in_part:
             return
         try:
-            self._end_part()
+            pause_s = self._end_part()
             if self._left:
-                self._begin_part()
+                self._begin_part(steps_of_next_part(self._part_steps, pause_s))
                 return
         except (OSError, RuntimeError) as error:
             self._left = 0
@@ -101,8 +107,8 @@ class StepProfiler:
         if self._joining is not None:
             self._joining.join(CLOSE_S)
 
-    def _begin_part(self) -> None:
-        """Begin the next part.
+    def _begin_part(self, num_steps: int) -> None:
+        """Begin the next part, which has `num_steps` steps, or those that are left.
 
         Raises:
             RuntimeError: torch's profiler can't begin.
@@ -112,10 +118,11 @@ class StepProfiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profile = torch.profiler.profile(activities=activities)
         profile.start()
-        self._profile, self._left_in_part = profile, min(PART_STEPS, self._left)
+        self._profile = profile
+        self._part_steps = self._left_in_part = min(num_steps, self._left)
 
-    def _end_part(self) -> None:
-        """Collect and write the events of the steps since `_begin_part`.
+    def _end_part(self) -> float:
+        """Collect and write the events of the steps since `_begin_part`. Returns the seconds that torch took.
 
         Raises:
             OSError, RuntimeError: the file can't be written.
@@ -124,10 +131,21 @@ class StepProfiler:
         assert profile is not None, "no part has begun"
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # launched steps belong to the profile
+        begin_s = time.perf_counter()
         profile.stop()
         part = self._path.with_suffix(f".part-{len(self._parts) + 1}")
         self._parts.append(part)
         profile.export_chrome_trace(str(part))
+        return time.perf_counter() - begin_s
+
+
+def steps_of_next_part(num_steps: int, pause_s: float) -> int:
+    """The steps of the part after one of `num_steps` steps, for which the engine paused `pause_s`.
+
+    A part has at most twice the steps of the one before, because the next steps may be larger.
+    """
+    fitting = num_steps * PAUSE_S / max(pause_s, 1e-9)
+    return max(1, int(min(fitting, 2 * num_steps, MAX_PART_STEPS)))
 
 
 def join_traces(parts: Sequence[Path], path: Path) -> None:

@@ -15,7 +15,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine import profiler
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.profiler import join_traces
+from minisgl.engine.profiler import MAX_PART_STEPS, PAUSE_S, StepProfiler, join_traces, steps_of_next_part
 from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
 from minisgl.errors import ConfigError
 from minisgl.ipc.messages import AddRequest
@@ -130,7 +130,8 @@ def windows_of(path: Path) -> int:
 def test_a_long_profile_is_written_a_few_steps_at_a_time_and_becomes_one_trace(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "PART_STEPS", 3)
+    monkeypatch.setattr(profiler, "PAUSE_S", float("inf"))  # parts of 1, 2, 3 and 1 steps
+    monkeypatch.setattr(profiler, "MAX_PART_STEPS", 3)
     path = engine.profiler.start(7)
     seen: set[tuple[str, ...]] = set()
 
@@ -138,10 +139,46 @@ def test_a_long_profile_is_written_a_few_steps_at_a_time_and_becomes_one_trace(
         seen.add(tuple(sorted(one.suffix for one in path.parent.iterdir())))
 
     serve(engine, look)
-    assert {(), (".part-1",), (".part-1", ".part-2")} <= seen, "not written between the steps"
+    assert {(".part-1",), (".part-1", ".part-2")} <= seen, "not written between the steps"
     engine.profiler.close()
     assert list(path.parent.iterdir()) == [path]
-    assert windows_of(path) == 3
+    assert windows_of(path) == 4
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "sizes"), [(0.0, [1] * 14), (float("inf"), [1, 2, 4, 7])], ids=["slow", "fast"]
+)
+def test_a_pause_writes_the_steps_of_one_part_and_no_more(
+    pause_s: float, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[int] = []  # steps, by pause
+    steps_before = 0
+    export = torch.profiler.profile.export_chrome_trace
+
+    def counted(self: torch.profiler.profile, path: str) -> None:
+        nonlocal steps_before
+        exported.append(num_steps - steps_before)
+        steps_before = num_steps
+        export(self, path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", counted)
+    monkeypatch.setattr(profiler, "PAUSE_S", pause_s)
+    profiled = StepProfiler(tmp_path)
+    profiled.start(14)
+    for num_steps in range(1, 20):  # noqa: B007, counted() reads it
+        torch.ones(2).sum()
+        profiled.count_step()
+    profiled.close()
+    assert exported == sizes
+
+
+def test_the_next_part_has_the_steps_that_fit_into_the_pause() -> None:
+    assert steps_of_next_part(4, PAUSE_S) == 4
+    assert steps_of_next_part(4, PAUSE_S * 2) == 2
+    assert steps_of_next_part(4, PAUSE_S * 0.6) == 6
+    assert steps_of_next_part(4, PAUSE_S / 100) == 8, "at most twice as many"
+    assert steps_of_next_part(4, PAUSE_S * 100) == 1
+    assert steps_of_next_part(MAX_PART_STEPS, 0.0) == MAX_PART_STEPS
 
 
 def test_steps_go_on_while_a_trace_is_joined(
@@ -170,7 +207,6 @@ def test_a_profile_that_torch_does_not_go_on_with_stops_no_steps(
     def refuse(self: torch.profiler.profile) -> None:
         raise RuntimeError("the profiler is in use")
 
-    monkeypatch.setattr(profiler, "PART_STEPS", 2)
     engine.profiler.start(1000)
     monkeypatch.setattr(torch.profiler.profile, "start", refuse)
     serve(engine)
@@ -179,10 +215,7 @@ def test_a_profile_that_torch_does_not_go_on_with_stops_no_steps(
         engine.profiler.start(1)
 
 
-def test_an_engine_that_ends_in_the_middle_of_a_profile_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiler, "PART_STEPS", 2)
+def test_an_engine_that_ends_in_the_middle_of_a_profile_leaves_no_file(tmp_path: Path) -> None:
     engine = started(tmp_path, profile_dir=str(tmp_path / "profiles"))
     engine.profiler.start(1000)
     serve(engine)

@@ -234,6 +234,36 @@ def test_a_rank_that_can_not_start_is_the_starts_error(folder: Path, monkeypatch
         build(folder, 2)
 
 
+REFUSER = """
+import sys
+from minisgl import errors
+from minisgl.engine import build
+from minisgl.engine.ranks import follower
+def refuse(*arguments, **settings):
+    raise {error}
+build.build_follower = refuse
+sys.exit(follower.main())
+"""
+"""A rank whose engine can't be built."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        ('errors.ConfigError("lower --tp")', ConfigError, "rank 1 of --tp: lower --tp"),
+        ('errors.ModelError("no weights")', ConfigError, "rank 1 of --tp: no weights"),
+        ('OSError("no disk")', EngineDeadError, "rank 1 of --tp: the engine failed: OSError: no disk"),
+    ],
+)
+def test_a_users_mistake_that_another_rank_notices_is_a_mistake_at_rank_0_too(
+    error: str, kind: type[Exception], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "FOLLOWER", (sys.executable, "-c", REFUSER.format(error=error)))
+    with pytest.raises(kind) as raised:
+        build(folder, 2)
+    assert str(raised.value) == message
+
+
 def test_a_start_that_fails_leaves_no_rank_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     links: list[follower_link.FollowerLink] = []
     init = follower_link.FollowerLink.__init__

@@ -15,6 +15,7 @@ from tiny_models import random_model
 from torch import Tensor
 
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
+from minisgl.engine import model_runner
 from minisgl.engine.build import build_follower
 from minisgl.engine.build_rank import Rendezvous
 from minisgl.engine.engine import Engine
@@ -148,6 +149,51 @@ def test_a_graph_that_all_ranks_can_record_is_used_by_all(folder: Path, tmp_path
     store = tmp_path / "store"
     answers = run_forked([lambda rank=rank: live(folder, store, rank) for rank in range(2)])
     assert [answer["sizes"] for answer in answers] == [[[4], [2, 4]]] * 2
+
+
+def live_without_memory(folder: Path, store: Path, rank: int) -> tuple[list[list[int]], list[str]]:
+    """A rank of two; once both have started, rank 1 has no memory for tables of rules. Returns the tokens of
+    requests with penalties, and when rules were staged."""
+    engine = build_follower(
+        settings(folder, 2),
+        folder,
+        Rendezvous(rank, str(store), lambda: None),
+        lambda name, duration_ms: None,
+    )
+    staged: list[str] = []
+    pack_rules = model_runner.pack_rules
+
+    def noted(*arguments: Any) -> Any:
+        staged.append("rules" if arguments[1] else "none")
+        return pack_rules(*arguments)
+
+    def refuse(*arguments: Any) -> None:
+        raise OUT_OF_MEMORY
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "pack_rules", noted)
+        if rank == 1:
+            patch.setattr(model_runner, "LogitTables", refuse)
+        engine.add(
+            AddRequest(7, np.arange(5, dtype="<i4").tobytes(), SamplingParams(temperature=0.0, max_tokens=2))
+        )
+        while engine.has_work:
+            engine.step()
+        assert staged == [], "staged for rows without rules"
+        tokens = tokens_of(engine)
+    engine.close()
+    return tokens, staged
+
+
+def test_no_rank_needs_memory_for_rules_after_the_start(folder: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    first, second = run_forked(
+        [lambda rank=rank: live_without_memory(folder, store, rank) for rank in (0, 1)]
+    )
+    assert first == second
+    tokens, staged = first
+    assert [len(ids) for ids in tokens] == [6, 6, 6]
+    assert "rules" in staged
 
 
 def test_ranks_are_fine_only_if_all_say_so(tmp_path: Path) -> None:

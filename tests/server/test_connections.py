@@ -1,6 +1,7 @@
 """Connections that are idle or too many: closed in time, and /health goes on answering."""
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -249,3 +250,32 @@ def read_until(made: socket.socket, end: bytes) -> bytes:
         assert piece, f"closed after {data!r}"
         data += piece
     return data
+
+
+def test_a_failure_that_no_middleware_caught_is_answered_as_openais_object() -> None:
+    async def fail(request: web.Request) -> web.Response:
+        raise RuntimeError("of no interest to a client")
+
+    async def scenario() -> bytes:
+        app = web.Application()
+        app.router.add_get("/version", fail)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        assert runner.server is not None
+        connections = Connections(10, 60.0)
+        listening = socket.create_server(("127.0.0.1", 0))
+        listener = Listener(listening, connections, runner.server, None, 1.0)
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(GET)
+        answer = await reader.read()  # to the end of the connection
+        writer.close()
+        await listener.close()
+        await runner.cleanup()
+        connections.close()
+        return answer
+
+    head, _, body = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"X-Request-Id: " in head
+    assert json.loads(body)["error"]["code"] == "internal_error"
+    assert b"of no interest" not in body

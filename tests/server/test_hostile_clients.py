@@ -34,11 +34,16 @@ class Raw:
     """One connection, byte by byte."""
 
     def __init__(
-        self, server: RunningServer, *headers: str, body: bytes = b"", path: str = "/v1/completions"
+        self,
+        server: RunningServer,
+        *headers: str,
+        body: bytes = b"",
+        path: str = "/v1/completions",
+        request_bytes: bytes | None = None,
     ) -> None:
         self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT_S)
         head = [f"POST {path} HTTP/1.1", "Host: localhost", *headers, "", ""]
-        self._socket.sendall("\r\n".join(head).encode() + body)
+        self._socket.sendall(request_bytes or "\r\n".join(head).encode() + body)
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, as much of the body as is there with them)."""
@@ -173,6 +178,32 @@ def test_a_client_that_asks_first_may_go_on(server: RunningServer) -> None:
         assert raw.answer()[0] == 100
         raw._socket.sendall(body)
         assert raw.answer()[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"no request line\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # a TLS handshake
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nno header\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Large: " + b"x" * 10_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=["request-line", "tls", "header", "large-header", "large-path"],
+)
+def test_what_the_http_parser_refuses_gets_openais_object_and_a_request_id(
+    server: RunningServer, request_bytes: bytes
+) -> None:
+    with closing(Raw(server, request_bytes=request_bytes)) as raw:
+        status, headers, body = raw.answer()
+        assert raw._socket.recv(1) == b"", "the connection is closed"
+    error = json.loads(body)["error"]
+    assert (status, headers["content-type"]) == (400, "application/json"), body
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_http", None)
+    assert error["message"].startswith("the request can't be read: ")
+    assert len(error["message"]) < 300
+    assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
+    still_serves(server)
 
 
 def test_what_is_no_http_is_refused_and_leaves_no_traceback_in_the_log(server: RunningServer) -> None:

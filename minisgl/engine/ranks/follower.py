@@ -26,7 +26,7 @@ from minisgl.engine.ranks.follower_link import (
     Started,
     TokenChecksum,
 )
-from minisgl.engine.worker import exit_with_parent
+from minisgl.engine.worker import exit_with_parent, fatal_message
 from minisgl.errors import MinisglError
 from minisgl.ipc.transport import FollowerSocket
 from minisgl.log import setup_logging
@@ -49,13 +49,11 @@ def main() -> int:
     try:
         _run(config, socket)
         return 0
-    except MinisglError as error:
-        socket.send(msgspec.msgpack.encode(Failed(config.rank, str(error))))
-        return 1
     except Exception as error:
-        logger.exception("the rank failed")
-        message = f"it failed: {type(error).__name__}: {error}"
-        socket.send(msgspec.msgpack.encode(Failed(config.rank, message)))
+        if not isinstance(error, MinisglError):
+            logger.exception("the rank failed")
+        fatal = fatal_message(error)
+        socket.send(msgspec.msgpack.encode(Failed(config.rank, fatal.message, fatal.is_user_error)))
         return 1
     finally:
         socket.close()

@@ -1,7 +1,8 @@
 """Rank 0's connection to the other ranks: starts them, sends them step plans and watches them.
 
-Promise: when a rank ends for any reason, all others end soon, and rank 0 raises an `EngineDeadError` with the
-reason. Rank 0 never waits for a rank that has ended. After `close`, no process is left.
+Promise: when a rank ends for any reason, all others end soon, and rank 0 raises the reason: a `ConfigError`
+if a setting or the model is at fault, else an `EngineDeadError`. Rank 0 never waits for a rank that has
+ended. After `close`, no process is left.
 """
 
 import logging
@@ -19,7 +20,7 @@ import msgspec
 from minisgl.config import ResolvedConfig, split_rdzv
 from minisgl.engine.ranks.node_link import NodeListener, NodeRank, RankEnded, Welcome
 from minisgl.engine.ranks.rank_processes import RankProcesses
-from minisgl.errors import EngineDeadError, MinisglError
+from minisgl.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl.ipc.transport import LeaderSocket, RankAddresses, make_ipc_dir
 from minisgl.scheduler.plan import StepPlan
 
@@ -71,6 +72,8 @@ class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
     rank: int
     message: str
+    is_user_error: bool = False
+    """The user can mend it, as in `messages.Fatal`."""
 
 
 class Checksum(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -135,7 +138,7 @@ class FollowerLink:
         self._closed = False
         self._lost: tuple[int, str] | None = None  # the lost rank, and how it ended
         self._lost_event = threading.Event()
-        self._reports: dict[int, str] = {}
+        self._reports: dict[int, Failed] = {}
         self._starts: dict[int, Started] = {}
         self._checksum = TokenChecksum()
         self._checksums: dict[
@@ -192,7 +195,7 @@ class FollowerLink:
         """Wait until every rank is about to join.
 
         Raises:
-            EngineDeadError: a rank has ended, or took too long.
+            ConfigError, EngineDeadError: a rank has ended, as in `raise_if_lost`, or took too long.
         """
         missing = set(range(1, self._config.tp))
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -211,7 +214,7 @@ class FollowerLink:
         """Wait until every rank is ready for plans. Returns their reports, ordered by rank.
 
         Raises:
-            EngineDeadError: a rank has ended.
+            ConfigError, EngineDeadError: a rank has ended, as in `raise_if_lost`.
         """
         while len(self._starts) < self._config.tp - 1:
             self._receive(100)
@@ -247,13 +250,18 @@ class FollowerLink:
         """Do nothing while all ranks run.
 
         Raises:
-            EngineDeadError: a rank has ended. The message says which one and why.
+            ConfigError: a rank has ended because of a setting or the model.
+            EngineDeadError: a rank has ended for another reason. The message says which one and why.
         """
         if self._lost is not None:
             rank, reason = self._lost
             if rank not in self._reports:
                 self._receive(LAST_REPORT_MS)
-            raise EngineDeadError(self._reports.get(rank, reason))
+            report = self._reports.get(rank)
+            if report is None:
+                raise EngineDeadError(reason)
+            kind = ConfigError if report.is_user_error else EngineDeadError
+            raise kind(f"rank {rank} of --tp: {report.message}")
 
     def cause_of(self, error: Exception) -> Exception:
         """The exception to raise for an error of rank 0: the loss of a rank if one was lost, else `error`."""
@@ -261,7 +269,7 @@ class FollowerLink:
             return error
         try:
             self.raise_if_lost()
-        except EngineDeadError as cause:
+        except MinisglError as cause:
             return cause
         return error
 
@@ -343,7 +351,7 @@ class FollowerLink:
         messages = [self._decoder.decode(data) for data in self._socket.receive(timeout_ms)]
         for message in messages:
             if isinstance(message, Failed):
-                self._reports[message.rank] = f"rank {message.rank} of --tp: {message.message}"
+                self._reports[message.rank] = message
             elif isinstance(message, Started):
                 self._starts[message.rank] = message
             elif isinstance(message, Checksum):
