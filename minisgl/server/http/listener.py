@@ -15,8 +15,8 @@ from collections.abc import Callable
 from aiohttp import web
 
 from minisgl.server.http.connections import Connections
+from minisgl.server.http.errors import error_body, error_of
 from minisgl.server.http.middleware import json_answer
-from minisgl.server.replies import error_body, error_of
 
 BATCH = 128
 """Connections accepted in a row before other tasks get to run."""
