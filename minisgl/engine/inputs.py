@@ -85,13 +85,13 @@ class HostPageTable:
         if not plan.page_updates:
             return None
         width = self._table.shape[1]
-        index: list[int] = []
-        page_ids: list[int] = []
-        for update in plan.page_updates:
-            first = update.row * width + update.first_index
-            index += range(first, first + len(update.page_ids))
-            page_ids += update.page_ids
-        change = PageTableChange(np.array(index, dtype=np.int32), np.array(page_ids, dtype=np.int32))
+        page_ids = np.frombuffer(b"".join([update.page_ids for update in plan.page_updates]), "<i4")
+        first = [update.row * width + update.first_index for update in plan.page_updates]
+        count = np.array([len(update.page_ids) for update in plan.page_updates]) // page_ids.itemsize
+        # Entry i of an update goes to first + i; `before` is where the update begins in page_ids.
+        before = np.cumsum(count) - count
+        flat_index = np.arange(len(page_ids)) + np.repeat(first - before, count)
+        change = PageTableChange(flat_index.astype(np.int32), page_ids)
         self._table.reshape(-1)[change.flat_index] = change.page_ids
         return change
 

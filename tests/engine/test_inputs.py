@@ -102,7 +102,7 @@ def test_a_prefill_batch_knows_where_each_token_goes() -> None:
     plan = plan_of(
         Chunk(2, 3, tokens(10, 11, 12), False),
         Chunk(0, 0, tokens(20), True),
-        page_updates=(PageUpdate(2, 0, (7, 9)), PageUpdate(0, 0, (5,))),
+        page_updates=(PageUpdate(2, 0, tokens(7, 9)), PageUpdate(0, 0, tokens(5))),
     )
     change = pages.update(plan)
     assert change is not None
