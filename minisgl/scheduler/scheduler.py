@@ -61,9 +61,8 @@ class Scheduler:
         self._holdings = Holdings(cache, config.max_rows, config.output_reserve_tokens)
         self._requests: dict[int, Request] = {}  # not yet finished
         self._running: list[Request] = []  # holds a row, not finished; by seniority
-        self._num_awaiting_release = (
-            0  # finished or preempting requests whose pages come back with a launched step
-        )
+        # Finished or preempting requests whose pages come back with a launched step.
+        self._num_awaiting_release = 0
         self._launched: deque[_LaunchedStep] = deque()
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
