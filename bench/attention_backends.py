@@ -70,7 +70,7 @@ class Pool:
                 if length % PAGE_SIZE:
                     cache[ids[-1], length % PAGE_SIZE :] = float("nan")
         self.host_table = HostPageTable(len(lengths), -(-longest // PAGE_SIZE), PAGE_SIZE)
-        updates = [PageUpdate(row, 0, tuple(ids.tolist())) for row, ids in enumerate(pages)]
+        updates = [PageUpdate(row, 0, ids.numpy().astype("<i4").tobytes()) for row, ids in enumerate(pages)]
         self.host_table.update(StepPlan(0, (), tuple(updates), (), (), ()))
         table = torch.zeros(len(lengths) + 1, -(-longest // PAGE_SIZE), dtype=torch.int32)
         for row, ids in enumerate(pages):

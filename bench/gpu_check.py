@@ -92,7 +92,7 @@ def our_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     plan = StepPlan(
         step_id=0,
         row_inits=(RowInit(0, 0.0, 0, 1.0, 0.0, 0),),
-        page_updates=(PageUpdate(0, 0, tuple(range(1, num_pages + 1))),),
+        page_updates=(PageUpdate(0, 0, np.arange(1, num_pages + 1, dtype="<i4").tobytes()),),
         decode_rows=(),
         chunks=(Chunk(0, 0, np.asarray(tokens, dtype="<i4").tobytes(), True),),
         sampled_rows=(0,),
@@ -153,8 +153,8 @@ def _prefill(
         attention.k_cache[: last_page + 2].fill_(float("nan"))  # the scratch page and one behind are, too
         attention.v_cache[: last_page + 2].fill_(float("nan"))
     updates = tuple(
-        PageUpdate(row, 0, tuple(range(1 + row * per_row, 1 + (row + 1) * per_row)))
-        for row in range(len(prompts))
+        PageUpdate(row, 0, ids.tobytes())
+        for row, ids in enumerate(np.arange(1, 1 + last_page, dtype="<i4").reshape(-1, per_row))
     )
     runner.collect(runner.launch(StepPlan(0, (), updates, (), (), ())))
     seen: list[torch.Tensor] = []

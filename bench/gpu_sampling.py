@@ -146,7 +146,7 @@ def run(
         if spoiled is not None and num_steps == SPOILED_AFTER:
             lease = engine._scheduler._requests[FIRST_ID + spoiled].lease
             for attention in engine.runner.model.attention_layers():
-                attention.k_cache[lease.page_ids] = float("nan")
+                attention.k_cache[list(lease.page_ids)] = float("nan")
     return result
 
 

@@ -154,7 +154,8 @@ def init_text(init: RowInit) -> str:
 
 
 def update_text(update: PageUpdate) -> str:
-    return f"PageUpdate(row={update.row}, first_index={update.first_index}, page_ids={update.page_ids})"
+    page_ids = tuple(np.frombuffer(update.page_ids, "<i4").tolist())
+    return f"PageUpdate(row={update.row}, first_index={update.first_index}, page_ids={page_ids})"
 
 
 def chunk_text(chunk: Chunk) -> str:

@@ -84,16 +84,14 @@ class HostPageTable:
         """Apply the plan's page updates here, and return them for the device; None if there are none."""
         if not plan.page_updates:
             return None
+        flat = self._table.reshape(-1)
         width = self._table.shape[1]
-        index: list[int] = []
-        page_ids: list[int] = []
-        for update in plan.page_updates:
-            first = update.row * width + update.first_index
-            index += range(first, first + len(update.page_ids))
-            page_ids += update.page_ids
-        change = PageTableChange(np.array(index, dtype=np.int32), np.array(page_ids, dtype=np.int32))
-        self._table.reshape(-1)[change.flat_index] = change.page_ids
-        return change
+        first = np.array([update.row * width + update.first_index for update in plan.page_updates])
+        page_ids = [np.frombuffer(update.page_ids, "<i4") for update in plan.page_updates]
+        for start, ids in zip(first.tolist(), page_ids, strict=True):
+            flat[start : start + len(ids)] = ids
+        flat_index = _runs(first, np.array([len(ids) for ids in page_ids]))
+        return PageTableChange(flat_index, np.concatenate(page_ids))
 
     def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The pool's slot of each position, int32 [T], in one row or in one row per position."""
@@ -217,17 +215,24 @@ def pack_prefill(
     slots[:end] = pages.slots(decodes.rows, decodes.lengths - 1)
     row_ids[:end], context_len[:end] = decodes
     logit_index[:end] = np.arange(end)
-    for index, chunk in enumerate(chunks):
-        row = size.decodes + index
-        begin, end = end, end + chunk.num_new_tokens
-        length = chunk.num_computed_tokens + chunk.num_new_tokens
-        token_ids[begin:end] = np.frombuffer(chunk.token_ids, dtype="<i4")
-        positions[begin:end] = np.arange(chunk.num_computed_tokens, length, dtype=np.int32)
-        slots[begin:end] = pages.slots(chunk.row, positions[begin:end])
-        row_ids[row], context_len[row] = chunk.row, length
-        row_start[index + 1], logit_index[row] = end, end - 1
-    row_start[len(chunks) + 1 :] = end
+    # All chunks at once: a call with many choices has as many chunks, most of them short.
+    fields = [(chunk.row, chunk.num_computed_tokens, chunk.num_new_tokens) for chunk in chunks]
+    rows, starts, counts = np.array(fields, dtype=np.int32).reshape(-1, 3).T
+    new, own = slice(end, num_tokens), slice(size.decodes, size.decodes + len(chunks))
+    token_ids[new] = np.frombuffer(b"".join([chunk.token_ids for chunk in chunks]), dtype="<i4")
+    positions[new] = _runs(starts, counts)
+    slots[new] = pages.slots(np.repeat(rows, counts), positions[new])
+    row_ids[own], context_len[own] = rows, starts + counts
+    ends = end + np.cumsum(counts)
+    row_start[1 : len(chunks) + 1], logit_index[own] = ends, ends - 1
+    row_start[len(chunks) + 1 :] = num_tokens
     return [token_ids, positions, slots, row_ids, context_len, row_start, logit_index]
+
+
+def _runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """For each i, `count[i]` consecutive numbers from `first[i]` on; int32 [sum of the counts]."""
+    before = np.cumsum(count) - count
+    return np.arange(count.sum(), dtype=np.int32) + np.repeat((first - before).astype(np.int32), count)
 
 
 def pack_row_inits(inits: tuple[RowInit, ...]) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ in flight uses it, and write the pages that `commit` exchanges to the row's page
 because the old pages may have another owner by then.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.page_allocator import SCRATCH_PAGE, BrokenInvariantError, PageAllocator
-from minisgl.kvcache.radix_tree import Node, RadixTree, Tokens
+from minisgl.kvcache.radix_tree import Match, Node, RadixTree, Tokens
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 """Token ids >= 0 and < 2**31; an int32 array (numpy's or array("i")) is read without conversion."""
+
+
+_NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
 class LeaseError(Exception):
@@ -33,8 +37,8 @@ class Lease:
     The first `num_tree_pages` of `page_ids` are in the tree and locked; this lease owns the others.
     """
 
-    page_ids: list[int]
-    """Page i holds the tokens from i * page_size on; empty after the release."""
+    page_ids: array
+    """int32; page i holds the tokens from i * page_size on; empty after the release."""
     num_cached_tokens: int
     """Tokens found in the tree at admission: whole pages, fewer than the prompt has."""
     num_tree_pages: int
@@ -84,26 +88,34 @@ class KVCacheManager:
     def num_cached_pages(self) -> int:
         return self._tree.num_pages
 
+    def find(self, token_ids: TokenIds, earlier: Match | None = None) -> Match:
+        """Find the cached prefix that `admit` would lock now; changes nothing.
+
+        Args:
+            earlier: the last match of the same tokens; pages that it found are not compared again.
+        """
+        matchable = self._matchable(token_ids) if self.prefix_cache else _NO_TOKENS
+        return self._tree.find(matchable, earlier)
+
     def match_length(self, token_ids: TokenIds) -> int:
         """How many leading tokens `admit` would find in the tree now; changes nothing."""
-        if not self.prefix_cache:
-            return 0
-        return self._tree.match_length(self._matchable(token_ids)) * self.page_size
+        return self.find(token_ids).num_pages * self.page_size
 
-    def admit(self, token_ids: TokenIds, *, is_shareable: bool = True) -> Lease:
+    def admit(self, token_ids: TokenIds, *, earlier: Match | None = None, is_shareable: bool = True) -> Lease:
         """Lock the longest cached prefix that leaves at least one token to compute; allocates no page.
 
         Args:
+            earlier: as for `find`.
             is_shareable: False = the lease gets no cached page and shares none.
         """
-        node, page_ids = self._tree.root, []
+        node, page_ids = self._tree.root, array("i")
         if self.prefix_cache and is_shareable:
-            node, page_ids = self._tree.lock(self._matchable(token_ids))
+            node, page_ids = self._tree.lock(self._matchable(token_ids), earlier)
         lease = Lease(page_ids, len(page_ids) * self.page_size, len(page_ids), node, is_shareable)
         self._leases[lease] = None
         return lease
 
-    def extend_match(self, lease: Lease, token_ids: TokenIds) -> list[int]:
+    def extend_match(self, lease: Lease, token_ids: TokenIds) -> array:
         """Add to the lease the tree's pages for the tokens after its last page; returns the added pages.
 
         A lease with pages outside the tree, or an invalidated one, gets none.
@@ -111,13 +123,13 @@ class KVCacheManager:
         self._require_live(lease)
         first = len(lease.page_ids)
         if not self.prefix_cache or not lease.is_shareable or lease.num_tree_pages < first:
-            return []
+            return array("i")
         lease.node, found = self._tree.lock_below(lease.node, self._matchable(token_ids, first))
         lease.page_ids.extend(found)
         lease.num_tree_pages += len(found)
         return found
 
-    def grow(self, lease: Lease, num_tokens: int) -> tuple[int, tuple[int, ...]] | None:
+    def grow(self, lease: Lease, num_tokens: int) -> tuple[int, array] | None:
         """Give `lease` pages for its first `num_tokens` tokens; evicts tree pages if too few are free.
 
         Returns:
@@ -128,15 +140,15 @@ class KVCacheManager:
         first = len(lease.page_ids)
         needed = -(-num_tokens // self.page_size) - first
         if needed <= 0:
-            return first, ()
+            return first, array("i")
         missing = needed - self.num_free_pages
         if missing > self.num_evictable_pages:
             return None
         if missing > 0:
             self._allocator.free(self._tree.evict(missing))
-        new = self._allocator.allocate(needed)
+        new = array("i", self._allocator.allocate(needed))
         lease.page_ids.extend(new)
-        return first, tuple(new)
+        return first, new
 
     def share(self, lease: Lease, token_ids: TokenIds, num_planned_tokens: int) -> None:
         """Put the full pages of the first `num_planned_tokens` tokens into the tree before they are computed.
@@ -200,7 +212,7 @@ class KVCacheManager:
         del self._leases[lease]
         self._allocator.free(lease.page_ids[lease.num_tree_pages :])
         self._tree.unlock(lease.node)
-        lease.page_ids.clear()
+        del lease.page_ids[:]
 
     def reset(self) -> None:
         """Forget every lease and every cached prefix, so that all pages are free. Only while no request runs.

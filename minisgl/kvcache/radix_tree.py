@@ -11,6 +11,7 @@ unlocked node, least recently used first and a child before its parent; its head
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +24,28 @@ Tokens = NDArray[np.int32]
 class Node:
     """A run of pages below `parent`; only the tree changes it."""
 
-    __slots__ = ("children", "last_used", "lock_count", "page_ids", "parent", "tokens")
+    __slots__ = ("children", "last_used", "lock_count", "num_cuts", "page_ids", "parent", "tokens")
 
-    def __init__(self, tokens: array, page_ids: list[int], parent: "Node | None", lock_count: int) -> None:
+    def __init__(self, tokens: array, page_ids: array, parent: "Node | None", lock_count: int) -> None:
         self.tokens = tokens  # int32 [len(page_ids) * S]
-        self.page_ids = page_ids
+        self.page_ids = page_ids  # int32
         self.parent = parent  # None: the root
         self.children: dict[bytes, Node] = {}  # by the tokens of the child's first page
         self.lock_count = lock_count  # locks on this node or below it; the root's stays 0
         self.last_used = 0  # the tree's clock when the last lock was released
+        self.num_cuts = 0  # how often eviction took pages from the end of the run
+
+
+class Match(NamedTuple):
+    """The longest prefix of some tokens in the tree, as one search found it."""
+
+    num_pages: int
+    node: Node  # the match ends in its run, or in a parent's if the node was split since
+    num_cuts: int  # the node's at the search
 
 
 class RadixTree:
-    """Page-aligned prefixes of token ids. Token arguments are int32 [n * S], full pages only.
+    """Page-aligned prefixes of token ids. Token arguments are int32 [n * S], page ids int32, full pages only.
 
     `num_pages` and `num_unlocked_pages` (the evictable ones) are always up to date.
     """
@@ -44,24 +54,35 @@ class RadixTree:
         self.page_size = page_size
         self.num_pages = 0
         self.num_unlocked_pages = 0
-        self.root = Node(array("i"), [], None, 0)
+        self.root = Node(array("i"), array("i"), None, 0)
         self._clock = 0
         self._eviction_order: OrderedDict[Node, None] = OrderedDict()
         self._detached: list[Node] = []  # roots of detached subtrees; they have no pages
 
-    def match_length(self, tokens: Tokens) -> int:
-        """How many leading pages of `tokens` are in the tree; changes nothing, not even recency."""
-        return sum(matched for _, matched in self._walk(self.root, tokens))
+    def find(self, tokens: Tokens, earlier: Match | None = None) -> Match:
+        """Find the longest prefix of `tokens` in the tree; changes nothing, not even recency.
 
-    def lock(self, tokens: Tokens) -> tuple[Node, list[int]]:
+        Args:
+            earlier: the last match of these same tokens; pages that it found are not compared again.
+        """
+        node, in_run, num_pages = self._resume(earlier) if earlier else (self.root, 0, 0)
+        node, _, more = self._walk(node, in_run, tokens[num_pages * self.page_size :])
+        return Match(num_pages + more, node, node.num_cuts)
+
+    def lock(self, tokens: Tokens, earlier: Match | None = None) -> tuple[Node, array]:
         """Lock the longest prefix of `tokens` in the tree; returns its last node and its page ids.
 
         Every `lock` needs one `unlock`, with the node that the last call for this lock returned: `lock`,
         `lock_below` or `extend`.
-        """
-        return self.lock_below(self.root, tokens)
 
-    def lock_below(self, node: Node, tokens: Tokens) -> tuple[Node, list[int]]:
+        Args:
+            earlier: as for `find`.
+        """
+        node, in_run, num_pages = self._resume(earlier) if earlier else (self.root, 0, 0)
+        node, in_run, _ = self._walk(node, in_run, tokens[num_pages * self.page_size :])
+        return self._lock_between(self.root, node, in_run)
+
+    def lock_below(self, node: Node, tokens: Tokens) -> tuple[Node, array]:
         """Move the caller's lock of `node` to the end of the longest run of `tokens` below it.
 
         Args:
@@ -70,27 +91,14 @@ class RadixTree:
         Returns:
             The node that is locked now, and the page ids of the run.
         """
-        found: list[int] = []
-        end, matched = node, len(node.page_ids)
-        for end, matched in self._walk(node, tokens):
-            found.extend(end.page_ids[:matched])
-        if matched < len(end.page_ids):
-            end = self._split(end, matched)
-        step = end
-        while step is not node:
-            if step.lock_count == 0:
-                self.num_unlocked_pages -= len(step.page_ids)
-                self._eviction_order.pop(step, None)  # a new node from _split is not in it
-            step.lock_count += 1
-            assert step.parent is not None
-            step = step.parent
-        return end, found
+        end, in_run, _ = self._walk(node, len(node.page_ids), tokens)
+        return self._lock_between(node, end, in_run)
 
     def has_page_below(self, node: Node, tokens: Tokens) -> bool:
         """Whether the tree has the first page of `tokens` below `node`."""
         return tokens[: self.page_size].tobytes() in node.children
 
-    def extend(self, node: Node, tokens: Tokens, page_ids: list[int]) -> tuple[Node, list[int]]:
+    def extend(self, node: Node, tokens: Tokens, page_ids: array) -> tuple[Node, array]:
         """Add pages below `node` and move the caller's lock of `node` to where they end.
 
         Args:
@@ -142,7 +150,7 @@ class RadixTree:
             return
         key = self._key(top)
         del self.root.children[key]
-        top.parent = Node(array("i"), [], None, 0)
+        top.parent = Node(array("i"), array("i"), None, 0)
         top.parent.children[key] = top
         self._detached = [root for root in self._detached if root.children]
         self._detached.append(top.parent)
@@ -160,6 +168,7 @@ class RadixTree:
                 evicted.extend(node.page_ids[surplus:])
                 del node.page_ids[surplus:]
                 del node.tokens[surplus * self.page_size :]
+                node.num_cuts += 1
             else:
                 evicted.extend(node.page_ids)
                 assert node.parent is not None
@@ -178,13 +187,12 @@ class RadixTree:
             yield node
             pending.extend(node.children.values())
 
-    def path_page_ids(self, node: Node) -> list[int]:
+    def path_page_ids(self, node: Node) -> array:
         """The pages from the node's root to the end of `node`."""
-        runs: list[list[int]] = []
-        while node.parent is not None:
-            runs.append(node.page_ids)
-            node = node.parent
-        return [page_id for run in reversed(runs) for page_id in run]
+        page_ids = array("i")
+        for step in reversed(_path(node)):
+            page_ids.extend(step.page_ids)
+        return page_ids
 
     def check_invariants(self, locked: Iterable[Node]) -> None:
         """Recompute everything from the nodes and the held locks, in O(pages).
@@ -231,30 +239,73 @@ class RadixTree:
     def _roots(self) -> list[Node]:
         return [self.root, *self._detached]
 
-    def _walk(self, node: Node, tokens: Tokens) -> Iterator[tuple[Node, int]]:
-        """The nodes below `node` on the path of `tokens`, each with its number of matching pages (>= 1).
+    def _resume(self, match: Match) -> tuple[Node, int, int]:
+        """Where to search on after an earlier match: a node, how many pages of its run match, and how many
+        pages match in all.
 
-        Only the last node may match in part. The tree must not change before the walk has ended.
+        The pages of a node that is still in the tree, and the path to them, have the same tokens as before,
+        unless eviction cut the run, which may have got other pages since. Then the search starts anew.
+        """
+        path = _path(match.node)
+        top = path[-1].parent if path else match.node
+        if top is self.root and match.node.num_cuts == match.num_cuts:
+            left = match.num_pages
+            for node in reversed(path):
+                if left <= len(node.page_ids):
+                    return node, left, match.num_pages
+                left -= len(node.page_ids)
+        return self.root, 0, 0
+
+    def _walk(self, node: Node, in_run: int, tokens: Tokens) -> tuple[Node, int, int]:
+        """Follow `tokens` down the tree, from behind the first `in_run` pages of the run of `node`.
+
+        Returns:
+            The last node that matches, how many pages of its run match, and the number of pages followed.
         """
         size = self.page_size
         position = 0
-        while len(tokens) - position >= size:
+        while True:
+            if in_run < len(node.page_ids):
+                same = self._num_same_pages(node, in_run, tokens[position:])
+                in_run += same
+                position += same * size
+                if in_run < len(node.page_ids):
+                    break
             child = node.children.get(tokens[position : position + size].tobytes())
             if child is None:
-                return
-            run = len(child.page_ids)
-            matched = min(run, (len(tokens) - position) // size)
-            if matched > 1:  # the first page matches, because the key does
-                window = tokens[position : position + matched * size]
-                differs = np.frombuffer(child.tokens, np.int32, matched * size) != window
-                first = int(differs.argmax())
-                if differs[first]:
-                    matched = first // size
-            yield child, matched
-            if matched < run:
-                return
-            position += matched * size
-            node = child
+                break
+            node, in_run = child, 0
+        return node, in_run, position // size
+
+    def _num_same_pages(self, node: Node, first: int, tokens: Tokens) -> int:
+        """How many pages of the node's run, from page `first` on, hold the first of `tokens`."""
+        size = self.page_size
+        num_pages = min(len(node.page_ids) - first, len(tokens) // size)
+        if num_pages == 0:
+            return 0
+        run = np.frombuffer(node.tokens, np.int32, num_pages * size, first * size * node.tokens.itemsize)
+        differs = run != tokens[: num_pages * size]
+        position = int(differs.argmax())
+        return position // size if differs[position] else num_pages
+
+    def _lock_between(self, top: Node, end: Node, in_run: int) -> tuple[Node, array]:
+        """Lock the path from below `top` to the first `in_run` pages of `end`.
+
+        Returns:
+            The path's last node, and its page ids.
+        """
+        if in_run < len(end.page_ids):
+            end = self._split(end, in_run)
+        path = _path(end, top)
+        page_ids = array("i")
+        for node in reversed(path):
+            page_ids.extend(node.page_ids)
+        for node in path:
+            if node.lock_count == 0:
+                self.num_unlocked_pages -= len(node.page_ids)
+                self._eviction_order.pop(node, None)  # a new node from _split is not in it
+            node.lock_count += 1
+        return end, page_ids
 
     def _split(self, node: Node, num_pages: int) -> Node:
         """Move the first pages of a run into a new parent node and return it; the caller locks it at once.
@@ -274,6 +325,15 @@ class RadixTree:
 
     def _key(self, node: Node) -> bytes:
         return node.tokens[: self.page_size].tobytes()
+
+
+def _path(node: Node, top: Node | None = None) -> list[Node]:
+    """The nodes from `node` up to the one below `top`, or below the root."""
+    path = []
+    while node is not top and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path
 
 
 def _require(holds: bool, promise: str) -> None:

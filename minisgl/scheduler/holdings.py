@@ -4,12 +4,14 @@ Promise: a row and a lease belong to one request from `try_admit` to `release`. 
 entry of the device's tables once, and name no row that has changed hands since.
 """
 
+from array import array
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.radix_tree import Match
 from minisgl.request import Request, RequestState
 from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit, RowRules
 from minisgl.scheduler.policy import pages_for
@@ -59,9 +61,14 @@ class Holdings:
         """Pages that are free or evictable."""
         return self._cache.num_free_pages + self._cache.num_evictable_pages
 
-    def match_length(self, tokens: np.ndarray) -> int:
-        """How many leading tokens of `tokens`, int32 [tokens], are cached."""
-        return self._cache.match_length(tokens)
+    def find(self, matchable: np.ndarray, earlier: Match | None) -> Match:
+        """Find the cached prefix that `try_admit` would use now.
+
+        Args:
+            matchable: the part of a feed that may come from the cache, int32 [tokens].
+            earlier: what this found last for the same array, so that it compares no token twice.
+        """
+        return self._cache.find(matchable, earlier)
 
     def pages_still_needed(self, running: Iterable[Request]) -> int:
         """Pages that these requests still need for the rest of their feeds and their reserved output."""
@@ -70,17 +77,20 @@ class Holdings:
             for request in running
         )
 
-    def try_admit(self, request: Request, matchable: np.ndarray, pages_still_needed: int | None) -> bool:
+    def try_admit(
+        self, request: Request, matchable: np.ndarray, found: Match, pages_still_needed: int | None
+    ) -> bool:
         """Give a request a row and its cached prefix, if its other pages fit beside the running requests.
 
         Args:
             matchable: the part of its feed that may come from the cache, int32 [tokens].
+            found: what `find` found last for it.
             pages_still_needed: `pages_still_needed` of all running requests; None = admit it in any case.
 
         Returns:
             Whether the request was admitted; if not, nothing has changed.
         """
-        lease = self._lease_if_it_fits(request, matchable, pages_still_needed)
+        lease = self._lease_if_it_fits(request, matchable, found, pages_still_needed)
         if lease is None:
             return False
         request.lease = lease
@@ -92,7 +102,7 @@ class Holdings:
         if request.rules is not None:
             self._add_rules(request.row, rules_with_output(request.rules, request.output))
         if lease.page_ids:
-            self._page_updates.append(PageUpdate(request.row, 0, tuple(lease.page_ids)))
+            self._page_updates.append(PageUpdate(request.row, 0, lease.page_ids.tobytes()))
         self.num_with_extras += request.changes_logits or request.wants_logprobs
         return True
 
@@ -107,7 +117,7 @@ class Holdings:
             return False
         first_index, page_ids = grown
         if page_ids:
-            self._page_updates.append(PageUpdate(request.row, first_index, page_ids))
+            self._page_updates.append(PageUpdate(request.row, first_index, page_ids.tobytes()))
         capacity = len(request.lease.page_ids) * self._page_size
         request.decode_limit = (
             min(capacity, request.max_fed_tokens) if request.state is RequestState.DECODE else 0
@@ -129,7 +139,7 @@ class Holdings:
         if page_ids:
             request.uses_shared_pages = True
             request.num_planned_tokens += len(page_ids) * self._page_size
-            self._page_updates.append(PageUpdate(request.row, first_index, tuple(page_ids)))
+            self._page_updates.append(PageUpdate(request.row, first_index, page_ids.tobytes()))
 
     def share(self, request: Request) -> None:
         """Put the planned tokens' full pages into the tree; the step being planned computes them."""
@@ -142,7 +152,7 @@ class Holdings:
         """
         for index, page_id in self._cache.commit(request.lease, request.feed, num_fed):
             request.uses_shared_pages = True
-            self._page_updates.append(PageUpdate(request.row, index, (page_id,)))
+            self._page_updates.append(PageUpdate(request.row, index, array("i", [page_id]).tobytes()))
 
     def invalidate(self, request: Request) -> None:
         """Remove the request's pages from the cache's matches, because their keys and values may be wrong."""
@@ -203,9 +213,9 @@ class Holdings:
                 return
 
     def _lease_if_it_fits(
-        self, request: Request, matchable: np.ndarray, pages_still_needed: int | None
+        self, request: Request, matchable: np.ndarray, found: Match, pages_still_needed: int | None
     ) -> Lease | None:
-        lease = self._cache.admit(matchable, is_shareable=not request.is_isolated)
+        lease = self._cache.admit(matchable, earlier=found, is_shareable=not request.is_isolated)
         if pages_still_needed is not None:
             needed = pages_still_needed + self._pages_still_needed(request, 0, len(lease.page_ids))
             if needed > self.num_available_pages:

@@ -66,7 +66,7 @@ class PageUpdate(NamedTuple):
 
     row: int
     first_index: int
-    page_ids: tuple[int, ...]
+    page_ids: bytes  # little-endian int32
 
 
 class Chunk(NamedTuple):

@@ -1,6 +1,7 @@
 """The scheduler's policy as pure functions of plain numbers. Bookkeeping is in the other modules."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 PREFIX_WINDOW = 8
 """How many waiting requests compete by cached prefix, and how often the first may be skipped."""
@@ -8,6 +9,10 @@ ARRIVALS_PER_PRIORITY = 1024
 """How many earlier requests one level of priority overtakes: as many as a server holds open by default."""
 MAX_PRIORITY = 100
 """Priorities are clamped to plus or minus this, so that the wait of every request is bounded."""
+
+
+by_seniority = attrgetter("seniority")
+"""The sort key of every queue of requests; `seniority` computes it."""
 
 
 def seniority(priority: int, arrival: int) -> tuple[int, int]:
@@ -40,11 +45,11 @@ def prefill_budget_tokens(num_decoding: int, max_step_tokens: int, mixed_step_to
 
 
 def choose_waiting(match_lengths: Sequence[int], head_skips: int) -> int:
-    """Index of the waiting request to admit next, given the cached prefix of each in tokens.
+    """Index of the waiting request to admit next, given the length of each one's cached prefix.
 
     The longest prefix goes first, because its K/V may be evicted soon and other requests may extend it; on
     ties the earliest goes first. A head that was skipped `PREFIX_WINDOW` times goes first, so none starves.
     """
     if head_skips >= PREFIX_WINDOW:
         return 0
-    return max(range(len(match_lengths)), key=lambda index: (match_lengths[index], -index))
+    return match_lengths.index(max(match_lengths))

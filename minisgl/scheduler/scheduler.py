@@ -9,7 +9,7 @@ import logging
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain, takewhile
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -23,14 +23,14 @@ from minisgl.scheduler.failures import error_output, no_finite_logits, no_token_
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
 from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan
-from minisgl.scheduler.policy import PREFIX_WINDOW, choose_waiting, prefill_budget_tokens
+from minisgl.scheduler.policy import by_seniority, prefill_budget_tokens
 from minisgl.scheduler.request_factory import RequestFactory
-from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP, extras_of
+from minisgl.scheduler.rules import extras_of
 from minisgl.scheduler.stats import SchedulerStats
+from minisgl.scheduler.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-_seniority = attrgetter("seniority")
 _num_planned_tokens = attrgetter("num_planned_tokens")
 
 
@@ -43,7 +43,7 @@ class _LaunchedStep(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps and books their results. Only it and its `Holdings` write to requests."""
+    """Plans steps and books their results. Only it, `Holdings` and `WaitingQueue` write to requests."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         pool_tokens = cache.num_usable_pages * cache.page_size
@@ -60,16 +60,13 @@ class Scheduler:
         )
         self._holdings = Holdings(cache, config.max_rows, config.output_reserve_tokens)
         self._requests: dict[int, Request] = {}  # not yet finished
-        self._waiting: list[Request] = []  # by seniority
         self._running: list[Request] = []  # holds a row, not finished; by seniority
-        self._num_awaiting_release = (
-            0  # finished or preempting requests whose pages come back with a launched step
-        )
+        # Finished or preempting requests whose pages come back with a launched step.
+        self._num_awaiting_release = 0
         self._launched: deque[_LaunchedStep] = deque()
-        # The last request that did not fit: its id, and the pages that were available.
-        self._blocked_admission: tuple[int, int] | None = None
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
+        self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs)
         self._num_plans = 0
 
     @property
@@ -149,7 +146,7 @@ class Scheduler:
             for request in requests:
                 self._prompt_logprobs.start(request)
                 self._requests[request.request_id] = request
-                insort(self._waiting, request, key=_seniority)
+                self._waiting.add(request)
 
     def refuse(self, request_id: int, error: RequestError) -> None:
         """Answer a request that was not queued."""
@@ -194,7 +191,7 @@ class Scheduler:
             for request in prefilling:
                 self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
                 budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
-            if budget > 0 and self._may_admit:
+            if budget > 0 and self._waiting.may_admit:
                 # Counted once a step: the chunks planned below change no other request's need.
                 still_needed = self._holdings.pages_still_needed(self._running)
                 while budget > 0 and (request := self._admit_next(still_needed)) is not None:
@@ -310,8 +307,8 @@ class Scheduler:
         preempting = [request for request in self._running if request.is_preempting]
         assert self._num_awaiting_release == len(leaving) + len(preempting), "num_awaiting_release is off"
         assert len(self._requests) == len(self._waiting) + len(self._running), "a request is nowhere"
-        for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_seniority), "a queue is out of order"
+        for queue in (list(self._waiting), self._running):
+            assert queue == sorted(queue, key=by_seniority), "a queue is out of order"
 
     def _make_room_to_decode(self, request: Request) -> bool:
         """Get the page for a request's next decode, preempting younger requests if needed.
@@ -365,49 +362,16 @@ class Scheduler:
         self._holdings.share(request)
         return num_tokens
 
-    @property
-    def _may_admit(self) -> bool:
-        """Whether a waiting request may get a row in this step.
-
-        False if the first one did not fit and no page came free since, or if the new rules cost enough.
-        """
-        if not self._waiting or not self._holdings.has_free_row:
-            return False
-        if self._holdings.new_rules_cost_tokens >= MAX_RULES_COST_PER_STEP:
-            return False
-        return self._blocked_admission != (self._waiting[0].request_id, self._holdings.num_available_pages)
-
     def _admit_next(self, pages_still_needed: int) -> Request | None:
         """Admit the next waiting request, with a row and its cached prefix; None = none can be admitted.
 
         Args:
             pages_still_needed: pages that the running requests still need.
         """
-        if not self._may_admit:
+        request = self._waiting.admit_next(pages_still_needed if self._running else None)
+        if request is None:
             return None
-        head = self._waiting[0]
-        # The first ones up to another priority: with age, priorities may alternate.
-        window = list(takewhile(lambda r: r.priority == head.priority, self._waiting[:PREFIX_WINDOW]))
-        index = 0
-        if len(window) > 1:
-            parts = [self._prompt_logprobs.matchable_tokens(request) for request in window]
-            # Choices of a prompt share its array, so each array is matched once.
-            found = {id(part): part for part in parts}
-            lengths = {key: self._holdings.match_length(part) for key, part in found.items()}
-            index = choose_waiting([lengths[id(part)] for part in parts], head.num_times_skipped)
-        taken = self._try_admit(window[index], pages_still_needed)
-        if not taken and index:  # the head must not wait because the other request needs more room
-            index = 0
-            taken = self._try_admit(head, pages_still_needed)
-        if not taken:
-            self._blocked_admission = (head.request_id, self._holdings.num_available_pages)
-            return None
-        request = window[index]
-        self._blocked_admission = None
-        if index:
-            head.num_times_skipped += 1
-        del self._waiting[index]
-        insort(self._running, request, key=_seniority)
+        insort(self._running, request, key=by_seniority)
         if not request.was_admitted:  # False when it returns after a preemption
             request.was_admitted = True
             request.num_cached_tokens = request.num_planned_tokens
@@ -415,11 +379,6 @@ class Scheduler:
             self.stats.num_cached_tokens += request.num_cached_tokens
         request.move_to(RequestState.PREFILL)
         return request
-
-    def _try_admit(self, request: Request, pages_still_needed: int) -> bool:
-        """Give a waiting request a row and its cached prefix if the rest fits or no request runs."""
-        matchable = self._prompt_logprobs.matchable_tokens(request)
-        return self._holdings.try_admit(request, matchable, pages_still_needed if self._running else None)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """Book a computed chunk: put its full pages into the tree, or use the tree's for equal tokens."""
@@ -502,4 +461,4 @@ class Scheduler:
                 self._prompt_logprobs.start(request)  # start again: the prompt was computed only in part
             self._running.remove(request)
             request.move_to(RequestState.WAITING)
-            insort(self._waiting, request, key=_seniority)
+            self._waiting.add(request)

@@ -139,7 +139,8 @@ class FakeExecutor:
             self._last_token[init.row] = _POISON
         touched = set()
         for update in plan.page_updates:
-            for index, page_id in enumerate(update.page_ids, update.first_index):
+            page_ids = np.frombuffer(update.page_ids, "<i4").tolist()
+            for index, page_id in enumerate(page_ids, update.first_index):
                 assert (update.row, index) not in touched, "two values for one page-table entry in one plan"
                 touched.add((update.row, index))
                 self._pages[update.row][index] = page_id

@@ -36,7 +36,7 @@ class Pool:
         caches = torch.full((2, sum(counts) + 1, PAGE_SIZE, KV_HEADS, HEAD_DIM), float("nan"))
         caches[:, 0] = 0.0  # the scratch page
         self.table = HostPageTable(MAX_ROWS, PAGES_PER_ROW, PAGE_SIZE)
-        updates = [PageUpdate(row, 0, tuple(ids.tolist())) for row, ids in enumerate(pages)]
+        updates = [PageUpdate(row, 0, ids.numpy().astype("<i4").tobytes()) for row, ids in enumerate(pages)]
         self.table.update(StepPlan(0, (), tuple(updates), (), (), ()))
         self.device_table = torch.zeros(MAX_ROWS + 1, PAGES_PER_ROW, dtype=torch.int32)
         for row, (length, ids) in enumerate(zip(lengths, pages, strict=True)):

@@ -40,7 +40,9 @@ def ids(count: int) -> bytes:
 def test_the_host_knows_each_batch_as_the_device_will_have_it() -> None:
     told: list[BatchPages] = []
     pages = HostPageTable(max_rows=3, max_pages_per_row=4, page_size=PAGE_SIZE)
-    updates = (PageUpdate(0, 0, (7, 8, 9)), PageUpdate(2, 0, (4,)))
+    updates = tuple(
+        PageUpdate(row, 0, np.array(ids, dtype="<i4").tobytes()) for row, ids in ((0, [7, 8, 9]), (2, [4]))
+    )
     pages.update(StepPlan(0, (), updates, (), (), ()))
     planner = AttentionPlanner(Backend(select("torch"), told.append, told.append), pages)
 

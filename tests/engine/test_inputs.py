@@ -97,12 +97,50 @@ def test_padding_rows_look_at_a_token_that_is_looked_at_anyway() -> None:
     assert logit_index.tolist() == [0] * 5
 
 
+def test_many_updates_and_chunks_at_once_are_what_one_after_the_other_gives() -> None:
+    random = np.random.default_rng(0)
+    max_rows, width, page_size = 9, 12, 4
+    for _ in range(50):
+        pages = HostPageTable(max_rows, width, page_size)
+        table = np.zeros((max_rows + 1, width), np.int32)
+        updates, chunks, places = [], [], []
+        for row in random.permutation(max_rows)[: random.integers(1, max_rows)].tolist():
+            cut = int(random.integers(1, width))
+            own = random.permutation(np.arange(1, 100, dtype=np.int32))[:width]
+            updates += [PageUpdate(row, cut, own[cut:].tobytes()), PageUpdate(row, 0, own[:cut].tobytes())]
+            table[row] = own
+            start, end = sorted(random.choice(width * page_size + 1, 2, replace=False).tolist())
+            ids = random.integers(0, 1000, end - start, dtype=np.int32)
+            chunks.append(Chunk(row, start, ids.tobytes(), True))
+            places += [
+                (token, position, own[position // page_size] * page_size + position % page_size)
+                for token, position in zip(ids, range(start, end), strict=True)
+            ]
+        change = pages.update(plan_of(page_updates=tuple(updates)))
+        assert change is not None
+        device_table = np.zeros_like(table)
+        device_table.reshape(-1)[change.flat_index] = change.page_ids
+        np.testing.assert_array_equal(device_table, table)
+        size = PrefillBucket(len(places) + 3, len(chunks) + 2, 0)
+        token_ids, positions, slots, row_ids, context_len, row_start, logit_index = pack_prefill(
+            tuple(chunks), NO_DECODES, pages, size
+        )
+        assert [*zip(token_ids, positions, slots, strict=True)] == [*places, *[(0, 0, -1)] * 3]
+        lengths = [chunk.num_new_tokens for chunk in chunks]
+        ends = [sum(lengths[: index + 1]) for index in range(len(chunks))]
+        assert row_start.tolist() == [0, *ends, ends[-1], ends[-1]]
+        assert logit_index.tolist() == [end - 1 for end in [*ends, ends[-1], ends[-1]]]
+        assert row_ids.tolist() == [*(chunk.row for chunk in chunks), pages.padding_row, pages.padding_row]
+        whole = [chunk.num_computed_tokens + chunk.num_new_tokens for chunk in chunks]
+        assert context_len.tolist() == [*whole, 0, 0]
+
+
 def test_a_prefill_batch_knows_where_each_token_goes() -> None:
     pages = HostPageTable(max_rows=4, max_pages_per_row=4, page_size=4)
     plan = plan_of(
         Chunk(2, 3, tokens(10, 11, 12), False),
         Chunk(0, 0, tokens(20), True),
-        page_updates=(PageUpdate(2, 0, (7, 9)), PageUpdate(0, 0, (5,))),
+        page_updates=(PageUpdate(2, 0, tokens(7, 9)), PageUpdate(0, 0, tokens(5))),
     )
     change = pages.update(plan)
     assert change is not None

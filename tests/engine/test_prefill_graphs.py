@@ -63,9 +63,9 @@ class Engine:
             attention.v_cache.fill_(float("nan"))
         self.rows = Rows(MAX_ROWS, PAGES_PER_ROW, PAGE_SIZE, CPU)
         self.pages = HostPageTable(MAX_ROWS, PAGES_PER_ROW, PAGE_SIZE)
-        order = random.Random(3).sample(range(1, num_pages), num_pages - 1)
+        order = np.array(random.Random(3).sample(range(1, num_pages), num_pages - 1), dtype="<i4")
         updates = tuple(
-            PageUpdate(row, 0, tuple(order[row * PAGES_PER_ROW : (row + 1) * PAGES_PER_ROW]))
+            PageUpdate(row, 0, order[row * PAGES_PER_ROW : (row + 1) * PAGES_PER_ROW].tobytes())
             for row in range(MAX_ROWS)
         )
         change = self.pages.update(StepPlan(0, (), updates, (), (), ()))

@@ -119,7 +119,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pool.reshape(-1, self.page_size)[list(new)] = POISON
         if shares:
             self.manager.share(session.lease, session.tokens, stop)
-            assert session.page_table == session.lease.page_ids, "sharing exchanges nothing"
+            assert session.page_table == list(session.lease.page_ids), "sharing exchanges nothing"
         self.pool[self.slots(session, start, stop)] = self.prefix_numbers(session.tokens)[start:stop]
         session.num_computed_tokens = stop
 
@@ -235,7 +235,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_table_leads_to_the_right_content(self) -> None:
         for session in self.sessions:
-            assert session.page_table == session.lease.page_ids
+            assert session.page_table == list(session.lease.page_ids)
             computed = session.num_computed_tokens
             content = self.pool[self.slots(session, 0, computed)]
             assert np.array_equal(content, self.prefix_numbers(session.tokens[:computed]))

@@ -1,6 +1,7 @@
 """Directed tests of the radix tree; the brute-force comparison is in test_radix_tree_model.py."""
 
 import gc
+from array import array
 from collections.abc import Callable
 from itertools import count
 
@@ -28,23 +29,36 @@ class Cache:
         self.page_size = page_size
         self.fresh = count(1)
 
-    def put(self, letters: str) -> list[int]:
+    def put(self, letters: str) -> array:
         """Insert as one request would, and give the lock up again; returns the pages of the path."""
         node, found = self.tree.lock(pages(letters, self.page_size))
         rest = letters[len(found) :]
-        own = [next(self.fresh) for _ in rest]
+        own = array("i", [next(self.fresh) for _ in rest])
         node, duplicates = self.tree.extend(node, pages(rest, self.page_size), own)
-        assert duplicates == []
+        assert not duplicates
         path = self.tree.path_page_ids(node)
         self.tree.unlock(node)
         self.tree.check_invariants([])
         return path
 
     def match(self, letters: str) -> int:
-        return self.tree.match_length(pages(letters, self.page_size))
+        return self.tree.find(pages(letters, self.page_size)).num_pages
 
-    def lock(self, letters: str) -> tuple[Node, list[int]]:
+    def lock(self, letters: str) -> tuple[Node, array]:
         return self.tree.lock(pages(letters, self.page_size))
+
+
+def count_compared_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on, a list of how many pages each comparison may look at."""
+    compared: list[int] = []
+    real = RadixTree._num_same_pages
+
+    def counted(tree: RadixTree, node: Node, first: int, tokens: Tokens) -> int:
+        compared.append(min(len(node.page_ids) - first, len(tokens) // tree.page_size))
+        return real(tree, node, first, tokens)
+
+    monkeypatch.setattr(RadixTree, "_num_same_pages", counted)
+    return compared
 
 
 def shape(node: Node) -> object:
@@ -77,6 +91,42 @@ def test_match_leaves_the_tree_unchanged(page_size: int):
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_an_earlier_match_counts_no_page_that_eviction_took_and_another_replaced(page_size: int):
+    cache = Cache(page_size)
+    cache.put("abc")
+    wanted = pages("abc", page_size)
+    earlier = cache.tree.find(wanted)
+    assert earlier.num_pages == 3
+    cache.tree.evict(1)
+    cache.put("abd")
+    assert len(earlier.node.page_ids) == 3, "the same node holds abd now"
+    assert cache.tree.find(wanted, earlier).num_pages == 2
+    node, page_ids = cache.tree.lock(wanted, earlier)
+    assert len(page_ids) == 2
+    cache.tree.check_invariants([node])
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_an_earlier_match_is_found_again_without_comparing_its_tokens(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    cache = Cache(page_size)
+    cache.put("abcdef")
+    wanted = pages("abcdyz", page_size)
+    earlier = cache.tree.find(wanted)
+    compared = count_compared_pages(monkeypatch)
+    cache.tree.unlock(cache.lock("ab")[0])  # splits the run that the match ends in, before its end
+    cache.put("abcdxy")  # and where it ends
+    compared.clear()
+    assert cache.tree.find(wanted, earlier).num_pages == 4
+    assert sum(compared) == 0
+    cache.put("abcdyz")
+    compared.clear()
+    assert cache.tree.find(wanted, earlier).num_pages == 6
+    assert sum(compared) == 2, "only the pages that are new to the match"
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_lock_returns_the_matched_node_and_exactly_its_pages(page_size: int):
     cache = Cache(page_size)
     path = cache.put("abcdef")
@@ -92,11 +142,11 @@ def test_lock_covers_the_matched_node_itself_and_nothing_behind_it(page_size: in
     path = cache.put("abcdef")
     node, page_ids = cache.lock("abc")
     assert cache.tree.num_unlocked_pages == 3
-    assert sorted(cache.tree.evict(100)) == path[3:]
+    assert sorted(cache.tree.evict(100)) == list(path[3:])
     assert cache.match("abcdef") == 3
     cache.tree.check_invariants([node])
     cache.tree.unlock(node)
-    assert sorted(cache.tree.evict(100)) == page_ids
+    assert sorted(cache.tree.evict(100)) == list(page_ids)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -104,9 +154,9 @@ def test_extend_returns_the_pages_to_use_and_keeps_only_the_new_ones(page_size: 
     cache = Cache(page_size)
     path = cache.put("abcdef")
     root = cache.tree.root
-    node, found = cache.tree.extend(root, pages("abcxy", page_size), [91, 92, 93, 94, 95])
+    node, found = cache.tree.extend(root, pages("abcxy", page_size), array("i", [91, 92, 93, 94, 95]))
     assert found == path[:3]
-    assert cache.tree.path_page_ids(node) == [*path[:3], 94, 95]
+    assert list(cache.tree.path_page_ids(node)) == [*path[:3], 94, 95]
     assert cache.tree.num_pages == 8
     cache.tree.check_invariants([node])
 
@@ -122,9 +172,9 @@ def test_a_split_keeps_every_lock_on_its_pages(page_size: int):
     assert cache.tree.path_page_ids(deep) == path
     assert cache.tree.evict(100) == []
     cache.tree.unlock(deep)
-    assert sorted(cache.tree.evict(100)) == path[4:]
+    assert sorted(cache.tree.evict(100)) == list(path[4:])
     cache.tree.unlock(middle)
-    assert sorted(cache.tree.evict(100)) == path[2:4]
+    assert sorted(cache.tree.evict(100)) == list(path[2:4])
     cache.tree.unlock(high)
     cache.tree.check_invariants([])
 
@@ -133,7 +183,7 @@ def test_a_split_keeps_every_lock_on_its_pages(page_size: int):
 def test_eviction_takes_the_exact_number_of_pages_from_the_end_of_the_oldest_run(page_size: int):
     cache = Cache(page_size)
     old, new = cache.put("abcdef"), cache.put("uvwxyz")
-    assert sorted(cache.tree.evict(2)) == old[4:]
+    assert sorted(cache.tree.evict(2)) == list(old[4:])
     assert (cache.match("abcdef"), cache.match("uvwxyz")) == (4, 6)
     cache.tree.check_invariants([])
     assert sorted(cache.tree.evict(5)) == sorted([*old[:4], new[5]])
@@ -142,7 +192,7 @@ def test_eviction_takes_the_exact_number_of_pages_from_the_end_of_the_oldest_run
 
 def test_eviction_follows_the_last_use_and_not_the_insertion():
     cache = Cache(4)
-    a, b, c = cache.put("a"), cache.put("b"), cache.put("c")
+    a, b, c = (list(cache.put(letter)) for letter in "abc")
     node, _ = cache.lock("a")
     cache.tree.unlock(node)
     assert [cache.tree.evict(1) for _ in range(4)] == [b, c, a, []]
@@ -161,8 +211,8 @@ def test_a_growing_prefix_of_one_request_stays_one_run():
     cache = Cache(2)
     node, _ = cache.lock("")
     for index in range(500):
-        node, found = cache.tree.extend(node, pages("z", 2), [index + 1])
-        assert found == []
+        node, found = cache.tree.extend(node, pages("z", 2), array("i", [index + 1]))
+        assert not found
     assert len(list(cache.tree.nodes())) == 1
     cache.tree.check_invariants([node])
 
@@ -172,7 +222,7 @@ def test_a_run_that_someone_else_has_locked_is_not_made_longer():
     cache.put("ab")
     mine, _ = cache.lock("ab")
     yours, _ = cache.lock("ab")
-    mine, _ = cache.tree.extend(mine, pages("c", 2), [77])
+    mine, _ = cache.tree.extend(mine, pages("c", 2), array("i", [77]))
     cache.tree.unlock(mine)
     assert cache.tree.evict(9) == [77], "the other lock covers ab, not c"
     cache.tree.check_invariants([yours])
@@ -181,11 +231,11 @@ def test_a_run_that_someone_else_has_locked_is_not_made_longer():
 def test_the_tree_keeps_its_own_copy_of_the_tokens():
     tree = RadixTree(2)
     tokens = np.array([1, 2, 3, 4], np.int32)
-    node, _ = tree.extend(tree.root, tokens, [1, 2])
+    node, _ = tree.extend(tree.root, tokens, array("i", [1, 2]))
     tokens[:] = 9
     tree.check_invariants([node])
-    assert tree.match_length(np.array([1, 2, 3, 4], np.int32)) == 2
-    assert tree.match_length(tokens) == 0
+    assert tree.find(np.array([1, 2, 3, 4], np.int32)).num_pages == 2
+    assert tree.find(tokens).num_pages == 0
 
 
 def test_a_lock_given_up_twice_is_an_error():
@@ -201,7 +251,7 @@ def test_a_very_deep_tree_needs_no_recursion():
     depth = 5_000
     tree = RadixTree(1)
     tokens = np.arange(depth, dtype=np.int32)
-    node, _ = tree.extend(tree.root, tokens, list(range(1, depth + 1)))
+    node, _ = tree.extend(tree.root, tokens, array("i", range(1, depth + 1)))
     tree.unlock(node)
     for length in range(depth - 1, 0, -1):  # each cuts one page off the first run
         node, _ = tree.lock(tokens[:length])
@@ -209,7 +259,7 @@ def test_a_very_deep_tree_needs_no_recursion():
     assert len(list(tree.nodes())) == depth
 
     node, page_ids = tree.lock(tokens)
-    assert page_ids == tree.path_page_ids(node) == list(range(1, depth + 1))
+    assert page_ids == tree.path_page_ids(node) == array("i", range(1, depth + 1))
     tree.check_invariants([node])
     tree.unlock(node)
     assert tree.evict(depth // 2) == list(range(depth, depth // 2, -1))

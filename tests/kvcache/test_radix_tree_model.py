@@ -4,6 +4,7 @@ The model knows no nodes, runs or splits. It counts locks and times of last use 
 says exactly which pages an eviction must take.
 """
 
+from array import array
 from dataclasses import dataclass
 from itertools import count
 
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from minisgl.kvcache.radix_tree import Node, RadixTree, Tokens
+from minisgl.kvcache.radix_tree import Match, Node, RadixTree, Tokens
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 63, 64)
 LETTERS = st.text("abc", max_size=7) | st.text("ab", min_size=3, max_size=5)
@@ -44,6 +45,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         self.model: Model = {}
         self.detached: list[Model] = []
         self.locks: list[Lock] = []
+        self.matches: dict[str, Match] = {}  # what the tree found last, however long ago
         self.clock = 0
         self.fresh = count(1)
 
@@ -66,12 +68,12 @@ class RadixTreeMachine(RuleBasedStateMachine):
             found = prefix
         return found
 
-    @rule(letters=LETTERS)
-    def lock(self, letters: str) -> None:
+    @rule(letters=LETTERS, remembers=st.booleans())
+    def lock(self, letters: str, remembers: bool = False) -> None:
         tokens = self.tokens(letters)
         prefix = self.longest(tuple(tokens.tolist()))
-        node, page_ids = self.tree.lock(tokens)
-        assert page_ids == [self.model[step].page_id for step in self.prefixes(prefix)]
+        node, page_ids = self.tree.lock(tokens, self.matches.get(letters) if remembers else None)
+        assert list(page_ids) == [self.model[step].page_id for step in self.prefixes(prefix)]
         for step in self.prefixes(prefix):
             self.model[step].locks += 1
         self.locks.append(Lock(node, prefix, self.model))
@@ -83,7 +85,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         lock = self.locks[pick % len(self.locks)]
         more = self.tokens(letters)
         own = [next(self.fresh) for _ in letters]
-        lock.node, found = self.tree.extend(lock.node, more, own)
+        lock.node, found = self.tree.extend(lock.node, more, array("i", own))
         expected = []
         before = len(lock.prefix)
         lock.prefix += tuple(more.tolist())
@@ -96,7 +98,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
             else:
                 lock.model[step] = Page(page_id)
             lock.model[step].locks += 1
-        assert found == expected
+        assert list(found) == expected
 
     @rule(pick=PICKS)
     def unlock(self, pick: int) -> None:
@@ -124,7 +126,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         for other in self.locks:
             if other.model is self.model and other.prefix[: self.page_size] == first:
                 other.model = moved
-        assert self.tree.match_length(np.array(first, np.int32)) == 0
+        assert self.tree.find(np.array(first, np.int32)).num_pages == 0
 
     @rule(letters=LETTERS)
     def visit(self, letters: str) -> None:
@@ -155,8 +157,15 @@ class RadixTreeMachine(RuleBasedStateMachine):
     @rule(letters=LETTERS)
     def match(self, letters: str) -> None:
         tokens = self.tokens(letters)
-        found = self.tree.match_length(tokens)
-        assert found * self.page_size == len(self.longest(tuple(tokens.tolist())))
+        expected = len(self.longest(tuple(tokens.tolist())))
+        assert self.tree.find(tokens).num_pages * self.page_size == expected
+        self.matches[letters] = self.tree.find(tokens, self.matches.get(letters))
+        assert self.matches[letters].num_pages * self.page_size == expected
+
+    @rule(again=st.booleans())
+    def match_all_again(self, again: bool) -> None:
+        for letters in self.matches if again else ():
+            self.match(letters)
 
     @invariant()
     def the_tree_holds_what_the_model_holds(self) -> None:
@@ -177,7 +186,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         assert held == sorted(page.page_id for page in pages)
         for lock in self.locks:
             path = [lock.model[prefix].page_id for prefix in self.prefixes(lock.prefix)]
-            assert self.tree.path_page_ids(lock.node) == path
+            assert list(self.tree.path_page_ids(lock.node)) == path
 
 
 TestRadixTreeAgainstTheModel = RadixTreeMachine.TestCase

@@ -8,8 +8,7 @@ from scheduler_rig import build, drain, prompt_of
 from minisgl import request
 from minisgl.ipc.messages import AddRequest, ToEngine
 from minisgl.request import SamplingParams
-from minisgl.scheduler import request_factory
-from minisgl.scheduler import scheduler as scheduling
+from minisgl.scheduler import request_factory, waiting
 from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP
 
 N = 128
@@ -104,7 +103,7 @@ def test_a_step_takes_in_rules_up_to_a_bound_and_the_next_ones_the_rest() -> Non
 def test_rules_of_a_request_that_leaves_before_they_are_written_hold_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduling, "MAX_RULES_COST_PER_STEP", 1)  # instead of a prompt of 65,000 tokens
+    monkeypatch.setattr(waiting, "MAX_RULES_COST_PER_STEP", 1)  # instead of a prompt of 65,000 tokens
     scheduler, executor, _ = build(num_pages=6, page_size=4, max_rows=4)
     scheduler.add(0, prompt_of(*range(4, 24)), SamplingParams(max_tokens=0))  # takes all pages
     plan = scheduler.plan()

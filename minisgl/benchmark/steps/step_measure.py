@@ -197,6 +197,7 @@ def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int)
     """Give each of rows 0..num_rows-1 its own pages for `num_tokens` tokens, and set its length to
     `num_present`. The last present token is computed; the others are whatever the pool contains."""
     per_row = _pages_per_row(engine, num_tokens)
+    first_pages = np.arange(1, 1 + per_row, dtype="<i4")
     max_chunks = engine.config.max_step_tokens
     for begin in range(0, num_rows, max_chunks):
         rows = range(begin, min(begin + max_chunks, num_rows))
@@ -206,9 +207,7 @@ def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int)
         plan = StepPlan(
             step_id=0,
             row_inits=tuple(RowInit(row, 0.0, 0, 1.0, 0.0, row) for row in rows),
-            page_updates=tuple(
-                PageUpdate(row, 0, tuple(range(1 + row * per_row, 1 + (row + 1) * per_row))) for row in rows
-            ),
+            page_updates=tuple(PageUpdate(row, 0, (first_pages + row * per_row).tobytes()) for row in rows),
             decode_rows=(),
             chunks=tuple(chunks),
             sampled_rows=tuple(rows),
