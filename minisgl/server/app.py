@@ -20,10 +20,11 @@ from minisgl.server.choice_details import ChoiceDetails, PromptDetails
 from minisgl.server.http.middleware import CallFacts, Gate, facts_of, json_answer, require_admin
 from minisgl.server.http.schemas import GENERATE, GenerateBody
 from minisgl.server.http.uploads import Uploads
+from minisgl.server.open_choices import Delta, PreparedCall
 from minisgl.server.openai_schema import CallOptions, ChatCall, CompletionCall, parse_chat, parse_completion
 from minisgl.server.replies import Choice, OpenAIFormat, PlainTextFormat, Usage, error_body, error_of, sse
 from minisgl.server.served_model import ServedModel
-from minisgl.server.streams import Delta, Stream, Streams
+from minisgl.server.streams import Stream, Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.server.tokens import TokenApi
 from minisgl.text.bad_words import bad_words_ids
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 DETAIL_BYTES = 64
 """Rough lower bound of the size of one token's log probabilities and ids as JSON."""
+CHOICE_BYTES = 48
+"""A choice takes about as long to build as this many bytes take to tokenize."""
 WRITE_GRACE_S = 10.0
 """A client may take this much longer than --request-timeout-s to read its last tokens."""
 
@@ -132,11 +135,18 @@ class Api:
             stream = open_streams.enter_context(
                 self._streams.open(num_prompts * options.n, facts.request_id, facts.caller.key)
             )
-            prompts, shared, details = await self._threads.run(len(body), lambda: self._prepare(call))
             prompt_field = "messages" if is_chat else "prompt"
-            stream.submit(prompts, shared, options.n, prompt_field, options.priority)
+
+            def prepare() -> tuple[PreparedCall, list[ChoiceDetails]]:
+                prompts, params, details = self._prepare(call)
+                return stream.prepare(prompts, params, options.n, prompt_field, options.priority), details
+
+            num_bytes = len(body) + CHOICE_BYTES * stream.num_choices
+            prepared, details = await self._threads.run(num_bytes, prepare)
+            await stream.submit(prepared)
             is_plain = isinstance(call, CompletionCall) and call.is_plain
-            return Call(stream, options, is_chat, is_plain, UsageCounter(prompts, options.n, facts), details)
+            counter = UsageCounter(prepared.prompts, options.n, facts)
+            return Call(stream, options, is_chat, is_plain, counter, details)
 
     async def _send_stream(
         self,

@@ -1,11 +1,12 @@
 """The API's handlers without a server."""
 
 import asyncio
+import contextlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from unittest.mock import Mock
 
 import pytest
@@ -16,13 +17,14 @@ from small_model import CONTEXT
 from virtual_time import run_in_virtual_time
 
 from minisgl.errors import RequestError
-from minisgl.request import PackedLogprobs
+from minisgl.request import PackedLogprobs, SamplingParams
 from minisgl.server.admin import Admin
 from minisgl.server.app import WRITE_GRACE_S, Api, Call, UsageCounter, make_app
 from minisgl.server.debug import Debug
-from minisgl.server.http.middleware import CallFacts, Gate
+from minisgl.server.http.middleware import FACTS, CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
+from minisgl.server.openai_schema import CallOptions, CompletionCall
 from minisgl.server.replies import NO_FIELDS, Choice, PlainTextFormat, Usage
 from minisgl.server.streams import Delta, Stream, Streams
 from minisgl.server.text_threads import TextThreads
@@ -75,6 +77,38 @@ def test_the_first_event_about_a_long_prompt_does_not_hold_the_event_loop(
     assert asyncio.run(api._events(cast(Any, seen), delta, cast(Any, seen))) == b"before text"
     threads.close()
     assert (seen.thread is not threading.main_thread()) == is_aside
+
+
+@pytest.mark.parametrize(("num_prompts", "n", "is_aside"), [(2, 3, False), (1000, 1, True), (1, 1000, True)])
+def test_many_choices_are_built_in_a_thread_however_short_the_body_is(
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int, n: int, is_aside: bool
+) -> None:
+    found: list[threading.Thread] = []
+
+    def prepare(*_: object) -> NoReturn:
+        found.append(threading.current_thread())
+        raise RequestError(400, "stop", "the test has seen enough")
+
+    @contextlib.asynccontextmanager
+    async def body(_: object) -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    async def main() -> None:
+        threads, streams = TextThreads(), Streams(lambda _: None, NOTHING, 1000, 60.0)
+        streams.accept_requests(CONTEXT)
+        options = CallOptions(None, False, False, False, n, SamplingParams())
+        call = CompletionCall([[7]] * num_prompts, options)
+        model: Any = SimpleNamespace(check_name=lambda _: None, tokenizer=NOTHING)
+        api = Api(model, streams, threads, cast(Any, SimpleNamespace(body=body)), 60.0)
+        request = make_mocked_request("POST", "/")
+        request[FACTS] = CallFacts("id")
+        with contextlib.ExitStack() as stack, pytest.raises(RequestError, match="seen enough"):
+            await api._receive(request, lambda _: call, stack)
+        threads.close()
+
+    monkeypatch.setattr(Stream, "prepare", prepare)
+    asyncio.run(main())
+    assert [thread is not threading.main_thread() for thread in found] == [is_aside]
 
 
 def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_and_no_sooner() -> None:
