@@ -18,10 +18,11 @@ from virtual_time import run_in_virtual_time
 
 from minisgl.errors import RequestError
 from minisgl.request import PackedLogprobs, SamplingParams
+from minisgl.server import app
 from minisgl.server.admin import Admin
 from minisgl.server.app import WRITE_GRACE_S, Api, Call, UsageCounter, make_app
 from minisgl.server.debug import Debug
-from minisgl.server.http.middleware import FACTS, CallFacts, Gate
+from minisgl.server.http.middleware import CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
 from minisgl.server.openai_schema import CallOptions, CompletionCall
@@ -101,11 +102,11 @@ def test_many_choices_are_built_in_a_thread_however_short_the_body_is(
         model: Any = SimpleNamespace(check_name=lambda _: None, tokenizer=NOTHING)
         api = Api(model, streams, threads, cast(Any, SimpleNamespace(body=body)), 60.0)
         request = make_mocked_request("POST", "/")
-        request[FACTS] = CallFacts("id")
         with contextlib.ExitStack() as stack, pytest.raises(RequestError, match="seen enough"):
             await api._receive(request, lambda _: call, stack)
         threads.close()
 
+    monkeypatch.setattr(app, "facts_of", lambda _: CallFacts("id"))
     monkeypatch.setattr(Stream, "prepare", prepare)
     asyncio.run(main())
     assert [thread is not threading.main_thread() for thread in found] == [is_aside]
