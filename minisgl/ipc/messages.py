@@ -17,7 +17,7 @@ IDS_PER_SERVER = 1 << 40
 """Server process r uses the request ids from r * IDS_PER_SERVER on, so that ids are unique."""
 SLICE_REQUESTS = 128
 """A message adds at most about this many requests: adding them takes either process 1 to 2 ms."""
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 19
 """A message has at most about this many bytes of prompts, for the same reason."""
 MAX_PROFILED_STEPS = 1000
 """A trace of more steps is too large for trace viewers."""
