@@ -23,9 +23,7 @@ def test_a_garbage_collection_does_not_scan_what_the_server_is_made_of(tmp_path:
     async def main() -> None:
         link = EngineLink(ipc_dir)
         server = await open_http_server(settings, link, socket.create_server(("127.0.0.1", 0)))
-        assert all(
-            one is not server.streams for one in gc.get_objects()
-        )
+        assert all(one is not server.streams for one in gc.get_objects())
         assert gc.get_freeze_count() > 0
         await server.close()
         link.close()
