@@ -87,12 +87,7 @@ class LLM:
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
             lambda prompt_ids, params: ReplyText(
-                self._tokenizer,
-                prompt_ids,
-                stop_strings(params.stop),
-                skip_special_tokens=params.skip_special_tokens,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
+                self._tokenizer, prompt_ids, params, stop_strings(params.stop)
             ),
             config.seed,
         )

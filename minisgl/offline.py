@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.messages import AddRequest, add_requests
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
-from minisgl.seeds import base_seed, request_seed
+from minisgl.seeds import base_seed
 from minisgl.text.reply import ReplyText
 
 
@@ -77,7 +75,6 @@ class Reply:
         self.ended = False
         self._error: MinisglError | None = None
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_cached_tokens = 0
         self._text = text
         self._unread: deque[Delta] = deque()
 
@@ -104,40 +101,28 @@ class Reply:
         self._error = error
         self.ended = True
 
-    def receive(self, output: RequestOutput) -> None:
-        """Turn the engine's tokens into a delta; a stop string ends the reply before the engine ends it."""
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
-        if output.finish_reason is FinishReason.ERROR:
-            self.fail(
-                RequestError(
-                    output.error_status or 500,
-                    output.error_code or "internal_error",
-                    output.error_message or "the engine failed on this request",
-                    output.error_param,
-                )
-            )
-            return
-        finish_reason = output.finish_reason
-        if finish_reason is None:
-            piece = self._text.push(output.token_ids)
-        else:
-            piece = self._text.finish(output.token_ids, drop_last=finish_reason is FinishReason.STOP)
-        if piece.stopped:
-            finish_reason = FinishReason.STOP
-        self.ended = finish_reason is not None
+    def receive(self, output: RequestOutput) -> bool:
+        """Turn an output into a delta or an error; returns whether the engine must abort the request."""
+        try:
+            piece = self._text.receive(output)
+        except RequestError as error:
+            self.fail(error)
+            return False
+        self.ended = piece.finish_reason is not None
         self._unread.append(
             Delta(
                 text=piece.text,
-                token_ids=tuple(output.token_ids[: piece.num_tokens]),
-                finish_reason=finish_reason,
+                token_ids=tuple(piece.token_ids),
+                finish_reason=piece.finish_reason,
                 num_prompt_tokens=self._num_prompt_tokens,
-                num_cached_tokens=self._num_cached_tokens,
-                logprobs=None if output.logprobs is None else tuple(output.logprobs[: piece.num_tokens]),
+                num_cached_tokens=piece.num_cached_tokens,
+                logprobs=None if piece.logprobs is None else tuple(piece.logprobs),
                 prompt_logprobs=None
-                if output.prompt_logprobs is None
-                else tuple(output.prompt_logprobs.unpack()),
+                if piece.prompt_logprobs is None
+                else tuple(piece.prompt_logprobs.unpack()),
             )
         )
+        return piece.must_abort
 
 
 class OfflineDriver:
@@ -185,25 +170,16 @@ class OfflineDriver:
             engine = self._require_engine()
             request_ids = range(self._next_id, self._next_id + n)
             self._next_id += n
-            seeds: tuple[int, ...] = ()
-            if params.seed is None:
-                seeds = tuple(request_seed(self._base_seed, request_id) for request_id in request_ids)
             replies = [
                 Reply(request_id, len(prompt_ids), self._make_text(prompt_ids, params))
                 for request_id in request_ids
             ]
             self._open.update(zip(request_ids, replies, strict=True))
             try:
-                engine.add(
-                    AddRequest(
-                        request_id=request_ids[0],
-                        prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes(),
-                        params=params,
-                        streamed=streamed,
-                        num_choices=n,
-                        seeds=seeds,
-                    )
-                )
+                for message in add_requests(
+                    request_ids, [prompt_ids], params, base_seed=self._base_seed, streamed=streamed
+                ):
+                    engine.add(message)
             except BaseException:
                 for request_id in request_ids:
                     del self._open[request_id]
@@ -274,11 +250,10 @@ class OfflineDriver:
         reply = self._open.get(output.request_id)
         if reply is None:
             return  # abandoned while its step was in flight
-        reply.receive(output)
+        if reply.receive(output):
+            self._to_abort.append(output.request_id)
         if reply.ended:
             del self._open[output.request_id]
-            if output.finish_reason is None:  # a stop string matched, which the engine does not know
-                self._to_abort.append(output.request_id)
 
     def _send_aborts(self, engine: StepEngine) -> None:
         while self._to_abort:

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model_config": "errors",
         "attention.choice": "errors",
         "config": "errors log attention.choice model_config",
-        "ipc": "errors request",
+        "ipc": "errors seeds request",
         # what decides: no torch
         "kvcache": "errors",
         "scheduler": "errors request kvcache",
@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine": "errors log request config ipc attention.choice model_config kvcache scheduler parallel "
         "layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
-        "text": "errors fields",
+        "text": "errors fields request",
         "server": "errors log seeds fields request config ipc text __init__",
         "offline": "errors seeds request ipc text",
         "llm": "errors config request text offline engine weights",

@@ -6,14 +6,19 @@ import stat
 import subprocess
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from minisgl.errors import EngineDeadError
 from minisgl.ipc.messages import (
     IDS_PER_SERVER,
+    SLICE_BYTES,
+    SLICE_REQUESTS,
     AbortRequest,
     AddRequest,
     CacheFlushed,
@@ -24,11 +29,13 @@ from minisgl.ipc.messages import (
     Shutdown,
     Status,
     StepOutput,
+    ToEngine,
 )
 from minisgl.ipc.transport import EngineSocket, ServerSocket, make_ipc_dir
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 
 LIMIT_S = 10.0
+GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.fixture
@@ -104,6 +111,42 @@ def test_no_message_of_a_burst_is_lost_or_overtaken(ipc_dir: Path) -> None:
         server.close()
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    ("messages", "sizes"),
+    [
+        ([AddRequest(0, b"....", GREEDY)] * (SLICE_REQUESTS + 3), [SLICE_REQUESTS, 3]),
+        ([AddRequest(0, b"....", GREEDY, num_choices=SLICE_REQUESTS - 1)] * 3, [2, 1]),
+        ([AddRequest(0, bytes(SLICE_BYTES // 4), GREEDY)] * 6, [4, 2]),
+        ([AbortRequest(1)] * (SLICE_REQUESTS + 3), [SLICE_REQUESTS + 3]),
+    ],
+)
+def test_the_engine_takes_only_so_many_requests_between_two_steps(
+    ipc_dir: Path, messages: list[ToEngine], sizes: list[int]
+) -> None:
+    waiting = deque(map(msgspec.msgpack.encode, messages))
+
+    class Inbox:
+        """A socket in which all messages wait already."""
+
+        def poll(self, timeout_ms: int) -> bool:
+            return bool(waiting)
+
+        def recv(self, flags: int) -> bytes:
+            return waiting.popleft()
+
+    async def main() -> None:
+        server, engine = ServerSocket(ipc_dir), EngineSocket(ipc_dir)
+        real, engine._inbox = engine._inbox, cast(Any, Inbox())
+        arrived = [engine.receive(0) for _ in sizes]
+        assert [len(part) for part in arrived] == sizes
+        assert [message for part in arrived for message in part] == messages
+        engine._inbox = real
+        engine.close()
+        server.close()
+
+    asyncio.run(main())
 
 
 def test_each_server_process_gets_its_own_outputs_and_all_hear_what_is_for_all(ipc_dir: Path) -> None:

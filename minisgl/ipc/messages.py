@@ -4,21 +4,28 @@ Promise: plain data only (no pickle, no tensors). Structs are positional: new fi
 have defaults, so that old and new versions can talk.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
-from minisgl.request import RequestOutput, SamplingParams
+from minisgl.request import RequestOutput, SamplingParams, without_stop_strings
+from minisgl.seeds import request_seed
 
 IDS_PER_SERVER = 1 << 40
 """Server process r uses the request ids from r * IDS_PER_SERVER on, so that ids are unique."""
+SLICE_REQUESTS = 128
+"""A message adds at most about this many requests: adding them takes either process 1 to 2 ms."""
+SLICE_BYTES = 1 << 19
+"""A message has at most about this many bytes of prompts, for the same reason."""
 MAX_PROFILED_STEPS = 1000
 """A trace of more steps is too large for trace viewers."""
 ProfiledSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILED_STEPS)]
 
 
 class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Server -> engine: start one request, or all requests of a call. The engine answers each one."""
+    """Server -> engine: start one request, or several of a call. The engine answers each one."""
 
     request_id: int
     prompt_ids: bytes
@@ -40,6 +47,52 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
         assert self.seeds or params.seed is not None or params.temperature == 0, (
             "a request that samples needs a seed; who makes it draws one (minisgl/seeds.py)"
         )
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that this message starts."""
+        return self.num_choices * (1 + len(self.more_prompts))
+
+
+def add_requests(
+    request_ids: range,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    base_seed: int,
+    priority: int = 0,
+    streamed: bool = True,
+) -> Iterator[AddRequest]:
+    """The messages that start the requests of a call, in the order of their ids.
+
+    Args:
+        request_ids: the same number for each prompt; the ids of its choices follow each other.
+        base_seed: see `seeds.request_seed`; used if `params` has no seed.
+    """
+    n = len(request_ids) // len(prompts)
+    params = without_stop_strings(params)
+    start = 0
+    while start < len(prompts):
+        data = [np.asarray(prompts[start], "<i4").tobytes()]
+        num_bytes = len(data[0])
+        for prompt in prompts[start + 1 : start + max(1, SLICE_REQUESTS // n)]:
+            num_bytes += 4 * len(prompt)
+            if num_bytes > SLICE_BYTES:
+                break
+            data.append(np.asarray(prompt, "<i4").tobytes())
+        own = request_ids[start * n : (start + len(data)) * n]
+        seeds = tuple([request_seed(base_seed, one) for one in own]) if params.seed is None else ()
+        yield AddRequest(
+            own[0],
+            data[0],
+            params,
+            priority,
+            streamed,
+            num_choices=n,
+            more_prompts=tuple(data[1:]),
+            seeds=seeds,
+        )
+        start += len(data)
 
 
 class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):

@@ -16,7 +16,15 @@ import zmq
 import zmq.asyncio
 
 from minisgl.errors import ConfigError, EngineDeadError
-from minisgl.ipc.messages import IDS_PER_SERVER, StepOutput, ToEngine, ToServer
+from minisgl.ipc.messages import (
+    IDS_PER_SERVER,
+    SLICE_BYTES,
+    SLICE_REQUESTS,
+    AddRequest,
+    StepOutput,
+    ToEngine,
+    ToServer,
+)
 
 TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
@@ -73,10 +81,21 @@ class EngineSocket:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def receive(self, timeout_ms: int) -> list[ToEngine]:
-        """Everything waiting, in order; when nothing is, wait up to `timeout_ms` (0 = don't wait)."""
+        """The messages that wait, in order; when none does, wait up to `timeout_ms` (0 = don't wait).
+
+        Messages behind `SLICE_REQUESTS` new requests or `SLICE_BYTES` wait for the next call, so that adding
+        requests never holds the engine for long between two steps.
+        """
         messages: list[ToEngine] = []
-        while self._inbox.poll(0 if messages else timeout_ms):
-            messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        num_requests = num_bytes = 0
+        while num_requests < SLICE_REQUESTS and num_bytes < SLICE_BYTES:
+            if not self._inbox.poll(0 if messages else timeout_ms):
+                break
+            data = self._inbox.recv(zmq.NOBLOCK)
+            message = self._decoder.decode(data)
+            messages.append(message)
+            num_bytes += len(data)
+            num_requests += message.num_requests if isinstance(message, AddRequest) else 0
         return messages
 
     def send(self, message: ToServer, server: int | None = None) -> None:

@@ -4,6 +4,7 @@ Promise: all server processes of a port are built the same way. Only the first o
 engine, which is not done here.
 """
 
+import gc
 import logging
 import socket
 import ssl
@@ -148,6 +149,10 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     await siblings.start()
     assert runner.server is not None  # made by setup
     listener = Listener(sock, connections, runner.server, tls, server.keep_alive_timeout_s)
+    # All of this lives as long as the process. Unfrozen, each full collection would hold the event loop 20 to
+    # 40 ms, and a call with many choices is enough to start one.
+    gc.collect()
+    gc.freeze()
     return HttpServer(model, streams, siblings, threads, runner, connections, listener)
 
 

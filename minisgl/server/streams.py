@@ -6,102 +6,23 @@ unless the engine ended it.
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, AddRequest, StepOutput, ToEngine
-from minisgl.request import (
-    FinishReason,
-    PackedLogprobs,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-    fit_to_context,
-    without_stop_strings,
-)
-from minisgl.seeds import base_seed, request_seed
+from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, StepOutput, ToEngine, add_requests
+from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.seeds import base_seed
+from minisgl.server.open_choices import Delta, OpenChoice, PreparedCall, prepare
 from minisgl.server.silence import SilenceLimit
 from minisgl.server.stats import BusyClock, Rate, ServerStats
-from minisgl.text.reply import ReplyText
-from minisgl.text.stop import StopStrings
 from minisgl.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 LONGEST_RETRY_S = 300
-
-
-class Delta(NamedTuple):
-    """The new output of one choice, from one engine step."""
-
-    choice: int  # index of the choice, in the order of `submit`
-    text: str
-    num_tokens: int  # new tokens that count as output
-    num_cached_tokens: int  # prompt tokens found in the prefix cache; known with the first tokens
-    finish_reason: str | None  # "stop" or "length" with the last delta of a choice
-    token_ids: list[int]  # the tokens that `num_tokens` counts
-    logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if requested
-    prompt_logprobs: PackedLogprobs | None = None  # with a choice's first delta, if requested
-
-
-class SharedPromptLogprobs:
-    """Gives a prompt's log probabilities, which arrive with its first choice, to all choices of the prompt.
-
-    The deltas of the other choices are held back until the log probabilities have arrived.
-    """
-
-    def __init__(self, first_choice: int) -> None:
-        self._first_choice = first_choice
-        self._found: PackedLogprobs | None = None
-        self._held: list[Delta] = []
-        self._started: set[int] = set()
-
-    def add(self, delta: Delta) -> list[Delta]:
-        """Take in a delta; returns the deltas to deliver now. Each choice's first has `prompt_logprobs`."""
-        if delta.choice != self._first_choice:
-            self._held.append(delta)
-        if delta.prompt_logprobs is not None:
-            self._found = delta.prompt_logprobs
-        ready = [delta] if delta.choice == self._first_choice else []
-        if self._found is not None:
-            ready += map(self._with_logprobs, self._held)
-            self._held.clear()
-        return ready
-
-    def _with_logprobs(self, delta: Delta) -> Delta:
-        if delta.choice in self._started:
-            return delta
-        self._started.add(delta.choice)
-        return delta._replace(prompt_logprobs=self._found)
-
-
-class OpenChoice:
-    """One request in the engine: the stream that reads it, its index there, its text and token counts."""
-
-    __slots__ = ("index", "last_at", "num_prompt_tokens", "num_tokens", "shared", "stream", "text")
-
-    def __init__(
-        self,
-        stream: "Stream",
-        index: int,
-        text: ReplyText,
-        num_prompt_tokens: int,
-        shared: SharedPromptLogprobs | None,
-    ) -> None:
-        self.stream = stream
-        self.index = index
-        self.text = text
-        self.num_prompt_tokens = num_prompt_tokens
-        self.shared = shared  # None = no prompt_logprobs requested, or n = 1
-        self.num_tokens = 0
-        self.last_at = 0.0  # time.monotonic() of the last tokens
 
 
 class Stream:
@@ -118,7 +39,8 @@ class Stream:
         self.name = name
         self.key = key
         self.opened_at = time.monotonic()
-        self.request_ids: list[int] = []
+        self.request_ids = range(0)  # of all choices; empty until the call is sent
+        self.num_sent = 0  # requests that the engine was sent, in the order of their ids
         self._streams = streams
         self._unread: deque[Delta | MinisglError] = deque()
         self._has_unread = asyncio.Event()
@@ -132,24 +54,46 @@ class Stream:
         """Call `act` once no delta has arrived for `limit_s` seconds (the first: since the call began)."""
         return SilenceLimit(limit_s, lambda: self._last_delta_at, act)
 
-    def submit(
+    @property
+    def is_over(self) -> bool:
+        """Whether all choices have ended."""
+        return not self._num_unfinished
+
+    def prepare(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         n: int = 1,
         prompt_field: str = "prompt",
         priority: int = 0,
-    ) -> None:
-        """Send `n` requests per prompt (token ids), `num_choices` in all, to the engine. Call it once.
+    ) -> PreparedCall:
+        """Check and build `n` requests per prompt (token ids), `num_choices` in all. May run in a thread.
 
         Errors call the prompt `prompt_field`. Requests with a larger `priority` run sooner.
 
         Raises:
-            RequestError: a prompt is empty or too long (400), or too many tokens are queued (429).
+            RequestError: 400 if a prompt is empty or too long.
+        """
+        return prepare(
+            self,
+            self._streams.tokenizer,
+            prompts,
+            params,
+            n,
+            max_context_tokens=self._streams.max_context_tokens,
+            prompt_field=prompt_field,
+            priority=priority,
+        )
+
+    async def submit(self, call: PreparedCall) -> None:
+        """Send the call to the engine. Call it once. A large call is sent in slices; others run in between.
+
+        Raises:
+            RequestError: 429 if too many tokens are queued; then nothing was sent.
             EngineDeadError: the engine has ended.
         """
-        if self._num_unfinished:  # no error ended the stream during tokenization
-            self._streams.submit(self, prompts, params, n, prompt_field, priority)
+        if not self.is_over:  # no error ended the stream during tokenization
+            await self._streams.submit(self, call)
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yields the deltas of all choices as they arrive, until every choice has ended.
@@ -215,11 +159,11 @@ class Streams:
         seed: int | None = None,
     ) -> None:
         self._send = send
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_open = max_open
         self._timeout_s = timeout_s
         self._max_queued_tokens = max_queued_tokens
-        self._ids = itertools.count(rank * IDS_PER_SERVER + 1)
+        self._next_id = rank * IDS_PER_SERVER + 1
         self._base_seed = base_seed(seed)
         self._stats = ServerStats()
         self._open_time = BusyClock()  # runs while requests are open
@@ -243,7 +187,7 @@ class Streams:
 
     @property
     def num_running(self) -> int:
-        """Requests that the engine has and has not ended."""
+        """Requests that were submitted and have not ended."""
         return len(self._choices)
 
     @property
@@ -324,61 +268,32 @@ class Streams:
         self._empty.clear()
         return stream
 
-    def submit(
-        self,
-        stream: Stream,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        n: int,
-        prompt_field: str,
-        priority: int,
-    ) -> None:
+    async def submit(self, stream: Stream, call: PreparedCall) -> None:
         """See `Stream.submit`."""
-        limit = self._max_context_tokens
-        # All prompts share one message. It has the largest max_tokens; the engine lowers it for each prompt.
-        fitted = [fit_to_context(len(prompt_ids), params, limit, prompt_field) for prompt_ids in prompts]
-        largest = max(fitted, key=lambda one: one.max_tokens or 0)
-        stops = StopStrings(params.stop)
-        new_choices: list[OpenChoice] = []
-        for prompt_index, prompt_ids in enumerate(prompts):
-            is_shared = n > 1 and params.prompt_logprobs is not None
-            shared = SharedPromptLogprobs(prompt_index * n) if is_shared else None
-            for index in range(prompt_index * n, prompt_index * n + n):
-                text = ReplyText(
-                    self._tokenizer,
-                    prompt_ids,
-                    stops,
-                    skip_special_tokens=params.skip_special_tokens,
-                    include_stop=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                )
-                new_choices.append(OpenChoice(stream, index, text, len(prompt_ids), shared))
-        self._check_queued_tokens(sum(entry.num_prompt_tokens for entry in new_choices))
+        self._check_queued_tokens(call.num_prompt_tokens)
         # Ids are taken after the checks, so that a refused call does not change the seeds of later calls.
-        request_ids = [next(self._ids) for _ in new_choices]
-        seeds: tuple[int, ...] = ()
-        if params.seed is None:
-            seeds = tuple(request_seed(self._base_seed, request_id) for request_id in request_ids)
-        first, *others = [np.asarray(prompt_ids, "<i4").tobytes() for prompt_ids in prompts]
-        # One message for all requests, so that the parameters are sent, decoded and checked once.
-        message = AddRequest(
-            request_ids[0],
-            first,
-            without_stop_strings(largest),
-            priority,
-            num_choices=n,
-            more_prompts=tuple(others),
-            seeds=seeds,
+        stream.request_ids = range(self._next_id, self._next_id + len(call.choices))
+        self._next_id = stream.request_ids.stop
+        # All requests are registered at once and sent slice by slice. `abort` removes them in any case.
+        self._choices.update(zip(stream.request_ids, call.choices, strict=True))
+        self._add_queued_tokens(call.num_prompt_tokens)
+        n = len(call.choices) // len(call.prompts)
+        messages = add_requests(
+            stream.request_ids, call.prompts, call.params, base_seed=self._base_seed, priority=call.priority
         )
-        # Sending comes last, because only the engine can fail after it; `close` aborts what was sent.
-        for request_id, entry in zip(request_ids, new_choices, strict=True):
-            self._choices[request_id] = entry
-            self._add_queued_tokens(entry.num_prompt_tokens)
-            self._stats.num_prompt_tokens += entry.num_prompt_tokens
-            self._stats.prompt_tokens.observe(entry.num_prompt_tokens)
-        stream.request_ids += request_ids
-        self._send(message)
-        log.debug("requests from %d on: %d prompts, %d choices each", request_ids[0], len(prompts), n)
+        for message in messages:
+            if stream.num_sent:
+                await asyncio.sleep(0)
+            if stream.is_over:  # an error has ended it meanwhile
+                return
+            self._send(message)
+            for choice in call.choices[stream.num_sent : stream.num_sent + message.num_requests : n]:
+                self._stats.num_prompt_tokens += n * choice.num_prompt_tokens
+                self._stats.prompt_tokens.observe(choice.num_prompt_tokens, n)
+            stream.num_sent += message.num_requests
+        log.debug(
+            "requests from %d on: %d prompts, %d choices each", stream.request_ids[0], len(call.prompts), n
+        )
 
     def deliver(self, message: StepOutput) -> None:
         """Route one step's outputs to their streams. Outputs of requests that have ended are dropped."""
@@ -395,10 +310,11 @@ class Streams:
 
     def abort(self, stream: Stream) -> None:
         """Remove the stream's requests and tell the engine. The room stays reserved until `close`."""
-        for request_id in stream.request_ids:
+        for index, request_id in enumerate(stream.request_ids):
             if request_id in self._choices:
                 self._remove(request_id, FinishReason.ABORT)
-                self._tell_abort(request_id)
+                if index < stream.num_sent:
+                    self._tell_abort(request_id)
 
     def close(self, stream: Stream) -> None:
         """The reader has left: abort the stream's requests and release the room."""
@@ -454,42 +370,21 @@ class Streams:
         choice.last_at = now
 
     def _deliver(self, output: RequestOutput, choice: OpenChoice, now: float) -> None:
-        reason = output.finish_reason
-        if reason is FinishReason.ERROR or reason is FinishReason.ABORT:
-            self._remove(output.request_id, reason)
-            choice.stream.fail(
-                RequestError(
-                    output.error_status or 500,
-                    output.error_code or "internal_error",
-                    output.error_message or f"the engine ended this request: {reason.value}",
-                    output.error_param,
-                )
-            )
+        try:
+            piece = choice.text.receive(output)
+        except RequestError as error:
+            assert output.finish_reason is not None
+            self._remove(output.request_id, output.finish_reason)
+            choice.stream.fail(error)
             return
-        if reason is None:
-            piece = choice.text.push(output.token_ids)
-        else:
-            piece = choice.text.finish(output.token_ids, drop_last=reason is FinishReason.STOP)
-        if piece.num_tokens:
-            self._count(choice, piece.num_tokens, output.num_cached_tokens, now)
-        ended = FinishReason.STOP if piece.stopped else reason
-        if ended is not None:
-            self._remove(output.request_id, ended)
-            if reason is None:
-                self._tell_abort(output.request_id)
-        num_tokens = piece.num_tokens
-        delta = Delta(
-            choice.index,
-            piece.text,
-            num_tokens,
-            output.num_cached_tokens,
-            None if ended is None else ended.value,
-            output.token_ids[:num_tokens],
-            None if output.logprobs is None else output.logprobs[:num_tokens],
-            output.prompt_logprobs,
-        )
-        for ready in [delta] if choice.shared is None else choice.shared.add(delta):
-            choice.stream.put(ready)
+        if piece.token_ids:
+            self._count(choice, len(piece.token_ids), piece.num_cached_tokens, now)
+        if piece.finish_reason is not None:
+            self._remove(output.request_id, piece.finish_reason)
+        if piece.must_abort:
+            self._tell_abort(output.request_id)
+        for delta in choice.deltas(piece):
+            choice.stream.put(delta)
 
     def _tell_abort(self, request_id: int) -> None:
         try:

@@ -5,6 +5,7 @@ input, which has its own thread.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,11 +21,16 @@ NUM_SHORT = 2
 NUM_LONG = 1
 """Threads for long input. Only one, because tokenizing takes about 45 bytes of memory per byte of text."""
 
+GIL_S = 0.001
+"""After this time a thread that runs Python lets the event loop run. Python's own 5 ms would delay every turn
+of the loop by that much while a thread works."""
+
 
 class TextThreads:
     """The threads. `close` ends them without waiting."""
 
     def __init__(self) -> None:
+        sys.setswitchinterval(GIL_S)
         self._short = ThreadPoolExecutor(NUM_SHORT, "text")
         self._long = ThreadPoolExecutor(NUM_LONG, "long-text")
 

@@ -1,11 +1,13 @@
 """The API's handlers without a server."""
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 from unittest.mock import Mock
 
 import pytest
@@ -17,14 +19,18 @@ from small_model import CONTEXT
 from virtual_time import run_in_virtual_time
 
 from minisgl.errors import RequestError
-from minisgl.request import PackedLogprobs
+from minisgl.request import PackedLogprobs, SamplingParams
+from minisgl.server.apis import completer as completer_module
+from minisgl.server.apis.call import CallOptions
 from minisgl.server.apis.completer import WRITE_GRACE_S, Completer, OpenCall, UsageCounter
+from minisgl.server.apis.completions import CompletionCall
 from minisgl.server.apis.generate import PlainTextFormat
 from minisgl.server.app import make_app
 from minisgl.server.http.middleware import CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
-from minisgl.server.streams import Delta, Stream, Streams
+from minisgl.server.open_choices import Delta
+from minisgl.server.streams import Stream, Streams
 from minisgl.server.text_threads import TextThreads
 
 NOTHING: Any = None
@@ -76,6 +82,37 @@ def test_the_first_event_about_a_long_prompt_does_not_hold_the_event_loop(
     assert asyncio.run(completer._events(cast(Any, seen), delta)) == b"text"
     threads.close()
     assert (seen.thread is not threading.main_thread()) == is_aside
+
+
+@pytest.mark.parametrize(("num_prompts", "n", "is_aside"), [(2, 3, False), (1000, 1, True), (8, 125, True)])
+def test_many_choices_are_built_in_a_thread_however_short_the_body_is(
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int, n: int, is_aside: bool
+) -> None:
+    found: list[threading.Thread] = []
+
+    def prepare(*_: object) -> NoReturn:
+        found.append(threading.current_thread())
+        raise RequestError(400, "stop", "the test has seen enough")
+
+    @contextlib.asynccontextmanager
+    async def body(_: object) -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    async def main() -> None:
+        threads, streams = TextThreads(), Streams(lambda _: None, NOTHING, 1000, 60.0)
+        streams.accept_requests(CONTEXT)
+        call = CompletionCall([[7]] * num_prompts, CallOptions(SamplingParams(), n=n))
+        served: Any = SimpleNamespace(check_name=lambda _: None, tokenizer=NOTHING, name="tiny")
+        completer = Completer(served, streams, threads, cast(Any, SimpleNamespace(body=body)), 60.0)
+        request = make_mocked_request("POST", "/")
+        with contextlib.ExitStack() as stack, pytest.raises(RequestError, match="seen enough"):
+            await completer._receive(request, lambda *_: call, stack)
+        threads.close()
+
+    monkeypatch.setattr(completer_module, "facts_of", lambda _: CallFacts("id"))
+    monkeypatch.setattr(Stream, "prepare", prepare)
+    asyncio.run(main())
+    assert [thread is not threading.main_thread() for thread in found] == [is_aside]
 
 
 def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_and_no_sooner() -> None:

@@ -1,6 +1,7 @@
 """Text of any length, on the event loop or in threads: short texts never wait for long ones."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -45,3 +46,12 @@ def test_only_the_shortest_texts_are_handled_on_the_event_loop(num_bytes: int, n
             threads.close()
 
     assert asyncio.run(scenario()) == name
+
+
+def test_a_thread_that_runs_python_gives_way_to_the_event_loop_within_a_millisecond() -> None:
+    before = sys.getswitchinterval()
+    try:
+        TextThreads().close()
+        assert sys.getswitchinterval() <= 0.001
+    finally:
+        sys.setswitchinterval(before)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from minisgl.request import SamplingParams
+from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
-from minisgl.server.streams import Delta
 from minisgl.text.tokenizer import Tokenizer
 
 

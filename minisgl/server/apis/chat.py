@@ -33,9 +33,9 @@ from minisgl.server.apis.openai_answer import (
 )
 from minisgl.server.http.bodies import Body, Condition, FieldIs
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
+from minisgl.server.open_choices import Delta
 from minisgl.server.sampling_fields import SamplingFields
 from minisgl.server.served_model import ServedModel
-from minisgl.server.streams import Delta
 from minisgl.text.messages import normalize_messages
 
 ID_PREFIX = "chatcmpl-"

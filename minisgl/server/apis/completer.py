@@ -14,13 +14,14 @@ from typing import NamedTuple
 from aiohttp import web
 
 from minisgl.errors import MinisglError
-from minisgl.request import SamplingParams, with_bad_words_ids
+from minisgl.request import with_bad_words_ids
 from minisgl.server.apis.call import AnswerFormat, Call, CallContext, Usage, sse
 from minisgl.server.http.errors import error_of
 from minisgl.server.http.middleware import CallFacts, facts_of, json_answer, require_admin
 from minisgl.server.http.uploads import Uploads
+from minisgl.server.open_choices import Delta, PreparedCall
 from minisgl.server.served_model import ServedModel
-from minisgl.server.streams import Delta, Stream, Streams
+from minisgl.server.streams import Stream, Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.text.bad_words import bad_words_ids
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 DETAIL_BYTES = 64
 """Rough lower bound of the size of one token's log probabilities and ids as JSON."""
+CHOICE_BYTES = 48
+"""A choice takes about as long to build as this many bytes take to tokenize."""
 WRITE_GRACE_S = 10.0
 """A client may take this much longer than --request-timeout-s to read its last tokens."""
 
@@ -103,23 +106,23 @@ class Completer:
             )
             counter = UsageCounter(num_choices, options.n, facts)
             context = CallContext(self._model.tokenizer, self._model.name, facts.request_id, counter.usage)
-            prompts, params, answer_format = await self._threads.run(
-                len(body), lambda: self._prepare(call, context)
+            prepared, answer_format = await self._threads.run(
+                len(body) + CHOICE_BYTES * num_choices, lambda: self._prepare(call, context, stream)
             )
-            counter.count_prompts(prompts)
-            stream.submit(prompts, params, options.n, call.prompt_field, options.priority)
+            counter.count_prompts(prepared.prompts)
+            await stream.submit(prepared)
             return OpenCall(stream, counter, answer_format, options.stream)
 
-    def _prepare(
-        self, call: Call, context: CallContext
-    ) -> tuple[list["array[int]"], SamplingParams, AnswerFormat]:
-        """The prompts' token ids, the parameters with tokenized bad words, and the answer's format."""
+    def _prepare(self, call: Call, context: CallContext, stream: Stream) -> tuple[PreparedCall, AnswerFormat]:
+        """Tokenize the prompts and the bad words, and make what the stream and the answer need."""
         # Arrays, because the event loop sends them without a loop over the tokens.
         prompts = [array("i", ids) for ids in call.encode(self._model, self._streams.max_context_tokens)]
         params = call.options.params
         if params.bad_words:
             params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
-        return prompts, params, call.answer_format(prompts, context)
+        options = call.options
+        prepared = stream.prepare(prompts, params, options.n, call.prompt_field, options.priority)
+        return prepared, call.answer_format(prompts, context)
 
     async def _whole(self, call: OpenCall, deltas: Sequence[Sequence[Delta]]) -> bytes:
         """The answer of `stream: false`. Details of many tokens are written in a thread."""

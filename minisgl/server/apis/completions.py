@@ -41,9 +41,9 @@ from minisgl.server.apis.openai_answer import (
 )
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
+from minisgl.server.open_choices import Delta
 from minisgl.server.sampling_fields import SamplingFields
 from minisgl.server.served_model import ServedModel
-from minisgl.server.streams import Delta
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.tokenizer import Tokenizer
 

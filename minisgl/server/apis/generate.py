@@ -14,8 +14,8 @@ from minisgl.server.apis.completions import Text, encode_prompt
 from minisgl.server.apis.openai_answer import DONE
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.routes import EVENTS, Answer, Route
+from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
-from minisgl.server.streams import Delta
 
 
 def routes(completer: Completer) -> list[Route]:
