@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from operator import attrgetter
 
+MAX_ADMISSIONS_PER_STEP = 64
+"""Most requests that get a row in one step. Each takes the host about 40 us, and the step waits for it."""
 PREFIX_WINDOW = 8
 """How many waiting requests compete by cached prefix, and how often the first may be skipped."""
 ARRIVALS_PER_PRIORITY = 1024

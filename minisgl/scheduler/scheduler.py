@@ -23,7 +23,7 @@ from minisgl.scheduler.failures import error_output, no_finite_logits, no_token_
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
 from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan
-from minisgl.scheduler.policy import by_seniority, prefill_budget_tokens
+from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP, by_seniority, prefill_budget_tokens
 from minisgl.scheduler.request_factory import RequestFactory
 from minisgl.scheduler.rules import extras_of
 from minisgl.scheduler.stats import SchedulerStats
@@ -194,7 +194,11 @@ class Scheduler:
             if budget > 0 and self._waiting.may_admit:
                 # Counted once a step: the chunks planned below change no other request's need.
                 still_needed = self._holdings.pages_still_needed(self._running)
-                while budget > 0 and (request := self._admit_next(still_needed)) is not None:
+                num_before = len(self._running)
+                while budget > 0 and len(self._running) < num_before + MAX_ADMISSIONS_PER_STEP:
+                    request = self._admit_next(still_needed)
+                    if request is None:
+                        break
                     budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
                     still_needed += self._holdings.pages_still_needed([request])
 

@@ -6,6 +6,7 @@ from scheduler_rig import build, drain
 
 from minisgl.kvcache.radix_tree import Node, RadixTree, Tokens
 from minisgl.request import SamplingParams
+from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP
 
 
 def count_compared_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -61,3 +62,25 @@ def test_requests_behind_a_long_cached_prefix_compare_it_once_each(monkeypatch: 
     assert sum(compared) < 1.2 * num_requests * len(prefix)
     scheduler.apply(plan, executor.execute(plan))
     scheduler.check_invariants()
+
+
+def test_a_step_admits_so_few_requests_that_it_does_not_wait_for_the_host() -> None:
+    num_requests = MAX_ADMISSIONS_PER_STEP + 10
+    scheduler, executor, _ = build(num_pages=1000, max_rows=num_requests, max_step_tokens=4096)
+    scheduler.add_call(
+        0,
+        [np.arange(9, dtype=np.int32)],
+        SamplingParams(max_tokens=4),
+        num_requests,
+        0,
+        True,
+        range(num_requests),
+    )
+    num_chunks = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan is not None
+        num_chunks.append(len(plan.chunks))
+        scheduler.apply(plan, executor.execute(plan))
+        scheduler.check_invariants()
+    assert num_chunks == [MAX_ADMISSIONS_PER_STEP, 10, 0]
