@@ -67,15 +67,8 @@ def test_requests_behind_a_long_cached_prefix_compare_it_once_each(monkeypatch: 
 def test_a_step_admits_so_few_requests_that_it_does_not_wait_for_the_host() -> None:
     num_requests = MAX_ADMISSIONS_PER_STEP + 10
     scheduler, executor, _ = build(num_pages=1000, max_rows=num_requests, max_step_tokens=4096)
-    scheduler.add_call(
-        0,
-        [np.arange(9, dtype=np.int32)],
-        SamplingParams(max_tokens=4),
-        num_requests,
-        0,
-        True,
-        range(num_requests),
-    )
+    prompt, params = np.arange(9, dtype=np.int32), SamplingParams(max_tokens=4)
+    scheduler.add_call(0, [prompt], params, num_requests, 0, False, range(num_requests))
     num_chunks = []
     for _ in range(3):
         plan = scheduler.plan()
