@@ -1,7 +1,6 @@
 """A request: its sampling parameters, its states and its outputs.
 
-Promise: a `Request` changes state only along `NEXT`, so an illegal order of events raises an error where it
-happens.
+Promise: a `Request` changes state only along `NEXT`, so an illegal order of events raises an error at once.
 """
 
 from copy import copy
@@ -93,8 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...],
         Meta(max_length=MAX_BAD_WORDS_IDS),
     ] = ()
-    """Up to 128 sequences of up to 16 token ids. A sequence's last token is not generated right after the
-    others."""
+    """Up to 128 sequences of up to 16 token ids. A sequence's last token is not generated
+    right after the others."""
     logprobs: NumLogprobs | None = None
     """Return the log probability of each generated token and of this many most likely ones (0 to 20), in the
     model's own distribution: before temperature, penalties and all else. None = off."""

@@ -18,8 +18,7 @@ Cost: T * E logits read, 16 bytes a pair, and (T / BLOCK_T)^2 * E * 4 bytes of h
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int
-# in a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from typing import NamedTuple
