@@ -138,15 +138,15 @@ SAMPLING_FIELDS = tuple(
 """Name, annotated type, default."""
 
 
-def params_for_choice(params: SamplingParams, rank: int) -> SamplingParams:
-    """The parameters of one choice of a prompt.
+def params_for_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one choice of a prompt, by the choice's index.
 
     Each choice has a seed of its own. The first choice equals that of n = 1, and only for it are the prompt's
     log probabilities computed.
     """
-    if rank == 0 or (params.seed is None and params.prompt_logprobs is None):
+    if index == 0 or (params.seed is None and params.prompt_logprobs is None):
         return params
-    seed = None if params.seed is None else (params.seed + rank) & MAX_SEED
+    seed = None if params.seed is None else (params.seed + index) & MAX_SEED
     return _replace_unchecked(params, seed=seed, prompt_logprobs=None)
 
 
