@@ -1,4 +1,4 @@
-"""The decoder of the Llama family, and the frame of Gemma's (gemma.py).
+"""The decoder of the Llama family, also the frame of Gemma's blocks (gemma.py).
 
 The family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv bias), Qwen3 (q/k norm) and
 Qwen3-MoE (experts and q/k norm).
