@@ -323,7 +323,7 @@ def measure_crowd(folder: Path, num_clients: int, rounds: int) -> list[dict[str,
 def make_folder(folder: Path) -> Path:
     """A model folder as far as the server reads one: a token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: rank for rank, char in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -10,8 +10,8 @@ counts too much). Log probabilities of prompts' tokens are compared with transfo
 twice as far from it as transformers in bfloat16). What decode steps generate greedily is fed again as a
 prompt, by which no token may be less likely than the likeliest by more than twice that: both may be off.
 Then milliseconds for a decode step at each batch. At last a rank is killed in the middle of a step (bar: an
-error within 5 s, no process left, the GPUs of all ranks but 0 as free as before). Exit code 1 where a bar is
-missed.
+error within 5 s, no process left, the GPUs of all ranks but 0 as free as before). Exit code 1 where a bar
+is missed.
 """
 
 import argparse

@@ -40,8 +40,8 @@ def convert_value(value: Any, kind: Any, param: str) -> Any:
         code = "invalid_type" if ", got `" in text else "invalid_value"
         place = re.search(r" - at `\$((?:\[\d+\])*)", text)
         path = place[1] if place else ""
-        for rank in re.findall(r"\d+", path):
-            value = list(value)[int(rank)]  # it may be a set
+        for index in re.findall(r"\d+", path):
+            value = list(value)[int(index)]  # it may be a set
         got = f"a length of {len(value)}" if " of length " in text else shorten(value)
         at = f" at {param}{path}" if path else ""
         raise RequestError(

@@ -140,8 +140,7 @@ class LLM:
         Closing the iterator early aborts the request. Several may be open at once.
 
         Raises:
-            RequestError: at once when prompt or parameters are invalid; while iterating when the engine
-                refuses.
+            RequestError: at once if prompt or parameters are invalid; while iterating if the engine refuses.
         """
         (own,) = _as_params(params, 1)
         if _is_sequence(prompt) and len(prompt) and isinstance(prompt[0], Mapping):

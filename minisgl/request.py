@@ -1,7 +1,6 @@
 """A request: its sampling parameters, its states and its outputs.
 
-Promise: a `Request` changes state only along `NEXT`, so an illegal order of events raises an error where it
-happens.
+Promise: a `Request` changes state only along `NEXT`, so an illegal order of events raises an error at once.
 """
 
 from copy import copy
@@ -93,8 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...],
         Meta(max_length=MAX_BAD_WORDS_IDS),
     ] = ()
-    """Up to 128 sequences of up to 16 token ids. A sequence's last token is not generated right after the
-    others."""
+    """Up to 128 sequences of up to 16 token ids. A sequence's last token is not generated
+    right after the others."""
     logprobs: NumLogprobs | None = None
     """Return the log probability of each generated token and of this many most likely ones (0 to 20), in the
     model's own distribution: before temperature, penalties and all else. None = off."""
@@ -139,15 +138,15 @@ SAMPLING_FIELDS = tuple(
 """Name, annotated type, default."""
 
 
-def params_for_choice(params: SamplingParams, rank: int) -> SamplingParams:
-    """The parameters of one choice of a prompt.
+def params_for_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one choice of a prompt, by the choice's index.
 
     Each choice has a seed of its own. The first choice equals that of n = 1, and only for it are the prompt's
     log probabilities computed.
     """
-    if rank == 0 or (params.seed is None and params.prompt_logprobs is None):
+    if index == 0 or (params.seed is None and params.prompt_logprobs is None):
         return params
-    seed = None if params.seed is None else (params.seed + rank) & MAX_SEED
+    seed = None if params.seed is None else (params.seed + index) & MAX_SEED
     return _replace_unchecked(params, seed=seed, prompt_logprobs=None)
 
 

@@ -20,7 +20,8 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 READING = re.compile(r"^\| `([\w/.]+\.py)` \| (\d+) \| ", re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#:\s]+)\)")
+LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PATH = re.compile(r"\.?[\w-]+(/[\w.-]+)*(/|\.(py|md|toml|json))")
 NAMES_ELSEWHERE = {"config.json", "tokenizer.json", "generation_config.json"}
 """Files of a model folder."""
@@ -103,8 +104,12 @@ def test_every_path_that_is_named_exists(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(document: Path) -> None:
-    links = LINK.findall(document.read_text(encoding="utf-8"))
-    assert [link for link in links if not (document.parent / link).exists()] == []
+    for path, anchor in LINK.findall(document.read_text(encoding="utf-8")):
+        target = document.parent / path if path else document
+        assert target.exists(), path
+        if anchor:
+            headings = HEADING.findall(target.read_text(encoding="utf-8"))
+            assert anchor in {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings}
 
 
 def test_the_map_of_folders_in_the_architecture_is_true() -> None:

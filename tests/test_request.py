@@ -195,7 +195,7 @@ def test_what_is_derived_from_checked_parameters_is_not_checked_again(
 ) -> None:
     params = SamplingParams(seed=-1, prompt_logprobs=2, stop=("x",), allowed_token_ids=(1, 2), min_tokens=3)
     monkeypatch.setattr("minisgl.request.convert_value", None)  # would raise a TypeError
-    first, second = (params_for_choice(fit_to_context(6, params, 8), rank) for rank in (0, 1))
+    first, second = (params_for_choice(fit_to_context(6, params, 8), index) for index in (0, 1))
     assert (first.max_tokens, first.min_tokens, first.seed, first.prompt_logprobs) == (2, 2, -1, 2)
     assert (second.max_tokens, second.seed, second.prompt_logprobs) == (2, 0, None)
     assert without_stop_strings(params).stop == ()

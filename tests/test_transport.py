@@ -153,7 +153,7 @@ def test_each_server_process_gets_its_own_outputs_and_all_hear_what_is_for_all(i
     mine, other = RequestOutput(1, [5]), RequestOutput(IDS_PER_SERVER + 1, [6], FinishReason.STOP)
 
     async def talk() -> None:
-        servers = [ServerSocket(ipc_dir, rank) for rank in range(3)]
+        servers = [ServerSocket(ipc_dir, index) for index in range(3)]
         engine = EngineSocket(ipc_dir, 3)
         engine.send(Fatal("no memory"))
         engine.send_outputs(StepOutput([mine, other, mine]))
@@ -164,8 +164,8 @@ def test_each_server_process_gets_its_own_outputs_and_all_hear_what_is_for_all(i
             [Fatal("no memory"), StepOutput([other])],
             [Fatal("no memory"), Status(4)],
         ]
-        for rank, server in enumerate(servers):
-            server.send(Ping(0, rank))
+        for index, server in enumerate(servers):
+            server.send(Ping(0, index))
         arrived: list[object] = []
         while len(arrived) < 3:
             arrived += engine.receive(int(LIMIT_S * 1000))

@@ -22,8 +22,7 @@ others wait; `release_flag` ends that.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int in
-# a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
@@ -40,13 +39,11 @@ from triton_kernels.tuning import tuned
 
 MAX_RANKS = 16
 MAX_PROGRAMS = 128
-"""All programs must run at once: an H200 has 132 multiprocessors, and smaller GPUs hold several programs on
-each."""
+"""All programs must run at once: an H200 has 132 multiprocessors; smaller GPUs hold several on one."""
 
 # Layout of a region: MAX_PROGRAMS call counters, the release flag, two buffers. There are no flags and no
 # fences (NVIDIA calls this protocol "Lamport": TensorRT-LLM, customAllReduceKernels). A receiver polls the
-# data
-# itself: an element that has not arrived holds _ABSENT, a NaN that no rank sends, and the receiver puts
+# data itself: an element that has not arrived holds _ABSENT, a NaN that no rank sends, and the receiver puts
 # _ABSENT back when it has read the element. Calls alternate between the two buffers. When a rank writes into
 # a buffer, every other rank has finished the call before the last one: it sent its data of the last call from
 # a later kernel than the one that restored _ABSENT.
@@ -152,8 +149,7 @@ def _place(addresses_ptr, rank, offset, BITS: tl.constexpr):
 def _receive(ptrs, stride, own, mask, rank, released_ptr, dtype: tl.constexpr, N: tl.constexpr):
     """Wait for the data of N ranks at `ptrs` (`stride` elements apart), and put _ABSENT back.
 
-    Returns their float32 sum in the order of the ranks. The part of `rank` is `own` (float32), which is not
-    sent.
+    Returns their float32 sum in the order of the ranks. The part of `rank` is `own` (float32), not sent.
     """
     waiting = 1
     total = own

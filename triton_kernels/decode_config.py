@@ -18,8 +18,7 @@ FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
 """The same if `four_warps_share`; such batches are never larger."""
 MAX_SPLITS = 64
 FEW_ROWS = MAX_ROWS
-"""Most rows of a batch that may get its own configuration. torch.compile specialises for this bound
-anyway."""
+"""Most rows of a batch that may get its own configuration. torch.compile specialises for it anyway."""
 
 
 class DecodeConfig(NamedTuple):
@@ -118,8 +117,7 @@ def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> 
 
 
 def fewest_alike(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> int:
-    """The fewest rows of a batch in which a row's result equals, to the last bit, that in a batch of
-    num_rows.
+    """The fewest rows of a batch in which a row's result is, to the last bit, that in a batch of num_rows.
 
     Valid if no config is given.
     """

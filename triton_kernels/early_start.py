@@ -36,9 +36,8 @@ Every program waits before it stores and before it loads data that other kernels
 exceptions. (1) Data stored before a kernel that is not in this table may be loaded at any time after that
 kernel: it started when all kernels before it had ended, and kernels start in order. In a decode step these
 are the step's inputs (positions, slots, lengths, the page table): torch's embedding follows them. (2) A
-kernel
-with a named predecessor may load data that the predecessor does not store, if the predecessor lets it start
-only after all of its own programs have waited or ended. At least one program of each kernel must wait.
+kernel with a named predecessor may load data that the predecessor does not store, if the predecessor lets it
+start only after all of its own programs have waited or ended. At least one program of each kernel must wait.
 """
 
 
@@ -75,8 +74,7 @@ def after_predecessor(number, EARLY: tl.constexpr):
 
 @triton.jit
 def start_next_and_wait(number, EARLY: tl.constexpr):
-    """`after_predecessor`; the next kernel may start before the wait. For next kernels of few small
-    programs."""
+    """`after_predecessor`; the next kernel, one of few small programs, may start before the wait."""
     return _behind(_START_NEXT + _WAIT, number, EARLY, PURE=True)
 
 
@@ -88,8 +86,7 @@ def between_kernels(number, EARLY: tl.constexpr):
 
 @triton.jit
 def start_next_if_few(number, most: tl.constexpr, EARLY: tl.constexpr):
-    """Return `number` (int32); if it is at most `most`, the next kernel may start once all programs have
-    begun."""
+    """Return `number` (int32); if it is at most `most`, the next kernel may start once all programs run."""
     if EARLY:
         return tl.inline_asm_elementwise(
             "{.reg .pred p; setp.le.s32 p, $1, $2; @p griddepcontrol.launch_dependents; mov.b32 $0, $1;}",
@@ -123,8 +120,7 @@ def let_next_start(values, EARLY: tl.constexpr):
 
 
 # The next two are only for kernels that torch.compile does not see: it would believe that they write all
-# their
-# tensors.
+# their tensors.
 
 
 @triton.jit

@@ -6,8 +6,7 @@
 M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous.
 
 With so few rows, reading the weights dominates. BLOCK_N rows of w are the tall operand of the tensor cores,
-the
-M rows of x the narrow one. A program computes its outputs over all of k, so there are no partial sums to
+the M rows of x the narrow one. A program computes its outputs over all of k, so there are no partial sums to
 merge, and small tiles keep enough loads in flight. With few outputs, a program's chain of dependent products
 dominates instead: then the weight is the narrow operand (8 or 16 outputs per program), and the warps sum over
 different parts of k.
@@ -19,8 +18,7 @@ Cost: N*K elements read: memory bound. 2*M*N*K FLOP.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int in
-# a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
@@ -127,8 +125,7 @@ def _linear_kernel(
     rows = tl.arange(0, BLOCK_M)
     # After a gated layer comes a linear one, whose programs would be distributed unevenly if they started
     # beside this kernel's. After other layers comes a norm or a sum over ranks, which are small, or
-    # attention,
-    # which loads much before it waits.
+    # attention, which loads much before it waits.
     num_rows = after_predecessor(num_rows, EARLY) if GATED else start_next_and_wait(num_rows, EARLY)
     there = rows < num_rows
     x_ptrs = x_ptr + rows[None, :].to(tl.int64) * x_stride + lanes[:, None]

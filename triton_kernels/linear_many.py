@@ -8,21 +8,17 @@ M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous; K
 BLOCK_N rows of w are the tall operand of the tensor cores and BLOCK_M rows of x the narrow one, or the other
 way round; the copy engine (TMA) fetches both several steps ahead. The tall operand has at least 64 rows; with
 few outputs it is x, so that more programs share the outputs. If that still leaves multiprocessors idle,
-SPLITS
-programs share the sum over k, and a second kernel adds their partial sums in a fixed order.
+SPLITS programs share the sum over k, and a second kernel adds their partial sums in a fixed order.
 
 linear_few.py serves up to FEW_ROWS rows. For more rows the tuning table chooses a configuration or torch's
-own
-product by shape and rows; without an entry torch's product is used. A row's result is the same to the last
-bit
-in all batches with the same configuration.
+own product by shape and rows; without an entry torch's product is used. A row's result is the same to the
+last bit in all batches with the same configuration.
 
 Cost: N*K elements read, x once for every BLOCK_N outputs: memory bound up to about 200 rows. 2*M*N*K FLOP.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int in
-# a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from typing import NamedTuple
@@ -266,8 +262,7 @@ def _config(x: Tensor, weight: Tensor, op: str) -> TiledConfig:
 
 
 # Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
-# for
-# each recorded graph.
+# for each recorded graph.
 
 
 @torch.library.custom_op("minisgl::linear_many", mutates_args=())

@@ -17,8 +17,7 @@ Cost: weights of the experts hit, once (decode: memory bound); 6 * P * M * F FLO
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int
-# in a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from typing import NamedTuple

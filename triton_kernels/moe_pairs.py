@@ -16,8 +16,7 @@ Cost: the weights of each pair's expert: if tokens share an expert, once more fr
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int
-# in a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from typing import NamedTuple
@@ -144,8 +143,7 @@ def _down_sum(
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """A token's output before its division by the sum of the masses; the first `tiles` are already
-    loading."""
+    """A token's output before its division by the masses' sum; the first `tiles` are already loading."""
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for i in tl.static_range(TOP_K * STEPS):
@@ -186,7 +184,7 @@ def _pairs_down_kernel(
     lanes = tl.arange(0, BLOCK_K)
     for token in range(num_tokens):
         # The kernel that wrote the logits has ended: the first kernel waits for it before it lets this one
-        # start.
+        # begin to run.
         keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
         top = key_logits(tl.max(keys, 0))
         somewhere = top > float("-inf")

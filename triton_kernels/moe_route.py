@@ -10,16 +10,15 @@ T tokens, E experts, P = T * top_k pairs. NaN logits count as -inf; a token all 
 padding token, say) goes to no expert: its pairs carry expert E and are not in `order`, which then ends
 earlier. 1 <= top_k <= E <= 1024.
 
-The sort is a counting sort. Each block of tokens picks its experts, ranks them within the block and writes a
-histogram. Then each block sums the histograms before its own and writes its pairs to their places; this is a
-second launch unless there is one block (T <= 32). No atomics, no host sync: the grid depends on T alone.
+The sort is a counting sort. Each block of tokens picks its experts, numbers each expert's pairs and writes
+a histogram. Then each block sums the histograms before its own and writes its pairs to their places; this is
+a second launch unless there is one block (T <= 32). No atomics, no host sync: the grid depends on T alone.
 
 Cost: T * E logits read, 16 bytes a pair, and (T / BLOCK_T)^2 * E * 4 bytes of histograms from L2.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
-# int
-# in a kernel.
+# int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from typing import NamedTuple
@@ -76,7 +75,7 @@ def _top_k_kernel(
     logits_ptr,
     experts_ptr,
     weights_ptr,
-    ranks_ptr,
+    indices_ptr,
     counts_ptr,
     order_ptr,
     num_tokens,
@@ -110,7 +109,7 @@ def _top_k_kernel(
     total = tl.sum(tl.where(chosen, mass, 0.0), 1) if RENORMALIZE else tl.sum(mass, 1)
     weights = tl.where(somewhere[:, None], mass / tl.where(somewhere, total, 1.0)[:, None], 0.0)
     routed = (chosen & somewhere[:, None]).to(tl.int32)
-    ranks = tl.cumsum(routed, 0) - routed
+    indices = tl.cumsum(routed, 0) - routed
     counts = tl.sum(routed, 0)
     pairs = tokens[:, None] * TOP_K + slots
     expert = tl.where(somewhere[:, None], lanes[None, :], E)
@@ -119,16 +118,16 @@ def _top_k_kernel(
     if ONE_BLOCK:
         ends = tl.cumsum(counts, 0)
         tl.store(counts_ptr + lanes, ends, lanes < E)
-        tl.store(order_ptr + (ends - counts)[None, :] + ranks, pairs, routed > 0)
+        tl.store(order_ptr + (ends - counts)[None, :] + indices, pairs, routed > 0)
     else:
         tl.store(counts_ptr + block * E + lanes, counts, lanes < E)
-        tl.store(ranks_ptr + pairs, ranks, chosen)
+        tl.store(indices_ptr + pairs, indices, chosen)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _sort_kernel(
     experts_ptr,
-    ranks_ptr,
+    indices_ptr,
     counts_ptr,
     order_ptr,
     expert_end_ptr,
@@ -159,9 +158,9 @@ def _sort_kernel(
     pairs = block * BLOCK_PAIRS + within
     mask = (within < BLOCK_PAIRS) & (pairs < num_pairs)
     expert = tl.load(experts_ptr + pairs, mask, other=E)
-    rank = tl.load(ranks_ptr + pairs, mask, other=0)
+    index = tl.load(indices_ptr + pairs, mask, other=0)
     routed = mask & (expert < E)
-    place = rank + tl.gather(begin, tl.where(routed, expert, 0), 0)
+    place = index + tl.gather(begin, tl.where(routed, expert, 0), 0)
     tl.store(order_ptr + place, pairs, routed)
 
 
@@ -184,13 +183,13 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     experts, order, expert_end = ints(num_tokens, top_k), ints(num_pairs), ints(num_experts)
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     one_block = num_blocks == 1
-    ranks = experts if one_block else torch.empty_like(experts)
+    indices = experts if one_block else torch.empty_like(experts)
     counts = expert_end if one_block else ints(num_blocks, num_experts)
     _top_k_kernel[(num_blocks,)](
         logits,
         experts,
         weights,
-        ranks,
+        indices,
         counts,
         order,
         num_tokens,
@@ -206,7 +205,7 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
     if not one_block:
         _sort_kernel[(num_blocks,)](
             experts,
-            ranks,
+            indices,
             counts,
             order,
             expert_end,

@@ -15,8 +15,7 @@ rope_paged_decode starts from the output of the qkv projection. It does the work
 new tokens and then the above, in one launch: each program rotates the queries it needs, and the program with
 a row's newest token also stores that token's key and value.
 
-A row's result depends, to the last bit, only on the row, the configuration and the batch's tier
-(`fewest_alike`).
+A row's result depends, to the last bit, on the row, the configuration and the batch's tier (`fewest_alike`).
 
 Cost: 2 * sum(context_len) * K * D elements read, once: memory bound. 4 * sum(context_len) * H * D FLOP.
 Scratch: D + 2 floats per head and one counter per KV head, for each split that the page table has room for
@@ -259,8 +258,7 @@ def _paged_decode_kernel(
                 k_weight = tl.load(k_norm_ptr + lanes, lanes < D, other=0.0).to(tl.float32)
                 k_weight_of_partner = tl.load(k_norm_ptr + partner, lanes < D, other=0.0).to(tl.float32)
         # Earlier kernels of this step wrote none of that, so it may be loaded before the wait. Every row has
-        # a
-        # unit, so at least one program waits.
+        # a unit, so at least one program waits.
         kv_head = after_predecessor(kv_head, EARLY)
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
@@ -334,8 +332,7 @@ def _paged_decode_kernel(
             top = new_top
         mass = tl.sum(masses, 0)
 
-        # The first counter hands out the units. Programs ask once per unit, and the last one to ask resets
-        # it.
+        # The first counter hands out the units. Programs ask once per unit; the last one to ask resets it.
         next_unit = num_units
         if num_units > tl.num_programs(0):
             asked_ptr = arrivals_ptr + (kv_head - unit % K)  # + 0, which is known after the wait
@@ -441,10 +438,9 @@ def paged_decode_triton(
     # bound of eight times the maximum gives all longer page tables the same compiled kernel.
     most_splits = min(ceil_div(max_tokens, config.split_tokens), 8 * config.max_splits)
     # Arithmetic without branches, because torch.compile makes one code for any number of rows. Above the
-    # second
-    # tier a multiprocessor gets only as many programs as keep the memory busy: with more, all would hold a
-    # unit
-    # at once and none could balance the load. Smaller batches get more programs than the GPU holds.
+    # second tier a multiprocessor gets only as many programs as keep the memory busy: with more, all would
+    # hold a unit at once and none could balance the load. Smaller batches get more programs than the GPU
+    # holds at once.
     units = [
         min(num_rows, rows) * min(config.max_splits, ceil_div(most_splits, 1 << tier))
         for tier, rows in enumerate((first, second, third, num_rows))
@@ -539,10 +535,10 @@ def paged_decode(
     """Attention of q [R, H, D] over the first context_len[r] tokens of row row_ids[r]; returns [R, H, D].
 
     k_cache and v_cache are [P, S, K, D], page_table int32 [B, C], row_ids and context_len int32 [R]. With
-    window > 0 a row sees only its last `window` tokens; with softcap > 0 scores are softcap *
-    tanh(s/softcap).
-    arrivals are at least num_arrivals(R, K) counters (int32 zeros). They are zeros again afterwards, so
-    successive calls on a stream may share them. None allocates new ones, which takes another launch.
+    window > 0 a row sees only its last `window` tokens; with softcap > 0 scores are
+    softcap * tanh(s/softcap). arrivals are at least num_arrivals(R, K) counters (int32 zeros). They are zeros
+    again afterwards, so successive calls on a stream may share them. None allocates new ones, which takes
+    another launch.
     """
     if q.device.type == "cpu":
         return paged_decode_reference(

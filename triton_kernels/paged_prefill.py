@@ -19,9 +19,8 @@ works wherever Triton does, including its interpreter.
 
 A program processes BLOCK_M / G neighbouring queries of one row times the G heads of a KV head, so keys and
 values are read once for all of them. It finds its row by a prefix sum over row_start, so the grid depends
-only
-on T and R. Key tiles that no query sees are skipped, and tiles that all queries see are not masked. Programs
-with long tiles start first. Softmax runs in base 2.
+only on T and R. Key tiles that no query sees are skipped, and tiles that all queries see are not masked.
+Programs with long tiles start first. Softmax runs in base 2.
 
 Cost: 4 * H * D FLOP per (query, seen key) pair: compute bound for chunks above about 50 tokens (G = 4). A row
 of one token costs a whole tile of products, which the loads of its keys hide (in both kernels). Its keys are
@@ -119,8 +118,7 @@ def _count_tiles(tiles, target, rows_before, row_begin, row_tiles, total):
     """One step of the search for the target-th tile, over a block of rows: the tiles before it, and the sum.
 
     The search loads in the kernel's own body: if a function loads a tensor and the value then decides where
-    to
-    store, torch.compile believes that the tensor is written.
+    to store, torch.compile believes that the tensor is written.
     """
     ends = total + tl.cumsum(tiles, 0)
     before = ends <= target
@@ -160,8 +158,7 @@ def _attend(
     lanes = tl.arange(0, BLOCK_D)
     to_base_2: tl.constexpr = _LOG2_E if softcap > 0 else scale * _LOG2_E
     # Page ids are fetched one tile ahead: a load that depends on another load of the same iteration would
-    # halve
-    # the pipeline's depth.
+    # halve the pipeline's depth.
     token = low + tl.arange(0, BLOCK_N)
     next_page = tl.load(pages_ptr + token // S, token < length, other=0)
     for n0 in range(low, high, BLOCK_N):
@@ -283,8 +280,7 @@ def _paged_prefill_kernel(
 
         first_position = length - end + first
         position = first_position + query
-        # The window masks keys low : full_low, all queries see full_low : full_high, causality masks the
-        # rest.
+        # The window masks keys low : full_low, causality masks full_high : high, all queries see the others.
         high = tl.minimum(length, first_position + BLOCK_Q)
         full_high = (first_position + 1) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -1,16 +1,14 @@
 """Prefill attention on Hopper GPUs: paged_prefill for 16-bit types, with warp-specialised matrix products.
 
 Shape letters, formulas and edge cases are those of paged_prefill.py. G <= 64 query heads per KV head, D one
-of
-64, 128, 256, pages of 16 tokens or more, pools with one token stride through all pages (`takes` checks a
+of 64, 128, 256, pages of 16 tokens or more, pools with one token stride through all pages (`takes` checks a
 call). Written in Gluon, Triton's language of explicit layouts and warps.
 
 A program processes 2 * (64 // G) neighbouring queries of one row for HEADS KV heads, one after the other. Its
 twelve warps have roles:
     two groups of four   64 query rows (64 // G tokens times G heads) each. While the matrix unit computes the
                          scores of key tile j and the values of tile j - 1, the group computes its softmax;
-                         the
-                         groups alternate, so that one group's softmax overlaps the other's products
+                         the groups alternate, so that one's softmax overlaps the other's products
     one warp for keys,   copy the pages of the next tiles to shared memory with the tensor copy engine, a box
     one for values       of at most a page and 64 columns per instruction. They fill pages without tokens of
                          the row with zeros, and zero the values after the row's last token (its keys are
@@ -179,8 +177,7 @@ def _softmax(
     scale: gl.constexpr, window: gl.constexpr, softcap: gl.constexpr, MASKED: gl.constexpr,
     BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """The weights of one key tile, the factor on the sums so far, the new maximum (base 2) and the new
-    mass."""
+    """The weights of one key tile, the factor on the sums so far, the new maximum (base 2), the new mass."""
     to_base_2: gl.constexpr = _LOG2_E if softcap > 0 else scale * _LOG2_E
     if softcap > 0:
         scores = softcap - 2 * softcap / (1 + gl.exp2(scores * (2 * scale * _LOG2_E / softcap)))
@@ -206,9 +203,10 @@ def _attend(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Process the scores of key tiles begin : end, each with the values of the previous tile; `weights`
-    belong to
-    the last tile."""
+    """Process the scores of key tiles begin : end, each with the values of the previous tile.
+
+    `weights` are those of the last tile processed, on entry and on return.
+    """
     for j in range(begin, end):
         count = tiles_before + j
         slot = count % STAGES

@@ -15,8 +15,7 @@ Cost: 40*R bytes read, 40*R written: a launch.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare, and plain numbers
-# for
-# its constexpr parameters.
+# for its constexpr parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from typing import NamedTuple

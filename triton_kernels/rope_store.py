@@ -13,8 +13,7 @@ of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not s
 pools' page, token and head strides are free; the elements of a head lie next to each other.
 
 The table contains the scaling of the angles (linear, dynamic, Llama 3, YaRN), and YaRN's attention factor as
-a
-factor on both halves of its rows. Rotating only a part of a head is not supported.
+a factor on both halves of its rows. Rotating only a part of a head is not supported.
 
 Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: memory bound.
 """
@@ -190,8 +189,8 @@ def rope_store_triton(
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     half_heads = ceil_div(num_heads, 2)
     block_h = next_power_of_2(half_heads)
-    # Measured order of programs: with 8 KV heads a token's two programs are neighbours, with 4 those of one
-    # part.
+    # Measured order of programs: with 8 KV heads a token's two programs are neighbours, with 4 heads those
+    # of one part.
     parts_first = num_kv_heads * head_dim >= 1024
     few = True if num_tokens <= MAX_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     _rope_store_kernel[(2 * num_tokens, 1) if parts_first else (num_tokens, 2)](

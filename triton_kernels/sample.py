@@ -13,8 +13,8 @@ For one row, l = its logits in float32 (NaN counts as -inf, +inf as the largest 
 The largest logit always stays, so the support is never empty. u is the top 24 bits of the first word of
 Philox-4x32-10 with key `seed` and counter `position`: a row's draw depends on nothing else in the batch.
 
-The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1; every id is in [0, V) or
-NO_TOKEN.
+The order is Hugging Face's and vLLM's. R rows, V vocabulary, both at least 1. Each result is an id in [0, V)
+or NO_TOKEN.
 
 There is no sort. The first kernel finds the largest logit of each block and of each group of 64 ids, and the
 block's mass. Rows without top_k, top_p and min_p need no more. For the others the second kernel brackets the
@@ -23,13 +23,10 @@ smallest logit that stays (the threshold), with one program per row:
   if these have too little mass (a flat distribution), from both sides, by a sample of one id in 64; or
   if the sample is too small, from below, by a value that three quarters of the groups reach.
 The third kernel sums the ids above the bracket and lists the ids inside it; it reads only groups that reach
-the
-bracket. The last kernel searches the threshold among the listed ids: it maps float32 values to ordered
-integers
-and splits their range into _WAYS + 1 parts, again and again. Then it draws. If the bracket is wrong or holds
-too many ids (many equal logits), it searches over the whole row, one pass per split (7 for bf16 logits, 14
-for
-float32), with the same result. All choices depend on the row's own logits and options only.
+the bracket. The last kernel searches the threshold among the listed ids: it maps float32 values to ordered
+integers and splits their range into _WAYS + 1 parts, again and again. Then it draws. If the bracket is wrong
+or holds too many ids (many equal logits), it searches over the whole row, one pass per split (7 for bf16
+logits, 14 for float32), with the same result. All choices depend on the row's own logits and options only.
 
 Cost: R*V elements read once; with top_k, top_p or min_p a part of them again, which grows with the number of
 ids that stay.
@@ -47,7 +44,8 @@ from torch import Tensor
 from triton_kernels.launch import ceil_div, next_power_of_2
 
 NO_TOKEN = -1
-"""The result for a row without a logit above -inf."""
+"""The result for a row without a logit above -inf. It equals minisgl's `scheduler.plan.NO_LOGITS`, as
+tests/engine/test_no_token.py checks."""
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -139,8 +137,7 @@ def sample_reference(
         running = (weights * kept).cumsum(1)
         uniform = uniform_reference(seed[drawn_rows], position[drawn_rows]).double()
         target = uniform[:, None] * running[:, -1:]
-        # The first id of the support whose running mass exceeds the target; the last id if rounding prevents
-        # that.
+        # The first id of the support whose running mass exceeds the target; the last if rounding prevents it.
         beyond = (running > target) & kept
         first = torch.where(beyond.any(1), beyond.int().argmax(1), last_true(kept))
         ids[drawn_rows] = first
@@ -267,8 +264,7 @@ def _tops_kernel(
     WIDTH: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """For a block of a row: the largest logit, its group, the mass relative to it, and each group's largest
-    logit."""
+    """A block's largest logit, that logit's group, the mass relative to it; each group's largest logit."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     GROUPS: tl.constexpr = BLOCK_V // WIDTH

@@ -8,8 +8,7 @@ log space. Without a size, or when torch.compile traces (sizes are symbols), the
 sizes applies. Without a match the default applies.
 
 Promise: a lookup never raises; it costs a dictionary look-up at run time and nothing in compiled code.
-Entries
-measured with another Triton or another version of the kernel are ignored, with one warning.
+Entries measured with another Triton or another version of the kernel are ignored, with one warning.
 """
 
 import ast

@@ -23,7 +23,7 @@ model = LocalCompletionsAPI(
     batch_size=BATCH,
 )
 expected = json.loads(Path(os.environ["EXPECTED"]).read_text())
-items = [Instance("loglikelihood", {}, tuple(item[:2]), rank) for rank, item in enumerate(expected)]
+items = [Instance("loglikelihood", {}, tuple(item[:2]), index) for index, item in enumerate(expected)]
 worst = 0.0
 for (logprob, greedy), item in zip(model.loglikelihood(items, disable_tqdm=True), expected, strict=True):
     worst = max(worst, abs(logprob - item[2]))

@@ -3,8 +3,8 @@
     python bench/peers/peer_NAME.py RESULT.json < order.json
 
 Promise: the same prompts, lengths and sampling as `minisgl bench offline`; a short warm-up is not timed;
-every round has prompts of its own, of equal lengths, so that no engine answers from the cache of the round
-before.
+every round has prompts of its own, of equal lengths, so that no engine answers from the cache of
+the round before.
 """
 
 import json

@@ -104,8 +104,7 @@ class FlashinferPrefill(_Planned):
             return _Wrapper(own, shape.device)
 
         # Two sets take turns: a prompt's tables are copied after the decodes of the same step, so the copy
-        # may
-        # still be pending when the next step is planned.
+        # may still be pending when the next step is planned.
         self._turns = [{window: wrapper() for window in shape.windows} for _ in range(2)]
         self.plan(_one_page_each(1))  # loads the kernels
 
@@ -184,9 +183,8 @@ class FlashinferDecode(_Planned):
             )
             own.reset_workspace_buffer(workspace, tables[window])
             wrapper = _Wrapper(own, shape.device)
-            self._plan_anew(
-                wrapper, window, _one_page_each(rows)
-            )  # loads the kernels, which the fast plan does not
+            # This loads the kernels, which the fast plan does not.
+            self._plan_anew(wrapper, window, _one_page_each(rows))
             return wrapper
 
         self._recorded = {

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class AttentionInputs(NamedTuple):
-    """The batch of one step. Padding rows have `context_len` 0 or the scratch page; their outputs are not
-    NaN.
+    """The batch of one step.
 
     Row r owns the new tokens `row_start[r] : row_start[r + 1]`, the last of its `context_len[r]` keys.
+    Padding rows have `context_len` 0 or the scratch page; their outputs are not NaN.
     """
 
     page_table: Tensor  # int32 [B, C]  page ids of each row of the device tables
@@ -45,10 +45,9 @@ class JoinedDecodes(NamedTuple):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int, float], Tensor]
-"""(q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window, softcap) -> [T, H, D];
-causal.
+"""(q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window, softcap) -> [T, H, D]
 
-A token sees the last `window` tokens, itself included; 0 = all. With softcap > 0 scores become
+Causal: a token sees the last `window` tokens, itself included; 0 = all. With softcap > 0 scores become
 softcap * tanh(scores / softcap). The output for tokens of `decodes` is undefined.
 """
 

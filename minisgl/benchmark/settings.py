@@ -249,8 +249,8 @@ class ServeBenchSettings:
     extra_body: str | None = None
     """A JSON object with further fields for every request."""
     slo: str | None = None
-    """Goodput counts the requests within these limits in milliseconds: "ttft:500,tpot:50" (ttft, tpot, e2e,
-    stall)."""
+    """Goodput counts the requests within these limits in milliseconds: "ttft:500,tpot:50" (ttft, tpot,
+    e2e, stall)."""
     timeout_s: float = 1800.0
     """The client cancels a request after this long without data, and counts it as client_timeout."""
     workload_seed: int = 0

@@ -27,8 +27,8 @@ from minisgl.request import SamplingParams
 
 EPILOG = """\
 Every flag may also be given as an environment variable: --max-step-tokens as MINISGL_MAX_STEP_TOKENS;
-the flag wins. MINISGL_CACHE moves the cache directory (otherwise $XDG_CACHE_HOME/minisgl or
-~/.cache/minisgl).
+the flag wins. MINISGL_CACHE moves the cache directory (otherwise
+$XDG_CACHE_HOME/minisgl or ~/.cache/minisgl).
 """
 
 CHAT_DEFAULTS = {"temperature": 0.0}

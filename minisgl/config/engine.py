@@ -64,9 +64,8 @@ class EngineConfig:
     max_running_requests on cuda, unless torch is decode's attention backend, else 0."""
     max_graph_tokens: int | None = None
     """Most prompt tokens of a step with a recorded CUDA graph. Steps with more run uncaptured, and so do
-    steps whose GPU time far exceeds their launch time. 0 = no such graphs. Auto: if decode has graphs, a
-    limit by the model's size, at most max_step_tokens (8192 for Qwen3-0.6B, 1024 for Llama-3.1-8B); else
-    0."""
+    steps whose GPU time far exceeds their launch time. 0 = no such graphs. Auto: 0 if decode has no graphs,
+    else a limit by the model's size (8192 for Qwen3-0.6B, 1024 for Llama-3.1-8B), at most max_step_tokens."""
     attention_backend: str | None = None
     """One of "triton", "flashinfer" (fa3 for prompts on Hopper GPUs, else fa2), "flashinfer-fa2",
     "flashinfer-fa3", "trtllm" (Blackwell GPUs) and "torch" (the plain reference, also for CPUs), or two as

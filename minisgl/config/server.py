@@ -32,8 +32,7 @@ class ServerConfig:
     max_body_bytes: int = 16 * MIB
     """Largest request body; larger gets 413."""
     max_upload_bytes: int = 256 * MIB
-    """Most bytes of all request bodies that are being read and tokenized at once; a body that exceeds it gets
-    429."""
+    """Most bytes of all request bodies that are being read and tokenized at once; a body beyond gets 429."""
     upload_timeout_s: float = 60.0
     """A body that has not arrived after this long gets 408, and so does one that stalls (less than 1 KiB in
     10 s)."""

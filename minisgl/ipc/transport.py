@@ -60,7 +60,7 @@ class EngineSocket:
     """The engine's end, used with blocking calls from the engine's only loop.
 
     Args:
-        num_servers: number of server processes; their ranks are 0 to num_servers - 1.
+        num_servers: number of server processes; they are numbered from 0.
     """
 
     def __init__(self, ipc_dir: str | Path, num_servers: int = 1) -> None:
@@ -69,14 +69,14 @@ class EngineSocket:
         self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(num_servers)]
         # A server may answer the first message at once, so its sending socket must be connected before that.
         handshake = self._inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        for rank in range(num_servers):
-            self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE, rank))
+        for index in range(num_servers):
+            self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE, index))
         for _ in range(num_servers):
             if handshake.poll(CONNECT_MS):
                 handshake.recv_multipart()
         self._inbox.disable_monitor()
-        for rank, outbox in enumerate(self._outboxes):
-            outbox.connect(_endpoint(ipc_dir, TO_SERVER, rank))
+        for index, outbox in enumerate(self._outboxes):
+            outbox.connect(_endpoint(ipc_dir, TO_SERVER, index))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
@@ -111,10 +111,10 @@ class EngineSocket:
             return
         shares: dict[int, StepOutput] = {}
         for output in step.outputs:
-            rank = output.request_id // IDS_PER_SERVER
-            shares.setdefault(rank, StepOutput([])).outputs.append(output)
-        for rank, share in shares.items():
-            self.send(share, rank)
+            server = output.request_id // IDS_PER_SERVER
+            shares.setdefault(server, StepOutput([])).outputs.append(output)
+        for server, share in shares.items():
+            self.send(share, server)
 
     def close(self) -> None:
         """Close all sockets once queued messages are sent, or after `CLOSE_LINGER_MS`. May be repeated."""
@@ -127,14 +127,14 @@ class EngineSocket:
 class ServerSocket:
     """One server process's end. Make and use it inside one asyncio event loop."""
 
-    def __init__(self, ipc_dir: str | Path, rank: int = 0) -> None:
+    def __init__(self, ipc_dir: str | Path, index: int = 0) -> None:
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         # A plain socket, because sending never waits. A separate one can't consume the inbox's wake-ups.
         self._outbox = _socket(self._context, zmq.PUSH)
-        self._inbox.bind(_endpoint(ipc_dir, TO_SERVER, rank))
-        self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE, rank))
+        self._inbox.bind(_endpoint(ipc_dir, TO_SERVER, index))
+        self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE, index))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToServer)
 
@@ -269,5 +269,5 @@ def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
     return socket
 
 
-def _endpoint(ipc_dir: str | Path, name: str, rank: int) -> str:
-    return f"ipc://{ipc_dir}/{name}.{rank}"
+def _endpoint(ipc_dir: str | Path, name: str, index: int) -> str:
+    return f"ipc://{ipc_dir}/{name}.{index}"

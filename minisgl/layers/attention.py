@@ -80,13 +80,22 @@ class Attention(nn.Module):
         norms: tuple[Any, ...] = ()
         if q_norm is not None and k_norm is not None:
             norms = (q_norm.weight, k_norm.weight, q_norm.eps)
-        pools = (self.k_cache, self.v_cache)
         if inputs.is_decode and self._uses_fused_decode():
-            rope = Rope(cos_sin, positions, inputs.slot_mapping, *norms)
-            where = (inputs.page_table, inputs.row_ids, inputs.context_len)
-            options = (self.scale, self.window, self.softcap)
-            out = rope_paged_decode(qkv, rope, *pools, *where, *options, inputs.arrivals)
+            out = rope_paged_decode(
+                qkv,
+                Rope(cos_sin, positions, inputs.slot_mapping, *norms),
+                self.k_cache,
+                self.v_cache,
+                page_table=inputs.page_table,
+                row_ids=inputs.row_ids,
+                context_len=inputs.context_len,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                arrivals=inputs.arrivals,
+            )
         else:
+            pools = (self.k_cache, self.v_cache)
             q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, *pools, *norms)
             out = self.attend_pool(q, inputs)
         return out.view(-1, self.num_heads * self.head_dim)
@@ -103,6 +112,11 @@ class Attention(nn.Module):
         return out
 
     def _uses_fused_decode(self) -> bool:
+        """Whether `rope_paged_decode` does the work of rope_store and paged_decode.
+
+        It must not if `--kernel` replaced one of these two by a user's function, which `self.kernels` then
+        has in place of the one in KERNELS.
+        """
         both_are_ours = (self.kernels.rope_store, self.kernels.paged_decode) == (
             KERNELS.rope_store,
             KERNELS.paged_decode,

@@ -70,8 +70,7 @@ class FusedLinear(nn.Module):
         return self.kernels.linear(x, self.weight, self.bias)
 
     def part_tensors(self) -> dict[str, Tensor]:
-        """Each part's weight [out, in] and bias [out], by the checkpoint's name: views of the fused
-        tensors."""
+        """Views of the fused tensors, by name in the checkpoint: each part's weight [out, in], bias [out]."""
         views: dict[str, Tensor] = {}
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:

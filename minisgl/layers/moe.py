@@ -20,8 +20,7 @@ class AddingNorm(Protocol):
 
 
 class MoeMLP(nn.Module):
-    """Mixture of experts: the weighted sum of the gated MLPs of the experts that the router picks for a
-    token.
+    """Mixture of experts: for each token, the weighted sum of the gated MLPs that the router picks.
 
     All experts' matrices lie in two tensors: gate_up [E, 2F, M], the gate in the upper F rows, and down
     [E, M, F]; the router is [E, M]. They are allocated, not initialised.

@@ -46,8 +46,7 @@ class ExpertsConfig:
     intermediate_size: int
     """Width of one expert."""
     renormalize: bool
-    """The weights of a token's experts are scaled to sum to 1; otherwise they are the softmax over all
-    experts."""
+    """The weights of a token's experts are scaled to sum to 1; else they are the softmax over all experts."""
     dense_layers: frozenset[int] = frozenset()
     """Layers with an MLP of width `ModelConfig.intermediate_size` instead of experts."""
     module_name: str = "mlp"

@@ -22,8 +22,7 @@ class Windows(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one Hugging Face class interprets config.json. Defaults for missing keys are those of
-    transformers."""
+    """How one Hugging Face class interprets config.json. Missing keys have transformers' defaults."""
 
     num_kv_heads: int | None = None
     """None = as many as query heads."""

@@ -234,8 +234,7 @@ def _layer_kinds(raw: dict[str, Any], family: Family) -> list[str]:
 
 
 def _max_position(raw: dict[str, Any], scaling: RopeScaling | None) -> int:
-    """Longest context. With YaRN it is the original length times the factor (Qwen2.5's file keeps the
-    original)."""
+    """Longest context. With YaRN, the original length times the factor (Qwen2.5's file has the original)."""
     max_position = integer(raw, "max_position_embeddings")
     if scaling is None or scaling.kind != "yarn":
         return max_position

@@ -34,8 +34,7 @@ def read_rope(raw: dict[str, Any], default_theta: float, head_dim: int) -> RopeS
 
 
 def read_rope_by_layer_type(raw: dict[str, Any], default_theta: float, head_dim: int) -> RopeSettings:
-    """Settings by layer type (Gemma 3): transformers 5 nests them, transformers 4 has
-    `rope_local_base_freq`."""
+    """Settings by layer type (Gemma 3): nested in transformers 5, `rope_local_base_freq` in version 4."""
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
         raise ModelError("config.json: rope_parameters must be those of full_attention and sliding_attention")
@@ -72,9 +71,8 @@ def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any], head_dim: int
         return None
     if kind == "linear":
         return RopeScaling(kind="linear", factor=number(parameters, "factor"))
-    if kind == "su" or (
-        kind == "yarn" and "short_factor" in parameters
-    ):  # the first versions of Phi-3 use these names
+    # The first versions of Phi-3 use these names.
+    if kind == "su" or (kind == "yarn" and "short_factor" in parameters):
         kind = "longrope"
     if kind not in ("llama3", "yarn", "longrope"):
         raise unsupported(f"RoPE of type {kind!r}; known are {', '.join(ROPE_TYPES)}")

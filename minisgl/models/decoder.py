@@ -1,6 +1,7 @@
-"""The decoder of the Llama family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv bias),
-Qwen3
-(q/k norm), Qwen3-MoE (both), and the frame of Gemma (gemma.py).
+"""The decoder of the Llama family, also the frame of Gemma's blocks (gemma.py).
+
+The family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv bias), Qwen3 (q/k norm) and
+Qwen3-MoE (experts and q/k norm).
 
 Promise: the forward pass is a straight line of tensor operations, without branches on tensor values, so it
 traces as a single graph. The only state is the KV pool in the attention layers' buffers.
@@ -100,8 +101,9 @@ class Decoder(nn.Module):
         logit_index: Tensor | None = None,
         run_block: RunBlock | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """All layers but the head: x and residual [N, M], whose sum is the residual stream. Arguments as
-        `forward`.
+        """All layers but the head: x and residual [N, M]; their sum is the residual stream.
+
+        Arguments as `forward`.
 
         In the last layer, the output projection and the MLP compute only the tokens of `logit_index`. The
         other tokens only need their keys and values stored.
@@ -142,8 +144,7 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoeMLP)]
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters to fill, by the checkpoint's names. The checkpoint must have all of
-        them."""
+        """Views of the parameters to fill, by their names in the checkpoint, which must have them all."""
         views: dict[str, Tensor] = {}
         for path, module in self.named_modules():
             outer = path.rpartition(".")[0]

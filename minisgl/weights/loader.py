@@ -24,8 +24,7 @@ from minisgl.parallel.shards import shard_of
 from minisgl.weights.progress import Progress, no_progress
 
 READERS = {"cuda": 8, "cpu": 2}
-"""Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other thread
-reads."""
+"""Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other reads."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,8 +38,7 @@ class LoadableModel(Protocol):
     """A model that names the memory of each checkpoint tensor."""
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Views of the parameters to fill, by the checkpoint's names. A DTensor is filled with this rank's
-        part."""
+        """Views of the parameters to fill, by the checkpoint's names. A DTensor gets this rank's part."""
         ...
 
     def finish_loading(self) -> None:

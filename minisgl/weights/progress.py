@@ -15,8 +15,7 @@ Progress = Callable[[str, int, int], None]
 BAR_WIDTH = 28
 REDRAW_S = 0.1
 BYTES_FROM = 1 << 20
-"""A total of at least this much counts bytes, and the bar shows a rate; smaller totals count files or
-tensors."""
+"""A total of at least this much counts bytes, and the bar shows a rate; else it counts files or tensors."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

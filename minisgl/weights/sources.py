@@ -1,6 +1,4 @@
-"""Finds the folder of a model: a built-in name, a folder, a GGUF file, or a name on the Hugging Face hub or
-on
-ModelScope.
+"""Finds a model's folder: a built-in name, a folder, a GGUF file, or a name on the hub or on ModelScope.
 
 Promise: `resolve_model_folder` returns a local folder with a config.json; importing this module is cheap and
 loads no torch.
@@ -172,8 +170,7 @@ def _hub_folder(model: str, revision: str | None, pull_missing: bool, files: lis
     """Download the `files` (patterns) of `model` from its hub, or find them in the hub's own cache.
 
     Raises:
-        ModelError: the hub does not know the model or denies access, or can't be reached and the cache lacks
-        it.
+        ModelError: the hub does not know the model, denies access, or can't be reached without a cached copy.
     """
     if model.startswith(MODELSCOPE):
         return _from_modelscope(model, revision, pull_missing, files)

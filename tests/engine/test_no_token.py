@@ -18,6 +18,7 @@ from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.scheduler.plan import NO_LOGITS, NONE_ALLOWED, RowInit, RowRules
 from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
+from triton_kernels.sample import NO_TOKEN
 
 SPOILED = 63
 """A token whose embedding is NaN."""
@@ -205,6 +206,10 @@ def test_where_the_model_and_the_rules_leave_nothing_the_model_is_at_fault(engin
     embedding_of(engine)[SPOILED] = float("nan")
     (answer,) = run(engine, [ask(0, [SPOILED, 5], allowed_token_ids=(5,), bad_words_ids=((5, 5),))])
     assert answer.end[2] == "no_finite_logits"
+
+
+def test_the_sampler_and_the_scheduler_mean_the_same_by_no_token() -> None:
+    assert NO_TOKEN == NO_LOGITS
 
 
 def test_no_token_is_booked_nowhere() -> None:

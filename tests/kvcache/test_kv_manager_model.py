@@ -45,7 +45,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pool = np.full(num_pages * page_size, POISON)
         self.sessions: list[Session] = []
         self.numbers: dict[tuple[int, int], int] = {}
-        self.suspect: set[int] = set()  # pages of distrusted leases that nobody has got anew since
+        self.suspect: set[int] = set()  # pages of invalidated leases that nobody has got anew since
 
     def prefix_numbers(self, tokens: list[int]) -> np.ndarray:
         """For each token, a number that is the same for the same token behind the same prefix only."""
@@ -132,7 +132,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.commit(session.lease, session.tokens, session.num_computed_tokens) == []
 
     def is_shareable(self, session: Session) -> bool:
-        """Whether neither its lease nor one that it shares pages with is distrusted."""
+        """Whether neither its lease nor one that it shares pages with is invalidated."""
         return session.lease.is_shareable and not self.suspect & set(session.page_table)
 
     @rule(number=PICKS)

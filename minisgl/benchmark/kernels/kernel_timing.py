@@ -33,9 +33,7 @@ class Problem(NamedTuple):
     flop: float  # that a call must compute
     arguments: list[tuple[Any, ...]]  # for the op's function, one per input set
     set_bytes: int  # memory that one call touches
-    check: Callable[
-        [Callable[..., Any]], float
-    ]  # returns the relative error; raises ValueError for other faults
+    check: Callable[[Callable[..., Any]], float]  # gives the relative error; ValueError for other faults
 
     def calls(self, function: Callable[..., Any]) -> list[Callable[[], Any]]:
         """`function` on each input set."""
@@ -96,8 +94,7 @@ def graph_samples(
 ) -> list[float]:
     """Microseconds of one call, for each replay of a CUDA graph that contains every call at least once.
 
-    A replay takes about `graph_s`. There are at least `replays` of them, and up to three times as many within
-    `spend_ms`.
+    A replay takes about `graph_s`. There are `replays`, or within `spend_ms` up to three times as many.
     """
     for call in calls[:2]:
         call()

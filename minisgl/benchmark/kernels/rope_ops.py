@@ -23,8 +23,7 @@ def rope_store_problem(tokens: int, shape: ModelShape, device: torch.device, dty
     """Rotates qkv [T, (H + 2K) * D], and stores keys and values to random slots of pools that hold NaN."""
     heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     width = (heads + 2 * kv_heads) * head_dim
-    # qkv in and out, and for each token its row of the table, position and slot. Positions differ, as in a
-    # prefill.
+    # qkv in and out; for each token its row of the table, position and slot. Positions differ as in prefill.
     moved = tokens * (2 * width * dtype.itemsize + 4 * head_dim + 8)
     sets = num_sets(moved, device)
     pages = sets * math.ceil(tokens / PAGE_SIZE) + 1

@@ -1,7 +1,7 @@
 """Datasets of `minisgl bench serve`: conversations of one or several turns, synthetic or from a file.
 
-Promise: equal settings give equal conversations; a synthetic turn has exactly `num_prompt_tokens` tokens.
-Torch-free.
+Promise: torch-free; equal settings give equal conversations; a synthetic turn has exactly
+`num_prompt_tokens` tokens.
 """
 
 from collections.abc import Callable, Sequence

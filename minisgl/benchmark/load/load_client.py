@@ -1,8 +1,8 @@
 """Sends requests to an OpenAI-compatible server and times the answers.
 
 Promise: `send` raises no exception for a failure of a server or a network. Every request ends in an `Answer`
-with times on the monotonic clock and the server's own token counts, or with one kind of error. Runs on one
-core.
+with times on the monotonic clock and the server's own token counts, or with one kind of error. The client
+runs on one core.
 """
 
 import asyncio

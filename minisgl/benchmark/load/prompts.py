@@ -1,8 +1,8 @@
 """Reproducible tokens for synthetic prompts, as token ids or as words.
 
-Promise: equal keys give equal tokens in every process and on every machine, and different keys give different
-tokens. A prompt of n tokens has n ids, or n words that are one token each in byte-level BPE vocabularies.
-Torch-free.
+Promise: torch-free; equal keys give equal tokens in every process and on every machine, and different keys
+give different tokens. A prompt of n tokens has n ids, or n words that are one token each in the
+vocabularies of byte-level BPE.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
 """`minisgl bench simulate`: compares scheduler settings on a workload, in virtual time, without a GPU.
 
 Promise: the scheduler and its page cache are the real ones; only the execution of a step is replaced by a
-cost model. The command prints the error of the cost model and, with --against, the difference from a real
-run.
+cost model. The command prints the cost model's error and, with --against, the difference from a real run.
 """
 
 import itertools

@@ -61,9 +61,8 @@ class Costs(NamedTuple):
         """A prefill step: `num_tokens` of one prompt after `prefix` tokens, logits of the last token only."""
         seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token in a layer without a window
         attended = [np.minimum(seen, window or seen) for window in self.windows]
-        attended[-1:] = [
-            counts[-1:] for counts in attended[-1:]
-        ]  # in the last layer, only the last token attends
+        # In the last layer, only the last token attends.
+        attended[-1:] = [counts[-1:] for counts in attended[-1:]]
         pairs = sum(int(counts.sum()) for counts in attended)
         for_one = self.last_parameters + self.experts_per_token * self.last_expert_parameters
         read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)

@@ -135,8 +135,8 @@ class StepMeasurements:
     def _experts_hit(self, num_tokens: int, num_at_last: int, run: Callable[[], None]) -> float:
         """Experts of a layer that get a token in an uncompiled step, the mean over layers.
 
-        Other ranks take no part in such a step, so with several ranks this is the expected number of random
-        routing.
+        Other ranks take no part in such a step, so with several ranks this is the expected number of
+        random routing.
 
         Args:
             num_at_last: tokens that go through the last layer's experts.

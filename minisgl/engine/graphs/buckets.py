@@ -128,9 +128,8 @@ def max_joined_decodes(config: ResolvedConfig) -> int:
     """Most decodes that a prefill graph has room for; 0 = decodes never join chunks."""
     if not config.join_decodes:
         return 0
-    return align_up(
-        min(JOINED_DECODE_ROOMS[-1], config.max_running_requests - 1)
-    )  # at least one row has a chunk
+    # At least one row has a chunk.
+    return align_up(min(JOINED_DECODE_ROOMS[-1], config.max_running_requests - 1))
 
 
 def buckets_of(config: ResolvedConfig) -> Buckets:
