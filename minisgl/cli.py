@@ -378,7 +378,17 @@ def _fetch_model(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
 
 
 def _sampling_params(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:
-    return SamplingParams(**values_of(SamplingParams, arguments, environ))
+    values = values_of(SamplingParams, arguments, environ)
+    if arguments.json_schema is not None:
+        values["json_schema"] = _read_schema(Path(arguments.json_schema))
+    return SamplingParams(**values)
+
+
+def _read_schema(file: Path) -> str:
+    try:
+        return file.expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--json-schema {file} can't be read: {error}") from None
 
 
 def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> "LLM":

@@ -3,6 +3,7 @@
 Promise: a `Request` changes state only along `NEXT`, so an illegal order of events raises an error at once.
 """
 
+from collections.abc import Callable
 from copy import copy
 from enum import Enum
 from typing import Annotated, Any
@@ -13,6 +14,14 @@ from msgspec import Meta
 
 from minisgl.errors import RequestError
 from minisgl.fields import convert_value
+from minisgl.grammar.spec import (
+    GrammarSpec,
+    choice_spec,
+    grammar_spec,
+    json_schema_spec,
+    regex_spec,
+    structural_tag_spec,
+)
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
@@ -94,6 +103,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = ()
     """Up to 128 sequences of up to 16 token ids. A sequence's last token is not generated
     right after the others."""
+    json_schema: dict[str, Any] | str | bool | None = None
+    """The output is JSON that is valid for this schema. It becomes `grammar`, as do the next four."""
+    regex: str | None = None
+    """The output matches this regular expression (ECMA-262) from its beginning to its end."""
+    ebnf: str | None = None
+    """The output follows this grammar: llguidance's Lark, or GBNF (`root ::= ...`)."""
+    choice: tuple[str, ...] | None = None
+    """The output is one of these texts."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Parts of the output have this structure: OpenAI's and xgrammar's `structural_tag`."""
+    grammar: GrammarSpec | None = None
+    """What the output must be, checked. At most one of the six may be given."""
     logprobs: NumLogprobs | None = None
     """Return the log probability of each generated token and of this many most likely ones (0 to 20), in the
     model's own distribution: before temperature, penalties and all else. None = off."""
@@ -117,6 +138,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"min_tokens must be from 0 to max_tokens ({self.max_tokens}), got {self.min_tokens}",
                 "min_tokens",
             )
+        for name, make in GRAMMAR_FIELDS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if self.grammar is not None:
+                message = f"{name} can't go with {self.grammar.where}: an output follows one grammar"
+                raise RequestError(400, "invalid_value", message, name)
+            msgspec.structs.force_setattr(self, "grammar", make(value, name))
+            msgspec.structs.force_setattr(self, name, None)
+        if self.grammar is not None and self.ignore_eos:
+            message = "ignore_eos can't go with a grammar, whose output ends with the end of sequence"
+            raise RequestError(400, "invalid_value", message, "ignore_eos")
 
     @property
     def changes_logits(self) -> bool:
@@ -132,6 +165,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
+GRAMMAR_FIELDS: tuple[tuple[str, Callable[[Any, str], GrammarSpec]], ...] = (
+    ("json_schema", json_schema_spec),
+    ("regex", regex_spec),
+    ("ebnf", grammar_spec),
+    ("choice", choice_spec),
+    ("structural_tag", structural_tag_spec),
+)
+"""Fields that become `grammar`, and how."""
 SAMPLING_FIELDS = tuple(
     (field.name, field.type, field.default) for field in msgspec.structs.fields(SamplingParams)
 )
@@ -309,9 +350,11 @@ class Request:
         "changes_logits",
         "decode_limit",
         "feed",
+        "has_grammar",
         "is_isolated",
         "is_preempting",
         "lease",
+        "matcher",
         "max_fed_tokens",
         "max_new_tokens",
         "num_cached_tokens",
@@ -361,6 +404,8 @@ class Request:
         self.rules = rules  # scheduler.plan.LogitRules without output, shared by a prompt's choices
         self.changes_logits = rules is not None
         self.wants_logprobs = params.logprobs is not None
+        self.has_grammar = params.grammar is not None
+        self.matcher: Any = None  # grammar.matcher.Matcher, once the grammar is compiled
         self.state = RequestState.WAITING
         self.output: list[int] = []
         self.feed = prompt
@@ -376,6 +421,11 @@ class Request:
         self.is_preempting = False  # returns to WAITING once no step is in flight
         self.uses_shared_pages = False  # has pages that another request may have computed
         self.is_isolated = False  # computes all of its pages itself, and shares none
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether its steps do more than plain sampling: rules, log probabilities, or a grammar."""
+        return self.changes_logits or self.wants_logprobs or self.has_grammar
 
     def tokens(self) -> np.ndarray:
         """Prompt and output, int32 [tokens]."""

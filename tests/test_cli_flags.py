@@ -36,7 +36,8 @@ ENGINE = """
     --prefix-cache --profile-dir --rdzv --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """
-    --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output
+    --allowed-token-ids --bad-words --choice --ebnf --json-schema --regex
+    --frequency-penalty --ignore-eos --include-stop-str-in-output
     --max-tokens --min-p --min-tokens --no-ignore-eos --no-include-stop-str-in-output
     --no-skip-special-tokens --presence-penalty --repetition-penalty --seed --skip-special-tokens --stop
     --stop-token-ids --temperature --top-k --top-p

@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "log": "",
         "seeds": "",
         "fields": "errors",
-        "request": "errors fields",
+        "grammar": "errors fields",
+        "request": "errors fields grammar",
         "model_config": "errors",
         "attention.choice": "errors",
         "config": "errors log attention.choice model_config",
@@ -43,11 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "layers": "errors model_config attention triton_kernels",
         "models": "errors model_config parallel layers attention triton_kernels",
         "weights": "errors ipc model_config parallel",
-        "engine": "errors log request config ipc attention.choice model_config kvcache scheduler parallel "
-        "layers attention models weights triton_kernels compile_cache __init__",
+        "engine": "errors log request grammar config ipc attention.choice model_config kvcache scheduler "
+        "parallel layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
         "text": "errors fields request",
-        "server": "errors log seeds fields request config ipc text __init__",
+        "server": "errors log seeds fields grammar request config ipc text __init__",
         "offline": "errors seeds request ipc text",
         "llm": "errors config request text offline engine weights",
         # the user's door
@@ -66,6 +67,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 NARROWER: dict[tuple[str, str], set[str]] = {
+    ("request", "grammar"): {"minisgl.grammar.spec"},
+    ("server", "grammar"): {"minisgl.grammar.spec"},
     ("layers", "attention"): {"minisgl.attention.interface"},
     ("weights", "ipc"): {"minisgl.ipc.child_process"},
     ("offline", "ipc"): {"minisgl.ipc.messages"},

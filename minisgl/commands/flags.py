@@ -159,7 +159,7 @@ def _help(field: Field, default: Any) -> str:
 def _kind(hint: Any) -> tuple[type | None, bool]:
     """The type of one value, and whether the field holds several: int, `int | None`, `tuple[int, ...]`.
 
-    The type is None for mappings and tuples of tuples, which no flag can express.
+    The type is None for mappings, structs and tuples of tuples, which no flag can express.
 
     Raises:
         TypeError: the type is none of these.
@@ -168,7 +168,9 @@ def _kind(hint: Any) -> tuple[type | None, bool]:
         inner = [part for part in typing.get_args(hint) if part is not type(None)]
         if len(inner) == 1:
             return _kind(inner[0])
-    if typing.get_origin(hint) is dict:
+        if any(typing.get_origin(part) is dict for part in inner):
+            return None, False
+    if typing.get_origin(hint) is dict or hasattr(hint, "__struct_fields__"):
         return None, False
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]

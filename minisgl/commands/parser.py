@@ -148,6 +148,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
+LOGPROBS = ("logprobs", "prompt_logprobs")
+GRAMMARS = ("json_schema", "structural_tag", "grammar")
+
+
 def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """Add the flags of a command that runs the engine in its own process."""
     parser.add_argument(
@@ -158,7 +162,8 @@ def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
     )
     sampling = {**_text(CHAT_DEFAULTS), **environ}
     # These commands print only text, so flags for log probabilities would have no effect.
-    add_flags(parser, "sampling", SamplingParams, sampling, skip=("logprobs", "prompt_logprobs"))
+    add_flags(parser, "sampling", SamplingParams, sampling, skip=(*LOGPROBS, *GRAMMARS))
+    parser.add_argument("--json-schema", metavar="FILE", help="Answer in JSON that is valid for this schema.")
     _add_engine_flags(parser, environ)
 
 

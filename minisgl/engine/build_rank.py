@@ -44,6 +44,7 @@ from minisgl.engine.replace_kernels import replace_kernels
 from minisgl.engine.rows import Rows
 from minisgl.engine.startup_stages import StartupStages
 from minisgl.errors import ConfigError
+from minisgl.grammar.pending import PendingGrammars
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder
@@ -57,6 +58,7 @@ from minisgl.weights.progress import Progress, no_progress, shown_progress
 
 if TYPE_CHECKING:
     from minisgl.engine.ranks.follower_link import FollowerLink
+    from minisgl.grammar.compiler import GrammarCompiler
     from minisgl.models.sharded import ShardedTensors
     from minisgl.parallel.mesh import Ranks
 
@@ -136,7 +138,17 @@ def build_rank(
             stages.finish("import the compiler")
         with torch.inference_mode():
             engine = _assemble(
-                config, rank_config, model, attention, stager, hardware, stages, cache, ranks, followers
+                config,
+                folder,
+                rank_config,
+                model,
+                attention,
+                stager,
+                hardware,
+                stages,
+                cache,
+                ranks,
+                followers,
             )
         if cache is not None:
             publish_compile_cache(cache)
@@ -158,6 +170,7 @@ def build_rank(
 
 def _assemble(
     config: ResolvedConfig,
+    folder: Path,
     model_config: ModelConfig,
     model: Decoder,
     attention: Backend,
@@ -196,7 +209,21 @@ def _assemble(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
     )
     scheduler = _make_scheduler(config, model_config, kv_cache)
-    return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers)
+    grammars = PendingGrammars(partial(_grammar_compiler, folder, model_config))
+    return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers, grammars)
+
+
+def _grammar_compiler(folder: Path, model_config: ModelConfig) -> "GrammarCompiler":
+    """The compiler of grammars for the tokenizer in `folder`.
+
+    Raises:
+        OSError: the folder has no tokenizer.json.
+    """
+    # Lazy: its library is needed only with the first grammar.
+    from minisgl.grammar.compiler import GrammarCompiler
+
+    text = (folder / "tokenizer.json").read_text()
+    return GrammarCompiler(text, model_config.vocab_size, model_config.eos_token_ids)
 
 
 def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Hardware:

@@ -22,11 +22,12 @@ from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.step_timeline import StepTimeline
 from minisgl.errors import RequestError
+from minisgl.grammar.pending import PendingGrammars
 from minisgl.ipc.messages import AddRequest, Status
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.request import RequestOutput
-from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.plan import StepPlan, StepResult, TokenMasks
 from minisgl.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Engine:
         compile_cache: OpenCache | None,
         ranks: "Ranks | None",
         followers: "FollowerLink | None",
+        grammars: PendingGrammars,
     ) -> None:
         self.config = config
         self._scheduler = scheduler
@@ -60,6 +62,7 @@ class Engine:
         self._compile_cache = compile_cache
         self._ranks = ranks
         self._followers = followers
+        self._grammars = grammars
         self._launched: deque[LaunchedStep] = deque()
         self.timeline = StepTimeline()
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
@@ -115,6 +118,8 @@ class Engine:
             request.streamed,
             request.seeds,
         )
+        if request.params.grammar is not None:
+            self._grammars.compile(request.request_id, request.params.grammar)
 
     def abort(self, request_id: int) -> None:
         """Stop a request. A later `step` returns its final ABORT output. Ignores unknown and ended ids."""
@@ -140,6 +145,8 @@ class Engine:
             raise cause from (error if cause is not error else None)
 
     def _step(self) -> list[RequestOutput]:
+        for request_id, grammar in self._grammars.take_compiled():
+            self._scheduler.start_with_grammar(request_id, grammar)
         begin_s = time.perf_counter()
         plan = self._scheduler.plan()
         planned_s = time.perf_counter()
@@ -148,11 +155,21 @@ class Engine:
             self._launched.append(step)
             launched_s = time.perf_counter()
             self.timeline.record_launch(plan, step.graphs, begin_s, planned_s, launched_s)
+            if plan.masked:
+                # The device computes this step's logits while the tokens that its masks need are applied.
+                self._apply_until(1)
+                self._sample(step, self._scheduler.masks(plan, self._grammars.fill_masks))
             if self._recorded.background.is_due:
                 self._record_graph()  # the device is busy with the launched step meanwhile
+        elif not self._launched:
+            self._grammars.wait()
         # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
-        keep_in_flight = 1 if self.config.overlap and plan is not None else 0
-        while len(self._launched) > keep_in_flight:
+        self._apply_until(1 if self.config.overlap and plan is not None else 0)
+        return self._scheduler.take_outputs()
+
+    def _apply_until(self, num_in_flight: int) -> None:
+        """Collect and apply the oldest launched steps, until this many are left."""
+        while len(self._launched) > num_in_flight:
             step = self._launched.popleft()
             waiting_s = time.perf_counter()
             step.wait()
@@ -161,7 +178,12 @@ class Engine:
             self._scheduler.apply(step.plan, *result)
             self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
             self.profiler.count_step()
-        return self._scheduler.take_outputs()
+
+    def _sample(self, step: LaunchedStep, masks: TokenMasks) -> None:
+        """Queue the second half of a step with masks on all ranks."""
+        if self._followers is not None:
+            self._followers.send_masks(masks)
+        self.runner.sample(step, masks)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step on all ranks. The scheduler does not learn of it: use `step` for serving."""
@@ -216,10 +238,19 @@ class Engine:
         while self.num_missing_graphs:
             self.record_graph()
 
-    def follow(self, plan: StepPlan) -> list[list[int]]:
-        """Execute a plan of rank 0 on another rank. Returns the tokens of each step that was collected."""
-        self._launched.append(self.runner.launch(plan))
+    def follow(self, plan: StepPlan, receive_masks: Callable[[], TokenMasks]) -> list[list[int]]:
+        """Execute a plan of rank 0 on another rank. Returns the tokens of each step that was collected.
+
+        Args:
+            receive_masks: waits for the masks of a plan that has some.
+        """
+        step = self.runner.launch(plan)
+        self._launched.append(step)
         over = []
+        if plan.masked:
+            while len(self._launched) > 1:
+                over.append(self.runner.collect(self._launched.popleft()).token_ids)
+            self.runner.sample(step, receive_masks())
         while len(self._launched) > (1 if self.config.overlap else 0):
             over.append(self.runner.collect(self._launched.popleft()).token_ids)
         return over
@@ -249,6 +280,10 @@ class Engine:
             num_without_logits=stats.num_without_logits,
             num_without_token=stats.num_without_token,
         )
+
+    def prepare_grammars(self) -> None:
+        """Build what the first grammar needs, in a thread. That takes about a second of Python's lock."""
+        self._grammars.prepare()
 
     def check_at_idle(self) -> None:
         """Recount all pages while nothing runs. If the count is broken, log it and reset the cache.
@@ -289,6 +324,7 @@ class Engine:
             while self._launched:
                 self.runner.collect(self._launched.popleft())
             self.profiler.close()
+            self._grammars.close()
         finally:
             if self._ranks is not None:
                 self._recorded.release()  # NCCL waits for the end of graphs that hold its kernels

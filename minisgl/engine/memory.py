@@ -106,10 +106,11 @@ def logit_extras_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
 
 
 def _rules_bytes(model: ModelConfig, config: ResolvedConfig, num_rows: int) -> int:
-    """Copies of the logits of `num_rows` rows, and the float32 intermediates of one slice of them."""
+    """Copies of the logits of `num_rows` rows (those that wait for masks, after rules, after masks), and the
+    float32 intermediates of one slice of them."""
     logits_bytes = num_rows * model.vocab_size * _logit_bytes(model, config)
     slice_bytes = min(SLICE_ROWS, num_rows) * model.vocab_size * SLICE_BYTES_PER_LOGIT
-    return 2 * logits_bytes + slice_bytes
+    return 3 * logits_bytes + slice_bytes
 
 
 def _logit_bytes(model: ModelConfig, config: ResolvedConfig) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.attention_planner import AttentionPlanner
-from minisgl.engine.graphs.logit_extras import prefill_with_extras
+from minisgl.engine.graphs.logit_extras import prefill_logits
 from minisgl.engine.graphs.prefill_graphs import UNCAPTURED, PrefillChoice
 from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.inputs import (
@@ -27,9 +27,9 @@ from minisgl.engine.inputs import (
 from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.rows import Rows
 from minisgl.engine.step_timeline import UsedGraphs
-from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.steps import DecodeStep, RowMasks, prefill_step, sample_with_extras
 from minisgl.models.decoder import Decoder
-from minisgl.scheduler.plan import PLAIN, Chunk, StepPlan, StepResult
+from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks
 
 
 class HostTokens(NamedTuple):
@@ -50,13 +50,24 @@ class HostTokens(NamedTuple):
         return self.results[:, 1:].numpy()[self.places]
 
 
+class UnsampledRows(NamedTuple):
+    """A batch whose logits wait for the masks of some of its rows."""
+
+    row_ids: Tensor  # int32 [R]
+    logits: Tensor  # [R, V]
+    context_len: Tensor | None  # int32 [R]; None = as in the tables
+    counted: Tensor  # bool [R]; see `sample_with_extras`
+    extras: LogitExtras
+    places: list[int]  # of the rows that count
+
+
 @dataclass
 class LaunchedStep:
     """A step in flight: the host tensors that receive its tokens, and the event after their copy."""
 
     plan: StepPlan
     graphs: UsedGraphs
-    tokens: list[HostTokens]  # together, in the order of plan.sampled_rows
+    batches: list[HostTokens | UnsampledRows]  # together, in the order of plan.sampled_rows
     done: torch.cuda.Event | None
     prompt_logprobs: Tensor | None = None  # int32 [all chunks' targets, 2 + 2 * k]
 
@@ -105,7 +116,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step: first the updates of rows, then decodes and chunks, one after the other or joined."""
+        """Queue a step: first the updates of rows, then decodes and chunks, one after the other or joined.
+
+        If the plan has `masked` rows, `sample` must follow before the next launch.
+        """
         if plan.row_inits:
             self.rows.init_rows(self.stager.to_device(pack_row_inits(plan.row_inits)))
             self._rules_seen = self._rules_seen or bool(plan.row_rules)
@@ -118,47 +132,53 @@ class ModelRunner:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
             self.rows.page_table.view(-1).index_copy_(0, index.long(), page_ids)
         choice = self._choose_prefill(plan)
-        tokens: list[HostTokens] = []
+        batches: list[HostTokens | UnsampledRows] = []
         prompt_logprobs = None
         decode_bucket = 0
         if plan.decode_rows and not choice.joined:
-            if plan.decode_extras != PLAIN:
-                results = self._extras_decode(plan.decode_rows, plan.decode_extras, self._logit_tables)
-                token_ids = results[: len(plan.decode_rows)]
-            elif self.decode_graphs is not None:
-                token_ids = self.decode_graphs(plan.decode_rows)[: len(plan.decode_rows)]
-            else:
-                row_ids = row_ids_to_device(self._device, plan.decode_rows)
-                self.planner.plan_decode(plan.decode_rows, len(plan.decode_rows))
-                token_ids = self._decode(row_ids)
-            tokens.append(HostTokens(self._to_host(token_ids), list(range(len(plan.decode_rows)))))
+            batches.append(self._launch_decodes(plan))
             if self.decode_graphs is not None:
                 decode_bucket = self.decode_graphs.bucket_of(len(plan.decode_rows)) or 0
         if plan.chunks:
-            token_ids, first_chunk, targets = self._prefill(plan, choice)
+            batch, targets = self._launch_chunks(plan, choice)
+            batches += [batch] if batch.places else []
             prompt_logprobs = None if targets is None else self._to_host(targets)
-            places = list(range(len(plan.decode_rows))) if choice.joined else []
-            places += [first_chunk + place for place, chunk in enumerate(plan.chunks) if chunk.samples]
-            if places:
-                tokens.append(HostTokens(self._to_host(token_ids), places))
-        done = None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
         graphs = UsedGraphs(
             decode_bucket, choice.bucket.tokens if choice.bucket is not None else 0, choice.joined
         )
-        return LaunchedStep(plan, graphs, tokens, done, prompt_logprobs)
+        done = None if plan.masked else self._event()
+        return LaunchedStep(plan, graphs, batches, done, prompt_logprobs)
+
+    @torch.inference_mode()
+    def sample(self, step: LaunchedStep, masks: TokenMasks) -> None:
+        """Queue the second half of a step with masks: sample the rows whose logits wait."""
+        plan = step.plan
+        words = np.frombuffer(masks.words, "<i4")
+        mask_of = np.full(len(plan.sampled_rows), -1, dtype=np.int32)
+        mask_of[list(plan.masked)] = np.arange(len(plan.masked))
+        begin = 0
+        for index, batch in enumerate(step.batches):
+            end = begin + len(batch.places)
+            if isinstance(batch, UnsampledRows):
+                mask_of_row = np.full(len(batch.row_ids), -1, dtype=np.int32)
+                mask_of_row[batch.places] = mask_of[begin:end]
+                staged_mask_of, staged_words = self.stager.to_device([mask_of_row, words])
+                row_masks = RowMasks(staged_mask_of, staged_words.view(-1, masks.num_words))
+                step.batches[index] = self._sample(batch, row_masks)
+            begin = end
+        step.done = self._event()
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait for a step and return its results."""
         step.wait()
-        token_ids = [token for tokens in step.tokens for token in tokens.read()]
+        batches = [batch for batch in step.batches if isinstance(batch, HostTokens)]
+        assert len(batches) == len(step.batches), "a step with masks was not sampled"
+        token_ids = [token for batch in batches for token in batch.read()]
         prompt_logprobs: tuple[np.ndarray, ...] = ()
         if step.prompt_logprobs is not None:
             ends = np.cumsum([len(chunk.targets) // 4 for chunk in step.plan.chunks])
             prompt_logprobs = tuple(np.split(step.prompt_logprobs.numpy(), ends[:-1]))
-        return StepResult(token_ids, _join_logprobs(step.tokens), prompt_logprobs)
+        return StepResult(token_ids, _join_logprobs(batches), prompt_logprobs)
 
     def _choose_prefill(self, plan: StepPlan) -> PrefillChoice:
         """Choose how the plan's chunks run, and whether its decodes join their batch."""
@@ -171,34 +191,77 @@ class ModelRunner:
             plan.chunks, num_decodes, self.decode_graphs.duration_us(num_decodes)
         )
 
-    def _prefill(self, plan: StepPlan, choice: PrefillChoice) -> tuple[Tensor, int, Tensor | None]:
+    def _launch_decodes(self, plan: StepPlan) -> HostTokens | UnsampledRows:
+        """Run the decodes. With masks, only up to their logits."""
+        rows, places = plan.decode_rows, list(range(len(plan.decode_rows)))
+        if plan.decode_extras.masks:
+            row_ids, logits = self._extras_decode.logits(rows)
+            counted = row_ids < self.rows.max_rows
+            return UnsampledRows(row_ids, logits, None, counted, plan.decode_extras, places)
+        if plan.decode_extras != PLAIN:
+            results = self._extras_decode(rows, plan.decode_extras, self._logit_tables)
+        elif self.decode_graphs is not None:
+            results = self.decode_graphs(rows)
+        else:
+            row_ids = row_ids_to_device(self._device, rows)
+            self.planner.plan_decode(rows, len(rows))
+            results = self._decode(row_ids)
+        return HostTokens(self._to_host(results[: len(rows)]), places)
+
+    def _launch_chunks(
+        self, plan: StepPlan, choice: PrefillChoice
+    ) -> tuple[HostTokens | UnsampledRows, Tensor | None]:
         """Run the chunks and the decodes that join them.
 
         Returns:
-            The results of their rows, the index of the first chunk's result, and the log probabilities of
-            the targets or None.
+            Their rows, and the log probabilities of the targets or None.
         """
         chunks = plan.chunks
         self.planner.plan_prefill(chunks)
+        sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
         if _chunks_have_extras(plan):
             batch = build_prefill(chunks, self.pages, self.stager)
-            places, target_ids, sampling = self.stager.to_device(_pack_targets(chunks))
-            results, targets = prefill_with_extras(
-                self.model,
-                self.rows,
-                batch,
-                plan.chunk_extras,
-                self._logit_tables,
-                sampling,
-                (places, target_ids) if len(places) else None,
+            target_places, target_ids, is_sampled = self.stager.to_device(_pack_targets(chunks))
+            targets = (target_places, target_ids) if len(target_places) else None
+            logits, lines = prefill_logits(self.model, self.rows, batch, targets)
+            rows = UnsampledRows(
+                batch.row_ids, logits, batch.context_len, is_sampled > 0, plan.chunk_extras, sampling
             )
-            return results, 0, targets
+            return (rows if plan.chunk_extras.masks else self._sample(rows, None)), lines
+        num_decodes = len(plan.decode_rows) if choice.joined else 0
         decodes = decodes_of(plan) if choice.joined else NO_DECODES
         if self.prefill_graphs is not None and choice.bucket is not None:
-            token_ids = self.prefill_graphs.run(chunks, decodes, choice.bucket, self.pages)
-            return token_ids, choice.bucket.decodes, None
-        batch = build_prefill(chunks, self.pages, self.stager, decodes)
-        return prefill_step(self.model, self.rows, batch), batch.num_decodes, None
+            results = self.prefill_graphs.run(chunks, decodes, choice.bucket, self.pages)
+            first_chunk = choice.bucket.decodes
+        else:
+            batch = build_prefill(chunks, self.pages, self.stager, decodes)
+            results, first_chunk = prefill_step(self.model, self.rows, batch), batch.num_decodes
+        places = [*range(num_decodes), *(first_chunk + place for place in sampling)]
+        return HostTokens(self._to_host(results) if places else results, places), None
+
+    def _sample(self, batch: UnsampledRows, masks: RowMasks | None) -> HostTokens:
+        state = self.rows.read(batch.row_ids)
+        context_len = state.context_len if batch.context_len is None else batch.context_len
+        results = sample_with_extras(
+            self.rows,
+            batch.row_ids,
+            state,
+            batch.logits,
+            context_len,
+            batch.counted,
+            batch.extras,
+            self._logit_tables,
+            masks,
+        )
+        return HostTokens(self._to_host(results), batch.places)
+
+    def _event(self) -> torch.cuda.Event | None:
+        """An event behind the work queued so far; None on CPU, where nothing is queued."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _to_host(self, results: Tensor) -> Tensor:
         if self._device.type == "cpu":

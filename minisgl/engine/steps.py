@@ -1,4 +1,4 @@
-"""The two kinds of steps that an engine runs on the device: decode and prefill.
+"""The two kinds of steps that an engine runs on the device, decode and prefill, and how both end: sampling.
 
 Promise: both read the row tables, compute, sample, and write the new tokens and lengths back. So the host can
 launch the next step before it has seen this step's tokens.
@@ -6,16 +6,21 @@ launch the next step before it has seen this step's tokens.
 R rows of the batch, T new tokens.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs, JoinedDecodes
 from minisgl.engine.inputs import PrefillBatch
+from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
+from minisgl.scheduler.plan import NONE_ALLOWED, LogitExtras
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals
 from triton_kernels.read_rows import RowState
+from triton_kernels.token_mask import token_mask
 
 
 class DecodeStep(nn.Module):
@@ -127,3 +132,49 @@ def sample_and_advance(
     )
     advance_rows(row_ids, token_ids, context_len, rows.last_token, rows.context_len, rows.max_rows)
     return token_ids
+
+
+class RowMasks(NamedTuple):
+    """The masks of a batch; see `token_mask`."""
+
+    mask_of: Tensor  # int32 [R], -1 = the row has none
+    masks: Tensor  # int32 [M, W]
+
+
+def sample_with_extras(
+    rows: Rows,
+    row_ids: Tensor,
+    state: RowState,
+    logits: Tensor,
+    context_len: Tensor,
+    counted: Tensor,
+    extras: LogitExtras,
+    tables: LogitTables | None,
+    masks: RowMasks | None = None,
+) -> Tensor:
+    """Like `sample_and_advance`, after rules and masks, and with log probabilities.
+
+    Args:
+        counted: bool [R], the rows whose token belongs to their output.
+        tables: needed if `extras` has rules.
+
+    Returns:
+        int32 [R, 1] (the tokens), or with log probabilities int32 [R, 1 + 2 + 2 * k] (the token, then
+        `pack_logprobs` of the model's own logits).
+    """
+    changed = logits
+    if extras.rules:
+        assert tables is not None
+        changed = tables.apply_rules(changed, row_ids, context_len)
+    if masks is not None:
+        changed = token_mask(changed, masks.mask_of, masks.masks)
+    token_ids = sample_and_advance(rows, row_ids, state, changed, context_len)
+    if extras.rules:
+        assert tables is not None
+        tables.add_tokens(row_ids, token_ids, counted)
+    if extras.rules or masks is not None:
+        # If a logit is NaN, the model is at fault, not the request: the maximum is NaN, which compares False.
+        by_request = (token_ids < 0) & (logits.amax(1) > float("-inf"))
+        token_ids = token_ids.masked_fill(by_request, NONE_ALLOWED)
+    result = token_ids[:, None]
+    return torch.cat([result, pack_logprobs(logits, token_ids)], 1) if extras.logprobs else result

@@ -139,10 +139,14 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
         )
     )
     next_check = time.monotonic() + CHECK_INTERVAL_S
+    grammars_are_prepared = False
     while True:
         messages = socket.receive(0 if engine.has_work or engine.num_missing_graphs else IDLE_WAIT_MS)
         if not messages and not engine.has_work and engine.num_missing_graphs:
             engine.record_graph()
+        elif not messages and not engine.has_work and not grammars_are_prepared:
+            engine.prepare_grammars()  # not at the start, which would take longer
+            grammars_are_prepared = True
         if not messages and not engine.has_work and time.monotonic() > next_check:
             engine.check_at_idle()
             next_check = time.monotonic() + CHECK_INTERVAL_S

@@ -45,7 +45,7 @@ class Holdings:
         self.new_rules_cost_tokens = 0
         """Cost of writing the collected rules (`LogitRules.cost_tokens`)."""
         self.num_with_extras = 0
-        """Requests with a row that have logit rules or want log probabilities."""
+        """Requests with a row that need more than plain sampling (`Request.has_extras`)."""
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +103,7 @@ class Holdings:
             self._add_rules(request.row, rules_with_output(request.rules, request.output))
         if lease.page_ids:
             self._page_updates.append(PageUpdate(request.row, 0, lease.page_ids.tobytes()))
-        self.num_with_extras += request.changes_logits or request.wants_logprobs
+        self.num_with_extras += request.has_extras
         return True
 
     def capacity_tokens(self, request: Request) -> int:
@@ -166,7 +166,7 @@ class Holdings:
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
         self._drop_rules(request.row)
         self._free_rows.append(request.row)
-        self.num_with_extras -= request.changes_logits or request.wants_logprobs
+        self.num_with_extras -= request.has_extras
         request.lease = None
         request.row = -1
 
@@ -191,7 +191,7 @@ class Holdings:
         assert rows == list(range(self._max_rows)), f"rows lost or held twice: {rows}"
         for request in holders:
             assert request.lease is not None, "a request with a row has no lease"
-        with_extras = sum(request.changes_logits or request.wants_logprobs for request in holders)
+        with_extras = sum(request.has_extras for request in holders)
         assert self.num_with_extras == with_extras, "num_with_extras is off"
         cost_tokens = sum(rules.cost_tokens for rules, _ in self._row_rules.values())
         assert self.new_rules_cost_tokens == cost_tokens, "new_rules_cost_tokens is off"

@@ -15,7 +15,7 @@ RULES_BASE_COST_TOKENS = 512
 NO_LOGITS = -1
 """Replaces a token id when the model gave the row no logit above minus infinity (NaN does not count)."""
 NONE_ALLOWED = -2
-"""Replaces a token id when the row's `LogitRules` ban every token that the model allows."""
+"""Replaces a token id when the row's `LogitRules` and mask ban every token that the model allows."""
 
 
 class LogitRules(NamedTuple):
@@ -88,6 +88,7 @@ class LogitExtras(NamedTuple):
 
     rules: bool = False  # some rows have `LogitRules`
     logprobs: bool = False  # some rows return the log probabilities of their new tokens
+    masks: bool = False  # some rows' tokens must be allowed by a mask, so sampling waits for `TokenMasks`
 
 
 PLAIN = LogitExtras()
@@ -106,10 +107,21 @@ class StepPlan(NamedTuple):
     chunk_extras: LogitExtras = PLAIN  # of the chunks that sample
     decode_lengths: tuple[int, ...] = ()  # only with chunks: each decode row's tokens after this step
     row_rules: tuple[RowRules, ...] = ()  # for rows of row_inits; each LogitRules appears once
+    masked: tuple[int, ...] = ()  # places in sampled_rows of the rows that need a mask
 
     @property
     def num_new_tokens(self) -> int:
         return len(self.decode_rows) + sum(chunk.num_new_tokens for chunk in self.chunks)
+
+
+class TokenMasks(NamedTuple):
+    """The masks of a step, which are known once all earlier steps are applied. One for each of `masked`."""
+
+    step_id: int
+    num_words: int
+    """Words of one mask: one bit for each token of the vocabulary."""
+    words: bytes
+    """Little-endian int32 [masked, num_words]; bit t % 32 of word t // 32 is 1 if token t is allowed."""
 
 
 class StepResult(NamedTuple):

@@ -20,9 +20,10 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.failures import error_output, no_finite_logits, no_token_left
+from minisgl.scheduler.grammars import CompiledGrammar, FillMasks, advance, fill_masks, num_mask_words
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
-from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan
+from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan, TokenMasks
 from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP, by_seniority, prefill_budget_tokens
 from minisgl.scheduler.request_factory import RequestFactory
 from minisgl.scheduler.rules import extras_of
@@ -58,6 +59,7 @@ class Scheduler:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
+        self._num_mask_words = num_mask_words(config.vocab_size)
         self._holdings = Holdings(cache, config.max_rows, config.output_reserve_tokens)
         self._requests: dict[int, Request] = {}  # not yet finished
         self._running: list[Request] = []  # holds a row, not finished; by seniority
@@ -67,11 +69,13 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
         self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs)
+        # Requests whose grammar is being compiled, by the id of their call's first request.
+        self._without_matcher: dict[int, list[Request]] = {}
         self._num_plans = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + sum(map(len, self._without_matcher.values()))
 
     @property
     def num_running(self) -> int:
@@ -146,7 +150,40 @@ class Scheduler:
             for request in requests:
                 self._prompt_logprobs.start(request)
                 self._requests[request.request_id] = request
-                self._waiting.add(request)
+                if request.has_grammar:
+                    self._without_matcher.setdefault(request_id, []).append(request)
+                else:
+                    self._waiting.add(request)
+
+    def start_with_grammar(self, request_id: int, grammar: CompiledGrammar | RequestError) -> None:
+        """Let a call's requests wait for a row, now that their grammar is compiled, or refuse them.
+
+        Args:
+            request_id: of the call's first request.
+            grammar: an error if it could not be compiled.
+        """
+        for request in self._without_matcher.pop(request_id, []):
+            if isinstance(grammar, RequestError):
+                self._outputs.append(self._end_with_error(request, grammar))
+                continue
+            request.matcher = grammar.matcher()
+            self._waiting.add(request)
+
+    def masks(self, plan: StepPlan, fill: FillMasks) -> TokenMasks:
+        """The masks of the newest planned step. All steps before it must be applied.
+
+        A request whose grammar allows no token ends here. Its token is dropped, so its mask allows all.
+        """
+        [step] = self._launched
+        assert step.step_id == plan.step_id, f"masks of step {plan.step_id}, but {step.step_id} is launched"
+        words = np.zeros((len(plan.masked), self._num_mask_words), dtype="<i4")
+        requests = [step.sampled[place] for place in plan.masked]
+        for index, error in fill_masks(requests, words, fill):
+            self._outputs.append(self._end_with_error(requests[index], error))
+        for request, mask in zip(requests, words, strict=True):
+            if request.state is RequestState.FINISHED:
+                mask.fill(-1)
+        return TokenMasks(plan.step_id, self._num_mask_words, words.tobytes())
 
     def refuse(self, request_id: int, error: RequestError) -> None:
         """Answer a request that was not queued."""
@@ -206,9 +243,12 @@ class Scheduler:
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
             return None
         decode_extras = chunk_extras = PLAIN
+        masked: tuple[int, ...] = ()
         if self._holdings.num_with_extras:
             decode_extras = extras_of(sampled[: len(decode_rows)])
             chunk_extras = extras_of(sampled[len(decode_rows) :])
+            if decode_extras.masks or chunk_extras.masks:
+                masked = tuple([place for place, request in enumerate(sampled) if request.has_grammar])
         updates = self._holdings.drain_updates()
         plan = StepPlan(
             step_id=self._num_plans,
@@ -221,6 +261,7 @@ class Scheduler:
             chunk_extras=chunk_extras,
             decode_lengths=tuple(map(_num_planned_tokens, sampled[: len(decode_rows)])) if chunks else (),
             row_rules=updates.row_rules,
+            masked=masked,
         )
         self._num_plans += 1
         self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))
@@ -272,6 +313,12 @@ class Scheduler:
                 num_dropped += 1
                 outputs.append(self._finish(request, FinishReason.LENGTH, []))
                 continue
+            if request.has_grammar and token not in request.stop_ids:
+                error = advance(request, token)
+                if error is not None:
+                    num_dropped += 1
+                    outputs.append(self._end_with_error(request, error))
+                    continue
             request.output.append(token)
             if token in request.stop_ids:
                 outputs.append(self._finish(request, FinishReason.STOP, [token]))
@@ -310,7 +357,7 @@ class Scheduler:
             assert request.row == -1, "a waiting request holds a row"
         preempting = [request for request in self._running if request.is_preempting]
         assert self._num_awaiting_release == len(leaving) + len(preempting), "num_awaiting_release is off"
-        assert len(self._requests) == len(self._waiting) + len(self._running), "a request is nowhere"
+        assert len(self._requests) == self.num_waiting + len(self._running), "a request is nowhere"
         for queue in (list(self._waiting), self._running):
             assert queue == sorted(queue, key=by_seniority), "a queue is out of order"
 
@@ -398,7 +445,7 @@ class Scheduler:
         """The only place where a request ends. Its row and pages are released now, or with its last step."""
         del self._requests[request.request_id]
         if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
+            self._remove_waiting(request)
             request.move_to(RequestState.FINISHED)
             request.move_to(RequestState.RETIRED)
         else:
@@ -410,6 +457,14 @@ class Scheduler:
             self._retire_or_requeue(request)
         return RequestOutput(request.request_id, token_ids, reason, request.num_cached_tokens)
 
+    def _remove_waiting(self, request: Request) -> None:
+        if not request.has_grammar or request.matcher is not None:
+            self._waiting.remove(request)
+            return
+        for requests in self._without_matcher.values():
+            if request in requests:
+                requests.remove(request)
+
     def _fail(self, request: Request, no_token: int) -> RequestOutput:
         """End a request whose step gave NO_LOGITS or NONE_ALLOWED instead of a token."""
         if no_token == NO_LOGITS:
@@ -420,6 +475,9 @@ class Scheduler:
         else:
             error = no_token_left(request)
             self.stats.num_without_token += 1
+        return self._end_with_error(request, error)
+
+    def _end_with_error(self, request: Request, error: RequestError) -> RequestOutput:
         self._prompt_logprobs.forget(request.request_id)
         self._finish(request, FinishReason.ERROR, [])
         return error_output(request.request_id, error, request.num_cached_tokens)

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from fake_grammar import FakeCompiler, allowed, use_fake_grammars
 from tiny_models import VOCAB_SIZE, logits_of, random_model
 from transformers import PreTrainedModel
 
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from triton_kernels.sample import sample_reference
@@ -97,6 +99,7 @@ def engine_for(folder: Path, **settings: Any) -> Engine:
     with torch.inference_mode():
         for attention in engine.runner.model.attention_layers():
             attention.k_cache[1:] = attention.v_cache[1:] = float("nan")
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
     return engine
 
 
@@ -108,21 +111,23 @@ def random_params(source: random.Random) -> SamplingParams:
         return tuple(source.randrange(VOCAB_SIZE) for _ in range(count))
 
     max_tokens = source.randrange(1, 28)
+    grammar = sometimes(GrammarSpec("lark", str(source.random())), None, 0.25)
     return SamplingParams(
+        grammar=grammar,
         max_tokens=max_tokens,
-        min_tokens=sometimes(source.randrange(max_tokens + 1), 0),
+        min_tokens=sometimes(source.randrange(max_tokens + 1), 0, 0.2 * (grammar is None)),
         temperature=sometimes(0.0, source.uniform(0.2, 1.5), 0.4),
         top_k=sometimes(source.randrange(1, 20), 0),
         top_p=sometimes(source.uniform(0.3, 1.0), 1.0),
         min_p=sometimes(source.uniform(0.0, 0.3), 0.0),
         seed=source.randrange(-(2**63), 2**63),
         stop_token_ids=sometimes(tokens(3), ()),
-        ignore_eos=sometimes(True, False),
+        ignore_eos=sometimes(grammar is None, False),
         presence_penalty=sometimes(source.uniform(-2, 2), 0.0),
         frequency_penalty=sometimes(source.uniform(-2, 2), 0.0),
         repetition_penalty=sometimes(source.uniform(0.5, 2), 1.0),
         logit_bias=sometimes({token: source.uniform(-5, 5) for token in tokens(4)}, None),
-        allowed_token_ids=sometimes(tuple(source.sample(range(VOCAB_SIZE), 40)), (), 0.1),
+        allowed_token_ids=sometimes(tuple(source.sample(range(VOCAB_SIZE), 40)), (), 0.1 * (grammar is None)),
         bad_words_ids=sometimes((tokens(1), tokens(2), tokens(3)), ()),
         logprobs=sometimes(source.randrange(6), None),
         prompt_logprobs=sometimes(source.randrange(4), None),
@@ -216,6 +221,10 @@ def compare(reference: PreTrainedModel, asked: Asked, answer: Answer, expected: 
     """1 if they part at a tie, 0 if they are equal (an aborted one as far as it goes)."""
     if answer.finish_reason is FinishReason.ABORT:
         assert asked.aborted_at is not None, name
+    if asked.request.params.grammar is not None:
+        for place, token in enumerate(answer.token_ids):
+            before = answer.token_ids[:place]
+            assert token in allowed(asked.request.params.grammar.text, before, VOCAB_SIZE, EOS), name
     pairs = list(zip(answer.token_ids, expected.token_ids, strict=False))
     place = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     num_same = len(pairs) if place is None else place
@@ -270,8 +279,10 @@ def is_tie(reference: PreTrainedModel, asked: Asked, output: list[int], sampled:
 
 
 def ruled(params: SamplingParams, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """The logits [V] under the request's penalties, biases and bans, token by token."""
+    """The logits [V] under the request's penalties, biases, bans and grammar, token by token."""
     left = logits.clone()
+    grammar = params.grammar
+    may_follow = None if grammar is None else allowed(grammar.text, output, VOCAB_SIZE, EOS)
     for token in range(VOCAB_SIZE):
         value = float(logits[token])
         count = output.count(token)
@@ -285,5 +296,6 @@ def ruled(params: SamplingParams, prompt: list[int], output: list[int], logits: 
         for word in params.bad_words_ids:
             before = list(word[:-1])
             is_banned |= word[-1] == token and (not before or (prompt + output)[-len(before) :] == before)
+        is_banned |= may_follow is not None and token not in may_follow
         left[token] = float("-inf") if is_banned else value
     return left

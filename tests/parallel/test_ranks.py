@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from fake_grammar import FakeCompiler, use_fake_grammars
 from forked_ranks import run_forked
 from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, random_model
@@ -28,12 +29,14 @@ from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import follower_link, rank_processes
 from minisgl.errors import ConfigError, EngineDeadError
+from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan
 from minisgl.weights.progress import no_progress
 
+EOS = 2
 LIMIT_S = 5.0
 """Within this all must be over after a rank has died."""
 
@@ -66,6 +69,18 @@ def generate(engine: Engine) -> tuple[dict[int, list[int]], int]:
         add(engine, request_id, 9 + 8 * request_id, temperature=0.9 * (request_id % 2), top_p=0.9, seed=5)
     add(engine, 6, 5, repetition_penalty=1.3, logit_bias={3: 1.5})
     add(engine, 7, 6, logprobs=2)
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    for request_id in (8, 9):
+        grammar = GrammarSpec("lark", str(request_id))
+        add(
+            engine,
+            request_id,
+            9 * request_id % 20,
+            grammar=grammar,
+            ignore_eos=False,
+            seed=1,
+            temperature=0.7,
+        )
     return run_to_the_end(engine), engine.status(0).num_preemptions
 
 

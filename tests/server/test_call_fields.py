@@ -193,7 +193,6 @@ def test_a_sampling_field_that_cannot_be_honoured_is_named(
         (chat, {"tool_choice": "auto"}),
         (chat, {"functions": [{}]}),
         (chat, {"function_call": "auto"}),
-        (chat, {"response_format": {"type": "json_object"}}),
         (chat, {"audio": {}}),
         (chat, {"modalities": ["audio"]}),
         (chat, {"prediction": {"type": "content"}}),

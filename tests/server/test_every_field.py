@@ -25,13 +25,14 @@ from minisgl.errors import RequestError
 from minisgl.fields import refuse_unknown
 from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
+from minisgl.server.apis.output_format import JsonSchema, StructuralTagFormat, StructuredOutputs
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
 from minisgl.server.app import MESSAGE
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import ErrorAnswer
 from minisgl.server.http.openapi import openapi_document
 
-VOCAB = 300
+VOCAB = 308  # as many as the tokenizer has
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 32,
@@ -98,6 +99,11 @@ SHARED = {
     "allowed_token_ids": Case([65], {**GREEDY, "return_token_ids": True}),
     "bad_words": Case(["I"], ALWAYS_I),
     "prompt_logprobs": Case(1),
+    "json_schema": Case('{"enum": [13]}', SAMPLED | {"ignore_eos": False}),
+    "regex": Case("[135]{3}", SAMPLED | {"ignore_eos": False}),
+    "ebnf": Case('root ::= "a" | "c"', SAMPLED | {"ignore_eos": False}),
+    "response_format": Case({"type": "json_object"}, SAMPLED | {"ignore_eos": False}),
+    "structured_outputs": Case({"choice": ["a", "c"]}, SAMPLED | {"ignore_eos": False}),
     "return_token_ids": Case(True),
 }
 CASES: dict[str, dict[str, Case]] = {
@@ -153,7 +159,19 @@ CASES: dict[str, dict[str, Case]] = {
         "continuous_usage_stats": Case({"continuous_usage_stats": True}, {"stream": True}),
     },
 }
+FORMATS = [
+    *(("TextFormat", "type"), ("JsonObjectFormat", "type")),
+    *(("JsonSchemaFormat", name) for name in ("type", "json_schema")),
+    *(("JsonSchema", name) for name in JsonSchema.__struct_fields__),
+    *(("StructuralTagFormat", name) for name in ("type", *StructuralTagFormat.__struct_fields__)),
+    *(("StructuredOutputs", name) for name in StructuredOutputs.__struct_fields__),
+]
 ELSEWHERE = {
+    **{
+        (kind, name): "test_output_format.py::"
+        + ("test_structured_outputs" if kind == "StructuredOutputs" else "test_response_formats")
+        for kind, name in FORMATS
+    },
     ("ChatBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",
     ("CompletionBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",
     ("AbortBody", "request_id"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",

@@ -35,6 +35,7 @@ from triton_kernels import (
     rope_store,
     sample,
     silu_mul,
+    token_mask,
 )
 
 TYPES = {
@@ -236,6 +237,13 @@ def cases():
         "advance_rows",
         lambda: advance_rows.advance_rows_triton(ints(64), ints(64), ints(64), ints(257), ints(257), 256),
     )
+    for dtype in (torch.bfloat16, torch.float32):
+        yield (
+            f"token_mask {dtype}",
+            lambda dtype=dtype: token_mask.token_mask_triton(
+                empty(64, 151936, dtype=dtype), ints(64), ints(40, 4748)
+            ),
+        )
     pool = empty(4096, 16, 8, 128)
     yield (
         "rope_store 32/8/128",

@@ -25,6 +25,7 @@ from triton_kernels import (
     rope_store,
     sample,
     silu_mul,
+    token_mask,
 )
 
 
@@ -135,6 +136,7 @@ def main() -> None:
         ints(9),
         dynamic=(0, 1, 2),
     )
+    trace("token_mask", token_mask.token_mask_triton, torch.randn(6, 70), ints(6), ints(2, 3), dynamic=(0, 1))
     pools = (torch.randn(20, 16, 2, 64), torch.randn(20, 16, 2, 64))
     trace(
         "rope_store",

@@ -19,6 +19,7 @@ OPS = {
         activation_ops.GELU_TANH_MUL,
         rope_ops.ROPE_STORE,
         row_ops.ADVANCE_ROWS,
+        row_ops.TOKEN_MASK,
         linear_ops.LINEAR,
         linear_ops.GATED_LINEAR,
         linear_ops.LINEAR_MANY,

@@ -1,4 +1,4 @@
-"""The ops on rows after the model: sampling, and advancing the rows' tables.
+"""The ops on rows after the model: masks, sampling, and advancing the rows' tables.
 
 R rows, V vocabulary.
 """
@@ -14,6 +14,7 @@ from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison
 from minisgl.benchmark.kernels.model_shapes import ModelShape
 from triton_kernels.advance_rows import advance_rows_reference, advance_rows_triton
 from triton_kernels.sample import sample_reference, sample_triton
+from triton_kernels.token_mask import num_mask_words, token_mask_reference, token_mask_triton
 
 SAMPLING = {
     "greedy": (0.0, 0, 1.0, 0.0),
@@ -116,5 +117,37 @@ def _advance_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
     return [Case(f"{rows}", rows, functools.partial(advance_rows_problem, rows))]
 
 
+def token_mask_problem(rows: int, vocab: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """Masks of random bits for three quarters of R rows of random logits."""
+    set_bytes = 2 * rows * vocab * dtype.itemsize + num_mask_words(vocab) * rows * 3
+    logits = [
+        torch.randn(rows, vocab, device=device, dtype=dtype) for _ in range(num_sets(set_bytes, device))
+    ]
+    num_masks = max(1, 3 * rows // 4)
+    shape = (num_masks, num_mask_words(vocab))
+    masks = torch.randint(-(2**31), 2**31, shape, device=device, dtype=torch.int64).int()
+    mask_of = torch.full((rows,), -1, device=device, dtype=torch.int32)
+    mask_of[torch.randperm(rows, device=device)[:num_masks]] = torch.arange(
+        num_masks, device=device, dtype=torch.int32
+    )
+
+    def check(function: Any) -> float:
+        poison(rows * vocab * dtype.itemsize, device)
+        expected = token_mask_reference(logits[0], mask_of, masks)
+        if not torch.equal(function(logits[0], mask_of, masks), expected):
+            raise ValueError("wrong logits")
+        return 0.0
+
+    return Problem(float(set_bytes), 0.0, [(one, mask_of, masks) for one in logits], set_bytes, check)
+
+
+def _mask_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+    rows = GPU_ROWS if on_gpu else CPU_ROWS
+    return [Case(f"{rows}x{shape.vocab}", rows, functools.partial(token_mask_problem, rows, shape.vocab))]
+
+
 SAMPLE = KernelOp(name="sample", launcher=sample_triton, bench_cases=_sample_cases, plain_torch=_sample)
 ADVANCE_ROWS = KernelOp(name="advance_rows", launcher=advance_rows_triton, bench_cases=_advance_cases)
+TOKEN_MASK = KernelOp(
+    name="token_mask", launcher=token_mask_triton, bench_cases=_mask_cases, plain_torch=token_mask_reference
+)

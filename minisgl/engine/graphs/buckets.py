@@ -17,8 +17,8 @@ JOINED_DECODE_ROOMS = (32, 256)
 """Room for decodes in a prefill graph: for few and for many. Unused room costs time: attention splits keys as
 if all rows were there, and head and sampling compute padding rows."""
 
-NUM_LOGIT_EXTRAS = 3
-"""Combinations of `scheduler.plan.LogitExtras`: rules, log probabilities, both."""
+NUM_LOGIT_EXTRAS = 4
+"""Kinds of recorded steps with `scheduler.plan.LogitExtras`: rules, log probabilities, both; masks."""
 
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Steps with extras: rules on logits (penalties, biases, bans) and log probabilities.
+"""Steps with extras: rules on logits (penalties, biases, bans), log probabilities, and masks.
 
-Promise: a row without rules gets the same token as in a plain step. All results of a step are in one tensor,
-so that the step can be recorded like a plain one.
+Promise: a row without rules and mask gets the same token as in a plain step. All results of a step are in one
+tensor, so that the step can be recorded like a plain one: those of `steps.sample_with_extras`. A step with
+masks is recorded up to its logits, since its masks are not known yet when it is launched.
 
-A result is int32 [R, 1] (the tokens), or with log probabilities int32 [R, 1 + 2 + 2 * k] (the token, then
-`pack_logprobs`). R rows of the batch, T new tokens, N targets, k top tokens.
+R rows of the batch, T new tokens, N targets, k top tokens.
 """
 
 import logging
@@ -19,83 +19,51 @@ from minisgl.engine.graphs.decode_graphs import PlanDecode, Record, no_plan
 from minisgl.engine.inputs import PrefillBatch, row_ids_to_device
 from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep, prefill_inputs, sample_and_advance
+from minisgl.engine.steps import DecodeStep, prefill_inputs, sample_with_extras
 from minisgl.models.decoder import Decoder
-from minisgl.scheduler.plan import NONE_ALLOWED, LogitExtras
-from triton_kernels.read_rows import RowState
+from minisgl.scheduler.plan import LogitExtras
 
 logger = logging.getLogger(__name__)
+
+ONLY_LOGITS = LogitExtras(masks=True)
+"""The key of all steps with masks: rules and log probabilities come after their logits."""
 
 
 def decode_with_extras(
     step: DecodeStep, row_ids: Tensor, extras: LogitExtras, tables: LogitTables | None
 ) -> Tensor:
-    """Run a `DecodeStep` with extras; row_ids: int32 [R]."""
+    """Run a `DecodeStep` with extras; row_ids: int32 [R]. With masks, only its logits [R, V] are computed."""
     state, logits = step.logits(row_ids)
+    if extras.masks:
+        return logits
     counted = row_ids < step.rows.max_rows
-    return _sample(step.rows, row_ids, state, logits, state.context_len, extras, tables, counted)
+    return sample_with_extras(step.rows, row_ids, state, logits, state.context_len, counted, extras, tables)
 
 
-def prefill_with_extras(
-    model: Decoder,
-    rows: Rows,
-    batch: PrefillBatch,
-    extras: LogitExtras,
-    tables: LogitTables | None,
-    sampling: Tensor,
-    targets: tuple[Tensor, Tensor] | None,
+def prefill_logits(
+    model: Decoder, rows: Rows, batch: PrefillBatch, targets: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a `prefill_step` with extras and log probabilities of prompt tokens.
+    """Run a `prefill_step` up to its logits, with log probabilities of prompt tokens.
 
     Args:
-        sampling: int32 [R], 1 for rows whose prompt ends in this batch.
         targets: int32 [N] twice: places in 0..T-1, and the token after each, whose log probability is wanted.
 
     Returns:
-        The rows' result, and the targets' log probabilities, int32 [N, 2 + 2 * k].
+        The rows' logits [R, V], and the targets' log probabilities, int32 [N, 2 + 2 * k].
     """
     num_rows = len(batch.row_ids)
     output_index = batch.logit_index if targets is None else torch.cat([batch.logit_index, targets[0]])
     inputs = prefill_inputs(model, rows, batch)
     x, residual = model.run_blocks(batch.token_ids, batch.positions, inputs, output_index)
     logits = model.head(x[:num_rows], residual[:num_rows])
-    state = rows.read(batch.row_ids)
-    counted = sampling > 0
-    result = _sample(rows, batch.row_ids, state, logits, batch.context_len, extras, tables, counted)
     if targets is None:
-        return result, None
+        return logits, None
     slices = [part[num_rows:].split(SLICE_ROWS) for part in (x, residual)]
     lines = [
         pack_logprobs(model.head(*some), ids)
         for *some, ids in zip(*slices, targets[1].split(SLICE_ROWS), strict=True)
     ]
-    return result, torch.cat(lines)
-
-
-def _sample(
-    rows: Rows,
-    row_ids: Tensor,
-    state: RowState,
-    logits: Tensor,
-    context_len: Tensor,
-    extras: LogitExtras,
-    tables: LogitTables | None,
-    counted: Tensor,
-) -> Tensor:
-    """Apply rules and sample; counted: bool [R], the rows whose token belongs to their output."""
-    ruled = logits
-    if extras.rules:
-        assert tables is not None
-        ruled = tables.apply_rules(logits, row_ids, context_len)
-    token_ids = sample_and_advance(rows, row_ids, state, ruled, context_len)
-    if extras.rules:
-        assert tables is not None
-        tables.add_tokens(row_ids, token_ids, counted)
-        # If a logit is NaN, the model is at fault, not the rules: the maximum is NaN, which compares False.
-        by_rules = (token_ids < 0) & (logits.amax(1) > float("-inf"))
-        token_ids = token_ids.masked_fill(by_rules, NONE_ALLOWED)
-    result = token_ids[:, None]
-    return torch.cat([result, pack_logprobs(logits, token_ids)], 1) if extras.logprobs else result
+    return logits, torch.cat(lines)
 
 
 class ExtrasDecodeGraphs:
@@ -133,10 +101,27 @@ class ExtrasDecodeGraphs:
 
     def __call__(self, rows: tuple[int, ...], extras: LogitExtras, tables: LogitTables | None) -> Tensor:
         """Decode these rows. The result has at least len(rows) lines, and the next call overwrites it."""
+        return self._run(rows, extras, tables)[1]
+
+    def logits(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Compute the logits of these rows' next tokens.
+
+        Returns:
+            Row ids, int32 [>= len(rows)], behind `rows` those of padding; and logits, one line for each.
+        """
+        row_ids, logits = self._run(rows, ONLY_LOGITS, None)
+        # Later graphs share the memory of the recorded ones, and this step samples after they have run.
+        return row_ids, logits.clone()
+
+    def _run(
+        self, rows: tuple[int, ...], extras: LogitExtras, tables: LogitTables | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a batch, padded if there is a bucket for it. Returns its row ids and its result."""
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None:
             self._plan(rows, len(rows))
-            return decode_with_extras(self._step, row_ids_to_device(self._device, rows), extras, tables)
+            row_ids = row_ids_to_device(self._device, rows)
+            return row_ids, decode_with_extras(self._step, row_ids, extras, tables)
         if (bucket, extras) not in self._recorded and self._record is not None:
             self._wanted.setdefault((bucket, extras), tables)
         recorded = sorted(size for size, others in self._recorded if others == extras)
@@ -146,13 +131,14 @@ class ExtrasDecodeGraphs:
         self._plan(rows, size)
         if larger is None:
             self._ran_uncaptured = True
-            return decode_with_extras(self._own_step, row_ids_to_device(self._device, padded), extras, tables)
+            row_ids = row_ids_to_device(self._device, padded)
+            return row_ids, decode_with_extras(self._own_step, row_ids, extras, tables)
         row_ids, replay = self._recorded[larger, extras]
         if self._batches.get((larger, extras)) != rows:
             staged = torch.tensor(padded, dtype=torch.int32, pin_memory=self._device.type == "cuda")
             row_ids.copy_(staged, non_blocking=True)
             self._batches[larger, extras] = rows
-        return replay()
+        return row_ids, replay()
 
     @property
     def num_missing(self) -> int:
@@ -176,11 +162,14 @@ class ExtrasDecodeGraphs:
         """
         self._newest = None
         (bucket, extras), tables = next(iter(self._wanted.items()))
+        if extras.masks:
+            return
         model, rows = self._step.model, self._step.rows
         row_ids = row_ids_to_device(self._device, (self._padding_row,) * bucket)
         logits = torch.zeros(bucket, model.vocab_size, dtype=model.logits_dtype, device=self._device)
         state = rows.read(row_ids)
-        _sample(rows, row_ids, state, logits, state.context_len, extras, tables, row_ids < self._padding_row)
+        counted = row_ids < self._padding_row
+        sample_with_extras(rows, row_ids, state, logits, state.context_len, counted, extras, tables)
 
     def record_next(self) -> None:
         """Record the graph that was needed first, on padding rows."""
@@ -209,5 +198,5 @@ class ExtrasDecodeGraphs:
 
 
 def _describe(extras: LogitExtras) -> str:
-    words = [("rules", extras.rules), ("log probabilities", extras.logprobs)]
+    words = [("rules", extras.rules), ("log probabilities", extras.logprobs), ("masks", extras.masks)]
     return " and ".join(word for word, there in words if there)

@@ -27,10 +27,10 @@ from minisgl.engine.ranks.follower_link import (
     TokenChecksum,
 )
 from minisgl.engine.worker import exit_with_parent, fatal_message
-from minisgl.errors import MinisglError
+from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.ipc.transport import FollowerSocket
 from minisgl.log import setup_logging
-from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.plan import StepPlan, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,20 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
         engine.fill_pool()  # as rank 0 does when it measures steps
     socket.send(msgspec.msgpack.encode(started))
     decoder = msgspec.msgpack.Decoder(StepPlan)
+    masks_decoder = msgspec.msgpack.Decoder(TokenMasks)
+
+    def receive_masks() -> TokenMasks:
+        data = socket.receive()
+        if not data:  # told to stop between the halves of a step
+            raise EngineDeadError("rank 0 has ended")
+        return masks_decoder.decode(data)
+
     checksum = TokenChecksum()
     while data := socket.receive():
         if data == RECORD_GRAPH:
             engine.record_graph()
             continue
-        for tokens in engine.follow(decoder.decode(data)):
+        for tokens in engine.follow(decoder.decode(data), receive_masks):
             if checksum.add(tokens):
                 report = Checksum(config.rank, checksum.num_steps, checksum.value)
                 socket.send(msgspec.msgpack.encode(report))

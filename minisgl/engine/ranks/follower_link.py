@@ -22,7 +22,7 @@ from minisgl.engine.ranks.node_link import NodeListener, NodeRank, RankEnded, We
 from minisgl.engine.ranks.rank_processes import RankProcesses
 from minisgl.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl.ipc.transport import LeaderSocket, RankAddresses, make_ipc_dir
-from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.plan import StepPlan, TokenMasks
 
 if TYPE_CHECKING:  # it imports torch
     from minisgl.parallel.mesh import Ranks
@@ -230,6 +230,10 @@ class FollowerLink:
     def send(self, plan: StepPlan) -> None:
         """Send a plan to the other ranks, which execute plans in order."""
         self._socket.send(self._encoder.encode(plan))
+
+    def send_masks(self, masks: TokenMasks) -> None:
+        """Send the masks of the plan that was sent last."""
+        self._socket.send(self._encoder.encode(masks))
 
     def record_graph(self) -> None:
         """Tell the other ranks to record their next missing graph, which is the same on all ranks."""

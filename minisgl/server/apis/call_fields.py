@@ -14,6 +14,7 @@ from minisgl.errors import RequestError
 from minisgl.fields import Neutral
 from minisgl.request import SamplingParams
 from minisgl.server.apis.call import CallOptions
+from minisgl.server.apis.output_format import OutputFields, grammar_of
 from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, missing
 from minisgl.server.sampling_fields import given_fields
 from minisgl.server.served_model import ServedModel
@@ -75,6 +76,7 @@ IGNORED: dict[str, Neutral] = {
 def call_options(
     call: CallFields,
     sampling: msgspec.Struct,
+    output: OutputFields,
     model: ServedModel,
     max_tokens: int | None,
     logprobs: int | None,
@@ -94,7 +96,10 @@ def call_options(
         check_token_ids(given.get(name) or (), model.tokenizer.vocab_size, name)
     streaming = call.stream_options or StreamOptions()
     return CallOptions(
-        SamplingParams(**{**model.defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs}),
+        SamplingParams(
+            **{**model.defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs},
+            grammar=grammar_of(output),
+        ),
         model=call.model,
         stream=bool(call.stream),
         include_usage=bool(streaming.include_usage),

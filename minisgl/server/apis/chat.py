@@ -31,6 +31,7 @@ from minisgl.server.apis.openai_answer import (
     UsageAnswer,
     encode,
 )
+from minisgl.server.apis.output_format import OutputFields
 from minisgl.server.http.bodies import Body, Condition, FieldIs
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -72,7 +73,7 @@ class ChatFields(Struct, frozen=True):
 
 CHAT = Body(
     "ChatBody",
-    (ChatFields, CallFields, SamplingFields),
+    (ChatFields, CallFields, SamplingFields, OutputFields),
     (
         *CONDITIONS,
         Condition(
@@ -88,7 +89,6 @@ CHAT = Body(
         "parallel_tool_calls": (False, True),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -125,14 +125,14 @@ def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    chat, call, sampling = CHAT.read(body)
+    chat, call, sampling, output = CHAT.read(body)
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     return ChatCall(
         messages,
-        call_options(call, sampling, model, min(limits, default=None), logprobs),
+        call_options(call, sampling, output, model, min(limits, default=None), logprobs),
         chat.chat_template_kwargs or {},
         chat.add_generation_prompt is not False,
     )

@@ -39,6 +39,7 @@ from minisgl.server.apis.openai_answer import (
     UsageAnswer,
     encode,
 )
+from minisgl.server.apis.output_format import OutputFields
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -88,7 +89,7 @@ class CompletionFields(Struct, frozen=True):
 
 COMPLETION = Body(
     "CompletionBody",
-    (CompletionFields, CallFields, SamplingFields),
+    (CompletionFields, CallFields, SamplingFields, OutputFields),
     (
         *CONDITIONS,
         Condition(
@@ -140,7 +141,7 @@ def parse_completion(body: bytes, model: ServedModel) -> CompletionCall:
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    completion, call, sampling = COMPLETION.read(body)
+    completion, call, sampling, output = COMPLETION.read(body)
     prompts = _prompts(completion.prompt)
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -148,7 +149,7 @@ def parse_completion(body: bytes, model: ServedModel) -> CompletionCall:
     max_tokens = completion.max_tokens
     if max_tokens is None:
         max_tokens = max(DEFAULT_MAX_TOKENS, sampling.min_tokens or 0)
-    options = call_options(call, sampling, model, max_tokens, completion.logprobs)
+    options = call_options(call, sampling, output, model, max_tokens, completion.logprobs)
     prompt_logprobs = options.params.prompt_logprobs
     if completion.echo and completion.logprobs is not None:
         num_top = max(completion.logprobs, prompt_logprobs or 0)

@@ -1,0 +1,181 @@
+"""Requests with a grammar in an engine on a CPU: when they start, how they fail, and what others notice."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_grammar import FakeCompiler, FakeGrammar, allowed, use_fake_grammars
+from test_no_token import Answer, ask, run
+from test_step_timeline import MODEL, started
+
+from minisgl.engine.engine import Engine
+from minisgl.errors import RequestError
+from minisgl.grammar.spec import GrammarSpec
+from minisgl.request import RequestOutput, SamplingParams
+
+VOCAB_SIZE = MODEL["vocab_size"]
+EOS = 2
+SPEC = GrammarSpec("lark", "one")
+
+
+@pytest.fixture(params=[False, True], ids=["no-overlap", "overlap"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    made = started(tmp_path, MODEL | {"eos_token_id": EOS}, overlap=request.param, page_size=4, num_pages=60)
+    yield made
+    assert not made.has_work
+    made.check_at_idle()
+    assert made.num_broken_counts == 0
+    assert made.status(0).num_held_rows == made.status(0).num_held_pages == 0
+    made.close()
+
+
+def constrained(request_id: int, spec: GrammarSpec = SPEC, **params: Any) -> Any:
+    return ask(request_id, [5, 6, 7], ignore_eos=False, grammar=spec, **params)
+
+
+def step_until(engine: Engine, answers: dict[int, Answer], num_steps: int) -> None:
+    for _ in range(num_steps):
+        for output in engine.step():
+            answers[output.request_id].take(output)
+
+
+def test_outputs_follow_their_grammars_and_others_are_as_without(engine: Engine) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    plain = [ask(10, [9, 8]), ask(11, [9, 8, 7], temperature=1.0, seed=3, repetition_penalty=1.4)]
+    alone = [run(engine, [one])[0].end for one in plain]
+    specs = [GrammarSpec("lark", str(number)) for number in range(4)]
+    requests = [
+        constrained(number, spec, temperature=float(number % 2), logprobs=number, max_tokens=12)
+        for number, spec in enumerate(specs)
+    ]
+    answers = run(engine, [*requests, *plain])
+    for spec, answer in zip(specs, answers, strict=False):
+        for place, token in enumerate(answer.token_ids):
+            assert token in allowed(spec.text, answer.token_ids[:place], VOCAB_SIZE, EOS)
+        assert answer.token_ids[-1] == EOS or len(answer.token_ids) == 12
+    assert [answer.end for answer in answers[4:]] == alone
+
+
+def test_a_request_waits_for_its_grammar_and_nobody_waits_for_it(engine: Engine) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {0: Answer(), 1: Answer()}
+    engine.add(constrained(0))
+    engine.add(ask(1, [9, 8]))
+    while answers[1].final is None:
+        step_until(engine, answers, 1)
+    assert engine.has_work
+    assert engine.status(0).num_waiting == 1
+    assert answers[0].token_ids == []
+    compiler.finish()
+    while engine.has_work:
+        step_until(engine, answers, 1)
+    assert answers[0].final is not None
+    assert answers[0].token_ids
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_abort_before_the_grammar_is_ready_ends_the_request_at_once(
+    engine: Engine, is_compiled: bool
+) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {0: Answer()}
+    engine.add(constrained(0))
+    step_until(engine, answers, 2)
+    if is_compiled:
+        compiler.finish()
+    engine.abort(0)
+    step_until(engine, answers, 1)
+    assert answers[0].end[2] == ""
+    assert not engine.has_work
+    if not is_compiled:
+        compiler.finish()
+    step_until(engine, answers, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RequestError(400, "bad_schema", "no"), "bad_schema"), (ValueError("a defect"), "grammar_failed")],
+)
+def test_a_grammar_that_cannot_be_compiled_is_an_error_of_its_call(
+    engine: Engine, error: Exception, code: str
+) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {0: Answer(), 1: Answer()}
+    engine.add(constrained(0))
+    engine.add(ask(1, [9, 8]))
+    compiler.finish(error)
+    while engine.has_work:
+        step_until(engine, answers, 1)
+    assert answers[0].end[2] == code
+    assert answers[1].end[2] == ""
+
+
+class Failing(FakeGrammar):
+    """Fails behind two tokens, as it is told."""
+
+    def __init__(self, fault: str, output: tuple[int, ...] = ()) -> None:
+        super().__init__("one", VOCAB_SIZE, EOS, output)
+        self.fault = fault
+
+    def matcher(self) -> "Failing":
+        return Failing(self.fault)
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        if len(self.output) < 2:
+            mask.fill(-1)
+            mask.view("<u4")[EOS // 32] &= np.uint32(~(1 << EOS % 32) & 0xFFFFFFFF)
+        elif self.fault == "fill":
+            raise ValueError("no mask today")
+        elif self.fault != "dead end":
+            mask.fill(-1)
+
+    def advance(self, token_ids: Any) -> None:
+        if len(self.output) == 2 and self.fault == "advance":
+            raise ValueError("not this one")
+        self.output = (*self.output, *token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("fill", "grammar_failed"), ("advance", "grammar_failed"), ("dead end", "grammar_failed")],
+)
+def test_a_grammar_that_fails_ends_its_request_and_no_other(
+    engine: Engine, fault: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS)
+    monkeypatch.setattr("fake_grammar.FakeGrammar", lambda *_: Failing(fault))
+    use_fake_grammars(engine, compiler)
+    neighbour = ask(1, [9, 8])
+    alone = run(engine, [neighbour])[0].end
+    failed, other = run(engine, [constrained(0), neighbour])
+    assert (failed.end[2], len(failed.token_ids)) == (code, 2)
+    assert other.end == alone
+
+
+def test_rules_and_a_grammar_that_leave_no_token_are_the_requests_fault(engine: Engine) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    first = min(set(range(VOCAB_SIZE)) - allowed("one", [], VOCAB_SIZE, EOS))
+    (answer,) = run(engine, [constrained(0, allowed_token_ids=(first,))])
+    assert answer.end[2] == "no_token_left"
+
+
+def test_a_grammar_needs_the_end_of_sequence() -> None:
+    with pytest.raises(RequestError, match="ignore_eos") as refused:
+        SamplingParams(grammar=SPEC, ignore_eos=True)
+    assert refused.value.param == "ignore_eos"
+
+
+def test_without_a_tokenizer_file_a_grammar_is_refused(engine: Engine) -> None:
+    answer = Answer()
+    engine.add(constrained(0))
+    outputs: list[RequestOutput] = []
+    while engine.has_work:
+        outputs += engine.step()
+    for output in outputs:
+        answer.take(output)
+    assert answer.end[2] == "no_grammar"
