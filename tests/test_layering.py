@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
         "text": "errors fields",
+        "grammar": "errors fields",
         "server": "errors log seeds fields request config ipc text __init__",
         "offline": "errors seeds request ipc text",
         "llm": "errors config request text offline engine weights",
@@ -258,6 +259,7 @@ def test_every_file_says_what_it_is_for() -> None:
         "minisgl.server.engines.launch",
         "minisgl.scheduler.scheduler",
         "minisgl.kvcache.manager",
+        "minisgl.grammar.compiler",
         "minisgl.text.chat_template",
         "minisgl.weights.pull",
     ],

@@ -1,0 +1,1 @@
+"""Structured output: what a grammar is, which are taken, and which tokens each allows next."""

@@ -1,0 +1,301 @@
+"""Compiles checked grammars in threads, and keeps the newest ones.
+
+Promise: a caller never waits in `compile`; a grammar that can't be compiled, takes too long or allows nothing
+fails its own request with a 400. llguidance compiles without the interpreter's lock, but builds its
+tokenizer with it, which takes about a second: `prepare` says when.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from minisgl.errors import ModelError, RequestError
+from minisgl.fields import shorten
+from minisgl.grammar.json_schema import dump
+from minisgl.grammar.limits import COMPILE_LIMIT_S
+from minisgl.grammar.matcher import Grammar, GrammarError, Matcher
+from minisgl.grammar.places import find_place
+from minisgl.grammar.spec import GrammarSpec
+from minisgl.grammar.structural_tag import to_lark
+
+logger = logging.getLogger(__name__)
+
+WHITESPACE = r" |\n {0,40}"
+"""Whitespace of generated JSON, at most once wherever JSON allows any: nothing, one space, or a line break
+with an indentation of up to 40 spaces. So a model writes compact JSON, Python's `json.dumps` or indented
+JSON, as it was trained to, but can't write whitespace for ever. None before the first or after the last
+character."""
+ESCAPES = 'nrbtf\\"'
+"""Letters that may follow a backslash in generated strings. Without `\\u` each string has one spelling, so no
+key can be written twice in different spellings."""
+THREADS = 2
+CACHE_ENTRIES = 512
+CACHE_BYTES = 256 * 2**20
+BYTES_PER_GRAMMAR = 64 * 1024
+BYTES_PER_CHAR = 40
+"""Memory of a compiled grammar: a fixed part, and one for each character of its text (an upper bound)."""
+
+Key = tuple[str, str, bool]
+
+
+class Refusal(NamedTuple):
+    """Why a grammar can't be used, and its place behind the request's field."""
+
+    message: str
+    place: str = ""
+
+    def error(self, spec: GrammarSpec) -> RequestError:
+        """This refusal, as the error of one request."""
+        where = spec.where + self.place
+        return RequestError(400, "unsupported_grammar", f"{where} {self.message}", where)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model.
+
+    Args:
+        tokenizer_json: the text of the model's `tokenizer.json`.
+        vocab_size: size of the model's logits; ids beyond the tokenizer's are never allowed.
+        eos_token_ids: the ids that end an answer.
+        limit_s: seconds after which a compilation counts as failed.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        cache_entries: int = CACHE_ENTRIES,
+        cache_bytes: int = CACHE_BYTES,
+        limit_s: float = COMPILE_LIMIT_S,
+    ) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_entries, self._max_bytes, self._limit_s = cache_entries, cache_bytes, limit_s
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._tokenizer: Future[_Tokenizer] | None = None
+        self._cache: OrderedDict[Key, Grammar | Refusal] = OrderedDict()
+        self._bytes = 0
+        self._waiting: dict[Key, list[tuple[GrammarSpec, Future[Grammar]]]] = {}
+
+    def prepare(self) -> "Future[_Tokenizer]":
+        """Start building the tokenizer, unless that was done; the first grammar needs it.
+
+        It holds the interpreter's lock for about a second, in two parts: call it while nobody waits.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._threads.submit(
+                    _Tokenizer.build, self._tokenizer_json, self._vocab_size, self._eos_token_ids
+                )
+            return self._tokenizer
+
+    def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
+        """The grammar, once it is compiled; its error is a `RequestError`. Callbacks run in a thread of ours.
+
+        Several callers with the same grammar share one compilation; each may cancel its own future.
+        """
+        answer: Future[Grammar] = Future()
+        key = (spec.kind, spec.text, spec.whitespace)
+        with self._lock:
+            known = self._cache.get(key)
+            if known is not None:
+                self._cache.move_to_end(key)
+            elif key in self._waiting:
+                self._waiting[key].append((spec, answer))
+                return answer
+            else:
+                self._waiting[key] = [(spec, answer)]
+        if known is None:
+            self.prepare()
+            self._threads.submit(self._run, key, spec)
+        else:
+            _settle(answer, spec, known)
+        return answer
+
+    def cached(self) -> tuple[int, int]:
+        """How many grammars are kept, and their estimated bytes."""
+        with self._lock:
+            return len(self._cache), self._bytes
+
+    def close(self) -> None:
+        """Forget everything; compilations that did not begin fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            left = [one for waiting in self._waiting.values() for one in waiting]
+            self._waiting.clear()
+            self._cache.clear()
+            self._bytes = 0
+        for spec, answer in left:
+            _settle(answer, spec, Refusal("can't be compiled: the engine ends"))
+
+    def _run(self, key: Key, spec: GrammarSpec) -> None:
+        too_long = Refusal(
+            f"takes more than {self._limit_s:g} s to compile; make it smaller or less ambiguous"
+        )
+        try:
+            tokenizer = self.prepare().result()
+        except Exception as error:
+            logger.warning("grammars are not available: %s", error)
+            self._answer(key, Refusal(f"can't be used with this model: {shorten(str(error))}"), keep=False)
+            return
+        timer = threading.Timer(self._limit_s, self._answer, (key, too_long))
+        timer.daemon = True
+        timer.start()
+        began = time.thread_time()
+        try:
+            found: Grammar | Refusal = tokenizer.compile(spec)
+        except Exception as error:  # a defect of ours or the library's ends this request, not the thread
+            logger.exception("a grammar of kind %s broke the compiler", spec.kind)
+            found = Refusal(f"can't be compiled: {shorten(str(error))}")
+        timer.cancel()
+        logger.debug("compiled a %s in %.1f ms", spec.kind, 1e3 * (time.thread_time() - began))
+        self._answer(key, found)
+
+    def _answer(self, key: Key, found: Grammar | Refusal, keep: bool = True) -> None:
+        """Give all who wait for `key` the result, once, and keep it."""
+        with self._lock:
+            waiting = self._waiting.pop(key, None)
+            if waiting is None:  # the time was over, or `close` was called
+                return
+            if keep:
+                self._cache[key] = found
+                self._bytes += _size(key)
+                while len(self._cache) > self._max_entries or self._bytes > self._max_bytes:
+                    self._bytes -= _size(self._cache.popitem(last=False)[0])
+        for spec, answer in waiting:
+            _settle(answer, spec, found)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is needed of a tokenizer.json."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+class _Tokenizer:
+    """llguidance's tokenizer of a model, and what else its grammars share."""
+
+    def __init__(
+        self, library: LLTokenizer, vocab_size: int, eos: tuple[int, ...], special: Mapping[str, int]
+    ):
+        self.library = library
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos
+        self.special_tokens = special
+        self.limits = LLParserLimits(verbose_errors=False)
+
+    @classmethod
+    def build(cls, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "_Tokenizer":
+        """Read a model's tokenizer.
+
+        Raises:
+            ModelError: the library can't read it, or no end-of-sequence id is in it.
+        """
+        try:
+            added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens
+            library = LLTokenizer(
+                tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=[]
+            )
+            library = library.with_slices(LLTokenizer.general_slices())
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise ModelError(f"the tokenizer can't be used for grammars: {error}") from error
+        special = {one.content: one.id for one in added if library.is_special_token(one.id)}
+        return cls(library, vocab_size, eos_token_ids, special)
+
+    def compile(self, spec: GrammarSpec) -> Grammar | Refusal:
+        """The grammar with its first mask, or why it can't be used."""
+        found = self._try(self._source(spec))
+        if isinstance(found, str):
+            return self._refusal(spec, found)
+        grammar = Grammar(found, self.vocab_size, self.eos_token_ids)
+        first = np.zeros(grammar.num_words, np.int32)
+        try:
+            Matcher(grammar).fill_mask(first)
+        except GrammarError as error:
+            return Refusal(f"can't be used: {error}")
+        grammar.first_mask = first
+        return grammar
+
+    def _source(self, spec: GrammarSpec) -> str:
+        """llguidance's text of a grammar."""
+        match spec.kind:
+            case "json_schema":
+                schema = json.loads(with_options(json.loads(spec.text), spec.whitespace))
+                return dump({"grammars": [{"json_schema": schema}]})
+            case "regex":
+                lark = f"start: /(?:{spec.text})/"
+            case "choice":
+                texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(spec.text))
+                lark = f"start: CHOICE\nCHOICE: {texts}"
+            case "lark":
+                lark = spec.text
+            case "structural_tag":
+                tree = json.loads(spec.text)
+                return dump(
+                    {
+                        "grammars": to_lark(
+                            tree, self.special_tokens, lambda x: with_options(x, spec.whitespace)
+                        )
+                    }
+                )
+        return dump({"grammars": [{"lark_grammar": lark}]})
+
+    def _try(self, source: str) -> LLMatcher | str:
+        """A matcher at the beginning, or the library's error."""
+        found = LLMatcher(self.library, source, log_level=0, limits=self.limits)
+        return found.get_error() if found.is_error() else found
+
+    def _refusal(self, spec: GrammarSpec, message: str) -> Refusal:
+        place = ""
+        if spec.kind == "json_schema":
+
+            def error_of(schema: Any) -> str | None:
+                text = dump(schema if isinstance(schema, dict) else {"allOf": [schema]})
+                found = self._try(self._source(GrammarSpec("json_schema", text)))
+                return found if isinstance(found, str) else None
+
+            place = find_place(json.loads(spec.text), error_of)
+        return Refusal(f"can't be used: {_first_lines(message)}", place)
+
+
+def with_options(schema: Any, whitespace: bool) -> str:
+    """The text of a canonical schema with our options for the library."""
+    options = {"json_allowed_escapes": ESCAPES, "whitespace_flexible": False}
+    if whitespace:
+        options["whitespace_pattern"] = WHITESPACE
+    return dump({"x-guidance": options, **(schema if isinstance(schema, dict) else {"allOf": [schema]})})
+
+
+def _settle(answer: "Future[Grammar]", spec: GrammarSpec, found: Grammar | Refusal) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    if isinstance(found, Refusal):
+        answer.set_exception(found.error(spec))
+    else:
+        answer.set_result(found)
+
+
+def _size(key: Key) -> int:
+    return BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(key[1])
+
+
+def _first_lines(message: str) -> str:
+    return message.split("\n<", 1)[0].strip()[:300].replace("\n", "; ")

@@ -1,0 +1,31 @@
+"""Limits of a grammar, as numbers; each refusal names the limit it met."""
+
+MAX_SPEC_BYTES = 256 * 1024
+"""UTF-8 bytes of a schema or of any other grammar; checked before anything is parsed."""
+MAX_DEPTH = 64
+"""Nested arrays and objects of a schema's JSON text; checked before it is parsed."""
+MAX_PROPERTIES = 5_000
+"""Properties of all objects of a schema together."""
+MAX_OPTIONAL_PROPERTIES = 500
+"""Properties of one object that are not required: any of them may come next, so each costs time per token."""
+MAX_ENUM_VALUES = 10_000
+"""Values of all `enum` of a schema together, and choices of a `choice`."""
+MAX_PATTERN_CHARS = 4_096
+"""Characters of one regular expression."""
+MAX_REPEATS = 200_000
+"""Largest product of nested counted repetitions, for example 20,000 in `(a{100}){200}`."""
+MAX_COUNT = 1_000_000_000
+"""Largest value of minLength, maxItems and the like."""
+MAX_NUMBER = 2**53 - 1
+"""Largest absolute value of a number in a schema: up to here every integer is exact in JSON everywhere."""
+MAX_LARK_BYTES = 64 * 1024
+"""UTF-8 bytes of a context-free grammar in text form."""
+MAX_TAGS = 512
+"""Parts of a structural tag."""
+COMPILE_LIMIT_S = 2.0
+"""Seconds that compiling one grammar may take. Its request is refused then; the thread ends a little later,
+since the library's own limits bound its work."""
+SLOW_MASK_S = 0.02
+"""A mask that takes a thread longer than this is slow; usual ones take 0.0001 s."""
+SLOW_BUDGET_S = 0.5
+"""Seconds of slow masks after which a request ends with an error."""
