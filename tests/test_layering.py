@@ -261,6 +261,7 @@ def test_every_file_says_what_it_is_for() -> None:
         "minisgl.server.engines.launch",
         "minisgl.scheduler.scheduler",
         "minisgl.kvcache.manager",
+        "minisgl.grammar.compiler",
         "minisgl.text.chat_template",
         "minisgl.weights.pull",
     ],

@@ -83,31 +83,31 @@ class Matcher:
     @property
     def may_end(self) -> bool:
         """Whether the output so far is complete."""
-        return self.is_finished or (self._error is None and self._library.is_accepting())
+        return self._error is None and (self.is_finished or self._library.is_accepting())
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the output.
 
         Raises:
-            TokenRefusedError: the grammar does not allow one of them. The matcher is of no use afterwards.
+            TokenRefusedError: the grammar does not allow one of them.
+            GrammarError: the library gave up. In both cases the matcher is of no use afterwards.
         """
         self._check()
-        for end, token_id in enumerate(token_ids):
-            if token_id in self.grammar.eos_token_ids:
-                break
-        else:
-            end = len(token_ids)
+        eos = self.grammar.eos_token_ids
+        end = next((i for i, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
         if end and self.is_finished:
             raise self._fail(TokenRefusedError(f"token {token_ids[0]} comes after the end"))
         taken = self._library.try_consume_tokens(list(token_ids[:end])) if end else 0
-        if taken != end or self._library.is_error():
+        if self._library.is_error():
+            raise self._fail(GrammarError(self._gave_up()))
+        if taken != end:
             bad = token_ids[min(taken, end - 1)]
             raise self._fail(TokenRefusedError(f"the grammar does not allow token {bad} as the next one"))
         if end < len(token_ids):
             if not self.may_end:
                 raise self._fail(TokenRefusedError("the answer ended before its grammar did"))
             self.is_finished = True
-            others = [one for one in token_ids[end:] if one not in self.grammar.eos_token_ids]
+            others = [one for one in token_ids[end:] if one not in eos]
             if others:
                 raise self._fail(TokenRefusedError(f"token {others[0]} comes after the end"))
         self.num_tokens += len(token_ids)
@@ -125,7 +125,9 @@ class Matcher:
             return
         began = time.thread_time()
         self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-        self._check_mask(out, time.thread_time() - began)
+        error = self._error_of_mask(out, time.thread_time() - began)
+        if error is not None:
+            raise error
 
     def copy(self) -> "Matcher":
         """A matcher at the same place that advances by itself."""
@@ -147,12 +149,11 @@ class Matcher:
         else:
             raise self._fail(NoTokenAllowedError("the grammar allows nothing here"))
 
-    def _check_mask(self, out: Mask, seconds: float) -> None:
-        """Refuse a mask that the library did not compute, or that allows nothing."""
+    def _error_of_mask(self, out: Mask, seconds: float = 0.0) -> GrammarError | None:
+        """The error of a mask that the library did not compute, that allows nothing, or came too slowly."""
         error: GrammarError | None = None
         if self._library.is_error():
-            reason = self._library.stop_reason()
-            error = GrammarError(f"the grammar needs too much work here, or has no continuation ({reason})")
+            error = GrammarError(self._gave_up())
         elif not self._library.is_accepting() and not (out & ~self.grammar.end_mask).any():
             error = NoTokenAllowedError("the grammar allows no token here")
         elif seconds > SLOW_MASK_S:
@@ -161,7 +162,12 @@ class Matcher:
                 error = GrammarError("the grammar is too ambiguous: its masks take too long")
         if error is not None:
             out.fill(0)
-            raise self._fail(error)
+            self._error = error
+        return error
+
+    def _gave_up(self) -> str:
+        reason = self._library.stop_reason()
+        return f"the grammar needs too much work here, or has no continuation ({reason})"
 
     def _check(self) -> None:
         if self._error is not None:
@@ -212,9 +218,8 @@ class MaskFiller:
             )
             slowest = time.perf_counter() - began
             for row, matcher in together:
-                try:
-                    matcher._check_mask(out[row], 0.0)
-                except GrammarError as error:
+                error = matcher._error_of_mask(out[row])
+                if error is not None:
                     failed.append((row, error))
         self._suspects = slowest > SLOW_MASK_S
         return failed

@@ -1,0 +1,164 @@
+"""Compiling: shared, kept, bounded; and what is refused with which limit."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from grammar_tokens import EOS, VOCAB, Tokens, make_tokenizer
+
+from minisgl.errors import RequestError
+from minisgl.grammar import compiler as compiler_module
+from minisgl.grammar.compiler import GrammarCompiler, Refusal
+from minisgl.grammar.matcher import Grammar
+from minisgl.grammar.spec import choice_spec, json_schema_spec, regex_spec
+
+TOKENIZER = make_tokenizer().to_str()
+
+
+def new_compiler(**knobs: Any) -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER, VOCAB, [EOS], **knobs)
+
+
+def integers(most: int) -> Any:
+    return json_schema_spec({"type": "integer", "maximum": most}, f"schema{most}")
+
+
+def count_compilations(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts compiled from now on."""
+    tokenizer, found = compiler.prepare().result(), []
+
+    def compile_and_note(spec: Any) -> Grammar | Refusal:
+        found.append(spec.text)
+        return type(tokenizer).compile(tokenizer, spec)
+
+    monkeypatch.setattr(tokenizer, "compile", compile_and_note)
+    return found
+
+
+def test_equal_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    found = count_compilations(compiler, monkeypatch)
+    first = [compiler.compile(integers(7)) for _ in range(20)]
+    others = [compiler.compile(choice_spec(["a"], "choice"))]
+    grammars = {one.result() for one in first}
+    assert len(grammars) == 1
+    assert compiler.compile(integers(7)).result() in grammars
+    assert others[0].result() not in grammars
+    assert len(found) == 2
+
+
+def test_whoever_cancels_cancels_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    tokenizer, go = compiler.prepare().result(), threading.Event()
+    right = tokenizer.compile
+    monkeypatch.setattr(tokenizer, "compile", lambda spec: go.wait(10) and right(spec))
+    first, second = (compiler.compile(integers(3)) for _ in range(2))
+    assert first.cancel()
+    go.set()
+    assert isinstance(second.result(), Grammar)
+    assert first.cancelled()
+
+
+def test_the_newest_grammars_are_kept_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler(cache_entries=2)
+    found = count_compilations(compiler, monkeypatch)
+    for most in (1, 2, 1, 3, 1, 2):
+        compiler.compile(integers(most)).result()
+    assert [json.loads(text)["maximum"] for text in found] == [1, 2, 3, 2]
+    assert compiler.cached()[0] == 2
+
+
+def test_the_newest_grammars_are_kept_by_bytes() -> None:
+    one = new_compiler()
+    one.compile(integers(1)).result()
+    size = one.cached()[1]
+    compiler = new_compiler(cache_bytes=2 * size)
+    for most in range(5):
+        compiler.compile(integers(most)).result()
+    assert compiler.cached() == (2, 2 * size)
+    tiny = new_compiler(cache_bytes=size - 1)
+    assert isinstance(tiny.compile(integers(1)).result(), Grammar)
+    assert tiny.cached() == (0, 0)
+
+
+def test_a_refusal_is_kept_and_names_each_callers_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    found = count_compilations(compiler, monkeypatch)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"minimum": 3, "maximum": 2, "type": "integer"}},
+        "required": ["a"],
+    }
+    for field in ("tools[0].function.parameters", "response_format"):
+        with pytest.raises(RequestError) as caught:
+            compiler.compile(json_schema_spec(schema, field)).result()
+        assert caught.value.param == f"{field}.properties.a"
+        assert caught.value.message.startswith(f"{field}.properties.a can't be used: ")
+    assert len(found) == 1
+
+
+def test_a_compilation_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler(limit_s=0.05)
+    tokenizer, go = compiler.prepare().result(), threading.Event()
+    right = tokenizer.compile
+    slow = integers(5)
+    monkeypatch.setattr(
+        tokenizer, "compile", lambda spec: go.wait(30) and right(spec) if spec == slow else right(spec)
+    )
+    waiting = compiler.compile(slow)
+    with pytest.raises(RequestError, match=r"schema5 takes more than 0.05 s to compile"):
+        waiting.result(30)
+    assert isinstance(compiler.compile(integers(6)).result(30), Grammar)
+    go.set()
+    with pytest.raises(RequestError, match=r"more than 0.05 s"):  # it is known now
+        compiler.compile(slow).result(30)
+
+
+def test_a_defect_in_the_library_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    tokenizer = compiler.prepare().result()
+
+    def broken(spec: Any) -> Grammar:
+        raise RuntimeError("panic")
+
+    monkeypatch.setattr(tokenizer, "compile", broken)
+    with pytest.raises(RequestError, match="panic"):
+        compiler.compile(integers(5)).result()
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", '{"added_tokens": []}'])
+def test_a_tokenizer_that_can_not_be_read_fails_requests_only(text: str) -> None:
+    compiler = GrammarCompiler(text, VOCAB, [EOS])
+    with pytest.raises(RequestError, match="with this model") as caught:
+        compiler.compile(integers(5)).result()
+    assert caught.value.status == 400
+
+
+def test_close_fails_what_did_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "THREADS", 1)
+    compiler = new_compiler()
+    tokenizer, go, began = compiler.prepare().result(), threading.Event(), threading.Event()
+    right = tokenizer.compile
+
+    def wait(spec: Any) -> Any:
+        began.set()
+        go.wait(30)
+        return right(spec)
+
+    monkeypatch.setattr(tokenizer, "compile", wait)
+    first = compiler.compile(integers(1))
+    assert began.wait(30)
+    second = compiler.compile(integers(2))
+    compiler.close()
+    for one in (first, second):
+        with pytest.raises(RequestError, match="the engine ends"):
+            one.result(30)
+    go.set()
+    assert compiler.cached() == (0, 0)
+
+
+def test_callbacks_come_with_the_result(tokens: Tokens) -> None:
+    came = threading.Event()
+    tokens.compiler.compile(regex_spec("[0-9]{1,7}x", "regex")).add_done_callback(lambda done: came.set())
+    assert came.wait(30)
