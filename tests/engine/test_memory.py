@@ -23,7 +23,6 @@ from minisgl.engine.memory import (
     plan_memory,
 )
 from minisgl.errors import ConfigError
-from minisgl.scheduler.plan import PLAIN
 
 MODEL = replace(
     TINY,
