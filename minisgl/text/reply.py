@@ -24,6 +24,7 @@ class ReplyText:
     """The text of one reply while its tokens arrive. Only the output is searched for stop strings.
 
     Args:
+        kept_special: ids of special tokens that `skip_special_tokens` leaves in the text.
         include_stop: the stop string or token that ended the reply is part of the text.
         min_tokens: the search for stop strings starts after this many tokens.
     """
@@ -35,10 +36,11 @@ class ReplyText:
         stops: StopStrings,
         *,
         skip_special_tokens: bool = True,
+        kept_special: frozenset[int] = frozenset(),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens, kept_special)
         self._matcher = StopMatcher(stops, include_stop) if stops.stops else None
         self._include_stop = include_stop
         self._num_before_stops = min_tokens  # tokens left until the search for stop strings starts

@@ -91,10 +91,10 @@ def read_calls(calls: Calls, form: CallFormat, marker: str) -> Reading[None]:
     """Read what follows one of the format's opening markers."""
     reader = calls.reader
     calls.open("" if marker in form.unread else marker)
-    if form.head.strip() and marker not in form.unread:
+    if marker not in form.unread:
         yield from reader.spaces()
-        yield from reader.literal(form.head.strip())
-    separator = (form.separator or "").strip()
+        yield from reader.literal(form.head.strip(), form.also_head)
+    separators = dict.fromkeys([(form.separator or "").strip(), ","])
     while True:
         yield from reader.spaces()
         body = yield from _next_body(reader, form.bodies)
@@ -112,8 +112,7 @@ def read_calls(calls: Calls, form: CallFormat, marker: str) -> Reading[None]:
         if is_closed:
             calls.close()
             return
-        if separator:
-            yield from reader.literal(separator)
+        yield from reader.literal(*separators)
     calls.spill()
     calls.close()
 

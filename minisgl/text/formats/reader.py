@@ -110,7 +110,8 @@ class Reader:
 
         No text may begin with another one. The empty text is never read.
         """
-        if not any(texts):
+        texts = tuple(filter(None, texts))
+        if not texts:
             return ""
         while True:
             rest = len(self.text) - self.at

@@ -88,8 +88,8 @@ class CallFormat:
     closes: tuple[str, ...] = ()
     """What may follow the calls and is no text."""
     between: str = ""
-    ids_of_nine: bool = False
-    """The template takes only call ids of nine letters and digits."""
+    also_head: str = ""
+    """Is read like `head`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +203,12 @@ CALLS: dict[str, CallFormat] = {
         separator=", ",
         tail="]",
         closes=("]",),
-        ids_of_nine=True,
     ),
     "mistral_args": CallFormat(  # from tokenizer v11 on
         opens=("[TOOL_CALLS]",),
         bodies=(MISTRAL_NAMED, MISTRAL_LIST),
         closes=("]",),
-        ids_of_nine=True,
+        also_head="[",
     ),
     "deepseek_v3": CallFormat(
         opens=("<｜tool▁calls▁begin｜>",),
@@ -287,6 +286,7 @@ CALLS: dict[str, CallFormat] = {
         separator=", ",
         tail="]",
         closes=("]", "<|python_end|>"),
+        also_head="[",
     ),
     "olmo3": CallFormat(
         opens=("<function_calls>",),
