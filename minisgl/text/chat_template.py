@@ -7,6 +7,7 @@ change or reach anything outside. An error inside a template is the request's er
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,11 +18,24 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minisgl.errors import RequestError
+from minisgl.text.history import Habits, find_habits, for_template
 from minisgl.text.tokenizer import Tokenizer, read_json
 
 NO_TEMPLATE = (
     "this model has no chat template; use /v1/completions, or put a chat_template.jinja into the model folder"
 )
+NO_CALLS = (
+    "this model's chat template can't write tool calls, so a conversation can't have tool_calls; leave them "
+    "out, or put a chat_template.jinja that writes them into the model folder"
+)
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_function",
+        "description": "x",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}},
+    },
+}
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -44,6 +58,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         self._problem = NO_TEMPLATE
@@ -75,32 +90,45 @@ class ChatTemplate:
         """Whether there is a template that compiles."""
         return self._template is not None
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template tells the model of the tools it is given."""
+        try:
+            text = self._render([{"role": "user", "content": "x"}], True, {}, [PROBE_TOOL])
+        except Exception:  # a template is foreign code: any exception may come out of it
+            return False
+        return PROBE_TOOL["function"]["name"] in text
+
+    @cached_property
+    def _habits(self) -> Habits | None:
+        return find_habits(lambda messages: self._render(messages, False, {}, None))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt of `messages`, special tokens included: encode it without adding them again.
 
-        `variables` are further template variables, such as `enable_thinking`; they override the usual ones.
+        Args:
+            messages: what `normalize_messages` returns.
+            variables: further template variables, such as `enable_thinking`; they override the usual ones.
+            tools: OpenAI's tool objects; empty is the same as None.
 
         Raises:
-            RequestError: 400 with the template's own message when it refuses, or when there is no template.
+            RequestError: 400 with the template's own message when it refuses, when it can't write calls that
+                the messages have, or when there is no template.
         """
         if self._template is None:
             raise RequestError(400, "chat_template_error", self._problem, "messages")
+        if any("tool_calls" in message for message in messages):
+            if self._habits is None:
+                raise RequestError(400, "chat_template_error", NO_CALLS, "messages")
+            messages = for_template(messages, self._habits)
         try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **(variables or {}),
-                    "messages": [dict(message) for message in messages],
-                }
-            )
+            return self._render(messages, add_generation_prompt, variables or {}, tools)
         except Exception as error:  # a template is foreign code: any exception may come out of it
             raise RequestError(
                 400,
@@ -108,6 +136,25 @@ class ChatTemplate:
                 f"the model's chat template refused these messages: {error}",
                 "messages",
             ) from error
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        assert self._template is not None
+        return self._template.render(
+            {
+                **self._special_tokens,
+                "tools": list(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **variables,
+                "messages": [dict(message) for message in messages],
+            }
+        )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -18,13 +18,19 @@ class Detokenizer:
     Args:
         prompt_ids: the prompt, of which only the end matters: the output may complete its last character.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special: ids of special tokens that stay in the text all the same.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        kept_special: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept_special = kept_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token_id in reversed(prompt_ids):
@@ -37,7 +43,8 @@ class Detokenizer:
         """The text that these tokens complete; the bytes of an incomplete character are held back."""
         tokenizer = self._tokenizer
         if self._skip_special_tokens:
-            token_ids = [token_id for token_id in token_ids if not tokenizer.is_special(token_id)]
+            kept = self._kept_special
+            token_ids = [one for one in token_ids if not tokenizer.is_special(one) or one in kept]
         return self._utf8.decode(b"".join(map(tokenizer.token_bytes, token_ids)))
 
     def finish(self) -> str:

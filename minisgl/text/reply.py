@@ -32,12 +32,18 @@ class ReplyText:
 
     Args:
         stops: the search tables of `params.stop`; all replies of a call share them.
+        kept_special: ids of special tokens that `skip_special_tokens` leaves in the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, stops: StopStrings
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        stops: StopStrings,
+        kept_special: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept_special)
         self._include_stop = params.include_stop_str_in_output
         self._matcher = StopMatcher(stops, self._include_stop) if stops.stops else None
         self._num_before_stops = params.min_tokens  # tokens left until the search for stop strings starts

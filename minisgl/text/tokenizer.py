@@ -5,6 +5,7 @@ bytes, so that text can be assembled token by token.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +121,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""
         return token_id in self._special_ids
+
+    def special_ids(self, wanted: Callable[[str], bool]) -> frozenset[int]:
+        """The special tokens with a text that is wanted."""
+        return frozenset(one for one in self._special_ids if wanted(self.token_text(one)))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that this token adds after other text: maybe part of a character, maybe none."""

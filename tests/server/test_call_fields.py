@@ -296,7 +296,10 @@ def test_all_roles_and_list_content_are_taken() -> None:
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}],
+            "messages[0].tool_calls[0].function",
+        ),
         ([{"role": "user", "content": "Hi", "mood": "good"}], "messages[0].mood"),
         ([{"role": "user", "content": "Hi", "name": 5}], "messages[0].name"),
     ],
