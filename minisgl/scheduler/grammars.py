@@ -36,33 +36,57 @@ class CompiledGrammar(Protocol):
         ...
 
 
-def num_mask_words(vocab_size: int) -> int:
-    """Int32 words of a mask."""
-    return -(-vocab_size // WORD_BITS)
+class Grammars:
+    """The requests whose grammar is being compiled, and the masks of those that have one."""
 
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // WORD_BITS)
+        # Requests without a matcher, by the id of their call's first request.
+        self._waiting: dict[int, list[Request]] = {}
 
-def fill_masks(
-    requests: Sequence[Request], masks: np.ndarray, fill: FillMasks
-) -> list[tuple[int, RequestError]]:
-    """Write the masks of the requests' next tokens.
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
-    Args:
-        masks: int32 [requests, words], zeros.
+    def add(self, call_id: int, request: Request) -> None:
+        """Add a request whose grammar is being compiled."""
+        self._waiting.setdefault(call_id, []).append(request)
 
-    Returns:
-        Index and error of each request that must end.
-    """
-    rows = [
-        (index, request.matcher)
-        for index, request in enumerate(requests)
-        if request.state is not RequestState.FINISHED
-    ]
-    failed = dict(fill(rows, masks))
-    empty = RuntimeError("it allows no token here")
-    for index, _ in rows:
-        if not masks[index].any():
-            failed.setdefault(index, empty)
-    return [(index, _grammar_failed(requests[index], error)) for index, error in failed.items()]
+    def take(self, call_id: int) -> list[Request]:
+        """Take out the requests that wait for the grammar of this call."""
+        return self._waiting.pop(call_id, [])
+
+    def remove(self, request: Request) -> bool:
+        """Take out a request that ends; False if it does not wait for a grammar."""
+        for call_id, requests in self._waiting.items():
+            if request in requests:
+                requests.remove(request)
+                if not requests:
+                    del self._waiting[call_id]
+                return True
+        return False
+
+    def masks(
+        self, requests: Sequence[Request], fill: FillMasks
+    ) -> tuple[np.ndarray, list[tuple[Request, RequestError]]]:
+        """The masks of the requests' next tokens, int32 [requests, words], and those that must end.
+
+        A request that has ended, or must, gets a mask that allows all, since its token is dropped.
+        """
+        masks = np.zeros((len(requests), self._num_words), dtype="<i4")
+        rows = [
+            (index, request.matcher)
+            for index, request in enumerate(requests)
+            if request.state is not RequestState.FINISHED
+        ]
+        failed = dict(fill(rows, masks))
+        for index, _ in rows:
+            if not masks[index].any():
+                failed.setdefault(index, RuntimeError("it allows no token here"))
+        dropped = {*range(len(requests))} - {index for index, _ in rows} | failed.keys()
+        masks[sorted(dropped)] = -1
+        return masks, [
+            (requests[index], _grammar_failed(requests[index], error)) for index, error in failed.items()
+        ]
 
 
 def advance(request: Request, token_id: int) -> RequestError | None:

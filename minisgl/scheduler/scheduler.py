@@ -20,7 +20,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.failures import error_output, no_finite_logits, no_token_left
-from minisgl.scheduler.grammars import CompiledGrammar, FillMasks, advance, fill_masks, num_mask_words
+from minisgl.scheduler.grammars import CompiledGrammar, FillMasks, Grammars, advance
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
 from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan, TokenMasks
@@ -48,10 +48,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         pool_tokens = cache.num_usable_pages * cache.page_size
-        if config.max_context_tokens > pool_tokens:
-            raise ValueError(
-                f"max_context_tokens {config.max_context_tokens} exceeds the pool's {pool_tokens} tokens"
-            )
+        assert config.max_context_tokens <= pool_tokens, f"the pool holds only {pool_tokens} tokens"
         self.config = config
         self.stats = SchedulerStats()
         self._factory = RequestFactory(
@@ -59,7 +56,6 @@ class Scheduler:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
-        self._num_mask_words = num_mask_words(config.vocab_size)
         self._holdings = Holdings(cache, config.max_rows, config.output_reserve_tokens)
         self._requests: dict[int, Request] = {}  # not yet finished
         self._running: list[Request] = []  # holds a row, not finished; by seniority
@@ -69,13 +65,12 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
         self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs)
-        # Requests whose grammar is being compiled, by the id of their call's first request.
-        self._without_matcher: dict[int, list[Request]] = {}
+        self._grammars = Grammars(config.vocab_size)
         self._num_plans = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._without_matcher.values()))
+        return len(self._waiting) + len(self._grammars)
 
     @property
     def num_running(self) -> int:
@@ -99,12 +94,7 @@ class Scheduler:
         priority: int = 0,
         streamed: bool = True,
     ) -> None:
-        """Queue a request. If it is refused, the refusal is an ordinary output.
-
-        Args:
-            prompt: int32 [tokens].
-            streamed: the client reads tokens as they come, so `mixed_step_tokens` bounds its steps.
-        """
+        """`add_call` for a call of one prompt, int32 [tokens], and one choice."""
         self.add_call(request_id, [prompt], params, 1, priority, streamed)
 
     def add_call(
@@ -119,7 +109,10 @@ class Scheduler:
     ) -> None:
         """Queue `num_choices` requests for each prompt, with consecutive ids from `request_id` on.
 
+        If a request is refused, the refusal is an ordinary output.
+
         Args:
+            streamed: the client reads tokens as they come, so `mixed_step_tokens` bounds its steps.
             seeds: one for each request; () = `params` has a seed or is greedy.
         """
         ids = [
@@ -151,23 +144,21 @@ class Scheduler:
                 self._prompt_logprobs.start(request)
                 self._requests[request.request_id] = request
                 if request.has_grammar:
-                    self._without_matcher.setdefault(request_id, []).append(request)
+                    self._grammars.add(request_id, request)
                 else:
                     self._waiting.add(request)
 
     def start_with_grammar(self, request_id: int, grammar: CompiledGrammar | RequestError) -> None:
-        """Let a call's requests wait for a row, now that their grammar is compiled, or refuse them.
+        """Let a call's requests wait for a row, now that their grammar is compiled, or end them with an error.
 
-        Args:
-            request_id: of the call's first request.
-            grammar: an error if it could not be compiled.
+        `request_id` is that of the call's first request.
         """
-        for request in self._without_matcher.pop(request_id, []):
+        for request in self._grammars.take(request_id):
+            self._waiting.add(request)
             if isinstance(grammar, RequestError):
                 self._outputs.append(self._end_with_error(request, grammar))
-                continue
-            request.matcher = grammar.matcher()
-            self._waiting.add(request)
+            else:
+                request.matcher = grammar.matcher()
 
     def masks(self, plan: StepPlan, fill: FillMasks) -> TokenMasks:
         """The masks of the newest planned step. All steps before it must be applied.
@@ -176,14 +167,11 @@ class Scheduler:
         """
         [step] = self._launched
         assert step.step_id == plan.step_id, f"masks of step {plan.step_id}, but {step.step_id} is launched"
-        words = np.zeros((len(plan.masked), self._num_mask_words), dtype="<i4")
         requests = [step.sampled[place] for place in plan.masked]
-        for index, error in fill_masks(requests, words, fill):
-            self._outputs.append(self._end_with_error(requests[index], error))
-        for request, mask in zip(requests, words, strict=True):
-            if request.state is RequestState.FINISHED:
-                mask.fill(-1)
-        return TokenMasks(plan.step_id, self._num_mask_words, words.tobytes())
+        masks, failed = self._grammars.masks(requests, fill)
+        for request, error in failed:
+            self._outputs.append(self._end_with_error(request, error))
+        return TokenMasks(plan.step_id, masks.shape[1], masks.tobytes())
 
     def refuse(self, request_id: int, error: RequestError) -> None:
         """Answer a request that was not queued."""
@@ -231,9 +219,8 @@ class Scheduler:
             if budget > 0 and self._waiting.may_admit:
                 # Counted once a step: the chunks planned below change no other request's need.
                 still_needed = self._holdings.pages_still_needed(self._running)
-                num_before = len(self._running)
-                while budget > 0 and len(self._running) < num_before + MAX_ADMISSIONS_PER_STEP:
-                    request = self._admit_next(still_needed)
+                for _ in range(MAX_ADMISSIONS_PER_STEP):
+                    request = self._admit_next(still_needed) if budget > 0 else None
                     if request is None:
                         break
                     budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
@@ -288,47 +275,12 @@ class Scheduler:
             self._commit_chunk(request, num_fed)
         outputs = self._outputs
         num_before = len(outputs)
-        num_dropped = 0
         for request, token in zip(step.sampled, token_ids, strict=True):
             request.steps_in_flight -= 1
-            if token == NO_LOGITS:
-                self._holdings.invalidate(request)
-            is_finished = request.state is RequestState.FINISHED  # while this step was in flight
-            is_computed_again = request.is_isolated and request.is_preempting
-            if is_finished or is_computed_again:
-                num_dropped += 1
-                self._retire_or_requeue(request)
-                continue
-            if token == NO_LOGITS and request.uses_shared_pages:
-                num_dropped += 1
-                self._isolate(request)
-                continue
-            if token == NO_LOGITS or (token < 0 and request.max_new_tokens):
-                num_dropped += 1
-                outputs.append(self._fail(request, token))
-                continue
-            if (
-                not request.max_new_tokens
-            ):  # max_tokens=0: the caller wants only the prompt's log probabilities
-                num_dropped += 1
-                outputs.append(self._finish(request, FinishReason.LENGTH, []))
-                continue
-            if request.has_grammar and token not in request.stop_ids:
-                error = advance(request, token)
-                if error is not None:
-                    num_dropped += 1
-                    outputs.append(self._end_with_error(request, error))
-                    continue
-            request.output.append(token)
-            if token in request.stop_ids:
-                outputs.append(self._finish(request, FinishReason.STOP, [token]))
-            elif len(request.output) >= request.max_new_tokens:
-                outputs.append(self._finish(request, FinishReason.LENGTH, [token]))
-            else:
-                outputs.append(RequestOutput(request.request_id, [token], None, request.num_cached_tokens))
-                if request.is_preempting:
-                    self._retire_or_requeue(request)
-        self.stats.num_output_tokens += len(token_ids) - num_dropped
+            output = self._book_token(request, token)
+            if output is not None:
+                outputs.append(output)
+                self.stats.num_output_tokens += len(output.token_ids)
         if logprobs is not None or self._prompt_logprobs:
             attach_logprobs(step.sampled, logprobs, self._prompt_logprobs, outputs[num_before:])
 
@@ -353,13 +305,41 @@ class Scheduler:
             assert request.steps_in_flight == in_flight.get(id(request), 0), "steps_in_flight is off"
         for request in self._waiting:
             assert request.state is RequestState.WAITING, "a waiting request has another state"
-            assert request.lease is None, "a waiting request holds pages"
-            assert request.row == -1, "a waiting request holds a row"
-        preempting = [request for request in self._running if request.is_preempting]
-        assert self._num_awaiting_release == len(leaving) + len(preempting), "num_awaiting_release is off"
+            assert (request.lease, request.row) == (None, -1), "a waiting request holds pages or a row"
+        num_leaving = len(leaving) + sum(request.is_preempting for request in self._running)
+        assert self._num_awaiting_release == num_leaving, "num_awaiting_release is off"
         assert len(self._requests) == self.num_waiting + len(self._running), "a request is nowhere"
         for queue in (list(self._waiting), self._running):
             assert queue == sorted(queue, key=by_seniority), "a queue is out of order"
+
+    def _book_token(self, request: Request, token: int) -> RequestOutput | None:
+        """Book what a step sampled for a request; None = the request does not need it."""
+        if token == NO_LOGITS:
+            self._holdings.invalidate(request)
+        if request.state is RequestState.FINISHED or (request.is_isolated and request.is_preempting):
+            # It ended while the step was in flight, or its tokens are computed again.
+            self._retire_or_requeue(request)
+            return None
+        if token == NO_LOGITS and request.uses_shared_pages:
+            self._isolate(request)
+            return None
+        if token == NO_LOGITS or (token < 0 and request.max_new_tokens):
+            return self._fail(request, token)
+        if not request.max_new_tokens:  # the caller wants only the prompt's log probabilities
+            return self._finish(request, FinishReason.LENGTH, [])
+        ends = token in request.stop_ids
+        if request.has_grammar and not ends:
+            error = advance(request, token)
+            if error is not None:
+                return self._end_with_error(request, error)
+        request.output.append(token)
+        if ends:
+            return self._finish(request, FinishReason.STOP, [token])
+        if len(request.output) >= request.max_new_tokens:
+            return self._finish(request, FinishReason.LENGTH, [token])
+        if request.is_preempting:
+            self._retire_or_requeue(request)
+        return RequestOutput(request.request_id, [token], None, request.num_cached_tokens)
 
     def _make_room_to_decode(self, request: Request) -> bool:
         """Get the page for a request's next decode, preempting younger requests if needed.
@@ -445,7 +425,8 @@ class Scheduler:
         """The only place where a request ends. Its row and pages are released now, or with its last step."""
         del self._requests[request.request_id]
         if request.state is RequestState.WAITING:
-            self._remove_waiting(request)
+            if not self._grammars.remove(request):
+                self._waiting.remove(request)
             request.move_to(RequestState.FINISHED)
             request.move_to(RequestState.RETIRED)
         else:
@@ -456,14 +437,6 @@ class Scheduler:
             request.is_preempting = False
             self._retire_or_requeue(request)
         return RequestOutput(request.request_id, token_ids, reason, request.num_cached_tokens)
-
-    def _remove_waiting(self, request: Request) -> None:
-        if not request.has_grammar or request.matcher is not None:
-            self._waiting.remove(request)
-            return
-        for requests in self._without_matcher.values():
-            if request in requests:
-                requests.remove(request)
 
     def _fail(self, request: Request, no_token: int) -> RequestOutput:
         """End a request whose step gave NO_LOGITS or NONE_ALLOWED instead of a token."""
