@@ -149,7 +149,7 @@ class Scheduler:
                     self._waiting.add(request)
 
     def start_with_grammar(self, request_id: int, grammar: CompiledGrammar | RequestError) -> None:
-        """Let a call's requests wait for a row, now that their grammar is compiled, or end them with an error.
+        """Let a call's requests wait for a row, as their grammar is compiled, or end them with an error.
 
         `request_id` is that of the call's first request.
         """
