@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,6 +38,8 @@ ESCAPES = 'nrbtf\\"'
 """Letters that may follow a backslash in generated strings. Without `\\u` each string has one spelling, so no
 key can be written twice in different spellings."""
 THREADS = 2
+STACK_BYTES = 64 * 2**20
+"""Stack of a compiling thread: the library recurses into schemas; see MAX_LEVELS in limits.py."""
 CACHE_ENTRIES = 512
 CACHE_BYTES = 256 * 2**20
 BYTES_PER_GRAMMAR = 64 * 1024
@@ -45,6 +47,7 @@ BYTES_PER_CHAR = 40
 """Memory of a compiled grammar: a fixed part, and one for each character of its text (an upper bound)."""
 
 Key = tuple[str, str, bool]
+T = TypeVar("T")
 
 
 class Refusal(NamedTuple):
@@ -97,7 +100,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._threads.submit(
+                self._tokenizer = self._start(
                     _Tokenizer.build, self._tokenizer_json, self._vocab_size, self._eos_token_ids
                 )
             return self._tokenizer
@@ -120,7 +123,7 @@ class GrammarCompiler:
                 self._waiting[key] = [(spec, answer)]
         if known is None:
             self.prepare()
-            self._threads.submit(self._run, key, spec)
+            self._start(self._run, key, spec)
         else:
             _settle(answer, spec, known)
         return answer
@@ -141,6 +144,14 @@ class GrammarCompiler:
         for spec, answer in left:
             _settle(answer, spec, Refusal("can't be compiled: the engine ends"))
 
+    def _start(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
+        """Run a function in one of our threads; a thread that begins now has a larger stack."""
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            return self._threads.submit(function, *arguments)
+        finally:
+            threading.stack_size(usual)
+
     def _run(self, key: Key, spec: GrammarSpec) -> None:
         too_long = Refusal(
             f"takes more than {self._limit_s:g} s to compile; make it smaller or less ambiguous"
@@ -157,7 +168,7 @@ class GrammarCompiler:
         began = time.thread_time()
         try:
             found: Grammar | Refusal = tokenizer.compile(spec)
-        except Exception as error:  # a defect of ours or the library's ends this request, not the thread
+        except BaseException as error:  # also a panic of the library: it ends this request, not the thread
             logger.exception("a grammar of kind %s broke the compiler", spec.kind)
             found = Refusal(f"can't be compiled: {shorten(str(error))}")
         timer.cancel()

@@ -93,7 +93,10 @@ class Matcher:
         end = next((i for i, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
         if end and self.is_finished:
             raise self._fail(TokenRefusedError(f"token {token_ids[0]} comes after the end"))
-        taken = self._library.try_consume_tokens(list(token_ids[:end])) if end else 0
+        try:
+            taken = self._library.try_consume_tokens(list(token_ids[:end])) if end else 0
+        except BaseException as error:  # a panic of the library is no Exception
+            raise self._fail(GrammarError(f"the grammar broke: {error}")) from error
         if self._library.is_error():
             raise self._fail(GrammarError(self._gave_up()))
         if taken != end:
@@ -120,7 +123,11 @@ class Matcher:
             self._fill_known(out)
             return
         began = time.thread_time()
-        self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        try:
+            self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        except BaseException as error:  # a panic of the library is no Exception
+            out.fill(0)
+            raise self._fail(GrammarError(f"the grammar broke: {error}")) from error
         error = self._error_of_mask(out, time.thread_time() - began)
         if error is not None:
             raise error
@@ -206,16 +213,22 @@ class MaskFiller:
                 failed.append((row, error))
         if together:
             began = time.perf_counter()
-            self._threads.unsafe_compute_mask_ptr(
-                [(matcher._library, row) for row, matcher in together],
-                out.ctypes.data,
-                out.strides[0],
-                len(out),
-            )
+            failed += self._fill_together(together, out)
             slowest = time.perf_counter() - began
-            for row, matcher in together:
-                error = matcher._error_of_mask(out[row])
-                if error is not None:
-                    failed.append((row, error))
         self._suspects = slowest > SLOW_MASK_S
+        return failed
+
+    def _fill_together(self, rows: list[tuple[int, Matcher]], out: Mask) -> list[tuple[int, GrammarError]]:
+        work = [(matcher._library, row) for row, matcher in rows]
+        try:
+            self._threads.unsafe_compute_mask_ptr(work, out.ctypes.data, out.strides[0], len(out))
+            broken = None
+        except BaseException as error:  # a panic of the library: whose it is, nobody knows
+            broken = GrammarError(f"the grammar broke: {error}")
+        failed: list[tuple[int, GrammarError]] = []
+        for row, matcher in rows:
+            error = broken or matcher._error_of_mask(out[row])
+            if error is not None:
+                out[row].fill(0)
+                failed.append((row, matcher._fail(error)))
         return failed

@@ -115,12 +115,16 @@ def test_a_compilation_that_takes_too_long_fails_alone(monkeypatch: pytest.Monke
         compiler.compile(slow).result(30)
 
 
+class Panic(BaseException):
+    """What a panic of the library looks like."""
+
+
 def test_a_defect_in_the_library_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler()
     tokenizer = compiler.prepare().result()
 
     def broken(spec: Any) -> Grammar:
-        raise RuntimeError("panic")
+        raise Panic("panic")
 
     monkeypatch.setattr(tokenizer, "compile", broken)
     with pytest.raises(RequestError, match="panic"):
