@@ -104,6 +104,10 @@ class _Document:
             at = f"{place}.{key}"
             if key in NEUTRAL:
                 self.unsupported(key, value, schema, out, at)
+            elif key.startswith("content") and "draft-07" in (self.draft or ""):
+                raise self.refused(
+                    at, f"is a demand in {self.draft}, which is not supported; leave $schema out"
+                )
             elif key in ANNOTATIONS or key.startswith("x-"):
                 continue
             elif key in ("$schema", "$id", "id", "$anchor"):
