@@ -438,7 +438,7 @@ def json_schema_table() -> str:
     for suite, found in suites.items():
         files = [row for row in found["files"] if "/" not in row["file"]] if suite == "draft2020-12" else []
         others = [row for row in found["files"] if row not in files]
-        optional = {"file": "`optional/`" if files else "all files"}
+        optional = {"file": "optional, all files" if files else "all files"}
         optional |= {key: sum(row.get(key, 0) for row in others) for key in keys}
         rows += [
             [f"{suite}: {row['file']}", *(str(row.get(key, 0)) for key in keys)] for row in [*files, optional]

@@ -62,6 +62,9 @@ class Refusal(NamedTuple):
         return RequestError(400, "unsupported_grammar", f"{where} {self.message}", where)
 
 
+CLOSED = Refusal("can't be compiled: the engine ends")
+
+
 class GrammarCompiler:
     """Compiles grammars for one model.
 
@@ -121,11 +124,14 @@ class GrammarCompiler:
                 return answer
             else:
                 self._waiting[key] = [(spec, answer)]
-        if known is None:
+        if known is not None:
+            _settle(answer, spec, known)
+            return answer
+        try:
             self.prepare()
             self._start(self._run, key, spec)
-        else:
-            _settle(answer, spec, known)
+        except RuntimeError:  # no thread takes work any more
+            self._answer(key, CLOSED, keep=False)
         return answer
 
     def cached(self) -> tuple[int, int]:
@@ -142,7 +148,7 @@ class GrammarCompiler:
             self._cache.clear()
             self._bytes = 0
         for spec, answer in left:
-            _settle(answer, spec, Refusal("can't be compiled: the engine ends"))
+            _settle(answer, spec, CLOSED)
 
     def _start(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
         """Run a function in one of our threads; a thread that begins now has a larger stack."""

@@ -55,6 +55,11 @@ class Grammar:
         words = self.end_mask.view(np.uint32)
         for token_id in eos_token_ids:
             words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._end_words = [(int(i), int(self.end_mask[i])) for i in np.flatnonzero(self.end_mask)]
+
+    def allows_end(self, mask: Mask) -> bool:
+        """Whether an end-of-sequence id is in a mask."""
+        return any(int(mask[i]) & bits for i, bits in self._end_words)
 
 
 class Matcher:
@@ -157,7 +162,7 @@ class Matcher:
         error: GrammarError | None = None
         if self._library.is_error():
             error = GrammarError(self._gave_up())
-        elif not self._library.is_accepting() and not (out & ~self.grammar.end_mask).any():
+        elif not out.any() or (not self._library.is_accepting() and self.grammar.allows_end(out)):
             error = NoTokenAllowedError("the grammar allows no token here")
         elif seconds > SLOW_MASK_S:
             self._slow_s += seconds

@@ -4,6 +4,7 @@ import json
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from grammar_tokens import EOS, VOCAB, Tokens, make_tokenizer
 
@@ -11,7 +12,7 @@ from minisgl.errors import RequestError
 from minisgl.grammar import compiler as compiler_module
 from minisgl.grammar.compiler import GrammarCompiler, Refusal
 from minisgl.grammar.matcher import Grammar
-from minisgl.grammar.spec import choice_spec, json_schema_spec, regex_spec
+from minisgl.grammar.spec import GrammarSpec, choice_spec, json_schema_spec, regex_spec
 
 TOKENIZER = make_tokenizer().to_str()
 
@@ -160,6 +161,17 @@ def test_close_fails_what_did_not_begin(monkeypatch: pytest.MonkeyPatch) -> None
             one.result(30)
     go.set()
     assert compiler.cached() == (0, 0)
+    for one in (compiler, new_compiler()):
+        one.close()
+        with pytest.raises(RequestError, match="the engine ends"):
+            one.compile(integers(3)).result(30)
+
+
+def test_a_spec_travels_in_messages() -> None:
+    for spec in (integers(4), regex_spec("a", "r"), choice_spec(["x"], "c")):
+        packed = msgspec.msgpack.encode(spec)
+        assert msgspec.msgpack.decode(packed, type=GrammarSpec) == spec
+        assert {spec: 1}[msgspec.msgpack.decode(packed, type=GrammarSpec)] == 1
 
 
 def test_callbacks_come_with_the_result(tokens: Tokens) -> None:
