@@ -40,8 +40,10 @@ key can be written twice in different spellings."""
 THREADS = 2
 STACK_BYTES = 64 * 2**20
 """Stack of a compiling thread: the library recurses into schemas; see MAX_LEVELS in limits.py."""
-CACHE_ENTRIES = 512
-CACHE_BYTES = 256 * 2**20
+MAX_LEXER_STATES = 50_000
+"""States of a grammar's lexer, 1 to 2 kB each: they are made while answers are written, and kept with it."""
+CACHE_ENTRIES = 128
+CACHE_BYTES = 64 * 2**20
 BYTES_PER_GRAMMAR = 64 * 1024
 BYTES_PER_CHAR = 40
 """Memory of a compiled grammar: a fixed part, and one for each character of its text (an upper bound)."""
@@ -117,6 +119,10 @@ class GrammarCompiler:
         key = (spec.kind, spec.text, spec.whitespace)
         with self._lock:
             known = self._cache.get(key)
+            if isinstance(known, Grammar) and known.is_worn:
+                del self._cache[key]
+                self._bytes -= _size(key)
+                known = None
             if known is not None:
                 self._cache.move_to_end(key)
             elif key in self._waiting:
@@ -217,7 +223,7 @@ class _Tokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos
         self.special_tokens = special
-        self.limits = LLParserLimits(verbose_errors=False)
+        self.limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
 
     @classmethod
     def build(cls, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "_Tokenizer":

@@ -27,6 +27,7 @@ from minisgl.grammar.keywords import (
     UNWRITABLE,
 )
 from minisgl.grammar.limits import (
+    MAX_ALTERNATIVES,
     MAX_COUNT,
     MAX_ENUM_VALUES,
     MAX_LEVELS,
@@ -277,9 +278,11 @@ class _Document:
     def read_oneOf(self, value: Any, schema: dict[str, Any], out: dict[str, Any], at: str) -> None:
         out["oneOf"] = self.several(value, at)
 
-    def several(self, value: Any, at: str) -> list[Any]:
+    def several(self, value: Any, at: str, limit: int = MAX_ALTERNATIVES) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise self.invalid(at, "must be a list of schemas", value)
+        if len(value) > limit:
+            raise self.too_large(at, "schemas in one list", limit)
         return [self.schema(one, f"{at}[{i}]") for i, one in enumerate(value)]
 
     # Strings and numbers
@@ -362,7 +365,7 @@ class _Document:
     def read_prefixItems(self, value: Any, schema: dict[str, Any], out: dict[str, Any], at: str) -> None:
         if self.is_old or "2019-09" in (self.draft or ""):
             raise self.refused(at, f"would be ignored, as {self.draft} says; leave $schema out")
-        out["prefixItems"] = self.several(value, at)
+        out["prefixItems"] = self.several(value, at, MAX_PROPERTIES)
 
     # Objects
 

@@ -8,6 +8,8 @@ MAX_PROPERTIES = 5_000
 """Properties of all objects of a schema together."""
 MAX_OPTIONAL_PROPERTIES = 500
 """Properties of one object that are not required: any of them may come next, so each costs time per token."""
+MAX_ALTERNATIVES = 500
+"""Schemas of one anyOf, oneOf or allOf: each may go on, so each costs time per token."""
 MAX_ENUM_VALUES = 10_000
 """Values of all `enum` of a schema together, and choices of a `choice`."""
 MAX_PATTERN_CHARS = 4_096

@@ -50,6 +50,9 @@ class Grammar:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.num_words = (vocab_size + 31) // 32
         self.first_mask = first_mask
+        self.is_worn = False
+        """Whether the library gave up in a matcher. They share what it learned of the grammar, so that new
+        ones would fail, too: the compiler makes a new grammar then."""
         self.end_mask = np.zeros(self.num_words, np.int32)
         """int32 [W]: end-of-sequence ids only."""
         words = self.end_mask.view(np.uint32)
@@ -100,8 +103,8 @@ class Matcher:
             raise self._fail(TokenRefusedError(f"token {token_ids[0]} comes after the end"))
         try:
             taken = self._library.try_consume_tokens(list(token_ids[:end])) if end else 0
-        except BaseException as error:  # a panic of the library is no Exception
-            raise self._fail(GrammarError(f"the grammar broke: {error}")) from error
+        except BaseException as error:
+            raise self._fail(_panic(error)) from error
         if self._library.is_error():
             raise self._fail(GrammarError(self._gave_up()))
         if taken != end:
@@ -130,9 +133,9 @@ class Matcher:
         began = time.thread_time()
         try:
             self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:
             out.fill(0)
-            raise self._fail(GrammarError(f"the grammar broke: {error}")) from error
+            raise self._fail(_panic(error)) from error
         error = self._error_of_mask(out, time.thread_time() - began)
         if error is not None:
             raise error
@@ -174,6 +177,7 @@ class Matcher:
         return error
 
     def _gave_up(self) -> str:
+        self.grammar.is_worn = True
         reason = self._library.stop_reason()
         return f"the grammar needs too much work here, or has no continuation ({reason})"
 
@@ -228,8 +232,8 @@ class MaskFiller:
         try:
             self._threads.unsafe_compute_mask_ptr(work, out.ctypes.data, out.strides[0], len(out))
             broken = None
-        except BaseException as error:  # a panic of the library: whose it is, nobody knows
-            broken = GrammarError(f"the grammar broke: {error}")
+        except BaseException as error:  # of which row is unknown
+            broken = _panic(error)
         failed: list[tuple[int, GrammarError]] = []
         for row, matcher in rows:
             error = broken or matcher._error_of_mask(out[row])
@@ -237,3 +241,10 @@ class MaskFiller:
                 out[row].fill(0)
                 failed.append((row, matcher._fail(error)))
         return failed
+
+
+def _panic(error: BaseException) -> GrammarError:
+    """The error of a request whose library panicked, which is no `Exception`."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return GrammarError(f"the grammar broke: {error}")

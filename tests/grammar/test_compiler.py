@@ -2,16 +2,18 @@
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from grammar_tokens import EOS, VOCAB, Tokens, make_tokenizer
 
 from minisgl.errors import RequestError
 from minisgl.grammar import compiler as compiler_module
 from minisgl.grammar.compiler import GrammarCompiler, Refusal
-from minisgl.grammar.matcher import Grammar
+from minisgl.grammar.matcher import Grammar, Matcher
 from minisgl.grammar.spec import GrammarSpec, choice_spec, json_schema_spec, regex_spec
 
 TOKENIZER = make_tokenizer().to_str()
@@ -97,6 +99,22 @@ def test_a_refusal_is_kept_and_names_each_callers_field(monkeypatch: pytest.Monk
         assert caught.value.param == f"{field}.properties.a"
         assert caught.value.message.startswith(f"{field}.properties.a can't be used: ")
     assert len(found) == 1
+
+
+def test_a_grammar_in_which_the_library_gave_up_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    found = count_compilations(compiler, monkeypatch)
+    worn = compiler.compile(integers(1)).result()
+    matcher = Matcher(worn)
+    monkeypatch.setattr(
+        matcher, "_library", SimpleNamespace(is_error=lambda: True, stop_reason=lambda: "tired")
+    )
+    assert "tired" in str(matcher._error_of_mask(np.zeros(worn.num_words, np.int32)))
+    fresh = compiler.compile(integers(1)).result()
+    assert fresh is not worn
+    assert compiler.compile(integers(1)).result() is fresh
+    assert len(found) == 2
+    assert compiler.cached()[0] == 1
 
 
 def test_a_compilation_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,6 +348,7 @@ def nested(depth: int) -> str:
          limits.MAX_PROPERTIES),
         (lambda: json_schema_spec({"properties": {str(i): {} for i in range(501)}}, "s"),
          limits.MAX_OPTIONAL_PROPERTIES),
+        (lambda: json_schema_spec({"anyOf": [{}] * 501}, "s"), limits.MAX_ALTERNATIVES),
         (lambda: json_schema_spec({"maxItems": 10**10}, "s"), limits.MAX_COUNT),
         (lambda: json_schema_spec({"pattern": "a" * 4097}, "s"), limits.MAX_PATTERN_CHARS),
         (lambda: json_schema_spec({"maximum": 2**53}, "s"), limits.MAX_NUMBER),
