@@ -23,7 +23,9 @@ from triton_kernels.tuning import code_only
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = tuple(ROOT / "docs" / name for name in ("benchmarks.md", "kernels.md", "results.md"))
+PAGES = tuple(
+    ROOT / "docs" / name for name in ("benchmarks.md", "kernels.md", "results.md", "structured-output.md")
+)
 """Documents with tables of results."""
 IMAGES = ROOT / "docs" / "images"
 REPORTS = ROOT / "bench" / "results" / "h200"
@@ -424,6 +426,53 @@ def client_table() -> str:
     )
 
 
+def json_schema_report() -> Mapping[str, Any]:
+    return json.loads((REPORTS.parent / "cpu" / "json-schema.json").read_text(encoding="utf-8"))
+
+
+def json_schema_table() -> str:
+    """The JSON-Schema test suite by keyword, from bench/json_schema_suite.py."""
+    suites = json_schema_report()["suites"]
+    keys = ("taken", "refused", "valid", "valid accepted", "invalid", "invalid accepted", "other orders")
+    rows = []
+    for suite, found in suites.items():
+        files = [row for row in found["files"] if "/" not in row["file"]] if suite == "draft2020-12" else []
+        others = [row for row in found["files"] if row not in files]
+        optional = {"file": "optional, all files" if files else "all files"}
+        optional |= {key: sum(row.get(key, 0) for row in others) for key in keys}
+        rows += [
+            [f"{suite}: {row['file']}", *(str(row.get(key, 0)) for key in keys)] for row in [*files, optional]
+        ]
+    head = [
+        "schemas taken",
+        "refused by name",
+        "valid",
+        "accepted",
+        "invalid",
+        "accepted",
+        "wrong orders refused",
+    ]
+    return markdown(["keyword", *head], rows)
+
+
+def bfcl_table() -> str:
+    """BFCL's tool schemas and answers, from the same report."""
+    found = json_schema_report()["bfcl"]
+    pairs = [
+        ("schemas", "schemas", None),
+        ("of these taken", "taken", "schemas"),
+        ("possible answers", "answers", None),
+        ("of these accepted", "answers accepted", "answers"),
+        ("answers that their own schema allows", "answers that their schema allows", None),
+        ("of these accepted", "answers accepted", "answers that their schema allows"),
+    ]
+    rows = [
+        [name, f"{found[key]:,}", f"{100 * found[key] / found[whole]:.2f} %" if whole else ""]
+        for name, key, whole in pairs
+    ]
+    return markdown(["", "number", "share"], rows)
+
+
 def kernels_table() -> str:
     """Kernels beside the roofline, flashinfer and torch.compile."""
     rows = []
@@ -446,10 +495,12 @@ def kernels_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "attention-backends": backends_table,
+    "bfcl": bfcl_table,
     "chat": chat_table,
     "client": client_table,
     "decode": decode_table,
     "families": families_table,
+    "json-schema": json_schema_table,
     "kernels": kernels_table,
     "joined": joined_table,
     "mixed-limit": mixed_limit_table,

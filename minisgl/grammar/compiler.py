@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,13 +38,18 @@ ESCAPES = 'nrbtf\\"'
 """Letters that may follow a backslash in generated strings. Without `\\u` each string has one spelling, so no
 key can be written twice in different spellings."""
 THREADS = 2
-CACHE_ENTRIES = 512
-CACHE_BYTES = 256 * 2**20
+STACK_BYTES = 64 * 2**20
+"""Stack of a compiling thread: the library recurses into schemas; see MAX_LEVELS in limits.py."""
+MAX_LEXER_STATES = 50_000
+"""States of a grammar's lexer, 1 to 2 kB each: they are made while answers are written, and kept with it."""
+CACHE_ENTRIES = 128
+CACHE_BYTES = 64 * 2**20
 BYTES_PER_GRAMMAR = 64 * 1024
 BYTES_PER_CHAR = 40
 """Memory of a compiled grammar: a fixed part, and one for each character of its text (an upper bound)."""
 
 Key = tuple[str, str, bool]
+T = TypeVar("T")
 
 
 class Refusal(NamedTuple):
@@ -57,6 +62,9 @@ class Refusal(NamedTuple):
         """This refusal, as the error of one request."""
         where = spec.where + self.place
         return RequestError(400, "unsupported_grammar", f"{where} {self.message}", where)
+
+
+CLOSED = Refusal("can't be compiled: the engine ends")
 
 
 class GrammarCompiler:
@@ -97,7 +105,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = self._threads.submit(
+                self._tokenizer = self._start(
                     _Tokenizer.build, self._tokenizer_json, self._vocab_size, self._eos_token_ids
                 )
             return self._tokenizer
@@ -111,6 +119,10 @@ class GrammarCompiler:
         key = (spec.kind, spec.text, spec.whitespace)
         with self._lock:
             known = self._cache.get(key)
+            if isinstance(known, Grammar) and known.is_worn:
+                del self._cache[key]
+                self._bytes -= _size(key)
+                known = None
             if known is not None:
                 self._cache.move_to_end(key)
             elif key in self._waiting:
@@ -118,11 +130,14 @@ class GrammarCompiler:
                 return answer
             else:
                 self._waiting[key] = [(spec, answer)]
-        if known is None:
-            self.prepare()
-            self._threads.submit(self._run, key, spec)
-        else:
+        if known is not None:
             _settle(answer, spec, known)
+            return answer
+        try:
+            self.prepare()
+            self._start(self._run, key, spec)
+        except RuntimeError:  # no thread takes work any more
+            self._answer(key, CLOSED, keep=False)
         return answer
 
     def cached(self) -> tuple[int, int]:
@@ -139,7 +154,15 @@ class GrammarCompiler:
             self._cache.clear()
             self._bytes = 0
         for spec, answer in left:
-            _settle(answer, spec, Refusal("can't be compiled: the engine ends"))
+            _settle(answer, spec, CLOSED)
+
+    def _start(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
+        """Run a function in one of our threads; a thread that begins now has a larger stack."""
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            return self._threads.submit(function, *arguments)
+        finally:
+            threading.stack_size(usual)
 
     def _run(self, key: Key, spec: GrammarSpec) -> None:
         too_long = Refusal(
@@ -157,7 +180,7 @@ class GrammarCompiler:
         began = time.thread_time()
         try:
             found: Grammar | Refusal = tokenizer.compile(spec)
-        except Exception as error:  # a defect of ours or the library's ends this request, not the thread
+        except BaseException as error:  # also a panic of the library: it ends this request, not the thread
             logger.exception("a grammar of kind %s broke the compiler", spec.kind)
             found = Refusal(f"can't be compiled: {shorten(str(error))}")
         timer.cancel()
@@ -200,7 +223,7 @@ class _Tokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos
         self.special_tokens = special
-        self.limits = LLParserLimits(verbose_errors=False)
+        self.limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
 
     @classmethod
     def build(cls, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "_Tokenizer":

@@ -3,6 +3,7 @@
 A grammar made from one would let a model write for ever.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 MAX_VISITS = 2_000_000
@@ -35,14 +36,33 @@ def find_endless(root: Any) -> str | None:
             return True  # a value of another type will do
         return ("object" in types and _object_ends(schema, ends)) or _array_ends(schema, ends)
 
-    found = True
-    while found:
-        found = False
-        for name in sorted(open_names):
-            if ends(definitions[name] if name else root):
-                open_names.discard(name)
-                found = True
+    schemas = {"": root, **definitions}
+    referrers: dict[str, list[str]] = {}
+    for name, schema in schemas.items():
+        for reference in set(_references(schema, top=name == "")):
+            referrers.setdefault(_name(reference), []).append(name)
+    waiting = list(schemas)
+    while waiting:
+        name = waiting.pop()
+        if name in open_names and ends(schemas[name]):
+            open_names.discard(name)
+            waiting += referrers.get(name, ())
     return max(open_names, default=None)  # a definition rather than the root
+
+
+def _references(schema: Any, top: bool) -> Iterator[str]:
+    """The references inside of a schema; those of a root without its definitions."""
+    if top and isinstance(schema, dict):
+        schema = {key: one for key, one in schema.items() if key != "$defs"}
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("$ref"), str):
+                yield node["$ref"]
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
 
 
 def _name(reference: str) -> str:

@@ -27,8 +27,11 @@ from minisgl.grammar.keywords import (
     UNWRITABLE,
 )
 from minisgl.grammar.limits import (
+    MAX_ALTERNATIVES,
     MAX_COUNT,
     MAX_ENUM_VALUES,
+    MAX_LEVELS,
+    MAX_LITERAL_CHARS,
     MAX_NUMBER,
     MAX_OPTIONAL_PROPERTIES,
     MAX_PROPERTIES,
@@ -52,8 +55,10 @@ class _Document:
         self.root = root
         self.where = where
         self.names: dict[str, str] = {}  # pointer -> name among the canonical definitions
+        self.taken: set[str] = set()
         self.waiting: list[str] = []
         self.num_properties = self.num_enum_values = 0
+        self.num_levels = self.level = self.deepest = 0
         self.draft = root.get("$schema") if isinstance(root, dict) else None
         if self.draft is not None and not isinstance(self.draft, str):
             raise self.invalid(f"{where}.$schema", "must be a string", self.draft)
@@ -63,14 +68,14 @@ class _Document:
         self.is_old = any(name in (self.draft or "") for name in OLD_DRAFTS)
 
     def canonical(self) -> Any:
-        schema = self.schema(self.root, self.where)
+        schema = self.definition(self.root, self.where)
         definitions: dict[str, Any] = {}
         places = {}
         while self.waiting:
             pointer = self.waiting.pop()
             place = self.where + "".join(f".{_unescape(part)}" for part in pointer.split("/")[1:])
             places[self.names[pointer]] = place
-            definitions[self.names[pointer]] = self.schema(self.target(pointer, place), place)
+            definitions[self.names[pointer]] = self.definition(self.target(pointer, place), place)
         if definitions:
             schema = {**(schema if isinstance(schema, dict) else {}), "$defs": definitions}
         endless = find_endless(schema)
@@ -79,16 +84,31 @@ class _Document:
             raise self.refused(place, "is satisfied by no finite value: it demands itself again without end")
         return schema
 
+    def definition(self, schema: Any, place: str) -> Any:
+        """A schema that references may name, or the root; counts its levels."""
+        self.deepest = 0
+        found = self.schema(schema, place)
+        self.num_levels += self.deepest
+        if self.num_levels > MAX_LEVELS:
+            raise self.too_large(place, "levels of schemas in all definitions together", MAX_LEVELS)
+        return found
+
     def schema(self, schema: Any, place: str) -> Any:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
             raise self.invalid(place, "must be a schema, which is an object or true or false", schema)
         out: dict[str, Any] = {}
+        self.level += 1
+        self.deepest = max(self.deepest, self.level)
         for key, value in schema.items():
             at = f"{place}.{key}"
             if key in NEUTRAL:
                 self.unsupported(key, value, schema, out, at)
+            elif key.startswith("content") and "draft-07" in (self.draft or ""):
+                raise self.refused(
+                    at, f"is a demand in {self.draft}, which is not supported; leave $schema out"
+                )
             elif key in ANNOTATIONS or key.startswith("x-"):
                 continue
             elif key in ("$schema", "$id", "id", "$anchor"):
@@ -101,7 +121,8 @@ class _Document:
                     out[key] = count
             else:
                 raise self.refused(at, "is a keyword that is not known; names that begin with x- may pass")
-        self.check_counts(schema, out, place)
+        self.check_counts(out, place)
+        self.level -= 1
         return out
 
     # Errors
@@ -177,11 +198,10 @@ class _Document:
     def name(self, pointer: str, at: str) -> str:
         if pointer not in self.names:
             base = _unescape(pointer.rsplit("/", 1)[1]) or "definition"
-            taken = set(self.names.values())
-            name, number = base, 1
-            while name in taken:
-                number += 1
-                name = f"{base}-{number}"
+            name = base if base not in self.taken else f"{base}-{len(self.names)}"
+            while name in self.taken:
+                name += "-"
+            self.taken.add(name)
             self.names[pointer] = name
             self.target(pointer, at)
             self.waiting.append(pointer)
@@ -234,6 +254,8 @@ class _Document:
         return value
 
     def text(self, value: str, at: str) -> None:
+        if len(value) > MAX_LITERAL_CHARS:
+            raise self.too_large(at, "characters of a fixed text", MAX_LITERAL_CHARS)
         found = UNWRITABLE.search(value)
         if found:
             raise self.refused(at, f"has the character {found[0]!r}, which answers can't contain")
@@ -256,9 +278,11 @@ class _Document:
     def read_oneOf(self, value: Any, schema: dict[str, Any], out: dict[str, Any], at: str) -> None:
         out["oneOf"] = self.several(value, at)
 
-    def several(self, value: Any, at: str) -> list[Any]:
+    def several(self, value: Any, at: str, limit: int = MAX_ALTERNATIVES) -> list[Any]:
         if not isinstance(value, list) or not value:
             raise self.invalid(at, "must be a list of schemas", value)
+        if len(value) > limit:
+            raise self.too_large(at, "schemas in one list", limit)
         return [self.schema(one, f"{at}[{i}]") for i, one in enumerate(value)]
 
     # Strings and numbers
@@ -341,7 +365,7 @@ class _Document:
     def read_prefixItems(self, value: Any, schema: dict[str, Any], out: dict[str, Any], at: str) -> None:
         if self.is_old or "2019-09" in (self.draft or ""):
             raise self.refused(at, f"would be ignored, as {self.draft} says; leave $schema out")
-        out["prefixItems"] = self.several(value, at)
+        out["prefixItems"] = self.several(value, at, MAX_PROPERTIES)
 
     # Objects
 
@@ -385,7 +409,7 @@ class _Document:
             self.text(name, at)
         out["required"] = list(dict.fromkeys(value))
 
-    def check_counts(self, schema: dict[str, Any], out: dict[str, Any], place: str) -> None:
+    def check_counts(self, out: dict[str, Any], place: str) -> None:
         """Drop a minimum of properties that `required` implies, and refuse one that keys given twice meet."""
         least = out.get("minProperties", 0)
         if least and least <= len(out.get("required", ())):

@@ -11,10 +11,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from minisgl.errors import RequestError
 from minisgl.grammar.json_schema import canonical_schema, dump
-from minisgl.grammar.limits import MAX_DEPTH, MAX_LARK_BYTES
+from minisgl.grammar.limits import MAX_DEPTH, MAX_LARK_BYTES, MAX_RULES
 
-MAX_GBNF_RULES = 500
-"""Rules of a GBNF grammar; the time to convert it grows with their square."""
 MAX_NESTING = 100
 """Brackets inside each other, in GBNF."""
 TOKEN = re.compile(
@@ -24,6 +22,7 @@ TOKEN = re.compile(
     |(?P<directive>%[A-Za-z_]+)
     |(?P<ids><\[)
     |(?P<option>\b(?:temperature|max_tokens|stop|stop_capture|capture)\b(?=\s*[=\],]))
+    |(?P<colon>:)
     |(?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -46,11 +45,14 @@ def checked_lark(text: str, where: str) -> str:
     if not is_lark_syntax(text):
         return _from_gbnf(text, where)
     out: list[str] = []
-    at = 0
+    at = num_rules = 0
     while at < len(text):
         found = TOKEN.match(text, at)
         assert found is not None  # the last alternative takes any character
         at = found.end()
+        num_rules += found["colon"] is not None
+        if num_rules > MAX_RULES:
+            raise _refused(where, f"has more than {MAX_RULES} rules")
         if found["ids"]:
             raise _refused(where, "names tokens by number, <[...]>, which is not supported")
         if found["option"]:
@@ -86,8 +88,8 @@ def _json_block(text: str, at: int, where: str) -> tuple[object, int]:
 
 
 def _from_gbnf(text: str, where: str) -> str:
-    if text.count("::=") > MAX_GBNF_RULES:
-        raise _refused(where, f"has more than {MAX_GBNF_RULES} rules")
+    if text.count("::=") > MAX_RULES:
+        raise _refused(where, f"has more than {MAX_RULES} rules")
     depth = 0
     for char in text:
         depth += (char == "(") - (char == ")")

@@ -50,11 +50,19 @@ class Grammar:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.num_words = (vocab_size + 31) // 32
         self.first_mask = first_mask
+        self.is_worn = False
+        """Whether the library gave up in a matcher. They share what it learned of the grammar, so that new
+        ones would fail, too: the compiler makes a new grammar then."""
         self.end_mask = np.zeros(self.num_words, np.int32)
         """int32 [W]: end-of-sequence ids only."""
         words = self.end_mask.view(np.uint32)
         for token_id in eos_token_ids:
             words[token_id // 32] |= np.uint32(1 << token_id % 32)
+        self._end_words = [(int(i), int(self.end_mask[i])) for i in np.flatnonzero(self.end_mask)]
+
+    def allows_end(self, mask: Mask) -> bool:
+        """Whether an end-of-sequence id is in a mask."""
+        return any(int(mask[i]) & bits for i, bits in self._end_words)
 
     def matcher(self) -> "Matcher":
         """The place of a request without output."""
@@ -97,7 +105,10 @@ class Matcher:
         end = next((i for i, token_id in enumerate(token_ids) if token_id in eos), len(token_ids))
         if end and self.is_finished:
             raise self._fail(TokenRefusedError(f"token {token_ids[0]} comes after the end"))
-        taken = self._library.try_consume_tokens(list(token_ids[:end])) if end else 0
+        try:
+            taken = self._library.try_consume_tokens(list(token_ids[:end])) if end else 0
+        except BaseException as error:
+            raise self._fail(_panic(error)) from error
         if self._library.is_error():
             raise self._fail(GrammarError(self._gave_up()))
         if taken != end:
@@ -124,7 +135,11 @@ class Matcher:
             self._fill_known(out)
             return
         began = time.thread_time()
-        self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        try:
+            self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+        except BaseException as error:
+            out.fill(0)
+            raise self._fail(_panic(error)) from error
         error = self._error_of_mask(out, time.thread_time() - began)
         if error is not None:
             raise error
@@ -154,7 +169,7 @@ class Matcher:
         error: GrammarError | None = None
         if self._library.is_error():
             error = GrammarError(self._gave_up())
-        elif not self._library.is_accepting() and not (out & ~self.grammar.end_mask).any():
+        elif not out.any() or (not self._library.is_accepting() and self.grammar.allows_end(out)):
             error = NoTokenAllowedError("the grammar allows no token here")
         elif seconds > SLOW_MASK_S:
             self._slow_s += seconds
@@ -166,6 +181,7 @@ class Matcher:
         return error
 
     def _gave_up(self) -> str:
+        self.grammar.is_worn = True
         reason = self._library.stop_reason()
         return f"the grammar needs too much work here, or has no continuation ({reason})"
 
@@ -210,16 +226,29 @@ class MaskFiller:
                 failed.append((row, error))
         if together:
             began = time.perf_counter()
-            self._threads.unsafe_compute_mask_ptr(
-                [(matcher._library, row) for row, matcher in together],
-                out.ctypes.data,
-                out.strides[0],
-                len(out),
-            )
+            failed += self._fill_together(together, out)
             slowest = time.perf_counter() - began
-            for row, matcher in together:
-                error = matcher._error_of_mask(out[row])
-                if error is not None:
-                    failed.append((row, error))
         self._suspects = slowest > SLOW_MASK_S
         return failed
+
+    def _fill_together(self, rows: list[tuple[int, Matcher]], out: Mask) -> list[tuple[int, GrammarError]]:
+        work = [(matcher._library, row) for row, matcher in rows]
+        try:
+            self._threads.unsafe_compute_mask_ptr(work, out.ctypes.data, out.strides[0], len(out))
+            broken = None
+        except BaseException as error:  # of which row is unknown
+            broken = _panic(error)
+        failed: list[tuple[int, GrammarError]] = []
+        for row, matcher in rows:
+            error = broken or matcher._error_of_mask(out[row])
+            if error is not None:
+                out[row].fill(0)
+                failed.append((row, matcher._fail(error)))
+        return failed
+
+
+def _panic(error: BaseException) -> GrammarError:
+    """The error of a request whose library panicked, which is no `Exception`."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return GrammarError(f"the grammar broke: {error}")

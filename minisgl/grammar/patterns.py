@@ -6,7 +6,7 @@ differ silently in `.`, `\\s`, `\\d`, `\\w` and in brackets inside character cla
 
 import re
 
-from minisgl.grammar.limits import MAX_PATTERN_CHARS, MAX_REPEATS
+from minisgl.grammar.limits import MAX_EXPANDED_CHARS, MAX_PATTERN_CHARS, MAX_REPEATS
 
 SPACE = r"\t\n\v\f\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
 CLASSES = {
@@ -49,20 +49,20 @@ class _Translator:
         if self.pattern.startswith("(?i)"):  # Python's way to ignore case
             out.append("(?i)")
             self.at = 4
-        repeats = [1]  # per open group: the largest product of counts inside
+        sizes = [0]  # per open group: its characters with repetitions written out
         while self.at < len(self.pattern):
             char = self.pattern[self.at]
-            weight = 1
+            size, is_class = 1, False
             if char == "(":
                 out.append(self._open_group())
-                repeats.append(1)
+                sizes.append(0)
                 continue
             if char == ")":
-                if len(repeats) == 1:
+                if len(sizes) == 1:
                     raise PatternError("has a ) without its (")
                 self.at += 1
                 out.append(")")
-                weight = repeats.pop()
+                size = sizes.pop()
             elif char in "|^$":
                 self.at += 1
                 out.append(char)
@@ -70,10 +70,14 @@ class _Translator:
             elif char == ".":
                 self.at += 1
                 out.append(ANY_BUT_LINE_ENDS)
+                is_class = True
             elif char == "[":
                 out.append(self._character_class())
+                is_class = True
             elif char == "\\":
-                out.append(self._escape(inside=False)[0])
+                text, one = self._escape(inside=False)
+                out.append(text)
+                is_class = one is None
             elif char in "*+?":
                 raise PatternError(f"has a {char} with nothing before it to repeat")
             else:
@@ -81,10 +85,12 @@ class _Translator:
                 out.append(_literal(char))
             text, count = self._quantifier()
             out.append(text)
-            repeats[-1] = max(repeats[-1], weight * count)
-            if repeats[-1] > MAX_REPEATS:
-                raise PatternError(f"has nested repetitions of more than {MAX_REPEATS} in all")
-        if len(repeats) > 1:
+            sizes[-1] += size if is_class else size * count
+            if sizes[-1] > MAX_EXPANDED_CHARS:
+                raise PatternError(
+                    f"has repetitions that expand to more than {MAX_EXPANDED_CHARS} characters"
+                )
+        if len(sizes) > 1:
             raise PatternError("has a ( without its )")
         return "".join(out)
 
@@ -118,7 +124,9 @@ class _Translator:
             raise PatternError(f"has numbers out of order in {text}")
         if QUANTIFIER.match(self.pattern, self.at):
             raise PatternError("has two quantifiers in a row")
-        return text, max(least, most, 1)
+        if most > MAX_REPEATS:
+            raise PatternError(f"repeats more than {MAX_REPEATS} times")
+        return text, max(most, 1)
 
     def _escape(self, inside: bool) -> tuple[str, str | None]:
         """An escape's translation, and the one character it stands for (None: a class of them)."""

@@ -15,7 +15,7 @@ from minisgl.errors import RequestError
 from minisgl.fields import shorten
 from minisgl.grammar.json_schema import canonical_schema, dump
 from minisgl.grammar.lark import checked_lark
-from minisgl.grammar.limits import MAX_DEPTH, MAX_ENUM_VALUES, MAX_SPEC_BYTES
+from minisgl.grammar.limits import MAX_DEPTH, MAX_ENUM_VALUES, MAX_LITERAL_CHARS, MAX_SPEC_BYTES
 from minisgl.grammar.patterns import PatternError, to_llguidance
 from minisgl.grammar.structural_tag import canonical_tag
 
@@ -73,6 +73,10 @@ def choice_spec(choices: Sequence[Any], where: str) -> GrammarSpec:
         raise RequestError(
             400, "grammar_too_large", f"{where} has {len(choices)} choices; at most {MAX_ENUM_VALUES}", where
         )
+    longest = max(map(len, choices))
+    if longest > MAX_LITERAL_CHARS:
+        message = f"{where} has a choice of {longest} characters; at most {MAX_LITERAL_CHARS}"
+        raise RequestError(400, "grammar_too_large", message, where)
     text = json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False)
     check_text(text, where, MAX_SPEC_BYTES)
     return GrammarSpec("choice", text, where)

@@ -13,7 +13,7 @@ from minisgl.errors import RequestError
 from minisgl.fields import shorten
 from minisgl.grammar.json_schema import canonical_schema
 from minisgl.grammar.lark import checked_lark
-from minisgl.grammar.limits import MAX_TAGS
+from minisgl.grammar.limits import MAX_LARK_BYTES, MAX_LITERAL_CHARS, MAX_TAGS
 from minisgl.grammar.patterns import PatternError, to_llguidance
 
 Node = list[Any]
@@ -106,7 +106,8 @@ class _Reader:
                 except PatternError as error:
                     raise _refused(f"{at}.pattern", str(error)) from None
             case "grammar":
-                return ["lark", checked_lark(self.text(value["grammar"], f"{at}.grammar"), f"{at}.grammar")]
+                text = self.text(value["grammar"], f"{at}.grammar", limit=MAX_LARK_BYTES)
+                return ["lark", checked_lark(text, f"{at}.grammar")]
             case "sequence":
                 return self.sequence(self.items(value["elements"], f"{at}.elements"), f"{at}.elements", last)
             case "or":
@@ -195,13 +196,13 @@ class _Reader:
             raise RequestError(400, "grammar_too_large", f"{at}: at most {MAX_TAGS} are taken", at)
         return value
 
-    def text(self, value: Any, at: str, empty: bool = False) -> str:
+    def text(self, value: Any, at: str, empty: bool = False, limit: int = MAX_LITERAL_CHARS) -> str:
         if not isinstance(value, str) or (
             not value and not empty and not at.endswith((".separator", ".end"))
         ):
             raise _refused(at, f"must be a text, got {shorten(value)}")
-        if "\0" in value:
-            raise _refused(at, "has a NUL character")
+        if "\0" in value or len(value) > limit:
+            raise _refused(at, f"has a NUL character, or more than {limit} characters")
         return value
 
     def flag(self, value: dict[str, Any], key: str, at: str) -> bool:

@@ -2,16 +2,19 @@
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from grammar_tokens import EOS, VOCAB, Tokens, make_tokenizer
 
 from minisgl.errors import RequestError
 from minisgl.grammar import compiler as compiler_module
 from minisgl.grammar.compiler import GrammarCompiler, Refusal
-from minisgl.grammar.matcher import Grammar
-from minisgl.grammar.spec import choice_spec, json_schema_spec, regex_spec
+from minisgl.grammar.matcher import Grammar, Matcher
+from minisgl.grammar.spec import GrammarSpec, choice_spec, json_schema_spec, regex_spec
 
 TOKENIZER = make_tokenizer().to_str()
 
@@ -98,6 +101,22 @@ def test_a_refusal_is_kept_and_names_each_callers_field(monkeypatch: pytest.Monk
     assert len(found) == 1
 
 
+def test_a_grammar_in_which_the_library_gave_up_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    found = count_compilations(compiler, monkeypatch)
+    worn = compiler.compile(integers(1)).result()
+    matcher = Matcher(worn)
+    monkeypatch.setattr(
+        matcher, "_library", SimpleNamespace(is_error=lambda: True, stop_reason=lambda: "tired")
+    )
+    assert "tired" in str(matcher._error_of_mask(np.zeros(worn.num_words, np.int32)))
+    fresh = compiler.compile(integers(1)).result()
+    assert fresh is not worn
+    assert compiler.compile(integers(1)).result() is fresh
+    assert len(found) == 2
+    assert compiler.cached()[0] == 1
+
+
 def test_a_compilation_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler(limit_s=0.05)
     tokenizer, go = compiler.prepare().result(), threading.Event()
@@ -115,12 +134,16 @@ def test_a_compilation_that_takes_too_long_fails_alone(monkeypatch: pytest.Monke
         compiler.compile(slow).result(30)
 
 
+class Panic(BaseException):
+    """What a panic of the library looks like."""
+
+
 def test_a_defect_in_the_library_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler()
     tokenizer = compiler.prepare().result()
 
     def broken(spec: Any) -> Grammar:
-        raise RuntimeError("panic")
+        raise Panic("panic")
 
     monkeypatch.setattr(tokenizer, "compile", broken)
     with pytest.raises(RequestError, match="panic"):
@@ -156,6 +179,17 @@ def test_close_fails_what_did_not_begin(monkeypatch: pytest.MonkeyPatch) -> None
             one.result(30)
     go.set()
     assert compiler.cached() == (0, 0)
+    for one in (compiler, new_compiler()):
+        one.close()
+        with pytest.raises(RequestError, match="the engine ends"):
+            one.compile(integers(3)).result(30)
+
+
+def test_a_spec_travels_in_messages() -> None:
+    for spec in (integers(4), regex_spec("a", "r"), choice_spec(["x"], "c")):
+        packed = msgspec.msgpack.encode(spec)
+        assert msgspec.msgpack.decode(packed, type=GrammarSpec) == spec
+        assert {spec: 1}[msgspec.msgpack.decode(packed, type=GrammarSpec)] == 1
 
 
 def test_callbacks_come_with_the_result(tokens: Tokens) -> None:

@@ -29,11 +29,12 @@ CRAMPED = {
         "a": {
             "anyOf": [
                 {
-                    "type": "object",
-                    "properties": {f"p{i}": {"type": "string"}, "k": {"const": i}},
-                    "required": ["k"],
+                    "anyOf": [
+                        {"type": "object", "properties": {f"p{i}": {}, "k": {"const": i}}, "required": ["k"]}
+                        for i in range(begin, begin + 500)
+                    ]
                 }
-                for i in range(1000)
+                for begin in (0, 500)
             ]
         }
     },
@@ -257,6 +258,46 @@ def test_one_failing_row_leaves_its_neighbours_alone(tokens: Tokens) -> None:
     assert not out[3].any()
     assert (out[0] == mask_of(good)).all()
     assert (out[1] == -1).all()
+
+
+class Panic(BaseException):
+    """What a panic of the library looks like."""
+
+
+class Broken:
+    """A library that panics."""
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def is_error(self) -> bool:
+        return False
+
+    def is_accepting(self) -> bool:
+        return True
+
+    def unsafe_compute_mask_ptr(self, *arguments: object) -> None:
+        raise Panic("at the disco")
+
+    try_consume_tokens = unsafe_compute_mask_ptr
+
+
+def test_a_panic_of_the_library_closes_the_masks(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tokens.after(tokens.compile(json_object_spec("response_format")), "{")
+    out = np.full((2, start.grammar.num_words), -1, np.int32)
+    for act in (lambda one: one.fill_mask(out[0]), lambda one: one.advance([5])):
+        matcher = start.copy()
+        monkeypatch.setattr(matcher, "_library", Broken())
+        with pytest.raises(GrammarError, match="disco"):
+            act(matcher)
+        with pytest.raises(GrammarError, match="disco"):
+            matcher.fill_mask(out[0])
+        assert not out[0].any()
+    filler = MaskFiller(1)
+    monkeypatch.setattr(filler, "_threads", Broken())
+    failed = filler.fill([(0, start.copy()), (1, start.copy())], out)
+    assert [row for row, _ in failed] == [0, 1]
+    assert not out.any()
 
 
 def test_a_slow_row_is_found_among_others(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,8 @@ REFUSED = [
         ".minimum",
         "ignored beside $ref",
     ),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "contentEncoding": "base64"},
+     ".contentEncoding", "leave $schema out"),
     ({"minimum": 2**53}, ".minimum", "not exact"),
     ({"const": [1, 2**60]}, ".const[1]", "not exact"),
     ({"enum": ["a", "\x01"]}, ".enum[1]", "can't contain"),
