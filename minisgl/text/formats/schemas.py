@@ -15,6 +15,7 @@ OBJECT_KEYWORDS_REFUSED = (
     "dependentSchemas", "dependencies", "if", "not", "allOf", "anyOf", "oneOf", "enum", "const",
 )  # fmt: skip
 ARRAY_KEYWORDS_REFUSED = ("uniqueItems", "prefixItems", "contains", "minContains", "maxContains")
+MAX_PLACE_CHARS = 150
 DEFINITIONS = ("$defs", "definitions")
 
 
@@ -37,6 +38,8 @@ class Text(NamedTuple):
 
 def refusal(where: str, why: str) -> RequestError:
     """The error for a part of a schema that a format can't guarantee."""
+    if len(where) > MAX_PLACE_CHARS:
+        where = where[:MAX_PLACE_CHARS] + "..."
     return RequestError(
         400,
         "unsupported_schema",
@@ -85,8 +88,9 @@ def properties(schema: Any, root: Mapping[str, Any], where: str) -> list[Propert
 
 
 def kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """The types that a schema names."""
-    declared = schema.get("type")
+    """The types that a schema names, or that its keywords are about."""
+    implied = [kind for keyword, kind in (("properties", "object"), ("items", "array")) if keyword in schema]
+    declared = schema.get("type", implied)
     declared = [declared] if isinstance(declared, str) else declared or []
     return tuple(dict.fromkeys(kind for kind in declared if kind in JSON_TYPES))
 
