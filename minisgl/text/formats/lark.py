@@ -85,7 +85,8 @@ class _Rules:
     def __init__(self, structure: Structure, token_ids: Mapping[str, int]) -> None:
         self._structure = structure
         self._token_ids = token_ids
-        longest_first = sorted(token_ids, key=len, reverse=True)
+        in_markers = [text for text in token_ids if any(text in marker for marker in structure.markers)]
+        longest_first = sorted(in_markers, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._names: dict[str, str] = {}  # a rule's text -> its name
 
@@ -100,18 +101,19 @@ class _Rules:
             more = self._calls(functions, structure.separator)
             closing = self._text(structure.close)
         rest = f"{self._rule(f'({more})*') if several and not structure.is_messages else ''} {closing}"
-        calls = f"{self._calls(functions, structure.open)} {rest}"
-        if is_auto and structure.is_messages:
+        if not is_auto:
+            start = f"{self._calls(functions, structure.open)} {rest}"
+        elif structure.is_messages:
             note = self._text_until([], MESSAGE_END, self._text("<|channel|>commentary<|message|>"))
-            final = f"{self._text('<|channel|>final<|message|>')} {self._any_text(['<|end|>'])}"
-            calls = f"({note})? ({calls} | {final})"
-        elif is_auto:
+            final = f"{self._text('<|channel|>final<|message|>')} {self._any_text([_regex('<|end|>')])}"
+            start = f"({note})? ({self._calls(functions, structure.open)} | {final})"
+        else:
             begins = self._call_begins([function.name for function in functions])
             text = self._any_text(begins)
-            calls = f"({self._calls(functions, structure.open, begins)} {rest} {text} | {text})"
+            start = f"({self._calls(functions, structure.open, begins)} {rest} {text} | {text})"
         return "\n".join(
             [
-                f"start: {self._thought(thought)} {calls}",
+                f"start: {self._thought(thought)} {start}",
                 *(f"{name}: {text}" for text, name in self._names.items()),
                 "",
             ]
@@ -152,7 +154,7 @@ class _Rules:
         """
         found = self._tokens.search(end)
         size_of_text = found.start() if found else len(end)
-        text = self._any_text([_regex(end.strip()), *without], size)
+        text = self._any_text(without or [_regex(end.strip())], size)
         if size_of_text:
             text = self._terminal(f"{text} {json.dumps(end[:size_of_text])}")
         return f"{before} {text} {self._text(end[size_of_text:])}"
@@ -188,6 +190,8 @@ class _Rules:
                 arguments = self._literals(function, body)
             case _:
                 arguments = self._json({"type": "object"} if function.schema is None else function.schema)
+        if structure.may_have_id:
+            arguments += f' (", \\"id\\": \\"" {self._terminal("/[A-Za-z0-9]{9}/")} "\\"")?'
         end = structure.end + (structure.close if structure.separator is None else "")
         return self._rule(f"{head} {arguments} {self._text(end)}")
 
@@ -329,7 +333,7 @@ class _Rules:
         return "any_value"
 
     def _bare(self, schema: Any, root: Mapping[str, Any], where: str, end: str) -> list[str]:
-        """The strings that a schema allows as bare text, each with `end` after it, which does not stand in it."""
+        """The strings that a schema allows as bare text, each with `end`, which is in none, after it."""
         found = []
         for text in texts(schema, root, where):
             if text.value is None:

@@ -90,7 +90,7 @@ class Family(NamedTuple):
         """A message with everything."""
         calls = [
             {
-                "id": f"call00{rank:03}",
+                "id": f"call{rank:05}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments)},
             }

@@ -84,10 +84,9 @@ def make_case(name: str, with_tokens: bool) -> Case:
 
 
 def for_grammars(name: str) -> Family:
-    """The family without what its grammar leaves out: call ids, Python's single quotes, two calls in harmony."""
+    """The family without what its grammar leaves out: Python's single quotes, two calls in harmony."""
     family = FAMILIES[name]
-    turn = family.turn.replace("{{ ', \"id\": \"' + c.id + '\"}' }}", "}")
-    turn = turn.replace('{{ "\'" + v + "\'" }}', "{{ v | tojson }}")
+    turn = family.turn.replace('{{ "\'" + v + "\'" }}', "{{ v | tojson }}")
     ordered = dict(sorted(WEATHER.items()))
     calls = (("get_weather", ordered), *family.calls[1:])
     return family._replace(turn=turn, calls=calls[:1] if name == "harmony" else calls)
