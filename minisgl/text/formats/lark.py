@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from minisgl.errors import RequestError
 from minisgl.text.formats.schemas import (
     ARRAY_KEYWORDS_REFUSED,
-    MAX_DEPTH,
+    Depth,
     Property,
     choices,
     kinds,
@@ -89,6 +89,7 @@ class _Rules:
         longest_first = sorted(in_markers, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._names: dict[str, str] = {}  # a rule's text -> its name
+        self._depth = Depth(0, [0])
 
     def render(
         self, functions: Sequence[Function], is_auto: bool, several: bool, thought: ThoughtFirst
@@ -173,6 +174,7 @@ class _Rules:
 
     def _call(self, function: Function, before: str, after_text: Sequence[str] | None) -> str:
         structure, name = self._structure, function.name
+        self._depth = Depth(0, [0])
         if structure.is_name_json:
             name = json.dumps(name, ensure_ascii=False)[1:-1]
         begin = before + structure.begin + name + structure.after_name
@@ -213,7 +215,7 @@ class _Rules:
                 self._pair(body, self._text(key), "string", text)
                 for text in self._bare(schema, root, where, _after(body))
             ]
-            rest = without_texts(schema, root, where)
+            rest = without_texts(schema, root, where, self._depth)
             if rest is not None:
                 value = self._one_of([self._json(with_definitions(rest, root)), *_python_words(rest, body)])
                 value = f"{value} {self._text(_after(body))}"
@@ -243,7 +245,7 @@ class _Rules:
             value = (
                 self._json(with_definitions(plain(one.schema, root, one.where), root))
                 if is_python
-                else self._gemma(one.schema, root, one.where, body, 0)
+                else self._gemma(one.schema, root, one.where, body, self._depth)
             )
             pairs.append((f"{self._key(one, body)} {assign} {value}", one.is_required))
         return self._joined(pairs, between)
@@ -264,17 +266,18 @@ class _Rules:
 
     # ---- values
 
-    def _gemma(self, schema: Any, root: Mapping[str, Any], where: str, body: LiteralBody, depth: int) -> str:
+    def _gemma(
+        self, schema: Any, root: Mapping[str, Any], where: str, body: LiteralBody, depth: Depth
+    ) -> str:
         """A value of Gemma's call language."""
-        if depth > MAX_DEPTH:
-            raise refusal(where, "it is nested too deeply, or refers to itself")
+        depth = depth.deeper(where)
         quote = self._text(body.quotes[0])
         found = [f"{quote} {text}" for text in self._bare(schema, root, where, body.quotes[0])]
-        rest = without_texts(schema, root, where)
+        rest = without_texts(schema, root, where, self._depth)
         if rest is None:
             return self._one_of(found)
         inner = choices(rest, where)
-        found += [self._gemma(one, root, place, body, depth + 1) for one, place in inner]
+        found += [self._gemma(one, root, place, body, depth) for one, place in inner]
         listed = values(rest)
         if listed is not None:
             if any(isinstance(value, dict | list) for value in listed):
@@ -292,13 +295,13 @@ class _Rules:
         root: Mapping[str, Any],
         where: str,
         body: LiteralBody,
-        depth: int,
+        depth: Depth,
     ) -> str:
         if kind == "array":
             for keyword in ARRAY_KEYWORDS_REFUSED:
                 if schema.get(keyword):
                     raise refusal(f"{where}.{keyword}", "this model's calls can't guarantee it")
-            item = self._gemma(schema.get("items", True), root, f"{where}.items", body, depth + 1)
+            item = self._gemma(schema.get("items", True), root, f"{where}.items", body, depth)
             return f'"[" {self._repeated(item, schema.get("minItems") or 0, schema.get("maxItems"))} "]"'
         if kind == "object":
             if "properties" not in schema:
@@ -306,7 +309,7 @@ class _Rules:
                 return "any_object"
             pairs = [
                 (
-                    f'{self._key(one, body)} ":" {self._gemma(one.schema, root, one.where, body, depth + 1)}',
+                    f'{self._key(one, body)} ":" {self._gemma(one.schema, root, one.where, body, depth)}',
                     one.is_required,
                 )
                 for one in properties({**schema, "type": kind}, root, where)
@@ -335,7 +338,7 @@ class _Rules:
     def _bare(self, schema: Any, root: Mapping[str, Any], where: str, end: str) -> list[str]:
         """The strings that a schema allows as bare text, each with `end`, which is in none, after it."""
         found = []
-        for text in texts(schema, root, where):
+        for text in texts(schema, root, where, self._depth):
             if text.value is None:
                 most = "" if text.max_chars is None else text.max_chars
                 has_bounds = text.min_chars or text.max_chars is not None

@@ -18,6 +18,7 @@ from minisgl.errors import RequestError
 from minisgl.text.formats.events import collect
 from minisgl.text.formats.lark import ThoughtFirst, call_grammar
 from minisgl.text.formats.structure import describe
+from minisgl.text.formats.tools import Tools
 from minisgl.text.tokenizer import Tokenizer
 
 NAMES = sorted(FAMILIES)
@@ -260,6 +261,40 @@ def test_a_schema_that_a_format_can_not_carry_is_a_400_with_its_place(
     assert caught.value.status == 400
     assert f"tools[1].function.parameters.{place}" in caught.value.message
     CASES[name, True].matcher("auto", tools)
+
+
+@pytest.mark.parametrize("name", ["glm45", "gemma4", "pythonic", "hermes"])
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        {"anyOf": [{"$ref": "#/properties/a"}, {"$ref": "#/properties/a"}]},
+        {"allOf": [{"$ref": "#/properties/a"}]},
+        {"$ref": "#/$defs/0"},
+        {"type": "array", "items": {"$ref": "#/properties/a"}},
+        {"enum": [str(rank) for rank in range(5000)]},
+    ],
+)
+def test_hostile_schemas_are_answered_at_once(name: str, parameter: dict[str, Any]) -> None:
+    """Schemas without end, and one whose 60 parts can be combined in 2**30 ways."""
+    definitions = {
+        str(rank): {"anyOf": [{"$ref": f"#/$defs/{rank + 1}"}, {"$ref": f"#/$defs/{rank + 1}"}]}
+        for rank in range(30)
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": parameter},
+        "$defs": {**definitions, "30": {"type": "string"}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    structure = describe(CASES[name, True].family.format)
+    assert structure is not None
+    ends = "enum" in parameter or (name == "glm45" and "items" in parameter)
+    if name == "hermes" or ends or (name == "pythonic" and "allOf" not in parameter):
+        assert len(call_grammar(structure, tools, "required", token_ids={})) < 1_000_000
+    else:
+        with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.properties\.a"):
+            call_grammar(structure, tools, "required", token_ids={})
+    Tools(tools).types("f", "a")
 
 
 def test_a_choice_of_no_tool_is_a_400() -> None:
