@@ -51,7 +51,8 @@ CONFIG = {
 }
 TEMPLATE = (
     "{{ tune }}{% for message in messages %}{{ message.role }}{{ message.name }}{{ message.tool_call_id }}"
-    "{{ message.reasoning_content }}: {{ message.content }}\n{% endfor %}"
+    "{{ message.reasoning_content }}: {{ message.content }}{% for call in message.tool_calls %}{{ call.id }}"
+    "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 FLAGS = [
@@ -71,6 +72,12 @@ def message(**fields: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "hello", **fields}]
 
 
+def call(function: dict[str, Any] | None = None, **fields: Any) -> list[dict[str, Any]]:
+    one = {"id": "call_1", "function": {"name": "f", "arguments": "{}", **(function or {})}, **fields}
+    return message(role="assistant", tool_calls=[one])
+
+
+WITH_CALL = {"messages": call()}
 SAMPLED = {"temperature": 1, "seed": 7}
 GREEDY = {"temperature": 0}
 ALWAYS_I = {**GREEDY, "logit_bias": {"43": 100}}
@@ -148,7 +155,18 @@ CASES: dict[str, dict[str, Case]] = {
         "content": Case(message(content="other")),
         "name": Case(message(name="Ann")),
         "tool_call_id": Case(message(tool_call_id="t1")),
+        "tool_calls": Case(call(), {"messages": message(role="assistant")}),
         "reasoning_content": Case(message(reasoning_content="because")),
+        "reasoning": Case(message(reasoning="because")),
+    },
+    "ToolCall": {
+        "id": Case(call(id="other"), WITH_CALL),
+        "function": Case(call({"name": "other"}), WITH_CALL),
+        "type": Case(call(type="custom"), WITH_CALL),
+    },
+    "FunctionCall": {
+        "name": Case(call({"name": "other"}), WITH_CALL),
+        "arguments": Case(call({"arguments": '{"a": 1}'}), WITH_CALL),
     },
     "TextPart": {
         "type": Case(message(content=[{"type": "image_url", "text": "hello"}])),
@@ -203,7 +221,10 @@ ANSWERS = {
     "/detokenize": DetokenizeAnswer,
 }
 BODIES = {route.body.name: route.body for route in served_routes() if route.body} | {"Message": MESSAGE}
-INSIDE = {"Message": "messages", "TextPart": "messages", "StreamOptions": "stream_options"}
+INSIDE = {
+    **dict.fromkeys(("Message", "TextPart", "ToolCall", "FunctionCall"), "messages"),
+    "StreamOptions": "stream_options",
+}
 """A structure in a chat's body -> its field."""
 
 

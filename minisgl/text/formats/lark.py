@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from minisgl.errors import RequestError
 from minisgl.text.formats.schemas import (
     ARRAY_KEYWORDS_REFUSED,
-    MAX_DEPTH,
+    Depth,
     Property,
     choices,
     kinds,
@@ -85,34 +85,40 @@ class _Rules:
     def __init__(self, structure: Structure, token_ids: Mapping[str, int]) -> None:
         self._structure = structure
         self._token_ids = token_ids
-        longest_first = sorted(token_ids, key=len, reverse=True)
+        in_markers = [text for text in token_ids if any(text in marker for marker in structure.markers)]
+        longest_first = sorted(in_markers, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._names: dict[str, str] = {}  # a rule's text -> its name
+        self._depth = Depth(0, [0])
 
     def render(
         self, functions: Sequence[Function], is_auto: bool, several: bool, thought: ThoughtFirst
     ) -> str:
         structure = self._structure
-        call = self._one_of([self._call(function) for function in functions])
-        opening, closing = self._text(structure.open), self._text(structure.close)
         if structure.separator is None:
-            calls = self._rule(f"{opening} {call} {closing}")
-            more = f"{self._text(structure.between)} {calls}"
+            more = self._calls(functions, structure.between + structure.open)
+            closing = ""
         else:
-            more = f"{self._text(structure.separator)} {call}"
-            calls = f"{opening} {call} {self._rule(f'({more})*') if several else ''} {closing}"
-        if structure.separator is None and several and not structure.is_messages:
-            calls += f" ({more})*"
-        start = calls
-        if is_auto and structure.is_messages:
-            body = self._without(["<|end|>"])
-            note = f"{self._text('<|channel|>commentary<|message|>')} {body} {self._text(MESSAGE_END)}"
-            start = f"({note})? ({calls} | {self._text('<|channel|>final<|message|>')} {body})"
-        elif is_auto:
-            text = self._free_text([function.name for function in functions])
-            start = f"{text} ({calls} {text})?"
-        start = f"start: {self._thought(thought)} {start}"
-        return "\n".join([start, *(f"{name}: {text}" for text, name in self._names.items()), ""])
+            more = self._calls(functions, structure.separator)
+            closing = self._text(structure.close)
+        rest = f"{self._rule(f'({more})*') if several and not structure.is_messages else ''} {closing}"
+        if not is_auto:
+            start = f"{self._calls(functions, structure.open)} {rest}"
+        elif structure.is_messages:
+            note = self._text_until([], MESSAGE_END, self._text("<|channel|>commentary<|message|>"))
+            final = f"{self._text('<|channel|>final<|message|>')} {self._any_text([_regex('<|end|>')])}"
+            start = f"({note})? ({self._calls(functions, structure.open)} | {final})"
+        else:
+            begins = self._call_begins([function.name for function in functions])
+            text = self._any_text(begins)
+            start = f"({self._calls(functions, structure.open, begins)} {rest} {text} | {text})"
+        return "\n".join(
+            [
+                f"start: {self._thought(thought)} {start}",
+                *(f"{name}: {text}" for text, name in self._names.items()),
+                "",
+            ]
+        )
 
     def _thought(self, thought: ThoughtFirst) -> str:
         """What may come before text and calls."""
@@ -120,14 +126,13 @@ class _Rules:
         spaces = "" if is_messages else self._terminal(SPACES)
         if spec is None or thought == "no":
             return spaces
-        inside = f"{self._without([spec.close])} {self._text(spec.close)}"
         if thought == "open":
-            return f"{inside} {spaces}"
-        whole = f"{self._text(spec.open)} {inside}"
+            return f"{self._text_until([], spec.close)} {spaces}"
+        whole = self._text_until([], spec.close, self._text(spec.open))
         return f"({whole})*" if is_messages else f"{spaces} ({whole} {spaces})?"
 
-    def _free_text(self, names: Sequence[str]) -> str:
-        """Text in which no call begins."""
+    def _call_begins(self, names: Sequence[str]) -> list[str]:
+        """Expressions for what may not stand in free text, as a call begins with it."""
         begins = []
         for trigger in self._structure.triggers:
             if trigger == "{":
@@ -136,26 +141,50 @@ class _Rules:
                 begins.append(rf"\[[ \t\r\n]*({'|'.join(map(_regex, names))})[ \t\r\n]*\(")
             else:
                 begins.append(_regex(trigger))
-        return self._excluding(begins)
+        return begins
 
-    def _without(self, markers: Sequence[str]) -> str:
-        """Text in which none of these stands."""
-        return self._excluding([_regex(marker) for marker in markers])
+    def _any_text(self, without: Sequence[str], size: str = "*") -> str:
+        """Text in which none of these expressions matches."""
+        parts = [f"/(.|\\n){size}/", *(f"~/(.|\\n)*({pattern})(.|\\n)*/" for pattern in without)]
+        return self._terminal(" & ".join(parts))
 
-    def _excluding(self, patterns: Sequence[str], size: str = "*") -> str:
-        return self._terminal(
-            " & ".join([f"/(.|\\n){size}/", *(f"~/(.|\\n)*({pattern})(.|\\n)*/" for pattern in patterns)])
-        )
+    def _text_until(self, without: Sequence[str], end: str, before: str = "", size: str = "*") -> str:
+        """Any text and then `end`, which does not stand in it; `before` it other parts of a rule.
+
+        The lexer is greedy: where `end` begins with text, it is one terminal with the text before it.
+        """
+        found = self._tokens.search(end)
+        size_of_text = found.start() if found else len(end)
+        text = self._any_text(without or [_regex(end.strip())], size)
+        if size_of_text:
+            text = self._terminal(f"{text} {json.dumps(end[:size_of_text])}")
+        return f"{before} {text} {self._text(end[size_of_text:])}"
 
     # ---- one call
 
-    def _call(self, function: Function) -> str:
+    def _calls(
+        self, functions: Sequence[Function], before: str, after_text: Sequence[str] | None = None
+    ) -> str:
+        """One call of any function, with the text `before` it.
+
+        Args:
+            after_text: free text comes first, in which none of these expressions matches.
+        """
+        return self._one_of([self._call(function, before, after_text) for function in functions])
+
+    def _call(self, function: Function, before: str, after_text: Sequence[str] | None) -> str:
         structure, name = self._structure, function.name
+        self._depth = Depth(0, [0])
         if structure.is_name_json:
             name = json.dumps(name, ensure_ascii=False)[1:-1]
-        begin = self._text(structure.begin + name + structure.after_name)
-        if structure.is_messages:  # the models write the recipient on either side of the channel
-            begin = f"({begin} | {self._text(f' to=functions.{name}<|channel|>commentary json<|message|>')})"
+        begin = before + structure.begin + name + structure.after_name
+        if after_text is not None:
+            head = self._text_until(after_text, begin)
+        elif structure.is_messages:  # the models write the recipient on either side of the channel
+            other = f" to=functions.{name}<|channel|>commentary json<|message|>"
+            head = f"({self._text(begin)} | {self._text(other)})"
+        else:
+            head = self._text(begin)
         match structure.arguments:
             case TaggedBody() as body:
                 arguments = self._tagged(function, body)
@@ -163,36 +192,43 @@ class _Rules:
                 arguments = self._literals(function, body)
             case _:
                 arguments = self._json({"type": "object"} if function.schema is None else function.schema)
-        return self._rule(f"{begin} {arguments} {self._text(structure.end)}")
+        if structure.may_have_id:
+            arguments += f' (", \\"id\\": \\"" {self._terminal("/[A-Za-z0-9]{9}/")} "\\"")?'
+        end = structure.end + (structure.close if structure.separator is None else "")
+        return self._rule(f"{head} {arguments} {self._text(end)}")
 
     def _tagged(self, function: Function, body: TaggedBody) -> str:
         """Arguments between tags, in the schema's order."""
         root = function.schema
         if root is None:
-            key, any_text = self._terminal(r"/[^\n<>\x22]+/"), self._without([body.value_close])
-            forms = dict.fromkeys(body.key_close.values(), any_text)
-            forms |= {"json": self._json({})} if "json" in forms else {}
+            key, after = self._terminal(r"/[^\n<>\x22]+/"), _after(body)
+            forms = {
+                kind: f"{self._json({})} {self._text(after)}"
+                if kind == "json"
+                else self._text_until([], after)
+                for kind in body.key_close.values()
+            }
             return f"({' | '.join(self._pair(body, key, kind, value) for kind, value in forms.items())})*"
         parts = []
         for key, schema, is_required, where in properties(root, root, function.where):
             found = [
                 self._pair(body, self._text(key), "string", text)
-                for text in self._bare(schema, root, where, body.value_close)
+                for text in self._bare(schema, root, where, _after(body))
             ]
-            rest = without_texts(schema, root, where)
+            rest = without_texts(schema, root, where, self._depth)
             if rest is not None:
-                value = self._json(with_definitions(rest, root))
+                value = self._one_of([self._json(with_definitions(rest, root)), *_python_words(rest, body)])
+                value = f"{value} {self._text(_after(body))}"
                 found.append(self._pair(body, self._text(key), "json", value))
             parts.append(self._one_of(found) + ("" if is_required else "?"))
         return " ".join(parts)
 
     def _pair(self, body: TaggedBody, key: str, kind: str, value: str) -> str:
+        """A key and a value with what follows it."""
         closings = {found: text for text, found in body.key_close.items()}
         closing = closings[kind if kind in closings else "schema"]
-        line = "\n" if body.in_lines else ""
-        before = self._text(closing + body.value_open + line)
-        after = self._text(line + body.value_close + body.after_value)
-        return self._rule(f"{self._text(body.key_open)} {key} {before} {value} {after}")
+        before = self._text(closing + body.value_open + ("\n" if body.in_lines else ""))
+        return self._rule(f"{self._text(body.key_open)} {key} {before} {value}")
 
     def _literals(self, function: Function, body: LiteralBody) -> str:
         """key=value or key:value, in the schema's order."""
@@ -209,7 +245,7 @@ class _Rules:
             value = (
                 self._json(with_definitions(plain(one.schema, root, one.where), root))
                 if is_python
-                else self._gemma(one.schema, root, one.where, body, 0)
+                else self._gemma(one.schema, root, one.where, body, self._depth)
             )
             pairs.append((f"{self._key(one, body)} {assign} {value}", one.is_required))
         return self._joined(pairs, between)
@@ -230,17 +266,18 @@ class _Rules:
 
     # ---- values
 
-    def _gemma(self, schema: Any, root: Mapping[str, Any], where: str, body: LiteralBody, depth: int) -> str:
+    def _gemma(
+        self, schema: Any, root: Mapping[str, Any], where: str, body: LiteralBody, depth: Depth
+    ) -> str:
         """A value of Gemma's call language."""
-        if depth > MAX_DEPTH:
-            raise refusal(where, "it is nested too deeply, or refers to itself")
+        depth = depth.deeper(where)
         quote = self._text(body.quotes[0])
-        found = [f"{quote} {text} {quote}" for text in self._bare(schema, root, where, body.quotes[0])]
-        rest = without_texts(schema, root, where)
+        found = [f"{quote} {text}" for text in self._bare(schema, root, where, body.quotes[0])]
+        rest = without_texts(schema, root, where, self._depth)
         if rest is None:
             return self._one_of(found)
         inner = choices(rest, where)
-        found += [self._gemma(one, root, place, body, depth + 1) for one, place in inner]
+        found += [self._gemma(one, root, place, body, depth) for one, place in inner]
         listed = values(rest)
         if listed is not None:
             if any(isinstance(value, dict | list) for value in listed):
@@ -258,13 +295,13 @@ class _Rules:
         root: Mapping[str, Any],
         where: str,
         body: LiteralBody,
-        depth: int,
+        depth: Depth,
     ) -> str:
         if kind == "array":
             for keyword in ARRAY_KEYWORDS_REFUSED:
                 if schema.get(keyword):
                     raise refusal(f"{where}.{keyword}", "this model's calls can't guarantee it")
-            item = self._gemma(schema.get("items", True), root, f"{where}.items", body, depth + 1)
+            item = self._gemma(schema.get("items", True), root, f"{where}.items", body, depth)
             return f'"[" {self._repeated(item, schema.get("minItems") or 0, schema.get("maxItems"))} "]"'
         if kind == "object":
             if "properties" not in schema:
@@ -272,13 +309,13 @@ class _Rules:
                 return "any_object"
             pairs = [
                 (
-                    f'{self._key(one, body)} ":" {self._gemma(one.schema, root, one.where, body, depth + 1)}',
+                    f'{self._key(one, body)} ":" {self._gemma(one.schema, root, one.where, body, depth)}',
                     one.is_required,
                 )
                 for one in properties({**schema, "type": kind}, root, where)
             ]
             return f'"{{" {self._joined(pairs, self._text(body.between))} "}}"'
-        return self._json({**schema, "type": kind})
+        return '("null" | "None")' if kind == "null" else self._json({**schema, "type": kind})
 
     def _repeated(self, item: str, least: int, most: int | None) -> str:
         """Items with commas between them."""
@@ -290,25 +327,28 @@ class _Rules:
     def _any(self, body: LiteralBody) -> str:
         """Any value of Gemma's call language."""
         quote, key = self._text(body.quotes[0]), self._terminal(KEY)
-        text, scalar = self._without([body.quotes[0]]), self._json({"type": ["number", "boolean", "null"]})
+        text = self._text_until([], body.quotes[0], quote)
+        scalar = f'{self._json({"type": ["number", "boolean", "null"]})} | "None"'
         pair = f'{key} ":" any_value'
         self._names[f'"{{" ({pair} ("," {pair})*)? "}}"'] = "any_object"
         some = '"[" (any_value ("," any_value)*)? "]"'
-        self._names[f"{quote} {text} {quote} | {scalar} | any_object | {some}"] = "any_value"
+        self._names[f"{text} | {scalar} | any_object | {some}"] = "any_value"
         return "any_value"
 
-    def _bare(self, schema: Any, root: Mapping[str, Any], where: str, close: str) -> list[str]:
-        """The strings that a schema allows, as bare text in which `close` does not stand."""
+    def _bare(self, schema: Any, root: Mapping[str, Any], where: str, end: str) -> list[str]:
+        """The strings that a schema allows as bare text, each with `end`, which is in none, after it."""
         found = []
-        for text in texts(schema, root, where):
+        for text in texts(schema, root, where, self._depth):
             if text.value is None:
                 most = "" if text.max_chars is None else text.max_chars
-                size = f"{{{text.min_chars},{most}}}" if text.min_chars or text.max_chars is not None else "*"
-                found.append(self._excluding([_regex(close)], size))
-            elif close in text.value:
-                raise refusal(f"{where}.enum", f"{close} can't stand in this model's calls")
+                has_bounds = text.min_chars or text.max_chars is not None
+                found.append(
+                    self._text_until([], end, size=f"{{{text.min_chars},{most}}}" if has_bounds else "*")
+                )
+            elif end.strip() in text.value:
+                raise refusal(f"{where}.enum", f"{end.strip()} can't stand in this model's calls")
             else:
-                found.append(self._text(text.value) or '""')
+                found.append(self._text(text.value + end))
         return found
 
     def _json(self, schema: Mapping[str, Any]) -> str:
@@ -334,6 +374,19 @@ class _Rules:
     def _terminal(self, text: str) -> str:
         """The name of the terminal with this text."""
         return self._names.setdefault(text, f"TERMINAL_{len(self._names)}")
+
+
+def _python_words(schema: Mapping[str, Any], body: TaggedBody) -> list[str]:
+    """What templates write for true, false and null where the schema says the type."""
+    if "schema" not in body.key_close.values() or values(schema) is not None:
+        return []
+    words = {"boolean": ['"True"', '"False"'], "null": ['"None"']}
+    return [word for kind in kinds(schema) for word in words.get(kind, ())]
+
+
+def _after(body: TaggedBody) -> str:
+    """What follows a value."""
+    return ("\n" if body.in_lines else "") + body.value_close + body.after_value
 
 
 MESSAGE_END = "<|end|><|start|>assistant"

@@ -15,6 +15,10 @@ OBJECT_KEYWORDS_REFUSED = (
     "dependentSchemas", "dependencies", "if", "not", "allOf", "anyOf", "oneOf", "enum", "const",
 )  # fmt: skip
 ARRAY_KEYWORDS_REFUSED = ("uniqueItems", "prefixItems", "contains", "minContains", "maxContains")
+MAX_PLACE_CHARS = 150
+MAX_DEPTH = 40
+MAX_PLACES = 20_000
+"""Schemas that are nested deeper, or whose parts are more, are refused."""
 DEFINITIONS = ("$defs", "definitions")
 
 
@@ -37,6 +41,8 @@ class Text(NamedTuple):
 
 def refusal(where: str, why: str) -> RequestError:
     """The error for a part of a schema that a format can't guarantee."""
+    if len(where) > MAX_PLACE_CHARS:
+        where = where[:MAX_PLACE_CHARS] + "..."
     return RequestError(
         400,
         "unsupported_schema",
@@ -49,7 +55,7 @@ def plain(schema: Any, root: Mapping[str, Any], where: str) -> Mapping[str, Any]
     """The schema itself, without a reference or an allOf of one around it."""
     if schema is True:
         return {}
-    while True:
+    for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping):
             raise refusal(where, "a schema must be an object")
         if "$ref" in schema:
@@ -63,6 +69,7 @@ def plain(schema: Any, root: Mapping[str, Any], where: str) -> Mapping[str, Any]
             schema = {**{key: value for key, value in schema.items() if key != "allOf"}, **schema["allOf"][0]}
         else:
             return schema
+    raise refusal(where, "it refers to itself")
 
 
 def properties(schema: Any, root: Mapping[str, Any], where: str) -> list[Property]:
@@ -85,8 +92,9 @@ def properties(schema: Any, root: Mapping[str, Any], where: str) -> list[Propert
 
 
 def kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """The types that a schema names."""
-    declared = schema.get("type")
+    """The types that a schema names, or that its keywords are about."""
+    implied = [kind for keyword, kind in (("properties", "object"), ("items", "array")) if keyword in schema]
+    declared = schema.get("type", implied)
     declared = [declared] if isinstance(declared, str) else declared or []
     return tuple(dict.fromkeys(kind for kind in declared if kind in JSON_TYPES))
 
@@ -107,17 +115,33 @@ def choices(schema: Mapping[str, Any], where: str) -> list[tuple[Any, str]]:
     ]
 
 
-def texts(schema: Any, root: Mapping[str, Any], where: str, depth: int = 0) -> list[Text]:
+class Depth(NamedTuple):
+    """How deep a place in a schema is, and how many places a grammar has looked at in all."""
+
+    here: int
+    places: list[int]  # one number
+
+    def deeper(self, where: str) -> "Depth":
+        """One level further down.
+
+        Raises:
+            RequestError: 400; the schema is too deep or too large, or has no end as it refers to itself.
+        """
+        self.places[0] += 1
+        if self.here >= MAX_DEPTH or self.places[0] > MAX_PLACES:
+            raise refusal(where, "its schema is too deep or too large, or refers to itself")
+        return Depth(self.here + 1, self.places)
+
+
+def texts(schema: Any, root: Mapping[str, Any], where: str, depth: Depth) -> list[Text]:
     """The strings that a schema allows."""
-    if depth > MAX_DEPTH:
-        raise refusal(where, "it refers to itself")
-    schema = plain(schema, root, where)
+    depth, schema = depth.deeper(where), plain(schema, root, where)
     listed = values(schema)
     if listed is not None:
         return [Text(value) for value in listed if isinstance(value, str)]
     found = []
     for choice, place in choices(schema, where):
-        found += texts(choice, root, place, depth + 1)
+        found += texts(choice, root, place, depth)
     if "string" in kinds(schema):
         for keyword in TEXT_KEYWORDS_REFUSED:
             if keyword in schema:
@@ -128,23 +152,19 @@ def texts(schema: Any, root: Mapping[str, Any], where: str, depth: int = 0) -> l
     return found
 
 
-MAX_DEPTH = 40
-"""Schemas nested deeper than this, such as those that refer to themselves, are refused."""
-
-
-def without_texts(schema: Any, root: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def without_texts(schema: Any, root: Mapping[str, Any], where: str, depth: Depth) -> dict[str, Any] | None:
     """The schema without the strings that it allows; None if nothing else is left.
 
     A schema that names no type stays as it is, strings included.
     """
-    schema = plain(schema, root, where)
+    depth, schema = depth.deeper(where), plain(schema, root, where)
     listed = values(schema)
     if listed is not None:
         rest = [value for value in listed if not isinstance(value, str)]
         return {"enum": rest} if rest else None
     found = choices(schema, where)
     if found:
-        parts = [without_texts(choice, root, place) for choice, place in found]
+        parts = [without_texts(choice, root, place, depth) for choice, place in found]
         parts = [part for part in parts if part is not None]
         return {"anyOf": parts} if parts else None
     named = kinds(schema)

@@ -5,7 +5,16 @@ Promise: what a grammar made of it accepts, the parser reads as the calls that w
 
 from typing import NamedTuple
 
-from minisgl.text.formats.table import Body, Format, JsonBody, LiteralBody, NamedBody, TaggedBody, Thought
+from minisgl.text.formats.table import (
+    HARMONY,
+    Body,
+    Format,
+    JsonBody,
+    LiteralBody,
+    NamedBody,
+    TaggedBody,
+    Thought,
+)
 
 
 class Structure(NamedTuple):
@@ -26,6 +35,8 @@ class Structure(NamedTuple):
     is_name_json: bool = False  # the name stands in a JSON string
     is_messages: bool = False  # harmony: the reply is messages with headers, and a call is the last one
     thought: Thought | None = None
+    may_have_id: bool = False  # the object of a call may end with an id of nine letters and digits
+    markers: tuple[str, ...] = ()  # texts in which a tokenizer's added tokens are these tokens and no text
 
 
 HARMONY_CALL = Structure(
@@ -40,6 +51,7 @@ HARMONY_CALL = Structure(
     close="",
     is_messages=True,
     thought=Thought(open="<|channel|>analysis<|message|>", close="<|end|><|start|>assistant"),
+    markers=HARMONY.markers,
 )
 
 
@@ -64,6 +76,8 @@ def describe(form: Format) -> Structure | None:
         close=calls.tail,
         is_name_json=isinstance(body, JsonBody),
         thought=form.thought,
+        may_have_id=isinstance(body, JsonBody) and body.may_have_id,
+        markers=form.markers,
     )
 
 

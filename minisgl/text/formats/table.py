@@ -27,6 +27,8 @@ class JsonBody:
     """The first one is what the template writes; the others are read, too."""
     first_keys: tuple[str, ...] = ()
     """Not empty: an object that begins with another key is no call."""
+    may_have_id: bool = False
+    """The template writes a call's id, nine letters and digits, behind the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ HERMES = CallFormat(
     closes=("</tool_call>",),
     between="\n",
 )
-MISTRAL_LIST = JsonBody()
+MISTRAL_LIST = JsonBody(may_have_id=True)
 MISTRAL_NAMED = NamedBody(after_name="[ARGS]")
 DEEPSEEK = CallFormat(
     opens=("<｜tool▁calls▁begin｜>",),

@@ -2,13 +2,15 @@
 
 import ast
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 MAX_REFERENCES = 32
-"""A chain of `$ref` longer than this tells no types."""
+"""A chain of `$ref` longer than this leads nowhere."""
+MAX_SUBSCHEMAS = 1000
+"""More parts of one parameter's schema are not read for its types."""
 
 
 class Tools:
@@ -37,9 +39,9 @@ class Tools:
         schema = resolve(root, root)
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and parameter in properties:
-            return tuple(dict.fromkeys(_types(properties[parameter], root, MAX_REFERENCES)))
+            return _types(properties[parameter], root)
         extra = schema.get("additionalProperties")
-        return tuple(dict.fromkeys(_types(extra, root, MAX_REFERENCES)))
+        return _types(extra, root)
 
 
 def resolve(schema: Any, root: Mapping[str, Any], steps: int = MAX_REFERENCES) -> Mapping[str, Any]:
@@ -53,23 +55,25 @@ def resolve(schema: Any, root: Mapping[str, Any], steps: int = MAX_REFERENCES) -
     return schema if isinstance(schema, Mapping) and "$ref" not in schema else {}
 
 
-def _types(schema: Any, root: Mapping[str, Any], steps: int) -> Iterator[str]:
-    schema = resolve(schema, root, steps)
-    if not schema or steps <= 0:
-        return
-    declared = schema.get("type")
-    for name in [declared] if isinstance(declared, str) else declared or ():
-        if name in JSON_TYPES:
-            yield name
-    if declared is None:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-        for value in [*values, *([schema["const"]] if "const" in schema else [])]:
-            yield _type_name(value)
-        for union in ("anyOf", "oneOf", "allOf"):
-            for choice in schema.get(union) or ():
-                yield from _types(choice, root, steps - 1)
-    if schema.get("nullable"):
-        yield "null"
+def _types(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
+    """The types that a schema allows, in its order."""
+    found: dict[str, None] = {}
+    ahead, num_seen = [schema], 0
+    while ahead and num_seen < MAX_SUBSCHEMAS:
+        schema, num_seen = resolve(ahead.pop(), root), num_seen + 1
+        if schema.get("nullable"):
+            schema = {"anyOf": [{**schema, "nullable": False}, {"type": "null"}]}
+        declared = schema.get("type")
+        for name in [declared] if isinstance(declared, str) else declared or ():
+            if name in JSON_TYPES:
+                found[name] = None
+        if declared is None:
+            values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+            for value in [*values, *([schema["const"]] if "const" in schema else [])]:
+                found[_type_name(value)] = None
+            inner = [one for union in ("anyOf", "oneOf", "allOf") for one in schema.get(union) or ()]
+            ahead += reversed(inner)
+    return tuple(found)
 
 
 def _type_name(value: Any) -> str:

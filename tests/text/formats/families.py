@@ -90,7 +90,7 @@ class Family(NamedTuple):
         """A message with everything."""
         calls = [
             {
-                "id": f"call00{rank:03}",
+                "id": f"call{rank:05}",
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(arguments)},
             }
@@ -129,7 +129,7 @@ FAMILIES = {
     "qwen3_coder": Family(
         form("qwen3_coder"),
         "<|im_start|>assistant\n<think>\n",
-        "{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}" + EACH + "{{ '\n\n<tool_call>\n<function=' + f.name + '>\n' }}"
+        "{{ m.reasoning_content }}\n</think>\n\n{{ m.content + '\n' if m.content }}" + EACH + "{{ '\n<tool_call>\n<function=' + f.name + '>\n' }}"
         "{% for k, v in f.arguments.items() %}{{ '<parameter=' + k + '>\n' }}"
         "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}"
         "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}",
@@ -207,7 +207,7 @@ FAMILIES = {
     "gemma3": Family(
         form("gemma3", None),
         "<start_of_turn>model\n",
-        "{{ m.content }}\n```tool_code\n" + PYTHONIC + "{{ '\n' }}{% endfor %}```",
+        "{{ m.content }}{{ '\n```tool_code\n' }}" + PYTHONIC + "{{ '\n' }}{% endfor %}```",
         "<end_of_turn>\n",
     ),
     "pythonic": Family(
@@ -221,7 +221,7 @@ FAMILIES = {
         "<|im_start|>assistant\n<think>",
         "{{ m.reasoning_content }}</think>\n{{ m.content }}<function_calls>\n" + EACH + "{{ f.name }}("
         "{% for k, v in f.arguments.items() %}{{ k }}={% if v is string %}{{ \"'\" + v + \"'\" }}{% else %}{{ v | tojson }}"
-        "{% endif %}{{ ', ' if not loop.last }}{% endfor %}){{ '\n' if not loop.last }}{% endfor %}\n</function_calls>",
+        "{% endif %}{{ ', ' if not loop.last }}{% endfor %}){{ '\n' if not loop.last }}{% endfor %}{{ '\n</function_calls>' }}",
         "<|im_end|>\n",
         calls=(("get_weather", WEATHER), ("run-code", PLAIN_CODE), ("ping", {})),
     ),

@@ -1,4 +1,4 @@
-"""Every format and every way to cut its text: thoughts, text and calls come apart as they were put together."""
+"""Every format, every way to cut its text: thoughts, text and calls come apart as they were put together."""
 
 import itertools
 import json
@@ -193,7 +193,11 @@ def hermes(text: str) -> tuple[str, tuple[Call, ...]]:
         ('<tool_call>{"name": "ping"}</tool_call>', "", [("ping", "{}", True)]),
         ('<tool_call>{"name": "ping", "arguments": null}</tool_call>', "", [("ping", "{}", True)]),
         ('<tool_call>{"arguments": {"a": 1}, "name": "ping"}</tool_call>', "", [("ping", '{"a": 1}', True)]),
-        ('<tool_call>{"name":"ping","arguments":"{\\"a\\": 1}"}</tool_call>', "", [("ping", '{"a": 1}', True)]),
+        (
+            '<tool_call>{"name":"ping","arguments":"{\\"a\\": 1}"}</tool_call>',
+            "",
+            [("ping", '{"a": 1}', True)],
+        ),
         ('<tool_call>{"id": [1, "}"], "name": "ping", "arguments": {}}', "", [("ping", "{}", True)]),
         ('<tool_call>{"name": "p\\u0069ng", "arguments": {}}', "", [("ping", "{}", True)]),
         ('<tool_call>{"name": "ping", "arguments": {}}\n{"name": "ping"}', "", [("ping", "{}", True)] * 2),
@@ -201,17 +205,25 @@ def hermes(text: str) -> tuple[str, tuple[Call, ...]]:
         ('<tool_call>{"name": "ping", "arguments": {"a": 1', "", [("ping", '{"a": 1', False)]),
         ('<tool_call>{"name": "ping", "arguments": {"a": \'}}', "'}}", [("ping", '{"a": ', False)]),
         ('<tool_call>{"name": "ping", "arguments": {}} oh', "oh", [("ping", "{}", True)]),
-        ('a <tool_call>{"name": "ping", "arguments": [1]}', 'a <tool_call>{"name": "ping", "arguments": [1]}', []),
+        (
+            'a <tool_call>{"name": "ping", "arguments": [1]}',
+            'a <tool_call>{"name": "ping", "arguments": [1]}',
+            [],
+        ),
         ('a <tool_call>{"name": 5} b', 'a <tool_call>{"name": 5} b', []),
         ("a <tool_call>ping</tool_call> b", "a <tool_call>ping</tool_call> b", []),
-        ('<tool_call>{"name": "ping", "arguments": {\'a\': 1}}', '<tool_call>{"name": "ping", "arguments": {\'a\': 1}}', []),
+        (
+            '<tool_call>{"name": "ping", "arguments": {\'a\': 1}}',
+            '<tool_call>{"name": "ping", "arguments": {\'a\': 1}}',
+            [],
+        ),
         ('<tool_call>{"name": "pi', '<tool_call>{"name": "pi', []),
         ("<tool_call>", "<tool_call>", []),
         ("<tool_cal", "<tool_cal", []),
         ("a <|im_end|> b <|im_end|>\n<|endoftext|>", "a <|im_end|> b ", []),
         (" \n a \n", " \n a \n", []),
     ],
-)  # fmt: skip
+)
 def test_broken_calls_and_odd_ones(text: str, content: str, calls: list[tuple[str, str, bool]]) -> None:
     assert hermes(text) == (content, tuple(Call(*call) for call in calls))
 
@@ -223,12 +235,18 @@ def test_more_odd_texts_of_other_formats() -> None:
         return reply.content, [(call.name, call.arguments) for call in reply.calls]
 
     assert calls_of("llama3_json", '{"x": 1} and {"name": 2}') == ('{"x": 1} and {"name": 2}', [])
-    assert calls_of("llama3_json", '<|python_tag|>{"type": "function", "name": "ping", "parameters": {}}<|eom_id|>') == (
-        "", [("ping", "{}")],
-    )  # fmt: skip
-    assert calls_of("mistral", '[TOOL_CALLS] ping[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]ping[ARGS]{}') == (
-        "", [("ping", '{"a": 1}'), ("ping", "{}")],
-    )  # fmt: skip
+    assert calls_of(
+        "llama3_json", '<|python_tag|>{"type": "function", "name": "ping", "parameters": {}}<|eom_id|>'
+    ) == (
+        "",
+        [("ping", "{}")],
+    )
+    assert calls_of(
+        "mistral", '[TOOL_CALLS] ping[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]ping[ARGS]{}'
+    ) == (
+        "",
+        [("ping", '{"a": 1}'), ("ping", "{}")],
+    )
     assert calls_of("mistral_args", '[TOOL_CALLS][{"name": "ping", "arguments": {}}]') == (
         "",
         [("ping", "{}")],
@@ -238,9 +256,12 @@ def test_more_odd_texts_of_other_formats() -> None:
         [("ping", "{}")],
     )
     assert calls_of("glm45", "<tool_call>ping</tool_call>") == ("", [("ping", "{}")])
-    assert calls_of("glm45", "<tool_call>get_weather<arg_key>days</arg_key><arg_value>many</arg_value></tool_call>") == (
-        "", [("get_weather", '{"days": "many"}')],
-    )  # fmt: skip
+    assert calls_of(
+        "glm45", "<tool_call>get_weather<arg_key>days</arg_key><arg_value>many</arg_value></tool_call>"
+    ) == (
+        "",
+        [("get_weather", '{"days": "many"}')],
+    )
     assert calls_of("pythonic", "<|python_start|>[ping()]<|python_end|> [ping()") == (
         "",
         [("ping", "{}")] * 2,
@@ -250,8 +271,9 @@ def test_more_odd_texts_of_other_formats() -> None:
         [],
     )
     assert calls_of("gemma4", "<|tool_call>call:get_weather{city:Paris,days:0}<tool_call|>") == (
-        "", [("get_weather", '{"city": "Paris", "days": 0}')],
-    )  # fmt: skip
+        "",
+        [("get_weather", '{"city": "Paris", "days": 0}')],
+    )
     assert calls_of("harmony", "Just text.") == ("Just text.", [])
     assert calls_of("harmony", "<|channel|>commentary to=functions.ping<|message|><|call|>") == (
         "",
