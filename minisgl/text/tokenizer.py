@@ -126,6 +126,10 @@ class Tokenizer:
         """The special tokens with a text that is wanted."""
         return frozenset(one for one in self._special_ids if wanted(self.token_text(one)))
 
+    def added_tokens(self) -> dict[str, int]:
+        """Text and id of the tokens that stand beside the vocabulary proper: special tokens and markers."""
+        return {token.content: one for one, token in self._fast.get_added_tokens_decoder().items()}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that this token adds after other text: maybe part of a character, maybe none."""
         known = self._bytes.get(token_id)

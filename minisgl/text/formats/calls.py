@@ -15,6 +15,10 @@ from minisgl.text.formats.writer import Writer
 
 NAME_RUN = re.compile(r"""[^\s<>"'`|｜=:,(){}\[\]]*""")
 KEY_RUN = re.compile(r"""[^\n<>"]*""")
+META_KEYS = frozenset({"id", "call_id", "index", "type"})
+"""What else a call's JSON object may have; it is not passed on."""
+MAX_SPACES = 64
+"""After so much white space a call begins without having seen its first argument."""
 IDENTIFIER_RUN = re.compile(r"\w*")
 
 
@@ -30,6 +34,7 @@ class Calls:
         self.tools = tools
         self._echoes = False  # the call names no tool: its text is content as it is read
         self._arguments: list[str] = []
+        self.is_broken = False  # the arguments that were read last broke off
 
     def open(self, marker: str) -> None:
         """Calls may begin here; `marker` is what was read of them."""
@@ -79,6 +84,7 @@ class Calls:
 
     def end(self, is_whole: bool) -> None:
         """The arguments are over. They are complete if they were read to their end and are an object."""
+        self.is_broken = not is_whole
         if self._echoes:
             self.flush()
             return
@@ -172,14 +178,14 @@ def read_json_call(calls: Calls, body: JsonBody) -> Reading[bool]:
         elif key in body.argument_keys and not has_begun:
             if name is not None:
                 good = yield from _object_or_text(calls, name)
-                if not good:
-                    return False
+                if not good or calls.is_broken:
+                    return good
                 has_begun = True
             else:
                 early = []
                 if not (yield from json_value(reader, early.append)):
                     return False
-        elif not (yield from json_value(reader, lambda text: None)):
+        elif key not in META_KEYS or not (yield from json_value(reader, lambda text: None)):
             return _is_broken(calls, has_begun)
         yield from reader.spaces()
         yield from reader.literal(",")
@@ -238,7 +244,8 @@ def stream_object(calls: Calls, name: str, optional: bool) -> Reading[bool]:
             calls.end(True)
         return optional
     opening = 1
-    while True:  # an object begins with a key or ends at once; if not, the whole call is content
+    # An object begins with a key or ends at once; if not, the whole call is content.
+    while opening < MAX_SPACES:
         head = yield from reader.peek(opening + 1)
         if len(head) <= opening:
             break

@@ -191,11 +191,20 @@ class _Rules:
             case LiteralBody() as body:
                 arguments = self._literals(function, body)
             case _:
-                arguments = self._json({"type": "object"} if function.schema is None else function.schema)
+                arguments = self._json(self._object(function))
         if structure.may_have_id:
             arguments += f' (", \\"id\\": \\"" {self._terminal("/[A-Za-z0-9]{9}/")} "\\"")?'
         end = structure.end + (structure.close if structure.separator is None else "")
         return self._rule(f"{head} {arguments} {self._text(end)}")
+
+    def _object(self, function: Function) -> Mapping[str, Any]:
+        """The schema of arguments that are a JSON object."""
+        schema = function.schema or {}
+        if "$ref" in schema:
+            return schema
+        if kinds(schema) and "object" not in kinds(schema):
+            raise refusal(f"{function.where}.type", "arguments must be an object")
+        return {**schema, "type": "object"}
 
     def _tagged(self, function: Function, body: TaggedBody) -> str:
         """Arguments between tags, in the schema's order."""

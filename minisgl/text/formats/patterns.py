@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_MATCH_CHARS = 2000
+MAX_MATCH_CHARS = 500
 """Longer matches are none, so that a piece of text costs the same however much is held back."""
 END = r"\Z"
 

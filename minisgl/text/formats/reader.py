@@ -175,7 +175,8 @@ def json_value(reader: Reader, emit: Emit) -> Reading[bool]:
         scalar = yield from reader.run(SCALAR_RUN)
         emit(scalar)
         return bool(scalar)
-    depth, in_string, escaped = 0, False, False
+    closers: list[str] = []
+    in_string = escaped = False
     while True:
         text, at = reader.text, reader.at
         size, done, broken = len(text), False, False
@@ -188,7 +189,7 @@ def json_value(reader: Reader, emit: Emit) -> Reading[bool]:
                 if at < size:
                     escaped = text[at] == "\\"
                     in_string = escaped
-                    done = not in_string and depth == 0
+                    done = not in_string and not closers
                     at += 1
             else:
                 at = OUTSIDE_RUN.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]
@@ -198,10 +199,10 @@ def json_value(reader: Reader, emit: Emit) -> Reading[bool]:
                 if char == '"':
                     in_string = True
                 elif char in "{[":
-                    depth += 1
-                elif char in "}]":
-                    depth -= 1
-                    done = depth == 0
+                    closers.append("}" if char == "{" else "]")
+                elif closers and char == closers[-1]:
+                    closers.pop()
+                    done = not closers
                 else:
                     broken = True
                 at += not broken
