@@ -37,6 +37,9 @@ character."""
 ESCAPES = 'nrbtf\\"'
 """Letters that may follow a backslash in generated strings. Without `\\u` each string has one spelling, so no
 key can be written twice in different spellings."""
+OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""Begins each grammar. Without it the library follows text that can only go on in one way to its end for each
+mask, and hangs where there is no end: `start: A A` with `A: "a"+`."""
 THREADS = 2
 STACK_BYTES = 64 * 2**20
 """Stack of a compiling thread: the library recurses into schemas; see MAX_LEVELS in limits.py."""
@@ -261,8 +264,7 @@ class _Tokenizer:
         """llguidance's text of a grammar."""
         match spec.kind:
             case "json_schema":
-                schema = json.loads(with_options(json.loads(spec.text), spec.whitespace))
-                return dump({"grammars": [{"json_schema": schema}]})
+                lark = f"start: %json {with_options(json.loads(spec.text), spec.whitespace)}"
             case "regex":
                 lark = f"start: /(?:{spec.text})/"
             case "choice":
@@ -272,14 +274,10 @@ class _Tokenizer:
                 lark = spec.text
             case "structural_tag":
                 tree = json.loads(spec.text)
-                return dump(
-                    {
-                        "grammars": to_lark(
-                            tree, self.special_tokens, lambda x: with_options(x, spec.whitespace)
-                        )
-                    }
-                )
-        return dump({"grammars": [{"lark_grammar": lark}]})
+                parts = to_lark(tree, self.special_tokens, lambda x: with_options(x, spec.whitespace))
+                parts = [{**part, "lark_grammar": OPTIONS + part["lark_grammar"]} for part in parts]
+                return dump({"grammars": parts})
+        return dump({"grammars": [{"lark_grammar": OPTIONS + lark}]})
 
     def _try(self, source: str) -> LLMatcher | str:
         """A matcher at the beginning, or the library's error."""

@@ -484,6 +484,10 @@ HOSTILE: dict[str, Callable[[], GrammarSpec]] = {
         "s",
     ),
     "an ambiguous grammar": lambda: grammar_spec('start: start start | "a" | ', "s"),
+    "text that goes on in one way for ever": lambda: grammar_spec('start: A A\nA: "a"+', "s"),
+    "text that goes on in one way for long": lambda: json_schema_spec(
+        {"type": "string", "pattern": "^a+$", "minLength": 10**9}, "s", whitespace=False
+    ),
     "a grammar of itself": lambda: grammar_spec("start: start", "s"),
     "a chain of GBNF rules": lambda: grammar_spec(
         "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(498)) + 'r498 ::= "a"', "s"
