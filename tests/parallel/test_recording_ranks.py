@@ -15,11 +15,11 @@ from tiny_models import random_model
 from torch import Tensor
 
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine import model_runner
+from minisgl.engine import model_runner, steps
 from minisgl.engine.build import build_follower
 from minisgl.engine.build_rank import Rendezvous
 from minisgl.engine.engine import Engine
-from minisgl.engine.graphs import background_recording, logit_extras, recording
+from minisgl.engine.graphs import background_recording, recording
 from minisgl.engine.graphs.logit_extras import ExtrasDecodeGraphs
 from minisgl.errors import EngineDeadError
 from minisgl.ipc.messages import AddRequest
@@ -116,7 +116,7 @@ def behind_the_logits(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     def pack_logprobs(*arguments: Any) -> Tensor:
         raise OUT_OF_MEMORY
 
-    patch.setattr(logit_extras, "pack_logprobs", pack_logprobs)
+    patch.setattr(steps, "pack_logprobs", pack_logprobs)
 
 
 @pytest.fixture
