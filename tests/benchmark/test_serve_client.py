@@ -230,7 +230,7 @@ def test_more_requests_may_be_open_than_the_usual_limit_of_files(server: FakeSer
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (60, before[1]))
     try:
-        done = run(target(server, fake={"first_s": 0.4}), Load([0.0] * 100, None), 100)
+        done = run(target(server, fake={"first_s": 2.0}), Load([0.0] * 100, None), 100)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert {one.answer.error for one in done.sent} == {None}
