@@ -11,7 +11,7 @@ from msgspec import Struct
 from minisgl.errors import RequestError
 from minisgl.request import TokenId
 from minisgl.server.apis.call_fields import (
-    Conversation,
+    GivenMessages,
     TemplateVariables,
     check_template_variables,
     check_token_ids,
@@ -31,7 +31,7 @@ class TokenizeFields(Struct, frozen=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Conversation | None = None
+    messages: GivenMessages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt; false for messages, whose template adds them itself."""
     add_generation_prompt: bool | None = None
