@@ -453,7 +453,9 @@ def test_what_several_choices_say_of_long_prompts_is_bounded(
     most = MAX_PROMPT_VALUES // (2 * values)
     two, one = completion(n=2, **fields), completion(**fields)
     two.answer_format(EncodedCall([[7] * most], ReplyPlan(two.options.params)), context)
-    one.answer_format(EncodedCall([[7] * 3 * most], ReplyPlan(one.options.params)), context)  # one choice says all there is
+    one.answer_format(
+        EncodedCall([[7] * 3 * most], ReplyPlan(one.options.params)), context
+    )  # one choice says all there is
     for call, prompts, param in (
         (two, [[7] * (most + 1)], "n"),
         (completion(prompt=["a", "b"], **fields), [[7] * (most + 1)] * 2, "prompt"),

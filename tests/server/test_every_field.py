@@ -27,6 +27,14 @@ from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
 from minisgl.server.apis.output_format import JsonSchema, StructuralTagFormat, StructuredOutputs
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
+from minisgl.server.apis.tools import (
+    AllowedTools,
+    AllowedToolsChoice,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    ToolDefinition,
+)
 from minisgl.server.app import MESSAGE
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import ErrorAnswer
@@ -57,7 +65,7 @@ TEMPLATE = (
 )
 FLAGS = [
     *("--dummy-weights", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--port", "0"),
-    *("--num-pages", "200"),
+    *("--num-pages", "200", "--tool-parser", "hermes"),
 ]
 
 
@@ -78,6 +86,7 @@ def call(function: dict[str, Any] | None = None, **fields: Any) -> list[dict[str
 
 
 WITH_CALL = {"messages": call()}
+TOOL = {"type": "function", "function": {"name": "f"}}
 SAMPLED = {"temperature": 1, "seed": 7}
 GREEDY = {"temperature": 0}
 ALWAYS_I = {**GREEDY, "logit_bias": {"43": 100}}
@@ -123,6 +132,9 @@ CASES: dict[str, dict[str, Case]] = {
         "top_logprobs": Case(2, {"logprobs": True}),
         "chat_template_kwargs": Case({"tune": "la"}),
         "add_generation_prompt": Case(False),
+        "tools": Case([TOOL]),
+        "tool_choice": Case("none", {"tools": [TOOL]}),
+        "reasoning_effort": Case("low"),
     },
     "CompletionBody": {
         **SHARED,
@@ -184,7 +196,22 @@ FORMATS = [
     *(("StructuralTagFormat", name) for name in ("type", *StructuralTagFormat.__struct_fields__)),
     *(("StructuredOutputs", name) for name in StructuredOutputs.__struct_fields__),
 ]
+TOOL_FIELDS = {
+    "test_every_part_of_a_tool_counts": (ToolDefinition, FunctionTool),
+    "test_every_way_to_choose": (NamedTool, FunctionName, AllowedToolsChoice, AllowedTools),
+}
 ELSEWHERE = {
+    **{
+        (kind.__name__, name): f"test_tools.py::{test}"
+        for test, kinds in TOOL_FIELDS.items()
+        for kind in kinds
+        for name in kind.__struct_fields__
+    },
+    (
+        "ChatBody",
+        "parallel_tool_calls",
+    ): "test_tools.py::test_what_must_be_guaranteed_reaches_the_engine_as_a_grammar",
+    ("ChatBody", "include_reasoning"): "test_tools.py::test_reasoning_may_be_left_out",
     **{
         (kind, name): "test_output_format.py::"
         + ("test_structured_outputs" if kind == "StructuredOutputs" else "test_response_formats")

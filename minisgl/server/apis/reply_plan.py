@@ -199,7 +199,7 @@ class _Grammars:
                 return answer
             text = answer_grammar(structure, "@answer", thought=thought, token_ids=self._token_ids)
             return within(answer, (("reply", text),))
-        if asked.choice == "required" or answer.kind != "json_schema" or not _tells_apart(structure):
+        if asked.choice == "required" or answer.kind != "json_schema" or not self._tells_apart(structure):
             raise self._refusal(answer)
         text = answer_grammar(structure, "(@calls | @answer)", thought=thought, token_ids=self._token_ids)
         return within(answer, (("reply", text), ("calls", self._calls(structure, "no", "required"))))
@@ -250,6 +250,12 @@ class _Grammars:
                 error.status, error.code, PLACE.sub(place, error.message), error.param
             ) from None
 
+    def _tells_apart(self, structure: Structure) -> bool:
+        """Whether a reply's first token or character says if it is calls or JSON."""
+        begin = structure.open + structure.begin
+        is_token = any(begin.startswith(text) for text in self._token_ids)
+        return structure.is_messages or is_token or begin[:1] not in JSON_BEGINS
+
     def _refusal(self, answer: GrammarSpec) -> RequestError:
         asked = self._asked
         message = (
@@ -265,8 +271,3 @@ def _thought_first(form: Format, prompt: str) -> ThoughtFirst:
     if form.thought is None:
         return "no"
     return "open" if opens_thought(form.thought, prompt) else "may"
-
-
-def _tells_apart(structure: Structure) -> bool:
-    """Whether a reply's first character says if it is calls or JSON."""
-    return structure.is_messages or (structure.open + structure.begin)[:1] not in JSON_BEGINS
