@@ -272,7 +272,9 @@ class _Tokenizer:
                 for name, lark in spec.around
             ]
             grammars = [*around, {**grammars[0], "name": "answer"}, *grammars[1:]]
-        return dump({"grammars": [{**one, "lark_grammar": OPTIONS + one["lark_grammar"]} for one in grammars]})
+        for one in grammars:
+            one["lark_grammar"] = OPTIONS + one["lark_grammar"]
+        return dump({"grammars": grammars})
 
     def _grammars(self, spec: GrammarSpec) -> list[dict[str, str]]:
         """llguidance's grammars for a specification without what is around it; the first is the start."""

@@ -29,7 +29,7 @@ class ServedModel(NamedTuple):
     defaults: dict[str, Any]  # sampling fields that hold where a call leaves them out
     reply_format: ReplyFormat | None = None  # how replies hold thoughts and calls; None: not known
     kept_special: frozenset[int] = frozenset()  # special tokens that `reply_format` needs in the text
-    marker_ids: Mapping[str, int] = {}  # noqa: RUF012  never changed; added tokens in its markers, text -> id
+    marker_ids: Mapping[str, int] = {}  # added tokens in its markers, text -> id; never changed
 
     @property
     def format_facts(self) -> dict[str, str | None]:

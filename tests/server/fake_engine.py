@@ -104,7 +104,7 @@ class FakeEngine:
         found: list[int] = []
         for token_id in self.encode(text):
             data = self.tokenizer.token_bytes(token_id)
-            is_one = token_id in self.tokenizer.added_tokens.values()
+            is_one = token_id in self.tokenizer.added_tokens().values()
             found += [token_id] if is_one else [self.byte_ids[byte] for byte in data]
         return found
 

@@ -63,6 +63,7 @@ TEMPLATE = (
     "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TOLD = "{{ reasoning_effort }}{% if tools %}{{ tools | tojson }}{% endif %}"
 FLAGS = [
     *("--dummy-weights", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--port", "0"),
     *("--num-pages", "200", "--tool-parser", "hermes"),
@@ -150,6 +151,7 @@ CASES: dict[str, dict[str, Case]] = {
         "add_special_tokens": Case(False),
         "add_generation_prompt": Case(False, {"prompt": None, "messages": message()}),
         "chat_template_kwargs": Case({"tune": "la"}, {"prompt": None, "messages": message()}),
+        "tools": Case([TOOL], {"prompt": None, "messages": message()}),
         "return_token_strs": Case(True),
     },
     "DetokenizeBody": {
@@ -257,7 +259,7 @@ INSIDE = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = make_folder(tmp_path_factory.mktemp("fields") / "tiny", template=TEMPLATE)
+    folder = make_folder(tmp_path_factory.mktemp("fields") / "tiny", template=TOLD + TEMPLATE)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))

@@ -451,7 +451,7 @@ def test_a_models_own_response_template_reads_and_guarantees_nothing(tmp_path: P
 def test_reasoning_tokens_end_with_the_thoughts_last_token(served: ServedModel) -> None:
     text = "<think>hmm, </think>ok"
     ids = served.tokenizer.encode(text, False)
-    expected = ids.index(served.tokenizer.added_tokens["</think>"]) + 1
+    expected = ids.index(served.marker_ids["</think>"]) + 1
     reader = plan_reply(served, "", SamplingParams()).reader()
     for index, token_id in enumerate(ids):
         piece = served.tokenizer.decode([token_id], skip_special_tokens=False)

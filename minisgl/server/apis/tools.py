@@ -66,13 +66,14 @@ class AllowedToolsChoice(Struct, frozen=True):
 CHOICES = ("auto", "none", "required")
 
 
+GivenTools = Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra={DOCUMENTED_AS: (list[ToolDefinition],)})]
+"""`read_tools` reads them."""
+
+
 class ToolFields(Struct, frozen=True):
     """The tools of a chat."""
 
-    tools: (
-        Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra={DOCUMENTED_AS: (list[ToolDefinition],)})]
-        | None
-    ) = None
+    tools: GivenTools | None = None
     tool_choice: (
         Annotated[
             str | dict[str, Any],
