@@ -112,7 +112,7 @@ def test_a_text_becomes_one_block(server: RunningServer) -> None:
     assert whole(server, "@say ")["content"] == []
 
 
-@pytest.mark.parametrize("how", ["say", "burst"])
+@pytest.mark.parametrize("how", ["say", "burst", "chars"])
 def test_thought_text_and_calls_are_blocks(server: RunningServer, how: str) -> None:
     answer = whole(server, f"@{how} {REPLY}", tools=[WEATHER, TIME])
     thought, text, weather, time = answer["content"]
@@ -127,7 +127,7 @@ def test_thought_text_and_calls_are_blocks(server: RunningServer, how: str) -> N
     assert 0 < usage["output_tokens_details"]["thinking_tokens"] < usage["output_tokens"]
 
 
-@pytest.mark.parametrize("how", ["say", "burst"])
+@pytest.mark.parametrize("how", ["say", "burst", "chars"])
 @pytest.mark.parametrize(
     "fields", [{}, {"max_tokens": 20}, {"stop_sequences": ["see"]}, {"thinking": {"type": "disabled"}}]
 )

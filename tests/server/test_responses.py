@@ -126,7 +126,7 @@ def test_a_text_has_every_event_once_and_in_order(server: RunningServer) -> None
     assert names(streamed(server, "@say ")) == [*TEXT_EVENTS[:4], *TEXT_EVENTS[5:]]
 
 
-@pytest.mark.parametrize("how", ["say", "burst"])
+@pytest.mark.parametrize("how", ["say", "burst", "chars"])
 def test_thought_text_and_calls_are_items(server: RunningServer, how: str) -> None:
     fields: dict[str, Any] = {"tools": [WEATHER, TIME]}
     answer = whole(server, f"@{how} {REPLY}", **fields)

@@ -13,7 +13,7 @@ TEMPLATE = (
     "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif opened %}<think>\n{% endif %}{% endif %}"
 )
 ARGUMENTS = '{"city": "R\\u00f6m }{ \\" 好"}'
 REPLY = (
