@@ -115,6 +115,18 @@ class ChatTemplate:
         return PROBE_TOOL["function"]["name"] in text
 
     @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether a system message may stand after other messages, and is written where it stands."""
+        turns = [("system", "probe_a"), ("user", "probe_b"), ("system", "probe_c"), ("assistant", "probe_d")]
+        messages = [{"role": role, "content": text} for role, text in [*turns, ("user", "probe_e")]]
+        try:
+            text = self._render(messages, True, {}, None)
+        except Exception:  # a template is foreign code: any exception may come out of it
+            return False
+        places = [text.find(message["content"]) for message in messages]
+        return -1 not in places and places == sorted(places)
+
+    @cached_property
     def _habits(self) -> Habits | None:
         return find_habits(lambda messages: self._render(messages, False, {}, None))
 

@@ -256,12 +256,14 @@ def test_blocks_become_turns(served: ServedModel) -> None:
         {"id": "t2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
     assert parse(served, messages=given, system=system).conversation.messages == [
-        {"role": "system", "content": "You help.\nBe brief.\n\nin French"},
+        {"role": "system", "content": "You help.\nBe brief."},
         {"role": "user", "content": "a\nb\nc"},
         {"role": "assistant", "content": "d", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "t1", "content": "one", "name": "f"},
         {"role": "tool", "tool_call_id": "t2", "content": "Error: two", "name": "g"},
-        {"role": "user", "content": "e\nf"},
+        {"role": "user", "content": "e"},
+        {"role": "system", "content": "in French"},
+        {"role": "user", "content": "f"},
     ]
 
 

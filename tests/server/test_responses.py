@@ -16,6 +16,7 @@ from tool_model import ARGUMENTS, PARAMETERS, REPLY, make_tool_model
 from minisgl.errors import RequestError
 from minisgl.server.apis.responses import ResponseCall, parse_response
 from minisgl.server.apis.tools import MAX_TOOLS
+from minisgl.server.apis.turns import Turns
 from minisgl.server.served_model import ServedModel, load_served_model
 
 EVENTS: Any = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -233,14 +234,35 @@ def test_items_become_turns(served: ServedModel) -> None:
         {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
     ]
     assert call.conversation.messages == [
-        {"role": "system", "content": "You help.\n\nbe brief\n\nin French"},
+        {"role": "system", "content": "You help.\n\nbe brief"},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "one", "name": "f"},
         {"role": "tool", "tool_call_id": "c2", "content": "two", "name": "g"},
+        {"role": "system", "content": "in French"},
         {"role": "user", "content": "c"},
     ]
     assert parse(served).conversation.messages == [{"role": "user", "content": "hello"}]
+
+
+def test_late_instructions_stay_where_they_are() -> None:
+    for late_system in (True, False):
+        turns = Turns("", late_system)
+        turns.add_system("be brief")
+        turns.add_system("")
+        turns.add_user("a")
+        turns.add_reply("b")
+        turns.add_system("in French")
+        turns.add_user("c")
+        turns.add_user("d")
+        late = [{"role": "system", "content": "in French"}, {"role": "user", "content": "c"}]
+        assert turns.messages() == [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            *(late if late_system else [{"role": "user", "content": "in French\n\nc"}]),
+            {"role": "user", "content": "d"},
+        ]
 
 
 def test_an_answers_items_can_be_sent_back(server: RunningServer, served: ServedModel) -> None:

@@ -110,3 +110,27 @@ def test_rendering_leaves_the_messages_as_they_were(tmp_path: Path) -> None:
     message = dict(USER)
     ours.render([message])
     assert message == USER
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, True),
+        (LLAMA2_LIKE, False),
+        (TEMPLATES["whitespace"], False),
+        (
+            "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
+            False,
+        ),
+        (None, False),
+    ],
+)
+def test_whether_a_late_system_message_is_written_where_it_stands(source: str | None, expected: bool) -> None:
+    assert ChatTemplate(source, {}).takes_late_system is expected

@@ -107,7 +107,7 @@ OPTIONAL = {"tool_result": ("content", "is_error")}
 
 
 class Turn(Struct, frozen=True):
-    """Turns of the same role in a row are one turn. System turns join the system prompt."""
+    """Turns of the same role in a row are one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -244,7 +244,7 @@ def parse_count(body: bytes, model: ServedModel) -> MessagesCall:
 
 def _read_prompt(fields: PromptFields, model: ServedModel) -> tuple[Conversation, GrammarSpec | None, bool]:
     """The conversation, the grammar of the answer, and whether the answer shows thoughts."""
-    turns = Turns("\n")
+    turns = Turns("\n", model.template.takes_late_system)
     if fields.system is not None:
         turns.add_system(_system(fields.system, "system"))
     given = convert_value(

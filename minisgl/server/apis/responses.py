@@ -64,7 +64,7 @@ class InputItem(Struct, frozen=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    """Of a message. All system and developer messages become one, at the beginning."""
+    """Of a message. A developer is the system. Those at the beginning become one message."""
     content: PartsOrText | None = None
     """Of a message, or of a reasoning item."""
     call_id: str | None = None
@@ -218,7 +218,7 @@ def parse_response(body: bytes, model: ServedModel) -> ResponseCall:
             where = f"include[{rank}]"
             message = f"{where} = {shorten(name)} is not supported here; leave it out"
             raise RequestError(400, "unsupported_parameter", message, where)
-    turns = Turns("")
+    turns = Turns("", model.template.takes_late_system)
     if fields.instructions:
         turns.add_system(fields.instructions)
     _add_input(turns, fields.input)

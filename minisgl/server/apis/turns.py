@@ -1,7 +1,8 @@
 """Builds a chat template's messages from the items or blocks of APIs that are not chat completions.
 
-Promise: there is at most one system message, and it is the first, because many templates take no other. What
-the assistant said, thought and called between two other turns is one message.
+Promise: instructions at the beginning are one system message. Later ones stay where they are, so that the
+prefix cache still finds what stands before them; if the template takes no late system message, they are the
+user's. What the assistant said, thought and called between two other turns is one message.
 """
 
 from typing import Any
@@ -10,17 +11,24 @@ from minisgl.text.messages import arguments_text
 
 
 class Turns:
-    """The conversation so far. `where` names the part of the body at fault in errors."""
+    """The conversation so far. `where` names the part of the body at fault in errors.
 
-    def __init__(self, separator: str) -> None:
-        self._separator = separator  # between the texts of one turn
+    Args:
+        separator: stands between the texts of one turn.
+        late_system: whether the template takes system messages that are not the first.
+    """
+
+    def __init__(self, separator: str, late_system: bool) -> None:
+        self._separator = separator
+        self._late_system = late_system
+        self._joins_user = False  # the user's last turn has instructions, and the next one belongs to it
         self._system: list[str] = []
         self._messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}  # of the functions called, by the call's id
 
     def messages(self) -> list[dict[str, Any]]:
         """The messages in the form of `normalize_messages`."""
-        system = "\n\n".join(text for text in self._system if text)
+        system = "\n\n".join(self._system)
         return ([{"role": "system", "content": system}] if system else []) + self._messages
 
     @property
@@ -29,13 +37,23 @@ class Turns:
         return self._messages[-1]["role"] if self._messages else None
 
     def add_system(self, text: str) -> None:
-        """Instructions, wherever they stand."""
-        self._system.append(text)
+        """Instructions."""
+        if not text:
+            return
+        if not self._messages:
+            self._system.append(text)
+        elif self._late_system:
+            self._messages.append({"role": "system", "content": text})
+        else:
+            self.add_user(text, joined=True)
+            self._joins_user = True
 
     def add_user(self, text: str, joined: bool = False) -> None:
         """A user's turn; `joined`: more of the last turn, if that is the user's."""
-        if joined and self.last_role == "user":
-            self._add_text(self._messages[-1], text)
+        is_joined = (joined or self._joins_user) and self.last_role == "user"
+        self._joins_user = False
+        if is_joined:
+            self._messages[-1]["content"] += (self._separator or "\n\n") + text
         else:
             self._messages.append({"role": "user", "content": text})
 
@@ -47,7 +65,8 @@ class Turns:
 
     def add_reply(self, text: str) -> None:
         """What the assistant said."""
-        self._add_text(self._assistant(), text)
+        message = self._assistant()
+        message["content"] += (self._separator if message["content"] else "") + text
 
     def add_call(self, call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> None:
         """A call that the assistant made.
@@ -72,7 +91,3 @@ class Turns:
         if self.last_role != "assistant":
             self._messages.append({"role": "assistant", "content": ""})
         return self._messages[-1]
-
-    def _add_text(self, message: dict[str, Any], text: str) -> None:
-        content = message["content"]
-        message["content"] = content + self._separator + text if content else text
