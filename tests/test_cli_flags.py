@@ -22,8 +22,9 @@ SERVER = """
     --access-log --admin-key --allowed-host --api-key --api-workers --cors-origin --drain-timeout-s
     --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
     --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --port
-    --request-timeout-s --sampling-defaults --served-model-name --startup-timeout-s --tls-cert --tls-key
-    --upload-timeout-s
+    --chat-template --reasoning-parser --request-timeout-s --sampling-defaults
+    --served-model-name --startup-timeout-s --tls-cert --tls-key
+    --tool-parser --upload-timeout-s
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype

@@ -25,6 +25,14 @@ class ServerConfig:
     sampling_defaults: str = "model"
     """Source of the defaults for temperature, top_p, top_k, min_p and repetition_penalty: "model" (its
     generation_config.json) or "openai" (temperature 1 and nothing else)."""
+    chat_template: str | None = None
+    """File with a chat template (jinja2) in place of the model's own."""
+    tool_parser: str | None = None
+    """How the model writes calls of tools: "hermes", "qwen3_coder", "llama3_json" and others (an unknown name
+    lists them); "none" switches it off. Auto: the model's own way, else a guess from its chat template."""
+    reasoning_parser: str | None = None
+    """How the model marks thoughts: "think", "mistral", "gemma4", "seed_oss" or "harmony"; "none" switches it
+    off. Auto: as for --tool-parser."""
     max_queued_requests: int = 1024
     """Open requests beyond which new ones get 429."""
     max_queued_tokens: int | None = None

@@ -7,11 +7,13 @@ tokenizer with it, which takes about a second: `prepare` says when.
 
 import json
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from minisgl.errors import ModelError, RequestError
 from minisgl.fields import shorten
 from minisgl.grammar.json_schema import dump
+from minisgl.grammar.lark import RULE_OF_SCHEMA
 from minisgl.grammar.limits import COMPILE_LIMIT_S
 from minisgl.grammar.matcher import Grammar, GrammarError, Matcher
 from minisgl.grammar.places import find_place
@@ -51,7 +54,7 @@ BYTES_PER_GRAMMAR = 64 * 1024
 BYTES_PER_CHAR = 40
 """Memory of a compiled grammar: a fixed part, and one for each character of its text (an upper bound)."""
 
-Key = tuple[str, str, bool]
+Key = tuple[str, str, bool, tuple[tuple[str, str], ...]]
 T = TypeVar("T")
 
 
@@ -119,7 +122,7 @@ class GrammarCompiler:
         Several callers with the same grammar share one compilation; each may cancel its own future.
         """
         answer: Future[Grammar] = Future()
-        key = (spec.kind, spec.text, spec.whitespace)
+        key = (spec.kind, spec.text, spec.whitespace, spec.around)
         with self._lock:
             known = self._cache.get(key)
             if isinstance(known, Grammar) and known.is_worn:
@@ -262,6 +265,19 @@ class _Tokenizer:
 
     def _source(self, spec: GrammarSpec) -> str:
         """llguidance's text of a grammar."""
+        grammars = self._grammars(spec)
+        if spec.around:
+            around = [
+                {"name": name, "lark_grammar": _with_options(lark, spec.whitespace)}
+                for name, lark in spec.around
+            ]
+            grammars = [*around, {**grammars[0], "name": "answer"}, *grammars[1:]]
+        for one in grammars:
+            one["lark_grammar"] = OPTIONS + one["lark_grammar"]
+        return dump({"grammars": grammars})
+
+    def _grammars(self, spec: GrammarSpec) -> list[dict[str, str]]:
+        """llguidance's grammars for a specification without what is around it; the first is the start."""
         match spec.kind:
             case "json_schema":
                 lark = f"start: %json {with_options(json.loads(spec.text), spec.whitespace)}"
@@ -271,13 +287,11 @@ class _Tokenizer:
                 texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(spec.text))
                 lark = f"start: CHOICE\nCHOICE: {texts}"
             case "lark":
-                lark = spec.text
+                lark = _with_options(spec.text, spec.whitespace)
             case "structural_tag":
-                tree = json.loads(spec.text)
-                parts = to_lark(tree, self.special_tokens, lambda x: with_options(x, spec.whitespace))
-                parts = [{**part, "lark_grammar": OPTIONS + part["lark_grammar"]} for part in parts]
-                return dump({"grammars": parts})
-        return dump({"grammars": [{"lark_grammar": OPTIONS + lark}]})
+                options = partial(with_options, whitespace=spec.whitespace)
+                return list(to_lark(json.loads(spec.text), self.special_tokens, options))
+        return [{"lark_grammar": lark}]
 
     def _try(self, source: str) -> LLMatcher | str:
         """A matcher at the beginning, or the library's error."""
@@ -305,6 +319,18 @@ def with_options(schema: Any, whitespace: bool) -> str:
     return dump({"x-guidance": options, **(schema if isinstance(schema, dict) else {"allOf": [schema]})})
 
 
+def _with_options(lark: str, whitespace: bool) -> str:
+    """The grammar with our options in the rules that are a schema and nothing else."""
+
+    def rule(found: re.Match[str]) -> str:
+        try:
+            return found[1] + with_options(json.loads(found[2]), whitespace)
+        except ValueError:  # a schema and more
+            return found[0]
+
+    return RULE_OF_SCHEMA.sub(rule, lark)
+
+
 def _settle(answer: "Future[Grammar]", spec: GrammarSpec, found: Grammar | Refusal) -> None:
     if not answer.set_running_or_notify_cancel():
         return
@@ -315,7 +341,7 @@ def _settle(answer: "Future[Grammar]", spec: GrammarSpec, found: Grammar | Refus
 
 
 def _size(key: Key) -> int:
-    return BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(key[1])
+    return BYTES_PER_GRAMMAR + BYTES_PER_CHAR * sum(map(len, (key[1], *(lark for _, lark in key[3]))))
 
 
 def _first_lines(message: str) -> str:

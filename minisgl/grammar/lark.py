@@ -27,7 +27,8 @@ TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 SLOT = "%json "
-JSON_SLOT = re.compile(re.escape(SLOT))
+RULE_OF_SCHEMA = re.compile(rf"^(\w+: {SLOT})(\{{.*\}})$", re.MULTILINE)
+"""A rule that is a schema and nothing else, on a line of its own."""
 DIRECTIVES = ("%ignore", "%import", "%json", "%llguidance")
 
 

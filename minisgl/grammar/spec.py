@@ -31,12 +31,15 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
         text: canonical JSON (json_schema, choice, structural_tag), a regular expression, or Lark.
         where: the request's field it came from, for errors.
         whitespace: whether JSON may have spaces and line breaks; see `WHITESPACE` in compiler.py.
+        around: named grammars in Lark; if there are any, the first is the whole, which refers to this one as
+            `@answer` and to the others by their names.
     """
 
     kind: Kind
     text: str
     where: str = "grammar"
     whitespace: bool = True
+    around: tuple[tuple[str, str], ...] = ()
 
 
 def json_schema_spec(schema: Any, where: str, whitespace: bool = True) -> GrammarSpec:
@@ -86,6 +89,19 @@ def grammar_spec(text: Any, where: str, whitespace: bool = True) -> GrammarSpec:
     """A context-free grammar, in llguidance's Lark or in GBNF (`root ::= ...`)."""
     check_text(text, where, MAX_SPEC_BYTES)
     return GrammarSpec("lark", checked_lark(text, where), where, whitespace)
+
+
+def made_spec(lark: str, where: str) -> GrammarSpec:
+    """A Lark grammar that this program made: its schemas are canonical and tokens may stand by number."""
+    check_text(lark, where, MAX_SPEC_BYTES)
+    return GrammarSpec("lark", lark, where)
+
+
+def within(spec: GrammarSpec, around: tuple[tuple[str, str], ...]) -> GrammarSpec:
+    """`spec` as the part `@answer` of grammars that this program made; see `GrammarSpec.around`."""
+    for _, lark in around:
+        check_text(lark, spec.where, MAX_SPEC_BYTES)
+    return msgspec.structs.replace(spec, around=around)
 
 
 def structural_tag_spec(tag: Any, where: str, whitespace: bool = True) -> GrammarSpec:

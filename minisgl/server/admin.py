@@ -158,6 +158,7 @@ class Admin:
             {
                 "version": __version__,
                 "model": self._model.name,
+                "reply_format": self._model.format_facts,
                 "max_model_len": self._streams.max_context_tokens or None,
                 "engine_pid": self._engine_pid,
                 "engine": status and msgspec.structs.asdict(status),

@@ -102,7 +102,14 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
         start_access_log()
     threads = TextThreads()
     model = await threads.run_in_long_thread(
-        lambda: load_served_model(settings.model_folder, settings.model_name, server.sampling_defaults)
+        lambda: load_served_model(
+            settings.model_folder,
+            settings.model_name,
+            server.sampling_defaults,
+            chat_template=server.chat_template,
+            tool_parser=server.tool_parser,
+            reasoning_parser=server.reasoning_parser,
+        )
     )
     streams = Streams(
         link.send,

@@ -116,8 +116,11 @@ def prepare(
     max_context_tokens: int,
     prompt_field: str,
     priority: int,
+    kept_special: frozenset[int],
 ) -> PreparedCall:
     """Check a call with `n` choices for each prompt, which `stream` reads, and build them.
+
+    `kept_special`: see `ReplyText`.
 
     Raises:
         RequestError: 400 when a prompt is empty or too long; `prompt_field` names it.
@@ -130,6 +133,6 @@ def prepare(
         is_shared = n > 1 and params.prompt_logprobs is not None
         shared = SharedPromptLogprobs(len(choices)) if is_shared else None
         for _ in range(n):
-            text = ReplyText(tokenizer, prompt, params, stops)
+            text = ReplyText(tokenizer, prompt, params, stops, kept_special)
             choices.append(OpenChoice(stream, len(choices), text, len(prompt), shared))
     return PreparedCall(prompts, largest, priority, choices, n * sum(map(len, prompts)))

@@ -4,6 +4,7 @@ Promise: read once from the model folder, without torch, and never changed after
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ from minisgl.errors import ModelError, RequestError
 from minisgl.fields import convert
 from minisgl.server.sampling_fields import SamplingDefaults, given_fields
 from minisgl.text.chat_template import ChatTemplate
+from minisgl.text.formats.choose import choose_format
+from minisgl.text.formats.parser import ReplyFormat
+from minisgl.text.formats.response_template import ResponseTemplate
+from minisgl.text.formats.table import THOUGHTS, Format
 from minisgl.text.tokenizer import Tokenizer, read_json
 
 
@@ -22,6 +27,23 @@ class ServedModel(NamedTuple):
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: dict[str, Any]  # sampling fields that hold where a call leaves them out
+    reply_format: ReplyFormat | None = None  # how replies hold thoughts and calls; None: not known
+    kept_special: frozenset[int] = frozenset()  # special tokens that `reply_format` needs in the text
+    marker_ids: Mapping[str, int] = {}  # added tokens in its markers, text -> id; never changed
+
+    @property
+    def format_facts(self) -> dict[str, str | None]:
+        """What the server knows of replies, for people: how calls and thoughts are marked."""
+        match self.reply_format:
+            case None:
+                return {"tool_parser": None, "reasoning_parser": None}
+            case ResponseTemplate():
+                return dict.fromkeys(("tool_parser", "reasoning_parser"), "response_template")
+            case Format(channels=True, name=name):
+                return {"tool_parser": name, "reasoning_parser": name}
+            case Format(calls=calls, thought=thought, name=name):
+                own = next((key for key, value in THOUGHTS.items() if value == thought), None)
+                return {"tool_parser": name if calls else None, "reasoning_parser": own}
 
     def check_name(self, name: str | None) -> None:
         """Refuse calls that name another model. None = the call names no model.
@@ -35,19 +57,45 @@ class ServedModel(NamedTuple):
             )
 
 
-def load_served_model(folder: Path, name: str, sampling_defaults: str = "model") -> ServedModel:
+def load_served_model(
+    folder: Path,
+    name: str,
+    sampling_defaults: str = "model",
+    *,
+    chat_template: str | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> ServedModel:
     """Read tokenizer and chat template, and generation_config.json if `sampling_defaults` is "model".
+
+    Args:
+        chat_template: a file in place of the model's own template.
+        tool_parser: how replies hold calls; None: the model's own way, or a guess.
+        reasoning_parser: likewise, for thoughts.
 
     Raises:
         ModelError: the folder lacks a tokenizer, or one of its files is broken.
+        ConfigError: a parser has an unknown name, or the template can't be read.
     """
     tokenizer = Tokenizer.from_folder(folder)
+    template = ChatTemplate.from_folder(folder, tokenizer)
+    if chat_template is not None:
+        template = ChatTemplate.from_file(chat_template, tokenizer)
+    config = read_json(folder / "tokenizer_config.json")
+    reply_format = choose_format(template.source, config, tool_parser, reasoning_parser)
     return ServedModel(
         name=name,
         created=int(time.time()),
         tokenizer=tokenizer,
-        template=ChatTemplate.from_folder(folder, tokenizer),
+        template=template,
         defaults=_read_defaults(folder / "generation_config.json") if sampling_defaults == "model" else {},
+        reply_format=reply_format,
+        kept_special=frozenset() if reply_format is None else tokenizer.special_ids(reply_format.keeps),
+        marker_ids={
+            text: token_id
+            for text, token_id in tokenizer.added_tokens().items()
+            if reply_format is not None and text.strip() and reply_format.keeps(text)
+        },
     )
 
 

@@ -66,10 +66,12 @@ class Stream:
         n: int = 1,
         prompt_field: str = "prompt",
         priority: int = 0,
+        kept_special: frozenset[int] = frozenset(),
     ) -> PreparedCall:
         """Check and build `n` requests per prompt (token ids), `num_choices` in all. May run in a thread.
 
-        Errors call the prompt `prompt_field`. Requests with a larger `priority` run sooner.
+        Errors call the prompt `prompt_field`. Requests with a larger `priority` run sooner. `kept_special`:
+        ids of special tokens that stay in the text in any case.
 
         Raises:
             RequestError: 400 if a prompt is empty or too long.
@@ -83,6 +85,7 @@ class Stream:
             max_context_tokens=self._streams.max_context_tokens,
             prompt_field=prompt_field,
             priority=priority,
+            kept_special=kept_special,
         )
 
     async def submit(self, call: PreparedCall) -> None:

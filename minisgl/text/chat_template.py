@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minisgl.errors import RequestError
+from minisgl.errors import ConfigError, RequestError
 from minisgl.text.history import Habits, find_habits, for_template
 from minisgl.text.tokenizer import Tokenizer, read_json
 
@@ -84,6 +84,21 @@ class ChatTemplate:
             named = {entry["name"]: entry["template"] for entry in source}
             source = named.get("default")
         return cls(source if isinstance(source, str) else None, tokenizer.special_tokens)
+
+    @classmethod
+    def from_file(cls, path: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Read the template that a user gives.
+
+        Raises:
+            ConfigError: the file can't be read, or the template does not compile.
+        """
+        try:
+            template = cls(Path(path).read_text(encoding="utf-8"), tokenizer.special_tokens)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {path} can't be read: {error}") from None
+        if not template.is_usable:
+            raise ConfigError(f"--chat-template {path}: {template._problem}")
+        return template
 
     @property
     def is_usable(self) -> bool:

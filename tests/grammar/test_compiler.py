@@ -14,7 +14,15 @@ from minisgl.errors import RequestError
 from minisgl.grammar import compiler as compiler_module
 from minisgl.grammar.compiler import GrammarCompiler, Refusal
 from minisgl.grammar.matcher import Grammar, Matcher
-from minisgl.grammar.spec import GrammarSpec, choice_spec, json_schema_spec, regex_spec
+from minisgl.grammar.spec import (
+    GrammarSpec,
+    choice_spec,
+    json_schema_spec,
+    made_spec,
+    regex_spec,
+    structural_tag_spec,
+    within,
+)
 
 TOKENIZER = make_tokenizer().to_str()
 
@@ -196,3 +204,40 @@ def test_callbacks_come_with_the_result(tokens: Tokens) -> None:
     came = threading.Event()
     tokens.compiler.compile(regex_spec("[0-9]{1,7}x", "regex")).add_done_callback(lambda done: came.set())
     assert came.wait(30)
+
+
+THOUGHT = 'start: ("<think>" END)? (@calls | @answer)\nEND: /[a-z ]*<.think>/\n'
+CALLS = 'start: "[call]" rule_0\nrule_0: %json {"type":"object"}\n'
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<f>",
+        "content": {"type": "json_schema", "json_schema": {"const": 7}},
+        "end": "</f>",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (json_schema_spec({"type": "integer"}, "x"), "12"),
+        (regex_spec("a+", "x"), "aa"),
+        (choice_spec(["yes", "no"], "x"), "no"),
+        (made_spec('start: "b"+', "x"), "bb"),
+        (structural_tag_spec(TAG, "x"), "<f>7</f>"),
+    ],
+)
+def test_an_answer_may_stand_within_other_grammars(tokens: Tokens, answer: GrammarSpec, text: str) -> None:
+    grammar = tokens.compile(within(answer, (("reply", THOUGHT), ("calls", CALLS))))
+    alone = tokens.compile(answer)
+    assert grammar is not alone
+    assert tokens.accepts(alone, text)
+    assert not tokens.accepts(alone, f"<think>a b</think>{text}")
+    assert tokens.accepts(grammar, text)
+    assert tokens.accepts(grammar, f"<think>a b</think>{text}")
+    assert not tokens.accepts(grammar, "<think>a b</think>")
+    assert tokens.accepts(grammar, '[call]{"a": 1}')
+    assert not tokens.accepts(grammar, '[call]{"a":  1}'), "white space is bounded in a rule's schema, too"
+    assert not tokens.accepts(grammar, f"{text}[call]{{}}")

@@ -3,6 +3,7 @@
 A prompt with `@word rest` is a command; any other is answered with "ok":
   @say TEXT      TEXT, one token a step, then end-of-sequence
   @burst TEXT    the same in one step
+  @chars TEXT    the same, a token for each byte of text that no special token is
   @wait TEXT     TEXT, then nothing until somebody sends @go
   @go            ends every waiting request (they say "!") and itself
   @report        JSON of what arrived so far
@@ -87,6 +88,8 @@ class FakeEngine:
         self.socket = socket
         self.tokenizer = tokenizer
         self.eos = self.encode("<|im_end|>")[0]
+        ids = range(tokenizer.vocab_size)
+        self.byte_ids = {data[0]: one for one in ids if len(data := tokenizer.token_bytes(one)) == 1}
         self.running: dict[int, Answer] = {}
         self.bursts: set[int] = set()
         self.seen: dict[str, Any] = {"added": 0, "aborted": 0, "params": []}
@@ -95,6 +98,15 @@ class FakeEngine:
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def in_bytes(self, text: str) -> list[int]:
+        """The text in the tokens that say least: special ones, and one for each other byte."""
+        found: list[int] = []
+        for token_id in self.encode(text):
+            data = self.tokenizer.token_bytes(token_id)
+            is_one = token_id in self.tokenizer.added_tokens().values()
+            found += [token_id] if is_one else [self.byte_ids[byte] for byte in data]
+        return found
 
     def run(self) -> None:
         while True:
@@ -156,6 +168,9 @@ class FakeEngine:
         self.seen["seed"] = request.params.seed
         self.seen["priority"] = request.priority
         self.seen["max_tokens"] = request.params.max_tokens
+        grammar = request.params.grammar
+        own = grammar and [grammar.kind, grammar.where, len(grammar.around)]
+        self.seen["grammars"] = [*self.seen.get("grammars", [])[-1:], own]
         prompt_ids = np.frombuffer(prompt, "<i4").tolist()
         found = COMMAND.search(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
         word, text = (found[1], found[2]) if found else ("say", "ok")
@@ -180,10 +195,11 @@ class FakeEngine:
             text = "gone"
         num_cached = len(prompt_ids) // 2 if word == "cached" else 0
         end = [] if word in ("wait", "spoil") else [self.eos]
-        answer = Answer(request.params, [*self.encode(text), *end], num_cached)
+        token_ids = self.encode(text) if word != "chars" else self.in_bytes(text)
+        answer = Answer(request.params, [*token_ids, *end], num_cached)
         answer.waits, answer.fails = word == "wait", word == "spoil"
         self.running[request_id] = answer
-        if word not in ("say", "wait", "spoil"):
+        if word not in ("say", "chars", "wait", "spoil"):
             self.bursts.add(request_id)
         if word == "ghost":
             output = answer.step(request_id, self.eos, 10_000)

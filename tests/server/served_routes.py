@@ -16,7 +16,13 @@ NOTHING: Any = None
 
 def model(vocab_size: int, **defaults: float) -> Any:
     """A served model, as far as request bodies are read with it."""
-    return SimpleNamespace(name="tiny", tokenizer=SimpleNamespace(vocab_size=vocab_size), defaults=defaults)
+    return SimpleNamespace(
+        name="tiny",
+        tokenizer=SimpleNamespace(vocab_size=vocab_size),
+        template=SimpleNamespace(source=None),
+        defaults=defaults,
+        reply_format=None,
+    )
 
 
 def served_routes() -> list[Route]:

@@ -12,9 +12,10 @@ from served_routes import model
 from small_model import make_folder
 
 from minisgl.errors import ModelError, RequestError
-from minisgl.server.apis.call import CallContext, Usage
+from minisgl.server.apis.call import CallContext, EncodedCall, Usage
 from minisgl.server.apis.chat import ChatCall, parse_chat
 from minisgl.server.apis.completions import MAX_PROMPT_VALUES, CompletionCall, parse_completion
+from minisgl.server.apis.reply_plan import ReplyPlan
 from minisgl.server.served_model import load_served_model
 from minisgl.text.tokenizer import Tokenizer
 
@@ -189,8 +190,6 @@ def test_a_sampling_field_that_cannot_be_honoured_is_named(
 @pytest.mark.parametrize(
     ("parse", "fields"),
     [
-        (chat, {"tools": [{"type": "function"}]}),
-        (chat, {"tool_choice": "auto"}),
         (chat, {"functions": [{}]}),
         (chat, {"function_call": "auto"}),
         (chat, {"audio": {}}),
@@ -272,7 +271,7 @@ def test_all_roles_and_list_content_are_taken() -> None:
             {"role": "tool", "content": "T", "tool_call_id": "x"},
         ]
     )
-    assert call.messages == [
+    assert call.conversation.messages == [
         {"role": "system", "content": "D"},
         {"role": "system", "content": "one two"},
         {"role": "user", "content": "U", "name": "Ann"},
@@ -453,14 +452,17 @@ def test_what_several_choices_say_of_long_prompts_is_bounded(
     context = CallContext(tokenizer, "tiny", "id", Usage)
     most = MAX_PROMPT_VALUES // (2 * values)
     two, one = completion(n=2, **fields), completion(**fields)
-    two.answer_format([[7] * most], context)
-    one.answer_format([[7] * 3 * most], context)  # one choice says all there is
+    two.answer_format(EncodedCall([[7] * most], ReplyPlan(two.options.params)), context)
+    one.answer_format(
+        EncodedCall([[7] * 3 * most], ReplyPlan(one.options.params)), context
+    )  # one choice says all there is
     for call, prompts, param in (
         (two, [[7] * (most + 1)], "n"),
         (completion(prompt=["a", "b"], **fields), [[7] * (most + 1)] * 2, "prompt"),
     ):
         with pytest.raises(RequestError, match=f"up to {MAX_PROMPT_VALUES}") as caught:
-            call.answer_format(prompts, context)
+            call.answer_format(EncodedCall(prompts, ReplyPlan(call.options.params)), context)
         assert (caught.value.status, caught.value.param) == (400, param)
     if "echo" not in fields:  # a chat says it once, beside the choices
-        chat(n=128, **fields).answer_format([[7] * (most + 1)], context)
+        many = chat(n=128, **fields)
+        many.answer_format(EncodedCall([[7] * (most + 1)], ReplyPlan(many.options.params)), context)

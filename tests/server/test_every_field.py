@@ -27,6 +27,14 @@ from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
 from minisgl.server.apis.output_format import JsonSchema, StructuralTagFormat, StructuredOutputs
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
+from minisgl.server.apis.tools import (
+    AllowedTools,
+    AllowedToolsChoice,
+    FunctionName,
+    FunctionTool,
+    NamedTool,
+    ToolDefinition,
+)
 from minisgl.server.app import MESSAGE
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import ErrorAnswer
@@ -55,9 +63,10 @@ TEMPLATE = (
     "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TOLD = "{{ reasoning_effort }}{% if tools %}{{ tools | tojson }}{% endif %}"
 FLAGS = [
     *("--dummy-weights", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--port", "0"),
-    *("--num-pages", "200"),
+    *("--num-pages", "200", "--tool-parser", "hermes"),
 ]
 
 
@@ -78,6 +87,7 @@ def call(function: dict[str, Any] | None = None, **fields: Any) -> list[dict[str
 
 
 WITH_CALL = {"messages": call()}
+TOOL = {"type": "function", "function": {"name": "f"}}
 SAMPLED = {"temperature": 1, "seed": 7}
 GREEDY = {"temperature": 0}
 ALWAYS_I = {**GREEDY, "logit_bias": {"43": 100}}
@@ -123,6 +133,9 @@ CASES: dict[str, dict[str, Case]] = {
         "top_logprobs": Case(2, {"logprobs": True}),
         "chat_template_kwargs": Case({"tune": "la"}),
         "add_generation_prompt": Case(False),
+        "tools": Case([TOOL]),
+        "tool_choice": Case("none", {"tools": [TOOL]}),
+        "reasoning_effort": Case("low"),
     },
     "CompletionBody": {
         **SHARED,
@@ -138,6 +151,7 @@ CASES: dict[str, dict[str, Case]] = {
         "add_special_tokens": Case(False),
         "add_generation_prompt": Case(False, {"prompt": None, "messages": message()}),
         "chat_template_kwargs": Case({"tune": "la"}, {"prompt": None, "messages": message()}),
+        "tools": Case([TOOL], {"prompt": None, "messages": message()}),
         "return_token_strs": Case(True),
     },
     "DetokenizeBody": {
@@ -184,7 +198,22 @@ FORMATS = [
     *(("StructuralTagFormat", name) for name in ("type", *StructuralTagFormat.__struct_fields__)),
     *(("StructuredOutputs", name) for name in StructuredOutputs.__struct_fields__),
 ]
+TOOL_FIELDS = {
+    "test_every_part_of_a_tool_counts": (ToolDefinition, FunctionTool),
+    "test_every_way_to_choose": (NamedTool, FunctionName, AllowedToolsChoice, AllowedTools),
+}
 ELSEWHERE = {
+    **{
+        (kind.__name__, name): f"test_tools.py::{test}"
+        for test, kinds in TOOL_FIELDS.items()
+        for kind in kinds
+        for name in kind.__struct_fields__
+    },
+    (
+        "ChatBody",
+        "parallel_tool_calls",
+    ): "test_tools.py::test_what_must_be_guaranteed_reaches_the_engine_as_a_grammar",
+    ("ChatBody", "include_reasoning"): "test_tools.py::test_reasoning_may_be_left_out",
     **{
         (kind, name): "test_output_format.py::"
         + ("test_structured_outputs" if kind == "StructuredOutputs" else "test_response_formats")
@@ -230,7 +259,7 @@ INSIDE = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = make_folder(tmp_path_factory.mktemp("fields") / "tiny", template=TEMPLATE)
+    folder = make_folder(tmp_path_factory.mktemp("fields") / "tiny", template=TOLD + TEMPLATE)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))

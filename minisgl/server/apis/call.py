@@ -4,10 +4,12 @@ Promise: a new API is one file with its fields, a `Call` and an `AnswerFormat`. 
 what all APIs share.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from minisgl.request import SamplingParams
+from minisgl.server.apis.reply_plan import ReplyPlan, check_callable, plan_reply
+from minisgl.server.apis.tools import NO_TOOLS, AskedTools
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
 from minisgl.text.tokenizer import Tokenizer
@@ -42,6 +44,13 @@ class CallContext(NamedTuple):
     request_id: str
     usage: Callable[[], Usage]
     """The usage so far."""
+
+
+class EncodedCall(NamedTuple):
+    """The prompts of a call as token ids, and how their replies are made and read."""
+
+    prompts: Sequence[Sequence[int]]
+    plan: ReplyPlan
 
 
 class AnswerFormat(Protocol):
@@ -79,21 +88,46 @@ class Call(Protocol):
     @property
     def num_prompts(self) -> int: ...
 
-    def encode(self, model: ServedModel, max_context_tokens: int) -> list[list[int]]:
+    def encode(self, model: ServedModel, max_context_tokens: int) -> EncodedCall:
         """The token ids of each prompt.
 
         Raises:
-            RequestError: 400 at the first prompt that is invalid or too long.
+            RequestError: 400 at the first prompt that is invalid or too long, or if no grammar can be made.
         """
         ...
 
-    def answer_format(self, prompts: Sequence[Sequence[int]], context: CallContext) -> AnswerFormat:
-        """The writer of the answer. `prompts`: the token ids of each prompt.
+    def answer_format(self, encoded: EncodedCall, context: CallContext) -> AnswerFormat:
+        """The writer of the answer.
 
         Raises:
             RequestError: 400 if the answer would be too large.
         """
         ...
+
+
+class Conversation(NamedTuple):
+    """Messages and all that makes a prompt and the plan for its replies of them."""
+
+    messages: list[dict[str, Any]]  # from `normalize_messages`
+    asked: AskedTools = NO_TOOLS
+    template_variables: Mapping[str, Any] = {}  # never changed
+    add_generation_prompt: bool = True
+    field: str = "messages"  # names the prompt in errors
+
+    def encode(self, model: ServedModel, max_context_tokens: int, params: SamplingParams) -> EncodedCall:
+        """The prompt, and how its replies are made and read. A template adds special tokens itself.
+
+        Raises:
+            RequestError: 400; the template refuses the messages, the prompt is far too long, the model can't
+                be given tools, or no grammar can be made.
+        """
+        check_callable(model, self.asked)
+        text = model.template.render(
+            self.messages, self.add_generation_prompt, self.template_variables, self.asked.for_template
+        )
+        plan = plan_reply(model, text, params, self.asked)
+        ids = model.tokenizer.encode(text, False, max_tokens=max_context_tokens, param=self.field)
+        return EncodedCall([ids], plan)
 
 
 def sse(data: bytes) -> bytes:

@@ -24,7 +24,7 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 TemplateVariables = Annotated[
     dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"const": "messages"}}})
 ]
-Conversation = Annotated[list[Any], Meta(extra={DOCUMENTED_AS: (Messages,)})]
+GivenMessages = Annotated[list[Any], Meta(extra={DOCUMENTED_AS: (Messages,)})]
 """`normalize_messages` reads it."""
 
 TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids", "allowed_token_ids")

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple, cast
 from msgspec import UNSET, Struct, UnsetType
 
 from minisgl.request import NumLogprobs, TokenLogprobs
-from minisgl.server.apis.call import CallContext, CallOptions, sse
+from minisgl.server.apis.call import CallContext, CallOptions, Conversation, EncodedCall, sse
 from minisgl.server.apis.call_fields import (
     CONDITIONS,
     IGNORED,
     AtLeastOne,
     CallFields,
-    Conversation,
+    GivenMessages,
     TemplateVariables,
     call_options,
     check_template_variables,
@@ -32,14 +32,29 @@ from minisgl.server.apis.openai_answer import (
     encode,
 )
 from minisgl.server.apis.output_format import OutputFields
+from minisgl.server.apis.reply_plan import effort_variables
+from minisgl.server.apis.tools import ToolFields, new_call_id, read_tools
 from minisgl.server.http.bodies import Body, Condition, FieldIs
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
 from minisgl.server.sampling_fields import SamplingFields
 from minisgl.server.served_model import ServedModel
+from minisgl.text.formats.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+    Reply,
+    collect,
+)
 from minisgl.text.messages import normalize_messages
 
 ID_PREFIX = "chatcmpl-"
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def routes(completer: Completer) -> list[Route]:
@@ -62,18 +77,22 @@ def routes(completer: Completer) -> list[Route]:
 class ChatFields(Struct, frozen=True):
     """POST /v1/chat/completions."""
 
-    messages: Conversation
+    messages: GivenMessages
     max_tokens: AtLeastOne | None = None
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
+    reasoning_effort: Effort | None = None
+    """Sets the chat template's variables for it; a 400 if it has none."""
+    include_reasoning: bool | None = None
+    """False: the answer leaves the thought out."""
 
 
 CHAT = Body(
     "ChatBody",
-    (ChatFields, CallFields, SamplingFields, OutputFields),
+    (ChatFields, CallFields, SamplingFields, OutputFields, ToolFields),
     (
         *CONDITIONS,
         Condition(
@@ -84,15 +103,12 @@ CHAT = Body(
     ),
     IGNORED
     | {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (False, True),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": ("none",),
+        "separate_reasoning": (True,),
         "verbosity": (),
         "web_search_options": (),
     },
@@ -102,21 +118,19 @@ CHAT = Body(
 class ChatCall(NamedTuple):
     """A parsed call."""
 
-    messages: list[dict[str, Any]]  # ready for the template: known roles, text content
+    conversation: Conversation
     options: CallOptions
-    template_variables: dict[str, Any] = {}  # noqa: RUF012  never changed
-    add_generation_prompt: bool = True
+    include_reasoning: bool = True
     prompt_field: str = "messages"
     num_prompts: int = 1
 
-    def encode(self, model: ServedModel, max_context_tokens: int) -> list[list[int]]:
-        """See `Call`. A chat template adds special tokens itself, so none are added to its text."""
-        text = model.template.render(self.messages, self.add_generation_prompt, self.template_variables)
-        return [model.tokenizer.encode(text, False, max_tokens=max_context_tokens, param="messages")]
-
-    def answer_format(self, prompts: Sequence[Sequence[int]], context: CallContext) -> "ChatFormat":
+    def encode(self, model: ServedModel, max_context_tokens: int) -> EncodedCall:
         """See `Call`."""
-        return ChatFormat(self.options, prompts[0], context)
+        return self.conversation.encode(model, max_context_tokens, self.options.params)
+
+    def answer_format(self, encoded: EncodedCall, context: CallContext) -> "ChatFormat":
+        """See `Call`."""
+        return ChatFormat(self, encoded, context)
 
 
 def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
@@ -125,16 +139,18 @@ def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    chat, call, sampling, output = CHAT.read(body)
+    chat, call, sampling, output, tools = CHAT.read(body)
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+    asked = read_tools(tools)
+    variables = effort_variables(chat.reasoning_effort, model) | (chat.chat_template_kwargs or {})
+    add_generation_prompt = chat.add_generation_prompt is not False
     return ChatCall(
-        messages,
+        Conversation(messages, asked, variables, add_generation_prompt),
         call_options(call, sampling, output, model, min(limits, default=None), logprobs),
-        chat.chat_template_kwargs or {},
-        chat.add_generation_prompt is not False,
+        chat.include_reasoning is not False,
     )
 
 
@@ -159,17 +175,33 @@ class ChatLogprobs(Struct, forbid_unknown_fields=True):
     refusal: None
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class AnswerCall(Struct, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(Struct, forbid_unknown_fields=True):
+    """`reasoning` is `reasoning_content`: clients differ in the name. `content` is null beside calls only."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, forbid_unknown_fields=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: EndReason
+    finish_reason: EndReason | Literal["tool_calls"]
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -184,10 +216,27 @@ class ChatAnswer(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """The first of a call has all fields, and no arguments yet; the others have more of the arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -212,9 +261,14 @@ class ChatChunk(Struct, kw_only=True):
 class ChatFormat:
     """Writes the answer of one call. Fields about the prompt come once, beside the choices."""
 
-    def __init__(self, options: CallOptions, prompt_ids: Sequence[int], context: CallContext) -> None:
+    def __init__(self, call: ChatCall, encoded: EncodedCall, context: CallContext) -> None:
+        options, prompt_ids, plan = call.options, encoded.prompts[0], encoded.plan
         self._tokenizer = context.tokenizer
-        self._writer = AnswerWriter(ID_PREFIX, context, options)
+        self._readers = [plan.reader() for _ in range(options.n)]
+        self._writer = AnswerWriter(
+            ID_PREFIX, context, options, self._num_reasoning if plan.reasons else None
+        )
+        self._include_reasoning = call.include_reasoning
         self._num_top = options.params.logprobs
         self._prompt_ids = list(prompt_ids) if options.return_token_ids else None
         self._prompt_logprobs: PromptLogprobsField | None = None
@@ -229,9 +283,9 @@ class ChatFormat:
         made = [
             ChatChoice(
                 index,
-                AnswerMessage("assistant", choice.text, None),
+                self._message(collect(self._readers[index].read(choice))),
                 self._logprobs(choice),
-                cast(EndReason, choice.finish_reason),
+                cast(EndReason, self._finish_reason(choice)),
                 self._token_ids(choice),
             )
             for index, choice in enumerate(choices)
@@ -253,23 +307,60 @@ class ChatFormat:
         )
 
     def piece(self, delta: Delta) -> bytes:
-        """An event for new text or details, and one for the end of the choice."""
+        """Events for new text, thoughts, calls and details, and one for the end of the choice."""
+        deltas = [made for event in self._readers[delta.choice].read(delta) if (made := self._delta(event))]
+        if self.has_details and not deltas:
+            deltas = [ChatDelta(content="")]
         events = b""
-        if delta.text or self.has_details:
-            choice = ChunkChoice(
-                delta.choice,
-                ChatDelta(content=delta.text),
-                self._logprobs(delta),
-                token_ids=self._token_ids(delta),
-            )
-            events = self._event(choice, **self._prompt_fields(delta))
+        for index, made in enumerate(deltas):
+            choice = ChunkChoice(delta.choice, made)
+            fields: dict[str, Any] = {}
+            if index == 0:  # which has what there is of the tokens
+                choice.logprobs, choice.token_ids = self._logprobs(delta), self._token_ids(delta)
+                fields = self._prompt_fields(delta)
+            events += self._event(choice, **fields)
         if delta.finish_reason is not None:
-            events += self._event(ChunkChoice(delta.choice, ChatDelta(), finish_reason=delta.finish_reason))
+            reason = self._finish_reason(delta)
+            events += self._event(ChunkChoice(delta.choice, ChatDelta(), finish_reason=reason))
         return events
 
     def ending(self) -> bytes:
         """The chunk with the usage, if requested, then [DONE]."""
         return self._writer.ending(ChatChunk)
+
+    def _message(self, reply: Reply) -> AnswerMessage:
+        thought = reply.reasoning if reply.reasoning and self._include_reasoning else UNSET
+        calls = [
+            AnswerCall(new_call_id(), "function", CalledFunction(call.name, call.arguments))
+            for call in reply.calls
+        ]
+        content = None if calls and not reply.content else reply.content
+        return AnswerMessage("assistant", content, None, thought, thought, calls or UNSET)
+
+    def _delta(self, event: Event) -> ChatDelta | None:
+        """What a chunk says of an event; None: nothing."""
+        match event:
+            case Content(text):
+                return ChatDelta(content=text)
+            case Reasoning(text):
+                if self._include_reasoning:
+                    return ChatDelta(reasoning_content=text, reasoning=text)
+            case CallStart(call, name):
+                return ChatDelta(
+                    tool_calls=[CallDelta(call, FunctionDelta("", name), new_call_id(), "function")]
+                )
+            case CallArguments(call, text):
+                return ChatDelta(tool_calls=[CallDelta(call, FunctionDelta(text))])
+            case CallEnd():
+                pass
+        return None
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        has_calls = self._readers[delta.choice].has_calls
+        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+
+    def _num_reasoning(self) -> int:
+        return sum(reader.num_reasoning_tokens for reader in self._readers)
 
     def _event(self, choice: ChunkChoice, **prompt_fields: Any) -> bytes:
         usage = self._writer.chunk_usage()

@@ -116,13 +116,15 @@ class Completer:
     def _prepare(self, call: Call, context: CallContext, stream: Stream) -> tuple[PreparedCall, AnswerFormat]:
         """Tokenize the prompts and the bad words, and make what the stream and the answer need."""
         # Arrays, because the event loop sends them without a loop over the tokens.
-        prompts = [array("i", ids) for ids in call.encode(self._model, self._streams.max_context_tokens)]
-        params = call.options.params
+        encoded = call.encode(self._model, self._streams.max_context_tokens)
+        prompts = [array("i", ids) for ids in encoded.prompts]
+        params, options = encoded.plan.params, call.options
         if params.bad_words:
             params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
-        options = call.options
-        prepared = stream.prepare(prompts, params, options.n, call.prompt_field, options.priority)
-        return prepared, call.answer_format(prompts, context)
+        prepared = stream.prepare(
+            prompts, params, options.n, call.prompt_field, options.priority, encoded.plan.kept_special
+        )
+        return prepared, call.answer_format(encoded._replace(prompts=prompts), context)
 
     async def _whole(self, call: OpenCall, deltas: Sequence[Sequence[Delta]]) -> bytes:
         """The answer of `stream: false`. Details of many tokens are written in a thread."""

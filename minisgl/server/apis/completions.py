@@ -22,7 +22,7 @@ from minisgl.request import (
     TokenLogprobs,
     fit_to_context,
 )
-from minisgl.server.apis.call import CallContext, CallOptions, sse
+from minisgl.server.apis.call import CallContext, CallOptions, EncodedCall, sse
 from minisgl.server.apis.call_fields import (
     CONDITIONS,
     IGNORED,
@@ -40,6 +40,7 @@ from minisgl.server.apis.openai_answer import (
     encode,
 )
 from minisgl.server.apis.output_format import OutputFields
+from minisgl.server.apis.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -116,13 +117,15 @@ class CompletionCall(NamedTuple):
         """See `Call`."""
         return len(self.prompts)
 
-    def encode(self, model: ServedModel, max_context_tokens: int) -> list[list[int]]:
+    def encode(self, model: ServedModel, max_context_tokens: int) -> EncodedCall:
         """See `Call`."""
         params = self.options.params
-        return [encode_prompt(prompt, params, model, max_context_tokens) for prompt in self.prompts]
+        prompts = [encode_prompt(prompt, params, model, max_context_tokens) for prompt in self.prompts]
+        return EncodedCall(prompts, ReplyPlan(params))
 
-    def answer_format(self, prompts: Sequence[Sequence[int]], context: CallContext) -> "CompletionFormat":
+    def answer_format(self, encoded: EncodedCall, context: CallContext) -> "CompletionFormat":
         """See `Call`."""
+        prompts = encoded.prompts
         _check_size(self, sum(map(len, prompts)))
         tokenizer, texts = context.tokenizer, [""] * len(prompts)
         if self.echo:

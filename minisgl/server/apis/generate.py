@@ -7,11 +7,12 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from minisgl.request import SamplingParams
-from minisgl.server.apis.call import CallContext, CallOptions, sse
+from minisgl.server.apis.call import CallContext, CallOptions, EncodedCall, sse
 from minisgl.server.apis.call_fields import AtLeastOne
 from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.completions import Text, encode_prompt
 from minisgl.server.apis.openai_answer import DONE
+from minisgl.server.apis.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.routes import EVENTS, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -51,11 +52,13 @@ class GenerateCall(NamedTuple):
     prompt_field: str = "prompt"
     num_prompts: int = 1
 
-    def encode(self, model: ServedModel, max_context_tokens: int) -> list[list[int]]:
+    def encode(self, model: ServedModel, max_context_tokens: int) -> EncodedCall:
         """See `Call`."""
-        return [encode_prompt(self.prompt, self.options.params, model, max_context_tokens)]
+        params = self.options.params
+        prompt = encode_prompt(self.prompt, params, model, max_context_tokens)
+        return EncodedCall([prompt], ReplyPlan(params))
 
-    def answer_format(self, prompts: Sequence[Sequence[int]], context: CallContext) -> "PlainTextFormat":
+    def answer_format(self, encoded: EncodedCall, context: CallContext) -> "PlainTextFormat":
         """See `Call`."""
         return PlainTextFormat()
 

@@ -25,6 +25,10 @@ class CachedTokens(Struct, forbid_unknown_fields=True):
     cached_tokens: int
 
 
+class CompletionDetails(Struct, forbid_unknown_fields=True):
+    reasoning_tokens: int
+
+
 class UsageAnswer(Struct, forbid_unknown_fields=True):
     """Token counts. A prompt counts once, whatever the number of its choices."""
 
@@ -32,6 +36,8 @@ class UsageAnswer(Struct, forbid_unknown_fields=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """Only of models that mark thoughts."""
 
 
 class PromptLogprob(Struct, forbid_unknown_fields=True):
@@ -49,9 +55,16 @@ class AnswerWriter:
 
     Args:
         id_prefix: with the id of the HTTP call it makes the answer's id.
+        num_reasoning_tokens: counts the tokens of thoughts so far; None: the model marks none.
     """
 
-    def __init__(self, id_prefix: str, context: CallContext, options: CallOptions) -> None:
+    def __init__(
+        self,
+        id_prefix: str,
+        context: CallContext,
+        options: CallOptions,
+        num_reasoning_tokens: Callable[[], int] | None = None,
+    ) -> None:
         self.tokenizer = context.tokenizer
         self.head: Mapping[str, Any] = {
             "id": id_prefix + context.request_id,
@@ -60,22 +73,26 @@ class AnswerWriter:
         }
         self._usage = context.usage
         self._options = options
+        self._num_reasoning_tokens = num_reasoning_tokens
 
     def chunk_usage(self) -> UsageAnswer | UnsetType | None:
         """The field `usage` of a chunk that is not the last."""
         if self._options.continuous_usage:
-            return usage_answer(self._usage())
+            return self.whole_usage()
         return None if self._options.include_usage else UNSET
 
     def ending(self, usage_chunk: Callable[..., Struct]) -> bytes:
         """The last events: the chunk with the usage, if requested, then [DONE]."""
         if not self._options.include_usage:
             return DONE
-        return sse(encode(usage_chunk(**self.head, choices=[], usage=usage_answer(self._usage())))) + DONE
+        return sse(encode(usage_chunk(**self.head, choices=[], usage=self.whole_usage()))) + DONE
 
     def whole_usage(self) -> UsageAnswer:
         """The field `usage` of a whole answer."""
-        return usage_answer(self._usage())
+        usage = usage_answer(self._usage())
+        if self._num_reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionDetails(self._num_reasoning_tokens())
+        return usage
 
 
 class PromptLogprobsField:

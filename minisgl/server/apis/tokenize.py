@@ -11,11 +11,13 @@ from msgspec import Struct
 from minisgl.errors import RequestError
 from minisgl.request import TokenId
 from minisgl.server.apis.call_fields import (
-    Conversation,
+    GivenMessages,
     TemplateVariables,
     check_template_variables,
     check_token_ids,
 )
+from minisgl.server.apis.reply_plan import check_callable
+from minisgl.server.apis.tools import GivenTools, ToolFields, read_tools
 from minisgl.server.http.bodies import Body, Condition, given, missing
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import Answer, Route
@@ -31,12 +33,14 @@ class TokenizeFields(Struct, frozen=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Conversation | None = None
+    messages: GivenMessages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt; false for messages, whose template adds them itself."""
     add_generation_prompt: bool | None = None
     """Only with messages; default true."""
     chat_template_kwargs: TemplateVariables | None = None
+    """Only with messages."""
+    tools: GivenTools | None = None
     """Only with messages."""
     return_token_strs: bool | None = None
 
@@ -69,7 +73,7 @@ TOKENIZE = Body(
         Condition("prompt", "give either prompt or messages", (missing("prompt"), missing("messages"))),
         *(
             Condition(name, f"{name} is only allowed with messages", (missing(name), given("messages")))
-            for name in ("add_generation_prompt", "chat_template_kwargs")
+            for name in ("add_generation_prompt", "chat_template_kwargs", "tools")
         ),
     ),
 )
@@ -124,10 +128,13 @@ class TokenApi:
             ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         else:
             check_template_variables(body.chat_template_kwargs)
+            asked = read_tools(ToolFields(body.tools))
+            check_callable(self._model, asked)
             text = self._model.template.render(
                 normalize_messages(body.messages),
                 body.add_generation_prompt is not False,
                 body.chat_template_kwargs or {},
+                asked.for_template,
             )
             special = bool(body.add_special_tokens)
             ids = tokenizer.encode(text, special, max_tokens=limit, param="messages")

@@ -79,6 +79,13 @@ def call_grammar(
     return _Rules(structure, token_ids).render(functions, choice == "auto", several, thought)
 
 
+def answer_grammar(
+    structure: Structure, answer: str, *, thought: ThoughtFirst, token_ids: Mapping[str, int]
+) -> str:
+    """The grammar of replies that are `answer`, such as the names of other grammars, after a thought."""
+    return _Rules(structure, token_ids).answer(answer, thought)
+
+
 class _Rules:
     """Collects the rules of one grammar."""
 
@@ -119,6 +126,11 @@ class _Rules:
                 "",
             ]
         )
+
+    def answer(self, answer: str, thought: ThoughtFirst) -> str:
+        header = self._text("<|channel|>final<|message|>") if self._structure.is_messages else ""
+        start = f"start: {self._thought(thought)} {answer.replace('@answer', f'{header} @answer')}"
+        return "\n".join([start, *(f"{name}: {text}" for text, name in self._names.items()), ""])
 
     def _thought(self, thought: ThoughtFirst) -> str:
         """What may come before text and calls."""
