@@ -38,6 +38,8 @@ class Client(NamedTuple):
 
 PYTHON = (
     Client("openai", "openai_python.py"),
+    Client("openai", "openai_responses.py"),
+    Client("anthropic", "anthropic_python.py"),
     Client("litellm", "litellm_client.py"),
     Client("langchain-openai", "langchain_client.py"),
     Client("llm", "llm_client.py"),

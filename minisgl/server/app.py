@@ -6,12 +6,14 @@ import msgspec
 from aiohttp import web
 
 from minisgl.server.admin import Admin
-from minisgl.server.apis import chat, completions, generate
+from minisgl.server.apis import chat, completions, generate, messages, responses
 from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.models import ModelApi
+from minisgl.server.apis.not_served import add_refusals
 from minisgl.server.apis.tokenize import TokenApi
 from minisgl.server.debug import Debug
 from minisgl.server.http.bodies import Body
+from minisgl.server.http.errors import OPENAI
 from minisgl.server.http.middleware import Gate, json_answer
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.routes import Answer, Route
@@ -29,6 +31,8 @@ def all_routes(
     return [
         *chat.routes(completer),
         *completions.routes(completer),
+        *responses.routes(completer),
+        *messages.routes(completer),
         *generate.routes(completer),
         *tokens.routes(),
         *models.routes(),
@@ -48,7 +52,8 @@ def make_app(routes: Sequence[Route], model: ServedModel, gate: Gate) -> web.App
     vocab_size = model.tokenizer.vocab_size
     document = msgspec.json.encode(openapi_document(whole, model.name, vocab_size, [MESSAGE]))
     app = web.Application()
-    gate.install(app)
+    gate.install(app, {route.path: route.errors for route in whole if route.errors is not OPENAI})
     for route in whole:
         route.add_to(app)
+    add_refusals(app)
     return app

@@ -33,9 +33,15 @@ def _sampling_struct(name: str, fields: Collection[str]) -> type[msgspec.Struct]
 
 
 _SAMPLING = msgspec.structs.fields(SamplingParams)
-SamplingFields = _sampling_struct(
-    "SamplingFields", [field.name for field in _SAMPLING if field.name not in NOT_SHARED]
+SHARED = [field.name for field in _SAMPLING if field.name not in NOT_SHARED]
+SamplingFields = _sampling_struct("SamplingFields", SHARED)
+ResponseSampling = _sampling_struct(
+    "ResponseSampling", [name for name in SHARED if name != "prompt_logprobs"]
 )
+MessagesSampling = _sampling_struct(
+    "MessagesSampling", [name for name in SHARED if name not in ("prompt_logprobs", "stop")]
+)
+"""Without what the answers of these APIs have no place for; /v1/messages calls `stop` stop_sequences."""
 SamplingDefaults = _sampling_struct("SamplingDefaults", MODEL_DEFAULTS)
 
 

@@ -135,7 +135,7 @@ def _normalize_call(given: object, where: str) -> dict[str, Any]:
         refuse_unknown(function, FunctionCall.__struct_fields__, {}, f"{where}.function.")
         convert(dict(function), FunctionCall, f"{where}.function.")
     call: ToolCall = convert(given, ToolCall, f"{where}.")
-    arguments = _arguments_text(call.function.arguments, f"{where}.function.arguments")
+    arguments = arguments_text(call.function.arguments, f"{where}.function.arguments")
     return {
         "id": call.id,
         "type": call.type,
@@ -143,7 +143,7 @@ def _normalize_call(given: object, where: str) -> dict[str, Any]:
     }
 
 
-def _arguments_text(arguments: str | dict[str, Any], where: str) -> str:
+def arguments_text(arguments: str | dict[str, Any], where: str) -> str:
     """The JSON text of a call's arguments, as it was given if it was text."""
     try:
         if not isinstance(arguments, str):

@@ -25,6 +25,7 @@ class ReplyPiece(NamedTuple):
     num_cached_tokens: int  # prompt tokens found in the prefix cache; known with the first tokens
     logprobs: list[TokenLogprobs] | None  # of `token_ids`, if requested
     prompt_logprobs: PackedLogprobs | None  # once, if requested
+    stop_string: str | None = None  # with the last piece, if a stop string ended the reply
 
 
 class ReplyText:
@@ -81,6 +82,7 @@ class ReplyText:
             self._num_cached_tokens,
             None if output.logprobs is None else output.logprobs[:num_tokens],
             output.prompt_logprobs,
+            self._matcher.found if stopped and self._matcher is not None else None,
         )
 
     def _push(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:

@@ -33,6 +33,7 @@ class StopMatcher:
             self._stops
         )  # per stop string: length of its prefix that ends the text so far
         self._held = ""
+        self.found: str | None = None  # the stop string that is complete
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be shown, whether a stop string is complete). Push nothing after a match."""
@@ -48,7 +49,7 @@ class StopMatcher:
                     count = fallback[count]
                 count += stop[count] == char
                 if count == len(stop):
-                    self._held = ""
+                    self._held, self.found = "", stop
                     return seen[: position + 1 - (0 if self._include_stop else len(stop))], True
                 self._matched[rank] = count
         keep = len(seen) - max(self._matched, default=0)

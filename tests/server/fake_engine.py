@@ -209,7 +209,7 @@ class FakeEngine:
             self.extra += [*([output] if output else []), *ghost, again]
 
 
-def main() -> None:
+def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
     settings = json.loads(sys.stdin.readline())
     exit_with_parent(settings["ipc_dir"])
     folder = Path(settings["model_folder"])
@@ -224,7 +224,7 @@ def main() -> None:
     socket.send(StartupStage("import", 12.0))
     if knobs["start"] == "hang":
         threading.Event().wait()
-    engine = FakeEngine(socket, Tokenizer.from_folder(folder))
+    engine = kind(socket, Tokenizer.from_folder(folder))
     socket.send(StartupStage("weights", 34.0))
     socket.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0, "weights": 34.0}))
     signal.signal(signal.SIGUSR1, lambda *_: engine.go())
@@ -233,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_engine()

@@ -60,7 +60,7 @@ def test_sampling_defaults_come_from_the_model_and_the_client_wins() -> None:
 
 
 def test_every_field_that_is_honoured_arrives() -> None:
-    options = completion(
+    call = completion(
         stream=True,
         stream_options={"include_usage": True},
         n=3,
@@ -73,9 +73,9 @@ def test_every_field_that_is_honoured_arrives() -> None:
         stop=["a", "b"],
         stop_token_ids=[7],
         ignore_eos=True,
-    ).options
-    params = options.params
-    assert (options.stream, options.include_usage, options.n, options.model) == (True, True, 3, "tiny")
+    )
+    options, params = call.options, call.options.params
+    assert (options.stream, call.shown.usage, options.n, options.model) == (True, True, 3, "tiny")
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (9, 0.5, 0.25, 4)
     assert (params.min_p, params.seed, params.stop) == (0.125, 11, ("a", "b"))
     assert (params.stop_token_ids, params.ignore_eos) == ((7,), True)
@@ -94,12 +94,13 @@ def test_every_sampling_field_arrives(parse: Any) -> None:
         "prompt_logprobs": 3,
     }
     lists = {"allowed_token_ids": [5, 6], "bad_words": ["a", "b"]}
-    options = parse(**fields, **lists, logit_bias={"5": 1.5, "7": -100}, return_token_ids=True).options
+    call = parse(**fields, **lists, logit_bias={"5": 1.5, "7": -100}, return_token_ids=True)
+    options = call.options
     assert {name: getattr(options.params, name) for name in fields} == fields
     assert {name: list(getattr(options.params, name)) for name in lists} == lists
     assert options.params.logit_bias == {5: 1.5, 7: -100}
-    assert options.return_token_ids
-    assert not parse().options.return_token_ids
+    assert call.shown.token_ids
+    assert not parse().shown.token_ids
     assert parse() == parse(**dict.fromkeys([*fields, *lists, "logit_bias", "return_token_ids"]))
 
 

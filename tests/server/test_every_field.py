@@ -23,9 +23,10 @@ from tokenizers.processors import TemplateProcessing
 
 from minisgl.errors import RequestError
 from minisgl.fields import refuse_unknown
+from minisgl.server.apis import messages, messages_answer, responses, responses_answer
 from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
-from minisgl.server.apis.output_format import JsonSchema, StructuralTagFormat, StructuredOutputs
+from minisgl.server.apis.output_format import JsonSchema, OutputFields, StructuralTagFormat, StructuredOutputs
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
 from minisgl.server.apis.tools import (
     AllowedTools,
@@ -54,7 +55,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-    "eos_token_id": list(range(0, VOCAB, 2)),  # so that any reply meets one soon
+    "eos_token_id": [2, *range(6, VOCAB, 2)],  # so that any reply meets one soon; not the quotation mark
     "bos_token_id": 1,
 }
 TEMPLATE = (
@@ -191,6 +192,57 @@ CASES: dict[str, dict[str, Case]] = {
         "continuous_usage_stats": Case({"continuous_usage_stats": True}, {"stream": True}),
     },
 }
+NOT_IN_ALL = ("stream_options", "n", "prompt_logprobs", *OutputFields.__struct_fields__, "return_token_ids")
+SAMPLING = {
+    name: case._replace(base={key: case.base[key] for key in case.base if key != "return_token_ids"})
+    for name, case in SHARED.items()
+    if name not in NOT_IN_ALL
+}
+FLAT_TOOL = {"type": "function", "name": "f"}
+INPUT_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CASES["ResponseBody"] = {
+    **SAMPLING,
+    "input": Case("other"),
+    "instructions": Case("be brief"),
+    "max_output_tokens": Case(2),
+    "tools": Case([FLAT_TOOL]),
+    "tool_choice": Case("none", {"tools": [FLAT_TOOL]}),
+    "parallel_tool_calls": Case(False),
+    "text": Case({"format": {"type": "json_object"}}, SAMPLED | {"ignore_eos": False}),
+    "reasoning": Case({"effort": "low"}),
+    "metadata": Case({"a": "b"}),
+    "user": Case("me"),
+    "chat_template_kwargs": Case({"tune": "la"}),
+}
+PROMPT = {
+    "messages": Case(message(content="other")),
+    "model": Case("other"),
+    "system": Case("be brief"),
+    "tools": Case([INPUT_TOOL]),
+    "tool_choice": Case({"type": "none"}, {"tools": [INPUT_TOOL]}),
+    "output_config": Case({"effort": "low"}),
+}
+CASES["CountTokensBody"] = PROMPT
+CASES["MessagesBody"] = {
+    **{name: case for name, case in SAMPLING.items() if name != "stop"},
+    **PROMPT,
+    "max_tokens": Case(2),
+    "stop_sequences": Case(["I"], ALWAYS_I),
+}
+AGENTS = {
+    "test_responses.py::test_items_become_turns": (responses.InputItem, responses.ItemPart),
+    "test_responses.py::test_tool_choices": (responses.FlatTool, responses.FlatName, responses.FlatAllowed),
+    "test_responses.py::test_text_formats": (responses.TextOptions,),
+    "test_responses.py::test_effort_sets_the_templates_variables": (responses.ReasoningOptions,),
+    "test_responses.py::test_what_changes_no_answer_is_ignored": (responses.ResponseStreamOptions,),
+    "test_anthropic.py::test_blocks_become_turns": (messages.TextBlock, messages.Block, messages.Turn),
+    "test_anthropic.py::test_tool_choices": (messages.InputTool, messages.ToolChoice),
+    "test_anthropic.py::test_thinking_sets_the_templates_variables": (
+        messages.Thinking,
+        messages.JsonFormat,
+        messages.OutputConfig,
+    ),
+}
 FORMATS = [
     *(("TextFormat", "type"), ("JsonObjectFormat", "type")),
     *(("JsonSchemaFormat", name) for name in ("type", "json_schema")),
@@ -203,6 +255,20 @@ TOOL_FIELDS = {
     "test_every_way_to_choose": (NamedTool, FunctionName, AllowedToolsChoice, AllowedTools),
 }
 ELSEWHERE = {
+    **{
+        (kind.__name__, name): test
+        for test, kinds in AGENTS.items()
+        for kind in kinds
+        for name in kind.__struct_fields__
+    },
+    **dict.fromkeys(
+        [("ResponseBody", "include"), ("ResponseBody", "stream_options")],
+        "test_responses.py::test_what_changes_no_answer_is_ignored",
+    ),
+    **dict.fromkeys(
+        [("MessagesBody", "thinking"), ("CountTokensBody", "thinking")],
+        "test_anthropic.py::test_thinking_sets_the_templates_variables",
+    ),
     **{
         (kind.__name__, name): f"test_tools.py::{test}"
         for test, kinds in TOOL_FIELDS.items()
@@ -239,6 +305,15 @@ EXAMPLES = {
         "/v1/completions",
         {"prompt": "hello", "max_tokens": 8, "seed": 1, "ignore_eos": True},
     ),
+    "ResponseBody": (
+        "/v1/responses",
+        {"input": "hello", "max_output_tokens": 8, "seed": 1, "ignore_eos": True},
+    ),
+    "MessagesBody": (
+        "/v1/messages",
+        {"messages": message(), "max_tokens": 8, "seed": 1, "ignore_eos": True},
+    ),
+    "CountTokensBody": ("/v1/messages/count_tokens", {"messages": message()}),
     "TokenizeBody": ("/tokenize", {"prompt": "hello"}),
     "DetokenizeBody": ("/detokenize", {"tokens": [2, 71]}),
     "GenerateBody": ("/generate", {"prompt": "hello", "max_tokens": 100}),
@@ -246,6 +321,9 @@ EXAMPLES = {
 ANSWERS = {
     "/v1/chat/completions": ChatAnswer,
     "/v1/completions": CompletionAnswer,
+    "/v1/responses": responses_answer.ResponseAnswer,
+    "/v1/messages": messages_answer.MessageAnswer,
+    "/v1/messages/count_tokens": messages_answer.TokenCount,
     "/tokenize": TokenizeAnswer,
     "/detokenize": DetokenizeAnswer,
 }
@@ -255,6 +333,13 @@ INSIDE = {
     "StreamOptions": "stream_options",
 }
 """A structure in a chat's body -> its field."""
+
+
+NEW = re.compile(
+    r'"((\w+_)?id|created(_at)?)":("[^"]*"|\d+)'
+    r'|"cached_tokens":\d+|"input_tokens":\d+,"cache_read_input_tokens":\d+'
+)
+"""What differs between two answers to the same call: ids, the time, and what of the prompt was cached."""
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +374,9 @@ def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             status, text = error.code, error.read().decode()
-            msgspec.json.decode(text, type=ErrorAnswer)
-    text = re.sub(r'"(id|created)":("[^"]*"|\d+)|"cached_tokens":\d+', "", text)
+            is_anthropics = path.startswith("/v1/messages")
+            msgspec.json.decode(text, type=messages_answer.MessagesError if is_anthropics else ErrorAnswer)
+    text = re.sub(NEW, "", text)
     return status, text
 
 

@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from running_server import RunningServer
 from served_routes import model
 from small_model import make_folder
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as FastTokenizer
+from tool_model import TEMPLATE
+from tool_model import make_tool_model as make_model
 
 from minisgl.errors import ConfigError, RequestError
 from minisgl.request import SamplingParams
@@ -25,15 +25,6 @@ from minisgl.server.served_model import ServedModel, load_served_model
 from minisgl.text.formats.choose import choose_format
 from minisgl.text.formats.events import collect
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif opened %}<think>\n{% endif %}{% endif %}"
-)
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -52,16 +43,6 @@ CALLS = "\n".join(
     for name, arguments in zip(["get_weather", "get_time"], ARGUMENTS, strict=True)
 )
 HOWS = ("say", "burst", "chars")
-
-
-def make_model(folder: Path, **knobs: Any) -> Path:
-    """A model folder whose template has tools, calls and thoughts in Hermes's and Qwen's way."""
-    make_folder(folder, template=TEMPLATE, context=4096, **knobs)
-    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
-    fast.add_special_tokens([AddedToken(text, special=True) for text in ("<think>", "</think>")])
-    fast.add_special_tokens([AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")])
-    fast.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(scope="module")

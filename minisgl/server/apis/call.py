@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from minisgl.request import SamplingParams
 from minisgl.server.apis.reply_plan import ReplyPlan, check_callable, plan_reply
 from minisgl.server.apis.tools import NO_TOOLS, AskedTools
+from minisgl.server.http.errors import Fault
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
 from minisgl.text.tokenizer import Tokenizer
@@ -21,9 +22,6 @@ class CallOptions(NamedTuple):
     params: SamplingParams
     model: str | None = None  # None: the served model
     stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
     n: int = 1
     priority: int = 0
 
@@ -56,17 +54,20 @@ class EncodedCall(NamedTuple):
 class AnswerFormat(Protocol):
     """Writes the answer of one call, whole or as server-sent events.
 
-    `has_details`: it has fields besides the text, whose size depends on the number of tokens.
+    `is_slow`: more is done for each token than to copy its text, so many tokens are written in a thread.
     """
 
-    has_details: bool
+    is_slow: bool
 
     def whole(self, choices: Sequence[Delta]) -> bytes:
-        """The body of the whole answer. Each choice is one delta with all its tokens."""
+        """The body of the whole answer. Each choice is one delta with all its tokens.
+
+        The choices of the first prompt come first.
+        """
         ...
 
     def opening(self, num_choices: int) -> bytes:
-        """The events before any text."""
+        """The events before any text. They are made before the first delta's, and sent with them."""
         ...
 
     def piece(self, delta: Delta) -> bytes:
@@ -75,6 +76,10 @@ class AnswerFormat(Protocol):
 
     def ending(self) -> bytes:
         """The events after the last delta."""
+        ...
+
+    def failure(self, fault: Fault) -> bytes:
+        """The events of an error after the first event; nothing follows them."""
         ...
 
 
@@ -130,6 +135,6 @@ class Conversation(NamedTuple):
         return EncodedCall([ids], plan)
 
 
-def sse(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
+def sse(data: bytes, name: str = "") -> bytes:
+    """One server-sent event; with a `name` it has an `event:` line."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"

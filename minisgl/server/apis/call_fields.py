@@ -14,6 +14,7 @@ from minisgl.errors import RequestError
 from minisgl.fields import Neutral
 from minisgl.request import SamplingParams
 from minisgl.server.apis.call import CallOptions
+from minisgl.server.apis.openai_answer import Shown
 from minisgl.server.apis.output_format import OutputFields, grammar_of
 from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, missing
 from minisgl.server.sampling_fields import given_fields
@@ -89,25 +90,41 @@ def call_options(
     Raises:
         RequestError: 400 that names the invalid field.
     """
+    return CallOptions(
+        sampling_params(
+            sampling, model, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar_of(output)
+        ),
+        model=call.model,
+        stream=bool(call.stream),
+        n=call.n or 1,
+        priority=call.priority or 0,
+    )
+
+
+def shown_in_answer(call: CallFields) -> Shown:
+    """What the answer shows besides its choices' texts."""
+    streaming = call.stream_options or StreamOptions()
+    return Shown(
+        bool(streaming.include_usage), bool(streaming.continuous_usage_stats), bool(call.return_token_ids)
+    )
+
+
+def sampling_params(sampling: msgspec.Struct, model: ServedModel, **others: Any) -> SamplingParams:
+    """The parameters that a body's sampling fields and the model's defaults make.
+
+    Args:
+        sampling: the `SamplingFields` of the body.
+        others: those that come from other fields.
+
+    Raises:
+        RequestError: 400 that names the invalid field.
+    """
     given = given_fields(sampling)
     bias = {int(key): value for key, value in given.get("logit_bias", {}).items()}
     given["logit_bias"] = bias or None
     for name in TOKEN_ID_FIELDS:
         check_token_ids(given.get(name) or (), model.tokenizer.vocab_size, name)
-    streaming = call.stream_options or StreamOptions()
-    return CallOptions(
-        SamplingParams(
-            **{**model.defaults, **given, "max_tokens": max_tokens, "logprobs": logprobs},
-            grammar=grammar_of(output),
-        ),
-        model=call.model,
-        stream=bool(call.stream),
-        include_usage=bool(streaming.include_usage),
-        continuous_usage=bool(streaming.continuous_usage_stats),
-        return_token_ids=bool(call.return_token_ids),
-        n=call.n or 1,
-        priority=call.priority or 0,
-    )
+    return SamplingParams(**{**model.defaults, **given, **others})
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

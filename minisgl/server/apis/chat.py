@@ -21,6 +21,7 @@ from minisgl.server.apis.call_fields import (
     TemplateVariables,
     call_options,
     check_template_variables,
+    shown_in_answer,
 )
 from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.openai_answer import (
@@ -28,13 +29,16 @@ from minisgl.server.apis.openai_answer import (
     EndReason,
     PromptLogprobs,
     PromptLogprobsField,
+    Shown,
     UsageAnswer,
     encode,
+    failure,
 )
 from minisgl.server.apis.output_format import OutputFields
 from minisgl.server.apis.reply_plan import effort_variables
 from minisgl.server.apis.tools import ToolFields, new_call_id, read_tools
 from minisgl.server.http.bodies import Body, Condition, FieldIs
+from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
 from minisgl.server.sampling_fields import SamplingFields
@@ -120,6 +124,7 @@ class ChatCall(NamedTuple):
 
     conversation: Conversation
     options: CallOptions
+    shown: Shown = Shown()
     include_reasoning: bool = True
     prompt_field: str = "messages"
     num_prompts: int = 1
@@ -150,6 +155,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
     return ChatCall(
         Conversation(messages, asked, variables, add_generation_prompt),
         call_options(call, sampling, output, model, min(limits, default=None), logprobs),
+        shown_in_answer(call),
         chat.include_reasoning is not False,
     )
 
@@ -266,17 +272,18 @@ class ChatFormat:
         self._tokenizer = context.tokenizer
         self._readers = [plan.reader() for _ in range(options.n)]
         self._writer = AnswerWriter(
-            ID_PREFIX, context, options, self._num_reasoning if plan.reasons else None
+            ID_PREFIX, context, call.shown, self._num_reasoning if plan.reasons else None
         )
         self._include_reasoning = call.include_reasoning
         self._num_top = options.params.logprobs
-        self._prompt_ids = list(prompt_ids) if options.return_token_ids else None
+        self._prompt_ids = list(prompt_ids) if call.shown.token_ids else None
         self._prompt_logprobs: PromptLogprobsField | None = None
         if options.params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobsField(context.tokenizer, options.params.prompt_logprobs)
         self._has_prompt_fields = False
         details = (self._num_top, self._prompt_ids, self._prompt_logprobs)
-        self.has_details = any(one is not None for one in details)
+        self._has_details = any(one is not None for one in details)
+        self.is_slow = self._has_details or plan.reads is not None
 
     def whole(self, choices: Sequence[Delta]) -> bytes:
         """The answer of `stream: false`."""
@@ -309,7 +316,7 @@ class ChatFormat:
     def piece(self, delta: Delta) -> bytes:
         """Events for new text, thoughts, calls and details, and one for the end of the choice."""
         deltas = [made for event in self._readers[delta.choice].read(delta) if (made := self._delta(event))]
-        if self.has_details and not deltas:
+        if self._has_details and not deltas:
             deltas = [ChatDelta(content="")]
         events = b""
         for index, made in enumerate(deltas):
@@ -327,6 +334,10 @@ class ChatFormat:
     def ending(self) -> bytes:
         """The chunk with the usage, if requested, then [DONE]."""
         return self._writer.ending(ChatChunk)
+
+    def failure(self, fault: Fault) -> bytes:
+        """An event with the error object."""
+        return failure(fault)
 
     def _message(self, reply: Reply) -> AnswerMessage:
         thought = reply.reasoning if reply.reasoning and self._include_reasoning else UNSET

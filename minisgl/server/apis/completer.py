@@ -15,8 +15,8 @@ from aiohttp import web
 
 from minisgl.errors import MinisglError
 from minisgl.request import with_bad_words_ids
-from minisgl.server.apis.call import AnswerFormat, Call, CallContext, Usage, sse
-from minisgl.server.http.errors import error_of
+from minisgl.server.apis.call import AnswerFormat, Call, CallContext, Usage
+from minisgl.server.http.errors import fault_of
 from minisgl.server.http.middleware import CallFacts, facts_of, json_answer, require_admin
 from minisgl.server.http.uploads import Uploads
 from minisgl.server.open_choices import Delta, PreparedCall
@@ -86,6 +86,26 @@ class Completer:
                 deltas[delta.choice].append(delta)
         return json_answer(await self._whole(call, deltas))
 
+    async def count_prompt_tokens(
+        self, request: web.Request, parse: Callable[[bytes, ServedModel], Call]
+    ) -> int:
+        """The number of prompt tokens of an HTTP call, whose body `parse` reads. Nothing is generated.
+
+        Raises:
+            MinisglError: the call is refused.
+        """
+
+        def count(body: bytes) -> int:
+            call = parse(body, self._model)
+            self._model.check_name(call.options.model)
+            encoded = call.encode(self._model, self._streams.max_context_tokens)
+            return sum(map(len, encoded.prompts))
+
+        async with self._uploads.body(request) as body:
+            if self._streams.refusal is not None:
+                raise self._streams.refusal.with_traceback(None)
+            return await self._threads.run(len(body), lambda: count(body))
+
     async def _receive(
         self,
         request: web.Request,
@@ -127,8 +147,8 @@ class Completer:
         return prepared, call.answer_format(encoded._replace(prompts=prompts), context)
 
     async def _whole(self, call: OpenCall, deltas: Sequence[Sequence[Delta]]) -> bytes:
-        """The answer of `stream: false`. Details of many tokens are written in a thread."""
-        if not call.answer_format.has_details:
+        """The answer of `stream: false`."""
+        if not call.answer_format.is_slow:
             return call.answer_format.whole([_joined(own) for own in deltas])
         usage = call.counter.usage()
         num_tokens = usage.prompt_tokens * len(deltas) + usage.completion_tokens
@@ -153,10 +173,10 @@ class Completer:
         try:
             async for delta in stream.deltas():
                 call.counter.count(delta)
-                events = await self._events(answer_format, delta)
+                events = b"" if response.prepared else answer_format.opening(stream.num_choices)
+                events += await self._events(answer_format, delta)
                 if not response.prepared:
                     await response.prepare(request)
-                    events = answer_format.opening(stream.num_choices) + events
                 if events:
                     await response.write(events)
             await response.write(answer_format.ending())
@@ -168,14 +188,14 @@ class Completer:
             if not isinstance(error, MinisglError):
                 log.exception("a stream failed in the server")
             with contextlib.suppress(ConnectionResetError):
-                await response.write(sse(error_of(error)[1]))
+                await response.write(answer_format.failure(fault_of(error)))
         finally:
             cut.cancel()
         return response
 
     async def _events(self, answer_format: AnswerFormat, delta: Delta) -> bytes:
-        """The events of one delta. Details of many tokens are written in a thread."""
-        if not answer_format.has_details:
+        """The events of one delta."""
+        if not answer_format.is_slow:
             return answer_format.piece(delta)
         num_tokens = len(delta.token_ids) + len(delta.prompt_logprobs or ())
         return await self._threads.run(num_tokens * DETAIL_BYTES, lambda: answer_format.piece(delta))

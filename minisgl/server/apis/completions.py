@@ -29,6 +29,7 @@ from minisgl.server.apis.call_fields import (
     CallFields,
     call_options,
     check_token_ids,
+    shown_in_answer,
 )
 from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.openai_answer import (
@@ -36,12 +37,15 @@ from minisgl.server.apis.openai_answer import (
     EndReason,
     PromptLogprobs,
     PromptLogprobsField,
+    Shown,
     UsageAnswer,
     encode,
+    failure,
 )
 from minisgl.server.apis.output_format import OutputFields
 from minisgl.server.apis.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
+from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
 from minisgl.server.sampling_fields import SamplingFields
@@ -108,6 +112,7 @@ class CompletionCall(NamedTuple):
 
     prompts: list[str | list[int]]
     options: CallOptions
+    shown: Shown = Shown()
     echo: bool = False
     prompt_logprobs: int | None = None  # as given; `options.params` may have more, for `echo`
     prompt_field: str = "prompt"
@@ -157,7 +162,7 @@ def parse_completion(body: bytes, model: ServedModel) -> CompletionCall:
     if completion.echo and completion.logprobs is not None:
         num_top = max(completion.logprobs, prompt_logprobs or 0)
         options = options._replace(params=msgspec.structs.replace(options.params, prompt_logprobs=num_top))
-    return CompletionCall(prompts, options, bool(completion.echo), prompt_logprobs)
+    return CompletionCall(prompts, options, shown_in_answer(call), bool(completion.echo), prompt_logprobs)
 
 
 def encode_prompt(
@@ -199,7 +204,7 @@ def _check_size(call: CompletionCall, num_prompt_tokens: int) -> None:
         RequestError: 400 if they exceed MAX_PROMPT_VALUES.
     """
     options, n = call.options, call.options.n
-    values_per_token = int(call.echo) + int(options.return_token_ids)
+    values_per_token = int(call.echo) + int(call.shown.token_ids)
     for count in (call.prompt_logprobs, options.params.logprobs if call.echo else None):
         values_per_token += 0 if count is None else 1 + count
     num_choices, num_values = call.num_prompts * n, num_prompt_tokens * values_per_token * n
@@ -318,6 +323,7 @@ class ChoiceWriter:
     def __init__(self, tokenizer: Tokenizer, call: CompletionCall, prompt: PromptDetails) -> None:
         self._tokenizer = tokenizer
         self._options = call.options
+        self._shows_token_ids = call.shown.token_ids
         self._echo = call.echo
         self._prompt = prompt
         self._has_started = False
@@ -336,7 +342,7 @@ class ChoiceWriter:
             is_echoed = is_first and self._echo
             echoed = self._prompt.echoed(delta.prompt_logprobs) if is_echoed else NOT_ECHOED
             fields["logprobs"] = self._logprobs(echoed, delta.logprobs or ())
-        if self._options.return_token_ids:
+        if self._shows_token_ids:
             fields["token_ids"] = delta.token_ids
             if is_first:
                 fields["prompt_token_ids"] = self._prompt.prompt_ids
@@ -362,11 +368,11 @@ class CompletionFormat:
 
     def __init__(self, call: CompletionCall, prompts: Sequence[PromptDetails], context: CallContext) -> None:
         options = call.options
-        self._writer = AnswerWriter(ID_PREFIX, context, options)
+        self._writer = AnswerWriter(ID_PREFIX, context, call.shown)
         details = (options.params.logprobs, call.prompt_logprobs, call.echo or None)
-        self.has_details = options.return_token_ids or any(one is not None for one in details)
+        self.is_slow = call.shown.token_ids or any(one is not None for one in details)
         self._choices: list[ChoiceWriter] = []
-        if self.has_details:
+        if self.is_slow:
             self._choices = [
                 ChoiceWriter(context.tokenizer, call, prompt) for prompt in prompts for _ in range(options.n)
             ]
@@ -390,7 +396,7 @@ class CompletionFormat:
 
     def piece(self, delta: Delta) -> bytes:
         """One event; none if the delta has neither text nor details, and is not the last."""
-        if not delta.text and not self.has_details and delta.finish_reason is None:
+        if not delta.text and not self.is_slow and delta.finish_reason is None:
             return b""
         finish_reason = cast("EndReason | None", delta.finish_reason)
         choice = ChunkChoice(index=delta.choice, finish_reason=finish_reason, **self._fields(delta))
@@ -400,6 +406,10 @@ class CompletionFormat:
     def ending(self) -> bytes:
         """The chunk with the usage, if requested, then [DONE]."""
         return self._writer.ending(CompletionChunk)
+
+    def failure(self, fault: Fault) -> bytes:
+        """An event with the error object."""
+        return failure(fault)
 
     def _fields(self, delta: Delta) -> dict[str, Any]:
         if not self._choices:

@@ -11,9 +11,10 @@ from minisgl.server.apis.call import CallContext, CallOptions, EncodedCall, sse
 from minisgl.server.apis.call_fields import AtLeastOne
 from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.completions import Text, encode_prompt
-from minisgl.server.apis.openai_answer import DONE
+from minisgl.server.apis.openai_answer import DONE, failure
 from minisgl.server.apis.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import Body
+from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, Answer, Route
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
@@ -77,7 +78,7 @@ def parse_generate(body: bytes, model: ServedModel) -> GenerateCall:
 class PlainTextFormat:
     """Writes the bare text as events, one `data:` line per line of text."""
 
-    has_details = False
+    is_slow = False
 
     def whole(self, choices: Sequence[Delta]) -> bytes:
         """The text of the only choice."""
@@ -94,3 +95,7 @@ class PlainTextFormat:
     def ending(self) -> bytes:
         """The final event, [DONE]."""
         return DONE
+
+    def failure(self, fault: Fault) -> bytes:
+        """An event with OpenAI's error object."""
+        return failure(fault)

@@ -6,13 +6,14 @@ what is sent and what OpenAPI's document describes.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from minisgl.request import PackedLogprobs, TokenLogprobs
-from minisgl.server.apis.call import CallContext, CallOptions, Usage, sse
+from minisgl.server.apis.call import CallContext, Usage, sse
+from minisgl.server.http.errors import Fault, error_body
 from minisgl.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -50,6 +51,15 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of the prompt, a dict by token id; null for the first token."""
 
 
+class Shown(NamedTuple):
+    """What an answer shows besides its choices' texts, where a call asks for it."""
+
+    usage: bool = False
+    """In a stream: at its end."""
+    continuous_usage: bool = False
+    token_ids: bool = False
+
+
 class AnswerWriter:
     """The parts of an answer that do not depend on the API. `usage` may only change between two calls.
 
@@ -62,7 +72,7 @@ class AnswerWriter:
         self,
         id_prefix: str,
         context: CallContext,
-        options: CallOptions,
+        shown: Shown,
         num_reasoning_tokens: Callable[[], int] | None = None,
     ) -> None:
         self.tokenizer = context.tokenizer
@@ -72,18 +82,18 @@ class AnswerWriter:
             "model": context.model_name,
         }
         self._usage = context.usage
-        self._options = options
+        self._shown = shown
         self._num_reasoning_tokens = num_reasoning_tokens
 
     def chunk_usage(self) -> UsageAnswer | UnsetType | None:
         """The field `usage` of a chunk that is not the last."""
-        if self._options.continuous_usage:
+        if self._shown.continuous_usage:
             return self.whole_usage()
-        return None if self._options.include_usage else UNSET
+        return None if self._shown.usage else UNSET
 
     def ending(self, usage_chunk: Callable[..., Struct]) -> bytes:
         """The last events: the chunk with the usage, if requested, then [DONE]."""
-        if not self._options.include_usage:
+        if not self._shown.usage:
             return DONE
         return sse(encode(usage_chunk(**self.head, choices=[], usage=self.whole_usage()))) + DONE
 
@@ -127,6 +137,11 @@ class PromptLogprobsField:
             )
             for token_id, (rank, logprob) in known.items()
         }
+
+
+def failure(fault: Fault) -> bytes:
+    """The event of an error in the middle of a stream."""
+    return sse(error_body(fault))
 
 
 def usage_answer(usage: Usage) -> UsageAnswer:

@@ -1,4 +1,11 @@
-"""OpenAI's error object: the answer to every call that is refused or fails."""
+"""The errors of calls that are refused or fail, and OpenAI's error object, which most APIs answer with.
+
+Promise: an exception that is not ours shows no details. An API with an error object of its own names it in
+its `Route`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -6,6 +13,15 @@ from minisgl.errors import EngineDeadError, MinisglError, RequestError
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """HTTP status -> the error's `type`. Others are "invalid_request_error" below 500, else "server_error"."""
+
+
+class Fault(NamedTuple):
+    """Why a call is refused or failed."""
+
+    status: int
+    code: str | None
+    message: str
+    param: str | None = None
 
 
 class ErrorFields(msgspec.Struct):
@@ -21,18 +37,28 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorFields
 
 
-def error_body(status: int, code: str | None, message: str, param: str | None = None) -> bytes:
-    """The error object as JSON."""
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode(ErrorAnswer(ErrorFields(message, kind, param, code)))
+class ErrorFormat(NamedTuple):
+    """An API's error object: its struct, and how a fault becomes its JSON."""
+
+    kind: type[msgspec.Struct]
+    body: Callable[[Fault], bytes]
 
 
-def error_of(error: Exception) -> tuple[int, bytes]:
-    """HTTP status and body for an exception. Exceptions that are not ours show no details."""
+def error_body(fault: Fault) -> bytes:
+    """OpenAI's error object as JSON."""
+    kind = ERROR_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "server_error")
+    return msgspec.json.encode(ErrorAnswer(ErrorFields(fault.message, kind, fault.param, fault.code)))
+
+
+OPENAI = ErrorFormat(ErrorAnswer, error_body)
+
+
+def fault_of(error: Exception) -> Fault:
+    """The fault that an exception is."""
     if isinstance(error, RequestError):
-        return error.status, error_body(error.status, error.code, error.message, error.param)
+        return Fault(error.status, error.code, error.message, error.param)
     if isinstance(error, EngineDeadError):
-        return 503, error_body(503, "engine_dead", str(error))
+        return Fault(503, "engine_dead", str(error))
     if isinstance(error, MinisglError):
-        return 500, error_body(500, "internal_error", str(error))
-    return 500, error_body(500, "internal_error", "internal error; the server's log has the details")
+        return Fault(500, "internal_error", str(error))
+    return Fault(500, "internal_error", "internal error; the server's log has the details")

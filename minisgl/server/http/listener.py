@@ -15,7 +15,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from minisgl.server.http.connections import Connections
-from minisgl.server.http.errors import error_body, error_of
+from minisgl.server.http.errors import Fault, error_body, fault_of
 from minisgl.server.http.middleware import json_answer
 
 BATCH = 128
@@ -40,9 +40,9 @@ class HttpProtocol(web.RequestHandler):
         super().handle_error(request, status, exc, message)  # logs; raises if an answer has begun
         if status < 500:
             reason = " ".join((message or "").split())[:MAX_REASON_CHARS].rstrip(" ^")
-            body = error_body(status, "invalid_http", f"the request can't be read: {reason}")
+            body = error_body(Fault(status, "invalid_http", f"the request can't be read: {reason}"))
         else:
-            _, body = error_of(Exception())  # no details
+            body = error_body(fault_of(Exception()))  # no details
         answer = json_answer(body, status, {"X-Request-Id": uuid.uuid4().hex})
         answer.force_close()
         return answer

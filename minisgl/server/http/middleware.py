@@ -1,7 +1,7 @@
 """Middleware around every handler: request ids, API keys, Host and Origin checks, errors, the access log.
 
-Promise: every exception becomes OpenAI's error object. Every answer has a request id, is counted, and with
---access-log is logged once.
+Promise: every exception becomes an error object: that of the path's API, or else OpenAI's. Every answer has a
+request id, is counted, and with --access-log is logged once.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from io import BytesIO
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +22,7 @@ from aiohttp import web
 
 from minisgl.errors import MinisglError, RequestError
 from minisgl.server.http.callers import ANY, check_host, check_origin, is_allowed_origin
-from minisgl.server.http.errors import error_body, error_of
+from minisgl.server.http.errors import OPENAI, ErrorFormat, Fault, fault_of
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("minisgl.access")
@@ -93,7 +94,8 @@ class Gate:
     """The middlewares and their settings.
 
     Args:
-        api_keys: a call must send one of them as `Authorization: Bearer`; empty = no key is needed.
+        api_keys: a call must send one of them as `Authorization: Bearer`, or as `X-Api-Key`, as Anthropic's
+            clients do; empty = no key is needed.
         admin_keys: each gives all rights of an API key and those that `require_admin` guards; empty = every
             caller is an admin.
         cors_origins: origins whose web pages may call; "*" = any.
@@ -120,9 +122,16 @@ class Gate:
         self._write_log = write_log
         self._responses = {} if responses is None else responses
         self._is_full = is_full
+        self._error_formats: Mapping[str, ErrorFormat] = {}
 
-    def install(self, app: web.Application) -> None:
-        """Install the middlewares around all routes of `app`."""
+    def install(
+        self, app: web.Application, error_formats: Mapping[str, ErrorFormat] = MappingProxyType({})
+    ) -> None:
+        """Install the middlewares around all routes of `app`.
+
+        `error_formats` has the error objects that are not OpenAI's, by path. Paths below have the same.
+        """
+        self._error_formats = error_formats
         app.middlewares.extend([self._identify, self._authorize])
         app.on_response_prepare.append(self._add_headers)
 
@@ -133,7 +142,7 @@ class Gate:
         facts = CallFacts(given if GOOD_ID.fullmatch(given) else uuid.uuid4().hex)
         request[FACTS] = facts
         try:
-            response = await _with_error_object(request, handler)
+            response = await self._with_error_object(request, handler)
         except asyncio.CancelledError:
             self._count_and_log(request, facts, CLIENT_LEFT)
             raise
@@ -163,7 +172,8 @@ class Gate:
 
     def _caller(self, request: web.Request) -> Caller | None:
         """The caller by its key; None = a key is needed and missing. Compares all keys in constant time."""
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        given = request.headers.get("Authorization") or f"Bearer {request.headers.get('X-Api-Key', '')}"
+        kind, _, key = given.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         of_api = [hmac.compare_digest(digest, known) for known in self._api_digests]
         of_admin = [hmac.compare_digest(digest, known) for known in self._admin_digests]
@@ -174,6 +184,37 @@ class Gate:
         if self._api_digests and not has_key:
             return None
         return Caller(not self._admin_digests, of_api.index(True) if has_key else None)
+
+    async def _with_error_object(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Call the handler; an exception becomes an answer with the error object of the path's API."""
+        headers: dict[str, str] = {}
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            known = {
+                404: ("not_found", f"there is no {request.path[:200]}"),
+                405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
+            }
+            fault = Fault(error.status, *known.get(error.status, (None, error.reason)))
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        except (
+            web.RequestPayloadError,
+            ConnectionError,
+        ) as error:  # ConnectionError: the client disconnected
+            words = " ".join(str(error).split())
+            fault = Fault(400, "invalid_body", f"the body can't be read: {words}")
+        except Exception as error:
+            if not isinstance(error, MinisglError):
+                log.exception("%s %s failed in the server", request.method, request.path)
+            fault = fault_of(error)
+            headers = _headers_of(error, fault.status)
+        return json_answer(self._error_format(request.path).body(fault), fault.status, headers)
+
+    def _error_format(self, path: str) -> ErrorFormat:
+        for root, form in self._error_formats.items():
+            if path == root or path.startswith(f"{root}/"):
+                return form
+        return OPENAI
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         facts = request.get(FACTS)
@@ -229,28 +270,6 @@ def json_answer(body: bytes, status: int = 200, headers: dict[str, str] | None =
     """An answer whose body is JSON. A large body is written in pieces, between which other tasks run."""
     content = BytesIO(body) if len(body) > MAX_BYTES_AT_ONCE else body
     return web.Response(body=content, status=status, headers=headers, content_type="application/json")
-
-
-async def _with_error_object(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Call the handler; an exception becomes an answer with OpenAI's error object."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        known = {
-            404: ("not_found", f"there is no {request.path[:200]}"),
-            405: ("method_not_allowed", f"{request.path[:200]} does not take {request.method}"),
-        }
-        code, message = known.get(error.status, (None, error.reason))
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return json_answer(error_body(error.status, code, message), error.status, allow)
-    except (web.RequestPayloadError, ConnectionError) as error:  # ConnectionError: the client disconnected
-        words = " ".join(str(error).split())
-        return json_answer(error_body(400, "invalid_body", f"the body can't be read: {words}"), 400)
-    except Exception as error:
-        if not isinstance(error, MinisglError):
-            log.exception("%s %s failed in the server", request.method, request.path)
-        status, body = error_of(error)
-        return json_answer(body, status, _headers_of(error, status))
 
 
 def _headers_of(error: Exception, status: int) -> dict[str, str]:

@@ -13,12 +13,11 @@ import msgspec
 from minisgl import __version__
 from minisgl.request import MAX_TOKEN_ID
 from minisgl.server.http.bodies import Body, documented_types
-from minisgl.server.http.errors import ErrorAnswer
 from minisgl.server.http.routes import EVENTS, JSON, TEXT, Answer, Route
 
 TEMPLATE = "#/components/schemas/{name}"
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
-ERROR = Answer("Why the call was refused or failed.", ErrorAnswer)
+ERROR = "Why the call was refused or failed."
 
 
 def openapi_document(
@@ -32,7 +31,8 @@ def openapi_document(
         parts: bodies that only occur inside of others, such as one message of a conversation.
     """
     bodies = {body.name: body for body in [*(route.body for route in routes if route.body), *parts]}
-    kinds = {route.answer.kind for route in routes if route.answer.kind} | {ErrorAnswer}
+    kinds = {route.answer.kind for route in routes if route.answer.kind}
+    kinds |= {route.errors.kind for route in routes}
     schemas = _schemas(list(bodies.values()), sorted(kinds, key=lambda kind: kind.__name__))
     for name in bodies:
         if "model" in schemas[name]["properties"]:
@@ -57,7 +57,10 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["parameters"] = list(route.parameters)
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _ref(route.body.name)}}}
-    operation["responses"] = {"200": _response(route.answer), "default": _response(ERROR)}
+    operation["responses"] = {
+        "200": _response(route.answer),
+        "default": _response(Answer(ERROR, route.errors.kind)),
+    }
     if route.has_503:
         operation["responses"]["503"] = _response(route.answer)
     return operation

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from aiohttp import HttpVersion11, web
 
 from minisgl.server.http.bodies import Body
-from minisgl.server.http.errors import error_body
+from minisgl.server.http.errors import OPENAI, ErrorFormat, Fault, error_body
 from minisgl.server.http.middleware import json_answer
 
 JSON = "application/json"
@@ -36,6 +36,7 @@ class Route(NamedTuple):
     """OpenAPI's parameter objects of the path and the query."""
     has_503: bool = False
     """A status of 503 has an answer of the same kind, not an error object."""
+    errors: ErrorFormat = OPENAI
 
     def add_to(self, app: web.Application) -> None:
         """Add the route to `app`."""
@@ -55,4 +56,4 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # as aiohttp does: no part of the answer has been sent
         return None
-    return json_answer(error_body(417, "expectation_failed", "Expect may only be 100-continue"), 417)
+    return json_answer(error_body(Fault(417, "expectation_failed", "Expect may only be 100-continue")), 417)
