@@ -55,7 +55,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-    "eos_token_id": list(range(0, VOCAB, 2)),  # so that any reply meets one soon
+    "eos_token_id": [2, *range(6, VOCAB, 2)],  # so that any reply meets one soon; not the quotation mark
     "bos_token_id": 1,
 }
 TEMPLATE = (
