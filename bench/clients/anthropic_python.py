@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-import anthropic
+import anthropic  # pyright: ignore[reportMissingImports] - installed in an environment of its own
 
 MODEL = os.environ["MODEL"]
 URL = os.environ["BASE_URL"].removesuffix("/v1")
