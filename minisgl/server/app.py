@@ -7,10 +7,10 @@ from aiohttp import web
 
 from minisgl.server.admin import Admin
 from minisgl.server.apis import chat, completions, generate, messages, responses
-from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.models import ModelApi
 from minisgl.server.apis.not_served import add_refusals
 from minisgl.server.apis.tokenize import TokenApi
+from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import OPENAI

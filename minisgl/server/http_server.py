@@ -17,10 +17,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
 from minisgl.server.admin import Admin
-from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.models import ModelApi
 from minisgl.server.apis.tokenize import TokenApi
 from minisgl.server.app import all_routes, make_app
+from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings

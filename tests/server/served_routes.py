@@ -4,10 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from minisgl.server.admin import Admin
-from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.models import ModelApi
 from minisgl.server.apis.tokenize import TokenApi
 from minisgl.server.app import all_routes
+from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
 from minisgl.server.http.routes import Route
 

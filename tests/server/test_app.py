@@ -20,12 +20,12 @@ from virtual_time import run_in_virtual_time
 
 from minisgl.errors import RequestError
 from minisgl.request import PackedLogprobs, SamplingParams
-from minisgl.server.apis import completer as completer_module
-from minisgl.server.apis.call import CallOptions
-from minisgl.server.apis.completer import WRITE_GRACE_S, Completer, OpenCall, UsageCounter
 from minisgl.server.apis.completions import CompletionCall
 from minisgl.server.apis.generate import PlainTextFormat
 from minisgl.server.app import make_app
+from minisgl.server.calls import completer as completer_module
+from minisgl.server.calls.call import CallOptions
+from minisgl.server.calls.completer import WRITE_GRACE_S, Completer, OpenCall, UsageCounter
 from minisgl.server.http.middleware import CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads

@@ -7,8 +7,8 @@ import numpy as np
 from small_model import make_folder
 
 from minisgl.request import PackedLogprobs, SamplingParams
-from minisgl.server.apis.call import CallOptions
 from minisgl.server.apis.completions import ChoiceWriter, CompletionCall, PromptDetails
+from minisgl.server.calls.call import CallOptions
 from minisgl.server.open_choices import Delta
 from minisgl.text.tokenizer import Tokenizer
 

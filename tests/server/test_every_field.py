@@ -26,9 +26,15 @@ from minisgl.fields import refuse_unknown
 from minisgl.server.apis import messages, messages_answer, responses, responses_answer
 from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
-from minisgl.server.apis.output_format import JsonSchema, OutputFields, StructuralTagFormat, StructuredOutputs
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
-from minisgl.server.apis.tools import (
+from minisgl.server.app import MESSAGE
+from minisgl.server.calls.output_format import (
+    JsonSchema,
+    OutputFields,
+    StructuralTagFormat,
+    StructuredOutputs,
+)
+from minisgl.server.calls.tools import (
     AllowedTools,
     AllowedToolsChoice,
     FunctionName,
@@ -36,7 +42,6 @@ from minisgl.server.apis.tools import (
     NamedTool,
     ToolDefinition,
 )
-from minisgl.server.app import MESSAGE
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import ErrorAnswer
 from minisgl.server.http.openapi import openapi_document

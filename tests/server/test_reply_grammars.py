@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from minisgl.grammar.compiler import GrammarCompiler
 from minisgl.grammar.matcher import GrammarError, Matcher
 from minisgl.request import SamplingParams
-from minisgl.server.apis.reply_plan import plan_reply
-from minisgl.server.apis.tools import ToolFields, read_tools
+from minisgl.server.calls.reply_plan import plan_reply
+from minisgl.server.calls.tools import ToolFields, read_tools
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel, load_served_model
 from minisgl.text.formats.events import Reply, collect

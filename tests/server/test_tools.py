@@ -16,10 +16,10 @@ from tool_model import make_tool_model as make_model
 
 from minisgl.errors import ConfigError, RequestError
 from minisgl.request import SamplingParams
-from minisgl.server.apis.call import Conversation, EncodedCall
 from minisgl.server.apis.chat import ChatChunk, parse_chat
-from minisgl.server.apis.reply_plan import plan_reply
-from minisgl.server.apis.tools import MAX_TOOLS, Tool, ToolFields, ask_tools, read_tools
+from minisgl.server.calls.call import Conversation, EncodedCall
+from minisgl.server.calls.reply_plan import plan_reply
+from minisgl.server.calls.tools import MAX_TOOLS, Tool, ToolFields, ask_tools, read_tools
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel, load_served_model
 from minisgl.text.formats.choose import choose_format

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, cast
 from msgspec import UNSET, Struct, UnsetType
 
 from minisgl.request import NumLogprobs, TokenLogprobs
-from minisgl.server.apis.call import CallContext, CallOptions, Conversation, EncodedCall, sse
-from minisgl.server.apis.call_fields import (
+from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall, sse
+from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
     AtLeastOne,
@@ -23,8 +23,8 @@ from minisgl.server.apis.call_fields import (
     check_template_variables,
     shown_in_answer,
 )
-from minisgl.server.apis.completer import Completer
-from minisgl.server.apis.openai_answer import (
+from minisgl.server.calls.completer import Completer
+from minisgl.server.calls.openai_answer import (
     AnswerWriter,
     EndReason,
     PromptLogprobs,
@@ -34,9 +34,9 @@ from minisgl.server.apis.openai_answer import (
     encode,
     failure,
 )
-from minisgl.server.apis.output_format import OutputFields
-from minisgl.server.apis.reply_plan import effort_variables
-from minisgl.server.apis.tools import ToolFields, new_call_id, read_tools
+from minisgl.server.calls.output_format import OutputFields
+from minisgl.server.calls.reply_plan import effort_variables
+from minisgl.server.calls.tools import ToolFields, new_call_id, read_tools
 from minisgl.server.http.bodies import Body, Condition, FieldIs
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route

@@ -22,8 +22,8 @@ from minisgl.request import (
     TokenLogprobs,
     fit_to_context,
 )
-from minisgl.server.apis.call import CallContext, CallOptions, EncodedCall, sse
-from minisgl.server.apis.call_fields import (
+from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
+from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
     CallFields,
@@ -31,8 +31,8 @@ from minisgl.server.apis.call_fields import (
     check_token_ids,
     shown_in_answer,
 )
-from minisgl.server.apis.completer import Completer
-from minisgl.server.apis.openai_answer import (
+from minisgl.server.calls.completer import Completer
+from minisgl.server.calls.openai_answer import (
     AnswerWriter,
     EndReason,
     PromptLogprobs,
@@ -42,8 +42,8 @@ from minisgl.server.apis.openai_answer import (
     encode,
     failure,
 )
-from minisgl.server.apis.output_format import OutputFields
-from minisgl.server.apis.reply_plan import ReplyPlan
+from minisgl.server.calls.output_format import OutputFields
+from minisgl.server.calls.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from minisgl.request import SamplingParams
-from minisgl.server.apis.call import CallContext, CallOptions, EncodedCall, sse
-from minisgl.server.apis.call_fields import AtLeastOne
-from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.completions import Text, encode_prompt
-from minisgl.server.apis.openai_answer import DONE, failure
-from minisgl.server.apis.reply_plan import ReplyPlan
+from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
+from minisgl.server.calls.call_fields import AtLeastOne
+from minisgl.server.calls.completer import Completer
+from minisgl.server.calls.openai_answer import DONE, failure
+from minisgl.server.calls.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, Answer, Route

@@ -18,12 +18,12 @@ from minisgl.errors import RequestError
 from minisgl.fields import Neutral, convert, convert_value, json_type_name, refuse_unknown, shorten
 from minisgl.grammar.spec import GrammarSpec, json_schema_spec
 from minisgl.request import SamplingParams, WatchedText
-from minisgl.server.apis.call import CallContext, CallOptions, Conversation, EncodedCall
-from minisgl.server.apis.call_fields import AtLeastOne, sampling_params
-from minisgl.server.apis.completer import Completer
 from minisgl.server.apis.messages_answer import ERRORS, MessageAnswer, MessagesFormat, TokenCount
-from minisgl.server.apis.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
-from minisgl.server.apis.turns import Turns
+from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
+from minisgl.server.calls.call_fields import AtLeastOne, sampling_params
+from minisgl.server.calls.completer import Completer
+from minisgl.server.calls.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
+from minisgl.server.calls.turns import Turns
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route

@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import Struct
 
-from minisgl.server.apis.call import CallContext, sse
-from minisgl.server.apis.openai_answer import encode
-from minisgl.server.apis.reply_plan import ReplyReader
+from minisgl.server.calls.call import CallContext, sse
+from minisgl.server.calls.openai_answer import encode
+from minisgl.server.calls.reply_plan import ReplyReader
 from minisgl.server.http.errors import ErrorFormat, Fault
 from minisgl.server.open_choices import Delta
 from minisgl.text.formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning

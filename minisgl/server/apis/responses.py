@@ -14,18 +14,18 @@ from msgspec import Meta, Struct
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral, convert, convert_value, json_type_name, refuse_unknown, shorten
 from minisgl.grammar.spec import GrammarSpec, json_object_spec, json_schema_spec
-from minisgl.server.apis.call import CallContext, CallOptions, Conversation, EncodedCall
-from minisgl.server.apis.call_fields import (
+from minisgl.server.apis.responses_answer import ResponseAnswer, ResponsesFormat
+from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
+from minisgl.server.calls.call_fields import (
     AtLeastOne,
     TemplateVariables,
     check_template_variables,
     sampling_params,
 )
-from minisgl.server.apis.completer import Completer
-from minisgl.server.apis.reply_plan import effort_variables
-from minisgl.server.apis.responses_answer import ResponseAnswer, ResponsesFormat
-from minisgl.server.apis.tools import MAX_TOOLS, NO_PARAMETERS, AskedTools, Tool, ask_tools
-from minisgl.server.apis.turns import Turns
+from minisgl.server.calls.completer import Completer
+from minisgl.server.calls.reply_plan import effort_variables
+from minisgl.server.calls.tools import MAX_TOOLS, NO_PARAMETERS, AskedTools, Tool, ask_tools
+from minisgl.server.calls.turns import Turns
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.sampling_fields import ResponseSampling

@@ -10,14 +10,14 @@ from msgspec import Struct
 
 from minisgl.errors import RequestError
 from minisgl.request import TokenId
-from minisgl.server.apis.call_fields import (
+from minisgl.server.calls.call_fields import (
     GivenMessages,
     TemplateVariables,
     check_template_variables,
     check_token_ids,
 )
-from minisgl.server.apis.reply_plan import check_callable
-from minisgl.server.apis.tools import GivenTools, ToolFields, read_tools
+from minisgl.server.calls.reply_plan import check_callable
+from minisgl.server.calls.tools import GivenTools, ToolFields, read_tools
 from minisgl.server.http.bodies import Body, Condition, given, missing
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import Answer, Route

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from minisgl.request import SamplingParams
-from minisgl.server.apis.reply_plan import ReplyPlan, check_callable, plan_reply
-from minisgl.server.apis.tools import NO_TOOLS, AskedTools
+from minisgl.server.calls.reply_plan import ReplyPlan, check_callable, plan_reply
+from minisgl.server.calls.tools import NO_TOOLS, AskedTools
 from minisgl.server.http.errors import Fault
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel

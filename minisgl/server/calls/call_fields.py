@@ -13,9 +13,9 @@ from msgspec import Meta
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral
 from minisgl.request import SamplingParams
-from minisgl.server.apis.call import CallOptions
-from minisgl.server.apis.openai_answer import Shown
-from minisgl.server.apis.output_format import OutputFields, grammar_of
+from minisgl.server.calls.call import CallOptions
+from minisgl.server.calls.openai_answer import Shown
+from minisgl.server.calls.output_format import OutputFields, grammar_of
 from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, missing
 from minisgl.server.sampling_fields import given_fields
 from minisgl.server.served_model import ServedModel

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from minisgl.request import PackedLogprobs, TokenLogprobs
-from minisgl.server.apis.call import CallContext, Usage, sse
+from minisgl.server.calls.call import CallContext, Usage, sse
 from minisgl.server.http.errors import Fault, error_body
 from minisgl.text.tokenizer import Tokenizer
 

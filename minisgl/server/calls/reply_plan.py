@@ -15,7 +15,7 @@ import msgspec
 from minisgl.errors import RequestError
 from minisgl.grammar.spec import GrammarSpec, json_schema_spec, made_spec, within
 from minisgl.request import SamplingParams
-from minisgl.server.apis.tools import NO_TOOLS, AskedTools, Tool
+from minisgl.server.calls.tools import NO_TOOLS, AskedTools, Tool
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
 from minisgl.text.formats.events import CallStart, Content, Event, Reasoning

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from minisgl.errors import MinisglError
 from minisgl.request import with_bad_words_ids
-from minisgl.server.apis.call import AnswerFormat, Call, CallContext, Usage
+from minisgl.server.calls.call import AnswerFormat, Call, CallContext, Usage
 from minisgl.server.http.errors import fault_of
 from minisgl.server.http.middleware import CallFacts, facts_of, json_answer, require_admin
 from minisgl.server.http.uploads import Uploads

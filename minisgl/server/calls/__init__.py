@@ -1,0 +1,1 @@
+"""What the APIs that generate text share: a call from its fields to its answer."""
