@@ -99,6 +99,7 @@ class GrammarCompiler:
         self._max_entries, self._max_bytes, self._limit_s = cache_entries, cache_bytes, limit_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
+        self._is_closed = False
         self._tokenizer: Future[_Tokenizer] | None = None
         self._cache: OrderedDict[Key, Grammar | Refusal] = OrderedDict()
         self._bytes = 0
@@ -155,6 +156,7 @@ class GrammarCompiler:
         """Forget everything; compilations that did not begin fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._is_closed = True
             left = [one for waiting in self._waiting.values() for one in waiting]
             self._waiting.clear()
             self._cache.clear()
@@ -180,7 +182,7 @@ class GrammarCompiler:
             logger.warning("grammars are not available: %s", error)
             self._answer(key, Refusal(f"can't be used with this model: {shorten(str(error))}"), keep=False)
             return
-        timer = threading.Timer(self._limit_s, self._answer, (key, too_long))
+        timer = threading.Timer(self._limit_s, self._answer, (key, too_long, False))
         timer.daemon = True
         timer.start()
         began = time.thread_time()
@@ -196,10 +198,8 @@ class GrammarCompiler:
     def _answer(self, key: Key, found: Grammar | Refusal, keep: bool = True) -> None:
         """Give all who wait for `key` the result, once, and keep it."""
         with self._lock:
-            waiting = self._waiting.pop(key, None)
-            if waiting is None:  # the time was over, or `close` was called
-                return
-            if keep:
+            waiting = self._waiting.pop(key, [])  # empty if the time was over, or `close` was called
+            if keep and not self._is_closed:
                 self._cache[key] = found
                 self._bytes += _size(key)
                 while len(self._cache) > self._max_entries or self._bytes > self._max_bytes:

@@ -30,6 +30,7 @@ from minisgl.grammar.limits import (
     MAX_ALTERNATIVES,
     MAX_COUNT,
     MAX_ENUM_VALUES,
+    MAX_JOINED_PATTERNS,
     MAX_LEVELS,
     MAX_LITERAL_CHARS,
     MAX_NUMBER,
@@ -54,6 +55,7 @@ class _Document:
     def __init__(self, root: Any, where: str) -> None:
         self.root = root
         self.where = where
+        self.anchors: dict[str, list[str]] | None = None  # name -> pointers, once one is needed
         self.names: dict[str, str] = {}  # pointer -> name among the canonical definitions
         self.taken: set[str] = set()
         self.waiting: list[str] = []
@@ -78,6 +80,9 @@ class _Document:
             definitions[self.names[pointer]] = self.definition(self.target(pointer, place), place)
         if definitions:
             schema = {**(schema if isinstance(schema, dict) else {}), "$defs": definitions}
+        if _num_joined_patterns(schema) > MAX_JOINED_PATTERNS:
+            what = "patterns and formats in a schema with allOf, or with keywords beside $ref"
+            raise self.too_large(self.where, what, MAX_JOINED_PATTERNS)
         endless = find_endless(schema)
         if endless is not None:
             place = places.get(endless, self.where)
@@ -190,7 +195,11 @@ class _Document:
         fragment = unquote(reference[1:])
         if not fragment or fragment.startswith("/"):
             return fragment
-        found = [pointer for pointer, name in _anchors(self.root) if name == fragment]
+        if self.anchors is None:
+            self.anchors = {}
+            for pointer, name in _anchors(self.root):
+                self.anchors.setdefault(name, []).append(pointer)
+        found = self.anchors.get(fragment, [])
         if len(found) != 1:
             raise self.refused(at, f"refers to {shorten(reference)}, which is not in this schema")
         return found[0]
@@ -353,7 +362,7 @@ class _Document:
             return
         if "prefixItems" in schema:
             raise self.invalid(at, "must be one schema beside prefixItems", value)
-        out["prefixItems"] = [self.schema(one, f"{at}[{i}]") for i, one in enumerate(value)]
+        out["prefixItems"] = self.several(value, at, MAX_PROPERTIES)
         if "additionalItems" in schema:  # which counts beside a list only
             out["items"] = self.schema(
                 schema["additionalItems"], at.removesuffix("items") + "additionalItems"
@@ -457,6 +466,20 @@ def _anchors(root: Any) -> Iterator[tuple[str, str]]:
             stack += [(f"{pointer}/{_escape(key)}", one) for key, one in node.items()]
         elif isinstance(node, list):
             stack += [(f"{pointer}/{i}", one) for i, one in enumerate(node)]
+
+
+def _num_joined_patterns(schema: Any) -> int:
+    """The patterns and formats of a schema where some may hold for one string together; 0 where none can."""
+    num_patterns, are_joined, stack = 0, False, [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            num_patterns += isinstance(node.get("pattern"), str) + isinstance(node.get("format"), str)
+            are_joined |= "allOf" in node or ("$ref" in node and len(node) > 1)
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+    return num_patterns if are_joined else 0
 
 
 def _same(value: Any, other: Any) -> bool:

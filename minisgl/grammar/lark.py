@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from minisgl.errors import RequestError
 from minisgl.grammar.json_schema import canonical_schema, dump
-from minisgl.grammar.limits import MAX_DEPTH, MAX_LARK_BYTES, MAX_RULES
+from minisgl.grammar.limits import MAX_DEPTH, MAX_JOINED_PATTERNS, MAX_LARK_BYTES, MAX_RULES
 
 MAX_NESTING = 100
 """Brackets inside each other, in GBNF."""
@@ -43,6 +43,8 @@ def checked_lark(text: str, where: str) -> str:
         raise RequestError(400, "grammar_too_large", message, where)
     if "\0" in text:
         raise _refused(where, "has a NUL character")
+    if text.count("&") > MAX_JOINED_PATTERNS:
+        raise _refused(where, f"has more than {MAX_JOINED_PATTERNS} '&'")
     if not is_lark_syntax(text):
         return _from_gbnf(text, where)
     out: list[str] = []

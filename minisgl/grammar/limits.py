@@ -19,6 +19,9 @@ MAX_REPEATS = 200_000
 MAX_EXPANDED_CHARS = 20_000
 """Characters of a regular expression whose counted repetitions are written out; a class of characters with
 its count is one."""
+MAX_JOINED_PATTERNS = 8
+"""Patterns and formats of a schema where several may hold for one string, and `&` of a grammar: their states
+multiply, and the library builds them for minutes at 50, in gigabytes, without a way to stop it."""
 MAX_LITERAL_CHARS = 10_000
 """Characters of one text that an answer must contain as it is: the time per token grows with it."""
 MAX_COUNT = 1_000_000_000
@@ -35,9 +38,9 @@ overflows at about 1,600 in a stack of 8 MiB; the compiler's threads have eight 
 MAX_TAGS = 512
 """Parts of a structural tag."""
 COMPILE_LIMIT_S = 2.0
-"""Seconds that compiling one grammar may take. Its request is refused then; the thread ends a little later,
-since the library's own limits bound its work."""
+"""Seconds that compiling one grammar may take. Its request is refused then; the thread goes on until the
+library is done, which the other limits bound."""
 SLOW_MASK_S = 0.02
 """A mask that takes a thread longer than this is slow; usual ones take 0.0001 s."""
 SLOW_BUDGET_S = 0.5
-"""Seconds of slow masks after which a request ends with an error."""
+"""Seconds of slow masks, of all requests of one grammar, after which these requests end with an error."""

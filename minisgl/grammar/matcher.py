@@ -18,6 +18,9 @@ from minisgl.grammar.limits import SLOW_BUDGET_S, SLOW_MASK_S
 Mask = NDArray[np.int32]
 
 
+TOO_SLOW = "the grammar is too ambiguous: its masks take too long"
+
+
 class GrammarError(MinisglError):
     """A request's grammar can't go on; the request must end with this error."""
 
@@ -50,6 +53,8 @@ class Grammar:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.num_words = (vocab_size + 31) // 32
         self.first_mask = first_mask
+        self.slow_s = 0.0
+        """Seconds of slow masks of all matchers together."""
         self.is_worn = False
         """Whether the library gave up in a matcher. They share what it learned of the grammar, so that new
         ones would fail, too: the compiler makes a new grammar then."""
@@ -66,6 +71,7 @@ class Grammar:
 
     def matcher(self) -> "Matcher":
         """The place of a request without output."""
+        self.slow_s /= 2  # what was slow once is forgotten in time
         return Matcher(self)
 
 
@@ -79,7 +85,6 @@ class Matcher:
         """Whether an end-of-sequence id was appended."""
         self._library = grammar.start.deep_copy()
         self._error: GrammarError | None = None
-        self._slow_s = 0.0
 
     @classmethod
     def rebuilt(cls, grammar: Grammar, token_ids: Sequence[int]) -> "Matcher":
@@ -134,6 +139,8 @@ class Matcher:
         if self._is_known():
             self._fill_known(out)
             return
+        if self.grammar.slow_s > SLOW_BUDGET_S:
+            raise self._fail(GrammarError(TOO_SLOW))
         began = time.thread_time()
         try:
             self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
@@ -172,9 +179,9 @@ class Matcher:
         elif not out.any() or (not self._library.is_accepting() and self.grammar.allows_end(out)):
             error = NoTokenAllowedError("the grammar allows no token here")
         elif seconds > SLOW_MASK_S:
-            self._slow_s += seconds
-            if self._slow_s > SLOW_BUDGET_S:
-                error = GrammarError("the grammar is too ambiguous: its masks take too long")
+            self.grammar.slow_s += seconds
+        if error is None and self.grammar.slow_s > SLOW_BUDGET_S:
+            error = GrammarError(TOO_SLOW)
         if error is not None:
             out.fill(0)
             self._error = error

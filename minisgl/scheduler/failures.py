@@ -34,6 +34,15 @@ def no_finite_logits() -> RequestError:
 def no_token_left(request: Request) -> RequestError:
     """The request is at fault: its rules ban every token (`plan.NONE_ALLOWED`)."""
     is_list_given = bool(request.params.allowed_token_ids)
+    if request.params.grammar is not None:
+        where = request.params.grammar.where
+        return RequestError(
+            400,
+            "no_token_left",
+            f"{where} and the request's own rules leave no token behind {len(request.output)} generated "
+            "tokens; allow more, ban less, or lower min_tokens",
+            where,
+        )
     return RequestError(
         400,
         "no_token_left",

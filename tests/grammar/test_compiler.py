@@ -138,8 +138,8 @@ def test_a_compilation_that_takes_too_long_fails_alone(monkeypatch: pytest.Monke
         waiting.result(30)
     assert isinstance(compiler.compile(integers(6)).result(30), Grammar)
     go.set()
-    with pytest.raises(RequestError, match=r"more than 0.05 s"):  # it is known now
-        compiler.compile(slow).result(30)
+    # A busy moment is no verdict: asked again, it is compiled again, or was meanwhile.
+    assert isinstance(compiler.compile(slow).result(30), Grammar)
 
 
 class Panic(BaseException):

@@ -300,6 +300,24 @@ def test_a_panic_of_the_library_closes_the_masks(tokens: Tokens, monkeypatch: py
     assert not out.any()
 
 
+def test_the_requests_of_one_grammar_share_the_time_of_slow_masks(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher_module, "SLOW_MASK_S", -1.0)
+    grammar = tokens.compile(regex_spec("[a-c]{1,9}", "x"))
+    first, second = grammar.matcher(), grammar.matcher()
+    first.advance(tokens.ids("a"))
+    second.advance(tokens.ids("a"))
+    mask = np.zeros(grammar.num_words, np.int32)
+    first.fill_mask(mask)
+    grammar.slow_s = matcher_module.SLOW_BUDGET_S + 1
+    with pytest.raises(GrammarError, match="take too long"):
+        second.fill_mask(mask)
+    grammar.slow_s = 0.4
+    grammar.matcher()
+    assert grammar.slow_s == 0.2
+
+
 def test_a_slow_row_is_found_among_others(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher_module, "SLOW_MASK_S", 0.004)
     monkeypatch.setattr(matcher_module, "SLOW_BUDGET_S", 0.01)

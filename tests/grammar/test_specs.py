@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.errors import RequestError
-from minisgl.grammar import limits
+from minisgl.grammar import json_schema, limits
 from minisgl.grammar.matcher import GrammarError, Matcher
 from minisgl.grammar.patterns import PatternError, to_llguidance
 from minisgl.grammar.spec import (
@@ -504,3 +504,34 @@ def test_hostile_grammars_are_answered_within_two_seconds(name: str, tokens: Tok
             tokens.longest_prefix(grammar, text)
     assert time.process_time() - began < 2
     assert not tokens.compiler._waiting
+
+
+def test_patterns_that_multiply_are_bounded() -> None:
+    def joined(count: int) -> dict[str, Any]:
+        return {"type": "string", "allOf": [{"pattern": f"a{{{i}}}.*b"} for i in range(1, count + 1)]}
+
+    most = limits.MAX_JOINED_PATTERNS
+    assert json_schema_spec(joined(most), "x")
+    chained = {
+        "$ref": "#/$defs/d0",
+        "$defs": {
+            f"d{i}": {"pattern": "a", "type": "string", **({"$ref": f"#/$defs/d{i + 1}"} if i < most else {})}
+            for i in range(most + 1)
+        },
+    }
+    for schema in (joined(most + 1), chained):
+        with pytest.raises(RequestError, match=f"at most {most} patterns and formats"):
+            json_schema_spec(schema, "x")
+    with pytest.raises(RequestError, match="more than 8 '&'"):
+        grammar_spec("start: A\nA: " + " & ".join(["/a+/"] * (most + 2)), "x")
+
+
+def test_anchors_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[object] = []
+    real = json_schema._anchors
+    monkeypatch.setattr(json_schema, "_anchors", lambda root: walks.append(root) or real(root))
+    schema = {"items": [{"$ref": "#a"}] * 300, "$defs": {"a": {"$anchor": "a", "type": "string"}}}
+    assert json_schema_spec(schema, "x")
+    assert len(walks) == 1
+    with pytest.raises(RequestError, match="at most"):
+        json_schema_spec({"items": [True] * (limits.MAX_PROPERTIES + 1)}, "x")

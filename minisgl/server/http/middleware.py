@@ -1,7 +1,7 @@
 """Middleware around every handler: request ids, API keys, Host and Origin checks, errors, the access log.
 
 Promise: every exception becomes an error object: that of the path's API, or else OpenAI's. Every answer has a
-request id, is counted, and with --access-log is logged once.
+request id, is counted, and with --access-log is logged once, except for what is no HTTP (`listener.py`).
 """
 
 import asyncio

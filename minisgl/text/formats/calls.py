@@ -227,7 +227,9 @@ def _decoded(text: str) -> str:
     if text == "null":
         return "{}"
     inner = loads(text) if text.startswith('"') else text
-    return inner if isinstance(inner, str) else text
+    if not isinstance(inner, str) or any("\ud800" <= char <= "\udfff" for char in inner):
+        return text  # half of a character can't be sent
+    return inner
 
 
 def stream_object(calls: Calls, name: str, optional: bool) -> Reading[bool]:
