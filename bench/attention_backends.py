@@ -38,7 +38,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.build import build_engine
 from minisgl.engine.device import find_device_facts
-from minisgl.engine.graphs.decode_graphs import GraphRecorder
+from minisgl.engine.graphs.graph_recorder import GraphRecorder
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams, TokenLogprobs

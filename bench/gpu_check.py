@@ -118,7 +118,7 @@ def check_prefill_graphs(engine: Engine) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     worst_keys = worst_gap = 0.0
     num_tokens = num_other_tokens = 0
-    for bucket in graphs.buckets:
+    for bucket in graphs.table.sizes:
         for lengths, prefix in (((bucket.tokens - 3,), 0), ((1, bucket.tokens // 3, bucket.tokens // 4), 23)):
             prompts = [generator.integers(1000, 40000, prefix + n).astype("<i4") for n in lengths]
             ids, keys, logits = _prefill(engine, prompts, prefix, None)
@@ -131,7 +131,7 @@ def check_prefill_graphs(engine: Engine) -> dict[str, Any]:
             num_tokens += len(ids)
             num_other_tokens += int((ids != replayed_ids).sum())
     return {
-        "buckets": len(graphs.buckets),
+        "buckets": len(graphs.table.sizes),
         "keys_relative_error": worst_keys,
         "worst_gap_of_a_chosen_token_in_deviations": worst_gap,
         "other_tokens": f"{num_other_tokens} of {num_tokens}",
@@ -175,11 +175,11 @@ def _prefill(
                 runner.rows.last_token[0] = int(prompts[0][-1])
                 decodes = Decodes(*np.array([[0], [begin + 1]], dtype=np.int32))
                 chunks = chunks[1:]
-            tokens = runner.prefill_graphs.run(chunks, decodes, into, runner.pages)
+            tokens = runner.prefill_graphs.run(chunks, decodes, into, runner.pages).token_ids
             places = [*range(len(decodes.rows)), *range(into.decodes, into.decodes + len(chunks))]
             return tokens[places].clone()
         batch = build_prefill(chunks, runner.pages, runner.stager)
-        return prefill_step(runner.model, runner.rows, batch)
+        return prefill_step(runner.model, runner.rows, batch).token_ids
 
     runner.rows.sample = sample_and_keep
     try:

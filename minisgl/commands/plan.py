@@ -133,7 +133,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
             Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)
         ),
         reserve_bytes=estimate_activation_bytes(model, resolved, resolved.max_graph_tokens)
-        + graph_reserve_bytes(model, resolved)
+        + graph_reserve_bytes(resolved)
         + logit_extras_bytes(model, resolved),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]

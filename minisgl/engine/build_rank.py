@@ -350,7 +350,7 @@ def _plan_memory(
     else:
         peaks = measure_peaks(config, model, rows, planner, hardware.device, hardware.dtype)
         recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
-        reserve_bytes = recorded_bytes + graph_reserve_bytes(model_config, config)
+        reserve_bytes = recorded_bytes + graph_reserve_bytes(config)
         reserve_bytes += logit_extras_bytes(model_config, config)
     return plan_memory(
         model_config,

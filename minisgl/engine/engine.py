@@ -160,7 +160,7 @@ class Engine:
                 self._apply_until(1)
                 self._sample(step, self._scheduler.masks(plan, self._grammars.fill_masks))
             if self._recorded.background.is_due:
-                self._record_graph()  # the device is busy with the launched step meanwhile
+                self.record_graph()  # the device is busy with the launched step meanwhile
         elif not self._launched:
             self._grammars.wait()
         # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
@@ -219,18 +219,7 @@ class Engine:
         return self._recorded.background.num_missing
 
     def record_graph(self) -> None:
-        """Record one of the missing graphs. It takes tens of milliseconds, so call it while nothing runs.
-
-        All ranks record the same graph, after the same step.
-
-        Raises:
-            EngineDeadError: another rank has ended.
-        """
-        self._run_checking_ranks(self._record_graph)
-
-    def _record_graph(self) -> None:
-        if self._followers is not None:
-            self._followers.record_graph()
+        """Record one of the missing graphs. It takes tens of milliseconds, so call it while nothing runs."""
         self._recorded.background.record_one()
 
     def record_graphs(self) -> None:

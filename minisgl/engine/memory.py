@@ -81,19 +81,13 @@ def estimate_activation_bytes(model: ModelConfig, config: ResolvedConfig, num_to
     return DTYPE_BYTES[config.dtype] * num_tokens * per_token + 3 * logits_bytes
 
 
-def graph_reserve_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Reserve on CUDA for recorded graphs and libraries, without the activations of plain recorded steps.
-
-    It includes the logits of recorded steps with penalties or log probabilities, because a graph keeps its
-    own memory.
-    """
-    buckets = buckets_of(config)
-    num_rows = buckets.extras[-1] if buckets.extras else 0
-    return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * buckets.num_graphs + _rules_bytes(model, config, num_rows)
+def graph_reserve_bytes(config: ResolvedConfig) -> int:
+    """Reserve on CUDA for recorded graphs and libraries, without the activations of recorded steps."""
+    return LIBRARY_RESERVE_BYTES + GRAPH_BYTES * buckets_of(config).num_graphs
 
 
 def logit_extras_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Most memory of uncaptured steps with penalties, biases, bans or log probabilities.
+    """Most memory of the sampling of steps with penalties, biases, bans or log probabilities.
 
     It is the sum of their tables, which the engine allocates when the first such request comes (with several
     ranks, at the start), of copies of the logits, and of x and the residual of prompts whose log

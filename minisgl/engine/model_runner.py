@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.attention_planner import AttentionPlanner
-from minisgl.engine.graphs.logit_extras import prefill_logits
 from minisgl.engine.graphs.prefill_graphs import UNCAPTURED, PrefillChoice
 from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.inputs import (
@@ -27,7 +26,14 @@ from minisgl.engine.inputs import (
 from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.rows import Rows
 from minisgl.engine.step_timeline import UsedGraphs
-from minisgl.engine.steps import DecodeStep, RowMasks, prefill_step, sample_with_extras
+from minisgl.engine.steps import (
+    DecodeStep,
+    RowLogits,
+    RowMasks,
+    prefill_logits,
+    prefill_step,
+    sample_with_extras,
+)
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks
 
@@ -35,7 +41,7 @@ from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResu
 class HostTokens(NamedTuple):
     """Results of rows, copied to the host, and the places of those that count."""
 
-    results: Tensor  # int32 [R] tokens, or [R, columns] with log probabilities (see `logit_extras`)
+    results: Tensor  # int32 [R] tokens, or [R, columns] with log probabilities (see `sample_with_extras`)
     places: list[int]
 
     def read(self) -> list[int]:
@@ -51,11 +57,9 @@ class HostTokens(NamedTuple):
 
 
 class UnsampledRows(NamedTuple):
-    """A batch whose logits wait for the masks of some of its rows."""
+    """A batch that is still to be sampled with extras, perhaps after masks that are not known yet."""
 
-    row_ids: Tensor  # int32 [R]
-    logits: Tensor  # [R, V]
-    context_len: Tensor | None  # int32 [R]; None = as in the tables
+    logits: RowLogits
     counted: Tensor  # bool [R]; see `sample_with_extras`
     extras: LogitExtras
     places: list[int]  # of the rows that count
@@ -99,7 +103,6 @@ class ModelRunner:
         self._decode = DecodeStep(model, rows)
         self.decode_graphs = recorded.decode
         self.prefill_graphs = recorded.prefill
-        self._extras_decode = recorded.extras_decode
         self._logit_tables: LogitTables | None = None
         self._rules_seen = False  # until then, no row of the tables has rules
 
@@ -160,7 +163,7 @@ class ModelRunner:
         for index, batch in enumerate(step.batches):
             end = begin + len(batch.places)
             if isinstance(batch, UnsampledRows):
-                mask_of_row = np.full(len(batch.row_ids), -1, dtype=np.int32)
+                mask_of_row = np.full(len(batch.counted), -1, dtype=np.int32)
                 mask_of_row[batch.places] = mask_of[begin:end]
                 staged_mask_of, staged_words = self.stager.to_device([mask_of_row, words])
                 row_masks = RowMasks(staged_mask_of, staged_words.view(-1, masks.num_words))
@@ -182,10 +185,10 @@ class ModelRunner:
 
     def _choose_prefill(self, plan: StepPlan) -> PrefillChoice:
         """Choose how the plan's chunks run, and whether its decodes join their batch."""
-        if self.prefill_graphs is None or not plan.chunks or _chunks_have_extras(plan):
+        if self.prefill_graphs is None or not plan.chunks or _has_targets(plan):
             return UNCAPTURED
         num_decodes = len(plan.decode_rows)
-        if not num_decodes or plan.decode_extras != PLAIN or self.decode_graphs is None:
+        if not num_decodes or self.decode_graphs is None:
             return self.prefill_graphs.choose(plan.chunks)
         return self.prefill_graphs.choose(
             plan.chunks, num_decodes, self.decode_graphs.duration_us(num_decodes)
@@ -193,20 +196,26 @@ class ModelRunner:
 
     def _launch_decodes(self, plan: StepPlan) -> HostTokens | UnsampledRows:
         """Run the decodes. With masks, only up to their logits."""
-        rows, places = plan.decode_rows, list(range(len(plan.decode_rows)))
-        if plan.decode_extras.masks:
-            row_ids, logits = self._extras_decode.logits(rows)
-            counted = row_ids < self.rows.max_rows
-            return UnsampledRows(row_ids, logits, None, counted, plan.decode_extras, places)
-        if plan.decode_extras != PLAIN:
-            results = self._extras_decode(rows, plan.decode_extras, self._logit_tables)
-        elif self.decode_graphs is not None:
-            results = self.decode_graphs(rows)
+        rows, extras, places = plan.decode_rows, plan.decode_extras, list(range(len(plan.decode_rows)))
+        if extras == PLAIN:
+            if self.decode_graphs is not None:
+                token_ids = self.decode_graphs(rows)
+            else:
+                token_ids = self._decode(self._uncaptured_rows(rows))
+            return HostTokens(self._to_host(token_ids[: len(rows)]), places)
+        if self.decode_graphs is not None:
+            logits = self.decode_graphs.logits(rows)
         else:
-            row_ids = row_ids_to_device(self._device, rows)
-            self.planner.plan_decode(rows, len(rows))
-            results = self._decode(row_ids)
-        return HostTokens(self._to_host(results[: len(rows)]), places)
+            logits = self._decode.logits(self._uncaptured_rows(rows))
+        if extras.masks and plan.chunks:
+            logits = logits.clone()  # the chunks' graph overwrites the decodes' before they are sampled
+        counted = logits.row_ids < self.rows.max_rows
+        return self._sample_unless_masked(UnsampledRows(logits, counted, extras, places))
+
+    def _uncaptured_rows(self, rows: tuple[int, ...]) -> Tensor:
+        """Prepare an uncaptured decode step. Returns the rows' ids on the device, int32 [R]."""
+        self.planner.plan_decode(rows, len(rows))
+        return row_ids_to_device(self._device, rows)
 
     def _launch_chunks(
         self, plan: StepPlan, choice: PrefillChoice
@@ -216,42 +225,40 @@ class ModelRunner:
         Returns:
             Their rows, and the log probabilities of the targets or None.
         """
-        chunks = plan.chunks
-        self.planner.plan_prefill(chunks)
-        sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
-        if _chunks_have_extras(plan):
-            batch = build_prefill(chunks, self.pages, self.stager)
-            target_places, target_ids, is_sampled = self.stager.to_device(_pack_targets(chunks))
-            targets = (target_places, target_ids) if len(target_places) else None
-            logits, lines = prefill_logits(self.model, self.rows, batch, targets)
-            rows = UnsampledRows(
-                batch.row_ids, logits, batch.context_len, is_sampled > 0, plan.chunk_extras, sampling
-            )
-            return (rows if plan.chunk_extras.masks else self._sample(rows, None)), lines
+        self.planner.plan_prefill(plan.chunks)
+        extras = _extras_of_chunks(plan, choice.joined)
         num_decodes = len(plan.decode_rows) if choice.joined else 0
         decodes = decodes_of(plan) if choice.joined else NO_DECODES
+        token_ids = lines = None
         if self.prefill_graphs is not None and choice.bucket is not None:
-            results = self.prefill_graphs.run(chunks, decodes, choice.bucket, self.pages)
+            token_ids, logits = self.prefill_graphs.run(plan.chunks, decodes, choice.bucket, self.pages)
             first_chunk = choice.bucket.decodes
         else:
-            batch = build_prefill(chunks, self.pages, self.stager, decodes)
-            results, first_chunk = prefill_step(self.model, self.rows, batch), batch.num_decodes
-        places = [*range(num_decodes), *(first_chunk + place for place in sampling)]
-        return HostTokens(self._to_host(results) if places else results, places), None
+            batch = build_prefill(plan.chunks, self.pages, self.stager, decodes)
+            first_chunk = batch.num_decodes
+            if _has_targets(plan):
+                targets = self.stager.to_device(_pack_targets(plan.chunks))
+                logits, lines = prefill_logits(self.model, self.rows, batch, (targets[0], targets[1]))
+            elif extras != PLAIN:
+                logits, _ = prefill_logits(self.model, self.rows, batch)
+            else:
+                token_ids, logits = prefill_step(self.model, self.rows, batch)
+        sampling = [first_chunk + place for place, chunk in enumerate(plan.chunks) if chunk.samples]
+        places = [*range(num_decodes), *sampling]
+        if token_ids is not None and extras == PLAIN:
+            return HostTokens(self._to_host(token_ids) if places else token_ids, places), lines
+        assert logits is not None, "prefill is recorded with its logits"
+        is_sampled = np.zeros(len(logits.row_ids), dtype=np.int32)
+        is_sampled[places] = 1
+        (counted,) = self.stager.to_device([is_sampled])
+        return self._sample_unless_masked(UnsampledRows(logits, counted > 0, extras, places)), lines
+
+    def _sample_unless_masked(self, batch: UnsampledRows) -> HostTokens | UnsampledRows:
+        return batch if batch.extras.masks else self._sample(batch, None)
 
     def _sample(self, batch: UnsampledRows, masks: RowMasks | None) -> HostTokens:
-        state = self.rows.read(batch.row_ids)
-        context_len = state.context_len if batch.context_len is None else batch.context_len
         results = sample_with_extras(
-            self.rows,
-            batch.row_ids,
-            state,
-            batch.logits,
-            context_len,
-            batch.counted,
-            batch.extras,
-            self._logit_tables,
-            masks,
+            self.rows, batch.logits, batch.counted, batch.extras, self._logit_tables, masks
         )
         return HostTokens(self._to_host(results), batch.places)
 
@@ -270,20 +277,27 @@ class ModelRunner:
         return host.copy_(results, non_blocking=True)
 
 
-def _chunks_have_extras(plan: StepPlan) -> bool:
-    return plan.chunk_extras != PLAIN or any(chunk.targets for chunk in plan.chunks)
+def _has_targets(plan: StepPlan) -> bool:
+    """Whether log probabilities of prompt tokens are wanted, whose number no recorded step knows."""
+    return any(chunk.targets for chunk in plan.chunks)
+
+
+def _extras_of_chunks(plan: StepPlan, joined: bool) -> LogitExtras:
+    """The extras of the chunks and of the decodes that join them."""
+    if not joined:
+        return plan.chunk_extras
+    return LogitExtras(*(a or b for a, b in zip(plan.decode_extras, plan.chunk_extras, strict=True)))
 
 
 def _pack_targets(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:
-    """Three int32 arrays: the targets' places in the batch [N], their tokens [N], 1 for sampling rows [R]."""
-    places: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+    """Two int32 arrays [N]: the targets' places in the batch, and their tokens."""
+    places: list[np.ndarray] = []
     begin = 0
     for chunk in chunks:
         places.append(np.arange(begin, begin + len(chunk.targets) // 4, dtype=np.int32))
         begin += chunk.num_new_tokens
     target_ids = np.frombuffer(b"".join(chunk.targets for chunk in chunks), dtype="<i4")
-    sampling = np.array([chunk.samples for chunk in chunks], dtype=np.int32)
-    return [np.concatenate(places), target_ids, sampling]
+    return [np.concatenate(places), target_ids]
 
 
 def _join_logprobs(parts: list[HostTokens]) -> np.ndarray | None:

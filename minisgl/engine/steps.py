@@ -1,9 +1,10 @@
 """The two kinds of steps that an engine runs on the device, decode and prefill, and how both end: sampling.
 
 Promise: both read the row tables, compute, sample, and write the new tokens and lengths back. So the host can
-launch the next step before it has seen this step's tokens.
+launch the next step before it has seen this step's tokens. A step with extras (rules, log probabilities,
+masks) is a plain step whose rows are sampled once more, by `sample_with_extras`.
 
-R rows of the batch, T new tokens.
+R rows of the batch, T new tokens, N targets, V vocabulary, k top tokens.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs, JoinedDecodes
 from minisgl.engine.inputs import PrefillBatch
-from minisgl.engine.logits import LogitTables, pack_logprobs
+from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
 from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.scheduler.plan import NONE_ALLOWED, LogitExtras
@@ -21,6 +22,25 @@ from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals
 from triton_kernels.read_rows import RowState
 from triton_kernels.token_mask import token_mask
+
+
+class RowLogits(NamedTuple):
+    """What the next tokens of a batch's rows are sampled from."""
+
+    row_ids: Tensor  # int32 [R]
+    context_len: Tensor  # int32 [R], the number of tokens of each row so far
+    logits: Tensor  # [R, V]
+
+    def clone(self) -> "RowLogits":
+        """Copies, which later steps leave as they are."""
+        return RowLogits(*(tensor.clone() for tensor in self))
+
+
+class StepOutput(NamedTuple):
+    """Tensors of a step on the device. Of a recorded step, the next replay of any graph overwrites them."""
+
+    token_ids: Tensor  # int32 [R], sampled without extras
+    logits: RowLogits | None  # None = the recording has none
 
 
 class DecodeStep(nn.Module):
@@ -46,33 +66,72 @@ class DecodeStep(nn.Module):
 
     def forward(self, row_ids: Tensor) -> Tensor:
         """Row ids, int32 [R] -> new tokens, int32 [R]. The row id of padding is `max_rows`."""
-        state, logits = self.logits(row_ids)
-        return sample_and_advance(self.rows, row_ids, state, logits, state.context_len)
+        return self.run(row_ids).token_ids
 
-    def logits(self, row_ids: Tensor) -> tuple[RowState, Tensor]:
-        """The rows' lines of the tables, and the logits [R, V] of their next tokens."""
+    def run(self, row_ids: Tensor) -> StepOutput:
+        """As `forward`, with what the tokens are sampled from."""
+        state, found = self._logits(row_ids)
+        return StepOutput(_sample_plain(self.rows, state, found), found)
+
+    def logits(self, row_ids: Tensor) -> RowLogits:
+        """The step without its sampling."""
+        return self._logits(row_ids)[1]
+
+    def _logits(self, row_ids: Tensor) -> tuple[RowState, RowLogits]:
         state = self.rows.read(row_ids)
         inputs = self.inputs(row_ids, state)
-        return state, self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
+        logits = self.model(state.token_ids, state.positions, inputs, run_block=self.run_block)
+        return state, RowLogits(row_ids, state.context_len, logits)
 
     def inputs(self, row_ids: Tensor, state: RowState) -> AttentionInputs:
         """Where the batch's rows live in the pool."""
         return decode_inputs(self.rows, row_ids, state.context_len, state.slot_mapping, self.arrivals)
 
 
-def prefill_step(model: Decoder, rows: Rows, batch: PrefillBatch, run_block: RunBlock = call_block) -> Tensor:
-    """Run chunks of prompts and the decodes that join them. Returns a token for each row, int32 [R].
+def prefill_step(
+    model: Decoder, rows: Rows, batch: PrefillBatch, run_block: RunBlock = call_block
+) -> StepOutput:
+    """Run chunks of prompts and the decodes that join them.
 
     Ignore the token of a chunk that does not end its prompt.
+    """
+    found, _ = prefill_logits(model, rows, batch, run_block=run_block)
+    return StepOutput(_sample_plain(rows, rows.read(batch.row_ids), found), found)
+
+
+def prefill_logits(
+    model: Decoder,
+    rows: Rows,
+    batch: PrefillBatch,
+    targets: tuple[Tensor, Tensor] | None = None,
+    run_block: RunBlock = call_block,
+) -> tuple[RowLogits, Tensor | None]:
+    """Run a `prefill_step` without its sampling, with log probabilities of prompt tokens.
+
+    Args:
+        targets: int32 [N] twice: places in 0..T-1, and the token after each, whose log probability is wanted.
+
+    Returns:
+        What the rows' tokens are sampled from, and the targets' log probabilities, int32 [N, 2 + 2 * k].
     """
     inputs = prefill_inputs(model, rows, batch)
     if inputs.decodes is not None:
         decodes, is_real = inputs.decodes
         first = batch.token_ids[: batch.num_decodes]
         torch.where(is_real, rows.last_token.index_select(0, decodes.row_ids), first, out=first)
-    logits = model(batch.token_ids, batch.positions, inputs, batch.logit_index, run_block)
-    state = rows.read(batch.row_ids)
-    return sample_and_advance(rows, batch.row_ids, state, logits, batch.context_len)
+    num_rows = len(batch.row_ids)
+    output_index = batch.logit_index if targets is None else torch.cat([batch.logit_index, targets[0]])
+    x, residual = model.run_blocks(batch.token_ids, batch.positions, inputs, output_index, run_block)
+    logits = model.head(x[:num_rows], residual[:num_rows])
+    found = RowLogits(batch.row_ids, batch.context_len, logits)
+    if targets is None:
+        return found, None
+    slices = [part[num_rows:].split(SLICE_ROWS) for part in (x, residual)]
+    lines = [
+        pack_logprobs(model.head(*some), ids)
+        for *some, ids in zip(*slices, targets[1].split(SLICE_ROWS), strict=True)
+    ]
+    return found, torch.cat(lines)
 
 
 def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> AttentionInputs:
@@ -117,6 +176,10 @@ def most_kv_heads(model: Decoder) -> int:
     return max(layer.num_kv_heads for layer in model.attention_layers())
 
 
+def _sample_plain(rows: Rows, state: RowState, found: RowLogits) -> Tensor:
+    return sample_and_advance(rows, found.row_ids, state, found.logits, found.context_len)
+
+
 def sample_and_advance(
     rows: Rows, row_ids: Tensor, state: RowState, logits: Tensor, context_len: Tensor
 ) -> Tensor:
@@ -143,16 +206,13 @@ class RowMasks(NamedTuple):
 
 def sample_with_extras(
     rows: Rows,
-    row_ids: Tensor,
-    state: RowState,
-    logits: Tensor,
-    context_len: Tensor,
+    found: RowLogits,
     counted: Tensor,
     extras: LogitExtras,
     tables: LogitTables | None,
     masks: RowMasks | None = None,
 ) -> Tensor:
-    """Like `sample_and_advance`, after rules and masks, and with log probabilities.
+    """Sample a token for each row after rules and masks, in place of the one that its plain step sampled.
 
     Args:
         counted: bool [R], the rows whose token belongs to their output.
@@ -162,13 +222,14 @@ def sample_with_extras(
         int32 [R, 1] (the tokens), or with log probabilities int32 [R, 1 + 2 + 2 * k] (the token, then
         `pack_logprobs` of the model's own logits).
     """
+    row_ids, context_len, logits = found
     changed = logits
     if extras.rules:
         assert tables is not None
         changed = tables.apply_rules(changed, row_ids, context_len)
     if masks is not None:
         changed = token_mask(changed, masks.mask_of, masks.masks)
-    token_ids = sample_and_advance(rows, row_ids, state, changed, context_len)
+    token_ids = _sample_plain(rows, rows.read(row_ids), found._replace(logits=changed))
     if extras.rules:
         assert tables is not None
         tables.add_tokens(row_ids, token_ids, counted)

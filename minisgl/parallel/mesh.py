@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from minisgl.errors import ConfigError, EngineDeadError
+from minisgl.errors import ConfigError
 from minisgl.parallel.regions import SharedMemory, share_memory
 from triton_kernels.all_reduce import Regions
 
@@ -82,32 +82,13 @@ class Ranks:
 
         This uses the store and no collective, because a missing rank may be waiting in a collective.
         """
-        return self._answers(place, "here") is not None
-
-    def all_ranks_succeeded(self, place: str, fine: bool) -> bool:
-        """Whether all ranks are `fine`. Every rank must call this, each time with a new `place`.
-
-        This uses the store and no collective, so it may run between the collectives of two steps.
-
-        Raises:
-            EngineDeadError: a rank has ended or did not answer within `REACH_TIMEOUT_S`.
-        """
-        answers = self._answers(place, "fine" if fine else "failed")
-        if answers is None:
-            raise EngineDeadError(
-                f"a rank of --tp did not say within {REACH_TIMEOUT_S:g} s whether it is fine: {place}"
-            )
-        return set(answers) == {b"fine"}
-
-    def _answers(self, place: str, own: str) -> list[bytes] | None:
-        """The answers of all ranks at `place`, by rank; None = a rank has ended or did not answer in time."""
-        self.store.set(f"{place}/{self.rank}", own)
+        self.store.set(f"{place}/{self.rank}", "here")
         keys = [f"{place}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + REACH_TIMEOUT_S
         while not self.store.check(keys):
             if self.lost.wait(POLL_S) or time.monotonic() > deadline:
-                return None
-        return [self.store.get(key) for key in keys]
+                return False
+        return True
 
     def leave(self) -> None:
         """Destroy the process group; this process can run no collective afterwards.

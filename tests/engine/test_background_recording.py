@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from fake_recorder import Recorder
 from test_decode_graphs import BUCKETS, CPU, Graphs, Step
 from test_step_timeline import started
-from torch import Tensor
 
 from minisgl.config import ResolvedConfig, resolve_engine_config
 from minisgl.engine import build
@@ -22,12 +22,12 @@ from minisgl.engine.graphs import background_recording, decode_graphs, recording
 from minisgl.engine.graphs.background_recording import BackgroundRecorder
 from minisgl.engine.graphs.buckets import decode_buckets, prefill_buckets, startup_sizes
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs, KernelCompilations
+from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.worker import IDLE_WAIT_MS, _serve
 from minisgl.ipc.messages import AddRequest, Ping, Shutdown
 from minisgl.models.decoder import call_block
 from minisgl.request import SamplingParams
-from minisgl.scheduler.plan import LogitExtras
 
 
 class Clock:
@@ -38,33 +38,22 @@ class Clock:
         return self.now_s
 
 
-class SlowGraphs:
+def slow_table(clock: Clock, num_missing: int, error: Exception | None = None) -> GraphTable[int, int]:
     """Some graphs that take a second each to be recorded."""
 
-    def __init__(self, clock: Clock, num_missing: int, error: Exception | None = None) -> None:
-        self.num_missing = num_missing
-        self.is_urgent = False
-        self._clock = clock
-        self._error = error
-
-    def prepare_next(self) -> None:
+    def record(size: int) -> int:
         assert torch.is_inference_mode_enabled()
+        clock.now_s += 1
+        if error is not None:
+            raise error
+        return size
 
-    def record_next(self) -> None:
-        assert torch.is_inference_mode_enabled()
-        self._clock.now_s += 1
-        if self._error is not None:
-            raise self._error
-        self.num_missing -= 1
-
-    def stop_recording(self) -> None:
-        self.num_missing = 0
+    return GraphTable(record, range(num_missing))
 
 
 def test_recording_takes_no_more_than_a_twentieth_of_the_time_while_requests_run() -> None:
     clock = Clock()
-    graphs = SlowGraphs(clock, 10)
-    background = BackgroundRecorder([graphs], None, strict=True, clock=clock)
+    background = BackgroundRecorder([slow_table(clock, 10)], None, strict=True, clock=clock)
     began_s, times_s = clock.now_s, []
     while background.num_missing:
         if background.is_due:
@@ -75,42 +64,47 @@ def test_recording_takes_no_more_than_a_twentieth_of_the_time_while_requests_run
     assert not background.is_due
 
 
-def test_where_steps_run_uncaptured_meanwhile_it_takes_a_quarter() -> None:
+def test_at_idle_nothing_is_waited_for_and_the_first_kind_comes_first() -> None:
     clock = Clock()
-    graphs = SlowGraphs(clock, 3)
-    graphs.is_urgent = True
-    background = BackgroundRecorder([SlowGraphs(clock, 0), graphs], None, strict=True, clock=clock)
+    first, second = slow_table(clock, 1), slow_table(clock, 2)
+    background = BackgroundRecorder([first, second], None, strict=True, clock=clock)
     background.record_one()
-    clock.now_s += 2.9
-    assert not background.is_due
-    clock.now_s += 0.2
-    assert background.is_due
-    graphs.is_urgent = False
-    assert not background.is_due
-
-
-def test_the_most_urgent_kind_comes_first_and_at_idle_nothing_is_waited_for() -> None:
-    clock = Clock()
-    urgent, other = SlowGraphs(clock, 0), SlowGraphs(clock, 2)
-    background = BackgroundRecorder([urgent, other], None, strict=True, clock=clock)
-    background.record_one()
-    urgent.num_missing = 1  # a step asked for it
-    background.record_one()
-    assert (urgent.num_missing, other.num_missing) == (0, 1)
+    assert (first.num_missing, second.num_missing) == (0, 2)
     background.record_all()
     assert background.num_missing == 0
     assert clock.now_s == 103
 
 
+def test_a_table_records_what_is_wanted_first_and_the_rest_in_its_order() -> None:
+    recorded: list[int] = []
+    table: GraphTable[int, int] = GraphTable(lambda size: recorded.append(size) or 10 * size, [8, 4, 2, 16])
+    table.record(32)  # at the start
+    table.want(2)
+    table.want(None)
+    table.want(64)  # no size of this table
+    table.record_next()
+    table.want(2)
+    table.add(4, 40)  # recorded elsewhere
+    table.record_next()
+    assert recorded == [32, 2, 8]
+    assert (table.sizes, table.num_missing) == ((2, 4, 8, 32), 1)
+    assert [table[size] for size in table.sizes] == [20, 40, 80, 320]
+    table.give_up(lambda size: size > 100)
+    assert table.num_missing == 1
+    table.give_up()
+    assert (table.sizes, table.num_missing) == ((2, 4, 8, 32), 0)
+
+
 def test_what_cannot_be_recorded_later_is_given_up_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    broken, sound = SlowGraphs(clock, 3, RuntimeError("stream is capturing")), SlowGraphs(clock, 2)
+    broken, sound = slow_table(clock, 3, RuntimeError("stream is capturing")), slow_table(clock, 2)
     background = BackgroundRecorder([broken, sound], None, strict=False, clock=clock)
     background.record_all()
     assert (broken.num_missing, sound.num_missing) == (0, 0)
+    assert (len(broken.sizes), len(sound.sizes)) == (0, 2)
     assert caplog.text.count("can't be recorded") == 1
     assert "stream is capturing" in caplog.text
-    strict = BackgroundRecorder([SlowGraphs(clock, 1, RuntimeError("no"))], None, strict=True, clock=clock)
+    strict = BackgroundRecorder([slow_table(clock, 1, RuntimeError("no"))], None, strict=True, clock=clock)
     with pytest.raises(RuntimeError, match="no"):
         strict.record_one()
 
@@ -123,13 +117,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> KernelCompilations:
 
 
 def test_what_recording_compiles_is_no_recompilation(kernels: KernelCompilations) -> None:
-    class Compiling(SlowGraphs):
-        def record_next(self) -> None:
-            super().record_next()
-            kernels.count += 7
+    def record(size: int) -> None:
+        kernels.count += 7
 
     kernels.count = 2
-    BackgroundRecorder([Compiling(Clock(), 1)], kernels, strict=True).record_one()
+    BackgroundRecorder([GraphTable(record, [1])], kernels, strict=True).record_one()
     assert kernels.count == 2
 
 
@@ -152,7 +144,7 @@ def test_until_a_bucket_is_recorded_a_larger_one_serves_and_nothing_is_missed(ma
     graphs, step = Graphs(), Step(max_batch)
     decode = DecodeGraphs(step, graphs, buckets, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
     decode.warm_up(startup_sizes(buckets), lambda bucket, duration_ms: None)
-    assert decode.num_missing == len(buckets) - len(startup_sizes(buckets))
+    assert decode.table.num_missing == len(buckets) - len(startup_sizes(buckets))
     while True:
         for batch in range(1, max_batch + 1):
             bucket = decode.bucket_of(batch)
@@ -160,9 +152,9 @@ def test_until_a_bucket_is_recorded_a_larger_one_serves_and_nothing_is_missed(ma
             assert bucket in (2, buckets[-1], *range(batch, 2 * batch))
             rows = tuple(range(batch))
             assert decode(rows)[:batch].tolist() == [10 * row for row in rows]
-        if not decode.num_missing:
+        if not decode.table.num_missing:
             break
-        decode.record_next()
+        decode.table.record_next()
     assert tuple(sorted(graphs.recorded)) == buckets
     assert (decode.num_recompiles, decode.num_graph_misses) == (0, 0)
 
@@ -173,7 +165,7 @@ def test_the_size_that_runs_is_recorded_next() -> None:
     decode.warm_up([2, 20], lambda bucket, duration_ms: None)
     decode(tuple(range(7)))
     for _ in range(4):
-        decode.record_next()
+        decode.table.record_next()
     assert list(graphs.recorded) == [20, 2, 8, 16, 12, 4]
 
 
@@ -181,8 +173,8 @@ def test_after_giving_up_the_graphs_that_are_there_serve() -> None:
     graphs = Graphs()
     decode = DecodeGraphs(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
     decode.warm_up([4, 16], lambda bucket, duration_ms: None)
-    decode.stop_recording()
-    assert decode.num_missing == 0
+    decode.table.give_up()
+    assert decode.table.num_missing == 0
     assert [decode.bucket_of(batch) for batch in (1, 4, 5, 16, 17)] == [4, 4, 16, 16, None]
 
 
@@ -193,7 +185,7 @@ def engine(tmp_path: Path) -> Iterator[tuple[Engine, Graphs]]:
     graphs = Graphs()
     decode = DecodeGraphs(Step(), graphs, BUCKETS, CPU, strict=True)  # pyright: ignore[reportArgumentType] (stand-ins)
     decode.warm_up([16], lambda bucket, duration_ms: None)
-    background = BackgroundRecorder([decode], None, strict=True)
+    background = BackgroundRecorder([decode.table], None, strict=True)
     engine._recorded = engine._recorded._replace(background=background)
     yield engine, graphs
     engine.close()
@@ -211,16 +203,6 @@ def test_an_engine_records_between_its_steps_until_nothing_is_missing(engine: tu
     it.record_graphs()
     assert it.num_missing_graphs == 0
     assert list(graphs.recorded) == [16, 8, 4, 2]
-
-
-def test_all_ranks_record_when_the_first_one_does(engine: tuple[Engine, Graphs]) -> None:
-    it, graphs = engine
-    link = Mock()
-    it._followers = link
-    it.record_graphs()
-    assert link.record_graph.call_count == 3
-    assert len(graphs.recorded) == 4
-    it._followers = None
 
 
 def test_a_cpu_has_nothing_to_record(tmp_path: Path) -> None:
@@ -250,17 +232,6 @@ def test_a_server_records_while_it_has_nothing_to_do_and_answers_in_between() ->
     assert timeouts_ms == [0, 0, 0, IDLE_WAIT_MS, IDLE_WAIT_MS]
     assert it.record_graph.call_count == 2
     it.status.assert_called_once_with(7)
-
-
-class Recorder:
-    """Records by keeping the function, which runs again on what its tensors hold by then."""
-
-    def __init__(self, **options: Any) -> None:
-        """What only matters to graphs may be anything."""
-
-    def record(self, run: Callable[[], Tensor], **options: Any) -> Callable[[], Tensor]:
-        run()
-        return run
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
@@ -306,8 +277,6 @@ def test_tokens_are_the_same_with_graphs_that_come_later_and_without(
     assert num_missing == len(decode_buckets(16)) - 1 + len(prefill_buckets(128, 16, 16)) - 2
     assert tokens_of(engine) == expected
     assert engine.num_missing_graphs == 0
-    recorded = {extras for _, extras in engine.runner._extras_decode._recorded}
-    assert recorded == {LogitExtras(logprobs=True), LogitExtras(rules=True, logprobs=True)}
     assert tokens_of(engine) == expected
     assert engine.status(0).num_graph_misses == 0
     engine.close()
@@ -317,9 +286,10 @@ class FailingRecorder(Recorder):
     """Can't record the second graph, and nothing beside what that leaves behind."""
 
     def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.num_kept = self.num_released = 0
 
-    def record(self, run: Callable[[], Tensor], **options: Any) -> Callable[[], Tensor]:
+    def record(self, run: Callable[[], Any], **options: Any) -> Callable[[], Any]:
         if self.num_kept and not self.num_released:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.num_kept += 1

@@ -18,6 +18,7 @@ from minisgl.engine.graphs.decode_graphs import (
     import_compiler,
 )
 from minisgl.engine.rows import Rows
+from minisgl.engine.steps import StepOutput
 from minisgl.errors import MinisglError
 from triton_kernels.early_start import EARLY_KERNELS
 
@@ -44,8 +45,6 @@ class Step:
 class Graphs:
     """Stands in for recorded graphs: reads the tensor that was recorded, whatever is in it by then."""
 
-    own_step = None
-
     def __init__(self) -> None:
         self.recorded: dict[int, Tensor] = {}
         self.replayed: list[tuple[int, ...]] = []
@@ -57,11 +56,11 @@ class Graphs:
         self.recorded[row_ids.shape[0]] = row_ids
         self.compiled += 1
 
-    def replay(self, row_ids: Tensor) -> Tensor:
+    def replay(self, row_ids: Tensor) -> StepOutput:
         assert row_ids is self.recorded[row_ids.shape[0]]
         self.replayed.append(tuple(row_ids.tolist()))
         self.compiled += self.compiles_at_replay
-        return row_ids * 10
+        return StepOutput(row_ids * 10, None)
 
     def counts(self) -> tuple[int, int]:
         return self.compiled, len(self.recorded)

@@ -24,7 +24,7 @@ from minisgl.engine.graphs.dry_runs import (
 )
 from minisgl.engine.inputs import HostPageTable
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import prefill_step
+from minisgl.engine.steps import StepOutput, prefill_step
 from minisgl.model_config.config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
@@ -82,8 +82,9 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
     config = resolve_engine_config(asked, CONFIG, DeviceFacts(has_cuda=False))
     tables_before = [table.clone() for table in written(rows)]
 
-    def count(run: Callable[[], Tensor], device: torch.device) -> int:
-        return len(run())
+    def count(run: Callable[[], Tensor | StepOutput], device: torch.device) -> int:
+        result = run()
+        return len(result.token_ids if isinstance(result, StepOutput) else result)
 
     monkeypatch.setattr(dry_runs, "peak_bytes", count)
     with torch.inference_mode():

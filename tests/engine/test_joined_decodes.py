@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_background_recording import Recorder
+from fake_grammar import FakeCompiler, use_fake_grammars
+from fake_recorder import Recorder
 from test_step_timeline import MODEL, started
 
 from minisgl.attention.backends import select
@@ -22,8 +23,12 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import recording
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
+from minisgl.engine.model_runner import LaunchedStep
+from minisgl.engine.step_timeline import UsedGraphs
+from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.scheduler.plan import TokenMasks
 
 LIMITS: dict[str, Any] = {
     "max_running_requests": 10,
@@ -32,6 +37,7 @@ LIMITS: dict[str, Any] = {
     "page_size": 4,
     "output_reserve_tokens": 0,
 }
+GRAMMAR = GrammarSpec("lark", "one")
 MIXTURE = MODEL | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_hidden_layers": 2,
@@ -80,7 +86,13 @@ def some_requests(source: random.Random) -> list[AddRequest]:
         prompt = [source.randrange(64) for _ in range(length)]
         if source.random() < 0.3:
             prompt = common[: source.randrange(20)] + prompt
-        others = {19: {"frequency_penalty": 0.7}, 22: {"logprobs": 2}}.get(number, {})
+        others = {
+            13: {"grammar": GRAMMAR, "presence_penalty": 0.5, "logprobs": 1},
+            15: {"grammar": GRAMMAR},
+            18: {"grammar": GRAMMAR, "temperature": 0.0},
+            19: {"frequency_penalty": 0.7},
+            22: {"logprobs": 2},
+        }.get(number, {})
         asked = others or source.choice([{}, {"temperature": 0.0}, {"top_k": 5}])
         params = SamplingParams(
             **{"temperature": 0.8, "seed": number, "max_tokens": source.randrange(1, 20), **asked}
@@ -102,9 +114,15 @@ def tokens_alone(engine: Engine, requests: list[AddRequest]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "backend", "model"),
-    [(False, "torch", MODEL), (True, "torch", MODEL), (True, "triton", MODEL), (True, "torch", MIXTURE)],
-    ids=["serial", "overlap", "triton", "mixture"],
+    ("overlap", "backend", "model", "join"),
+    [
+        (False, "torch", MODEL, True),
+        (True, "torch", MODEL, True),
+        (True, "triton", MODEL, True),
+        (True, "torch", MIXTURE, True),
+        (True, "torch", MODEL, False),
+    ],
+    ids=["serial", "overlap", "triton", "mixture", "apart"],
 )
 @pytest.mark.parametrize("num_pages", [200, 24], ids=["roomy", "preempting"])
 def test_a_request_gets_the_tokens_that_it_gets_alone(
@@ -112,12 +130,24 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
     overlap: bool,
     backend: str,
     model: dict[str, Any],
+    join: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = started(tmp_path, model, **LIMITS, num_pages=200)
-    engine = joining(tmp_path, monkeypatch, backend, 32, model=model, overlap=overlap, num_pages=num_pages)
+    settings: dict[str, Any] = {"overlap": overlap, "num_pages": num_pages, "join_decodes": join}
+    engine = joining(tmp_path, monkeypatch, backend, 32, model=model, **settings)
     num_joined = num_in_graphs = num_aborted = 0
+    masked: list[UsedGraphs] = []
+    sample = engine.runner.sample
+
+    def sample_and_note(step: LaunchedStep, masks: TokenMasks) -> None:
+        masked.append(step.graphs)
+        sample(step, masks)
+
+    monkeypatch.setattr(engine.runner, "sample", sample_and_note)
+    for one in (plain, engine):
+        use_fake_grammars(one, FakeCompiler(MODEL["vocab_size"], 2))
     for seed in range(3):
         source = random.Random(seed)
         requests = some_requests(source)
@@ -129,7 +159,7 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
             for request in waiting[: source.randrange(3)]:
                 engine.add(request)
                 waiting.remove(request)
-            if source.random() < 0.08:
+            if source.random() < 0.12:
                 engine.abort(source.randrange(len(requests)))
             for output in engine.step():
                 assert output.request_id not in ends, "an output after the last one"
@@ -151,8 +181,13 @@ def test_a_request_gets_the_tokens_that_it_gets_alone(
             assert record.num_decodes
             assert record.num_chunks
             assert not record.graphs.decode_rows
-    assert num_joined > num_in_graphs
-    assert num_in_graphs > 5
+    assert any(graphs.prefill_tokens for graphs in masked)
+    if join:
+        assert {graphs.joined for graphs in masked} == {False, True}
+        assert num_joined > num_in_graphs > 5
+    else:
+        assert num_joined == 0
+        assert any(graphs.prefill_tokens and graphs.decode_rows for graphs in masked)
     assert num_aborted > 1
     assert (engine.status(0).num_preemptions > 0) == (num_pages == 24)
     plain.close()

@@ -11,13 +11,9 @@ from tiny_config import TINY
 from torch import Tensor
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.memory import (
-    GRAPH_BYTES,
-    LIBRARY_RESERVE_BYTES,
     check_weights_fit,
-    graph_reserve_bytes,
     logit_extras_bytes,
     page_bytes,
     plan_memory,
@@ -146,31 +142,3 @@ def test_steps_with_extras_take_no_more_than_is_kept_for_them(num_rows: int, dty
     kept = logit_extras_bytes(model, config)
     with torch.inference_mode():
         assert kept / 4 < peak_bytes(run) <= kept
-
-
-@pytest.mark.parametrize("num_rows", [3, 64, 150])
-def test_graphs_of_steps_with_extras_have_memory_of_their_own_in_the_reserve(num_rows: int) -> None:
-    model = replace(MODEL, vocab_size=30011)
-    config = resolve_engine_config(
-        EngineConfig(max_running_requests=num_rows, max_graph_tokens=0), model, GPU
-    )
-    buckets = buckets_of(config)
-    logits = torch.randn(buckets.extras[-1], model.vocab_size, dtype=torch.bfloat16)
-    row_ids = torch.arange(len(logits), dtype=torch.int32)
-    tables = LogitTables(len(logits), model.vocab_size, torch.device("cpu"))
-    with torch.inference_mode():
-        peak = peak_bytes(lambda: pack_logprobs(tables.apply_rules(logits, row_ids, row_ids), row_ids))
-    # Rules, log probabilities, both; and steps with masks, which have the same logits whatever comes after.
-    num_extras = 4 * len(buckets.extras)
-    others = LIBRARY_RESERVE_BYTES + GRAPH_BYTES * (len(buckets.decode) + num_extras)
-    assert peak <= graph_reserve_bytes(model, config) - others < 4 * peak
-
-
-@pytest.mark.parametrize("fields", [{"compile_mode": "full"}, {"max_graph_batch": 0}])
-def test_no_memory_is_kept_for_graphs_of_steps_with_extras_where_none_are_recorded(
-    fields: dict[str, object],
-) -> None:
-    buckets = buckets_of(resolved(**fields))
-    assert buckets.extras == ()
-    kept = graph_reserve_bytes(MODEL, resolved(**fields))
-    assert kept == LIBRARY_RESERVE_BYTES + GRAPH_BYTES * (len(buckets.decode) + len(buckets.prefill))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_grammar import FakeCompiler, use_fake_grammars
 from test_joined_decodes import MIXTURE, joining, some_requests
 from test_step_timeline import MODEL, started
 
@@ -97,6 +98,7 @@ def test_rows_with_nan_end_and_leave_neighbours_graphs_and_cache_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = joining(tmp_path, monkeypatch, backend, model=model, overlap=overlap, num_pages=num_pages)
+    use_fake_grammars(engine, FakeCompiler(MODEL["vocab_size"], 2))
     requests = some_requests(random.Random(1))
     sound = [answer.end for answer in run(engine, requests)]
     prompts = [np.frombuffer(request.prompt_ids, "<i4").tolist() for request in requests]

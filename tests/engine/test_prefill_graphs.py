@@ -22,7 +22,7 @@ from minisgl.engine.graphs.prefill_graphs import PrefillChoice, PrefillGraphs
 from minisgl.engine.graphs.recording import _record_prefill
 from minisgl.engine.inputs import NO_DECODES, Decodes, HostPageTable, PrefillBatch, Stager, build_prefill
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import prefill_step
+from minisgl.engine.steps import StepOutput, prefill_step
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
@@ -93,7 +93,7 @@ class Engine:
         return [pool for a in self.model.attention_layers() for pool in (a.k_cache, a.v_cache)]
 
 
-def run_again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def run_again(run: Callable[[], Any]) -> Callable[[], Any]:
     run()
     return run
 
@@ -148,12 +148,17 @@ def test_a_padded_step_gives_each_row_what_it_gets_unpadded_and_writes_nothing_e
         bucket = graphs.choose(chunks, len(decodes.rows), 1.0).bucket or BUCKETS[-1]
         used.add(bucket)
         one_by_one = as_chunks(decodes, plain.rows) + chunks
-        expected = plain.step(build_prefill(one_by_one, plain.pages, Stager(CPU)))
-        tokens = graphs.run(chunks, decodes, bucket, padded.pages)
+        expected = plain.step(build_prefill(one_by_one, plain.pages, Stager(CPU))).token_ids
+        tokens, logits = graphs.run(chunks, decodes, bucket, padded.pages)
         assert len(tokens) == bucket.decodes + bucket.rows
         assert torch.isfinite(padded.logits).all(), "padding computes NaN"
         places = [*range(len(decodes.rows)), *range(bucket.decodes, bucket.decodes + len(chunks))]
         assert tokens[places].tolist() == expected.tolist()
+        assert logits is not None
+        assert logits.logits is padded.logits
+        lengths = [*decodes.lengths, *[chunk.num_computed_tokens + chunk.num_new_tokens for chunk in chunks]]
+        assert logits.row_ids[places].tolist() == [*decodes.rows, *[chunk.row for chunk in chunks]]
+        assert logits.context_len[places].tolist() == lengths
         assert padded.logits[places].std() > 0.1
         torch.testing.assert_close(padded.logits[places], plain.logits, rtol=0, atol=1e-4)
         for ours, theirs in zip(padded.state(), plain.state(), strict=True):
@@ -246,8 +251,8 @@ def test_graphs_are_recorded_up_to_twice_the_time_that_launching_takes() -> None
     graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     with torch.inference_mode():
         graphs.warm_up(buckets, clock=ticks(*launches, *runs))
-    assert graphs.buckets == buckets[:2]
-    assert graphs.num_missing == 0
+    assert graphs.table.sizes == buckets[:2]
+    assert graphs.table.num_missing == 0
     assert graphs.choose(chunk_of(33)).bucket is None
 
 
@@ -258,7 +263,7 @@ def test_a_graph_is_used_where_padding_costs_no_more_than_launching_would() -> N
     graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     with torch.inference_mode():
         graphs.warm_up(buckets, clock=ticks(*[0.010] * 3, *[0.004] * 2, *[0.009] * 2, *[0.017] * 2))
-    assert graphs.buckets == buckets
+    assert graphs.table.sizes == buckets
     expected = {1: buckets[0], 16: buckets[0], 17: buckets[1], 32: buckets[1], 64: buckets[2]}
     expected |= {33: None, 60: None, 61: buckets[2]}  # 60 tokens run in 16 ms, 5 % less than 16.8
     assert {n: graphs.choose(chunk_of(n)).bucket for n in expected} == expected
@@ -272,20 +277,20 @@ def test_sizes_between_measured_ones_are_judged_by_the_line_between_them_and_rec
     graphs = PrefillGraphs(engine.step, run_again, buckets, engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     with torch.inference_mode():
         graphs.warm_up([buckets[0], buckets[2], buckets[5]], clock=ticks(*durations))
-        assert graphs.buckets == (buckets[0], buckets[2])
-        assert graphs.num_missing == 2
+        assert graphs.table.sizes == (buckets[0], buckets[2])
+        assert graphs.table.num_missing == 2
         assert graphs.choose(chunk_of(62)).bucket == buckets[2]
         assert graphs.choose(chunk_of(93)).bucket is None
-        graphs.record_next()  # what the chunks before had use for
-        assert graphs.buckets == (buckets[0], buckets[2], buckets[3])
-        graphs.record_next()
-    assert graphs.buckets == buckets[:4]
-    assert graphs.num_missing == 0
+        graphs.table.record_next()  # what the chunks before had use for
+        assert graphs.table.sizes == (buckets[0], buckets[2], buckets[3])
+        graphs.table.record_next()
+    assert graphs.table.sizes == buckets[:4]
+    assert graphs.table.num_missing == 0
     chunks = (Chunk(2, 0, np.arange(30, dtype="<i4").tobytes(), True),)
     with torch.inference_mode():
         assert graphs.choose(chunks).bucket == buckets[1]
-        replayed = graphs.run(chunks, NO_DECODES, buckets[1], engine.pages)[:1]
-        assert torch.equal(replayed, engine.step(build_prefill(chunks, engine.pages, Stager(CPU))))
+        replayed = graphs.run(chunks, NO_DECODES, buckets[1], engine.pages).token_ids[:1]
+        assert torch.equal(replayed, engine.step(build_prefill(chunks, engine.pages, Stager(CPU))).token_ids)
 
 
 def test_decodes_go_with_chunks_where_that_takes_less_time_than_one_after_the_other() -> None:
@@ -302,20 +307,20 @@ def test_decodes_go_with_chunks_where_that_takes_less_time_than_one_after_the_ot
         return graphs
 
     graphs = graphs_of(buckets)
-    assert graphs.buckets == (buckets[0], buckets[2], *buckets[4:])
+    assert graphs.table.sizes == (buckets[0], buckets[2], *buckets[4:])
     # No small graph has room for decodes yet, so that they take a launch.
     assert graphs.choose(chunk_of(15), 1, 2510.0) == (None, True, 6500.0)
     assert graphs.choose(chunk_of(15), 1, 2490.0) == (PrefillBucket(16, 4), False, 6490.0)
     assert graphs.choose(chunk_of(28), 4, 900.0).joined
     with torch.inference_mode():
-        graphs.record_next()  # what the last would have liked
+        graphs.table.record_next()  # what the last would have liked
     assert graphs.choose(chunk_of(28), 4, 210.0) == (PrefillBucket(32, 4, 4), True, 6200.0)
     assert graphs.choose(chunk_of(28), 4, 190.0) == (PrefillBucket(32, 4), False, 6190.0)
     assert graphs.choose(chunk_of(28)) == PrefillChoice(PrefillBucket(32, 4), False, 6000.0)
     with torch.inference_mode():
-        while graphs.num_missing:
-            graphs.record_next()
-    assert graphs.buckets == buckets
+        while graphs.table.num_missing:
+            graphs.table.record_next()
+    assert graphs.table.sizes == buckets
     # Beside 15 tokens one more is free; beside 16 it takes the next bucket, 2 ms more.
     assert graphs.choose(chunk_of(15), 1, 210.0) == (PrefillBucket(16, 4, 4), True, 4200.0)
     assert graphs.choose(chunk_of(16), 1, 2210.0) == (PrefillBucket(32, 4, 4), True, 6200.0)
@@ -343,7 +348,7 @@ def test_ranks_that_measure_other_times_decide_alike() -> None:
     with torch.inference_mode():
         graphs.warm_up(buckets, clock=ticks(*slow, *[0.050] * 2), minimum_over_ranks=agree)
     assert asked == [10_000, 15_000, 30_000, 50_000]
-    assert graphs.buckets == buckets[:2]
+    assert graphs.table.sizes == buckets[:2]
 
 
 def test_ranks_that_measure_other_times_join_alike() -> None:
@@ -365,12 +370,12 @@ def test_graphs_are_measured_on_tokens_that_have_a_slot_and_so_experts() -> None
     bucket = PrefillBucket(longest + 10, 4)
     launched: list[tuple[list[int], int, list[int], int, int]] = []
 
-    def step(batch: PrefillBatch) -> Tensor:
+    def step(batch: PrefillBatch) -> StepOutput:
         queries = batch.row_start.diff().tolist()
         ids = batch.token_ids.tolist()
         slots = batch.slot_mapping.unique().tolist()
         launched.append((slots, int(batch.positions.max()), queries, min(ids), max(ids)))
-        return batch.row_ids
+        return StepOutput(batch.row_ids, None)
 
     graphs = PrefillGraphs(step, run_again, (bucket,), engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     graphs.warm_up([bucket])
@@ -384,7 +389,7 @@ def test_a_model_that_takes_far_longer_than_its_launch_has_no_graphs() -> None:
     graphs = PrefillGraphs(engine.step, run_again, BUCKETS, engine.pages, Stager(CPU), CPU, VOCAB_SIZE)
     with torch.inference_mode():
         graphs.warm_up(BUCKETS, clock=ticks(*[0.010] * 3, *[0.030] * 2))
-    assert graphs.buckets == ()
+    assert graphs.table.sizes == ()
     assert graphs.choose(chunk_of(1)).bucket is None
 
 
@@ -394,7 +399,7 @@ def test_a_gpu_that_cannot_record_prefill_starts_without_and_says_so(
     engine = Engine()
 
     def start(error: Exception, **settings: Any) -> PrefillGraphs | None:
-        def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def record(run: Callable[[], Any]) -> Callable[[], Any]:
             raise error
 
         config = resolve_engine_config(EngineConfig(**settings), CONFIG, DeviceFacts(has_cuda=True))

@@ -5,7 +5,7 @@ chunks, the prefix cache, overlap and preemption.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,10 @@ from transformers.generation.logits_process import (
 from minisgl.config import EngineConfig
 from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.graphs.background_recording import BackgroundRecorder
-from minisgl.engine.graphs.logit_extras import ExtrasDecodeGraphs
-from minisgl.engine.steps import DecodeStep
+from minisgl.engine.graphs.decode_graphs import DecodeGraphs
+from minisgl.engine.steps import DecodeStep, StepOutput
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from minisgl.scheduler.plan import LogitExtras
 
 EOS = 2
 NUM_TOKENS = 14
@@ -214,92 +212,65 @@ def test_rules_hold_after_a_preemption(reference: PreTrainedModel, folder: Path)
     small.close()
 
 
-def test_recorded_steps_are_padded_and_recorded_once_per_size(
+class OneBuffer:
+    """Stands in for recorded decode steps. As with graphs, each replay overwrites the logits before."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        self.step = step
+        self.replayed: list[int] = []
+        self.last: StepOutput | None = None
+
+    def record(self, row_ids: Tensor) -> None:
+        self.step.run(row_ids)  # on padding rows, which must change nothing
+
+    def replay(self, row_ids: Tensor) -> StepOutput:
+        if self.last is not None and self.last.logits is not None:
+            self.last.logits.logits.fill_(float("nan"))
+        self.replayed.append(len(row_ids))
+        self.last = self.step.run(row_ids)
+        return self.last
+
+    def counts(self) -> tuple[int, int]:
+        return 0, 0
+
+    def release(self) -> None:
+        pass
+
+
+def test_steps_with_rules_and_log_probabilities_replay_the_graphs_of_plain_steps(
     reference: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded: list[Callable[[], Tensor]] = []
-
-    def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        run()  # as the recorder does before it records: on padding rows, which must change nothing
-        recorded.append(run)
-        return run
-
     runner = engine.runner
     step = DecodeStep(runner.model, runner.rows)
-    with_extras = ExtrasDecodeGraphs(step, record, (2, 4), torch.device("cpu"))
-    monkeypatch.setattr(runner, "_extras_decode", with_extras)
-    all_cases = cases(reference)
-    for _ in range(2):
-        for first in (0, 3, 6):
-            some = all_cases[first : first + 3]
-            answers = run(engine, *[(prompt, params) for prompt, params, _ in some])
-            wanted = [expected(reference, prompt, rules) for prompt, _, rules in some]
-            assert [answer.token_ids for answer in answers] == wanted
-            record_all(with_extras)
-    assert len(recorded) == 2  # of two and of four rows
-    for _ in range(2):
-        (answer,) = run(engine, (prompt_of(60), greedy(logprobs=5, frequency_penalty=0.5)))
-        check_logprobs(reference, prompt_of(60), answer, 5, None)
-        record_all(with_extras)
-        assert len(recorded) == 3
-
-
-@torch.inference_mode()
-def record_all(with_extras: ExtrasDecodeGraphs) -> None:
-    while with_extras.num_missing:
-        with_extras.record_next()
-
-
-def test_a_larger_graph_serves_while_the_own_one_is_missing(engine: Engine) -> None:
-    replayed: list[int] = []
-
-    def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        size = run().shape[0]
-
-        def replay() -> Tensor:
-            replayed.append(size)
-            return run()
-
-        return replay
-
-    runner = engine.runner
-    with_extras = ExtrasDecodeGraphs(
-        DecodeStep(runner.model, runner.rows), record, (2, 4, 8), torch.device("cpu")
-    )
-    logprobs, rules = LogitExtras(logprobs=True), LogitExtras(rules=True, logprobs=True)
-    runner.allocate_logit_tables()
+    graphs = OneBuffer(step)
+    decode = DecodeGraphs(step, graphs, (2, 4), torch.device("cpu"), strict=True)
     with torch.inference_mode():
-        assert with_extras((1, 2, 3), logprobs, None).shape[0] == 4
-        assert with_extras.is_urgent
-        record_all(with_extras)
-        assert with_extras((4,), logprobs, None).shape[0] == 4
-        assert not with_extras.is_urgent
-        with_extras((5, 6), rules, runner._logit_tables)
-        assert replayed == [4]
-        assert with_extras.num_missing == 2
-        record_all(with_extras)
-        with_extras((4,), logprobs, None)
-        with_extras((5, 6), rules, runner._logit_tables)
-    assert replayed == [4, 2, 2]
+        for _ in range(2):
+            decode.table.record_next()
+    monkeypatch.setattr(runner, "decode_graphs", decode)
+    all_cases = cases(reference)
+    for first in (0, 3, 6):
+        some = all_cases[first : first + 3]
+        answers = run(engine, *[(prompt, params) for prompt, params, _ in some])
+        wanted = [expected(reference, prompt, rules) for prompt, _, rules in some]
+        assert [answer.token_ids for answer in answers] == wanted
+    graphs.replayed.clear()
+    (answer,) = run(engine, (prompt_of(60), greedy(logprobs=5, frequency_penalty=0.5)))
+    check_logprobs(reference, prompt_of(60), answer, 5, None)
+    assert graphs.replayed == [2] * (len(answer.token_ids) - 1)
 
 
-def test_what_cannot_be_recorded_runs_uncaptured_and_says_so(
-    reference: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_a_batch_without_a_graph_gets_its_rules_too(
+    reference: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        raise torch.OutOfMemoryError("no memory")
-
     runner = engine.runner
-    with_extras = ExtrasDecodeGraphs(
-        DecodeStep(runner.model, runner.rows), record, (2, 4), torch.device("cpu")
-    )
-    monkeypatch.setattr(runner, "_extras_decode", with_extras)
+    step = DecodeStep(runner.model, runner.rows)
+    decode = DecodeGraphs(step, OneBuffer(step), (), torch.device("cpu"), strict=False)
+    decode._buckets = (0,)
+    monkeypatch.setattr(runner, "decode_graphs", decode)
     prompt, params, rules = cases(reference)[0]
-    background = BackgroundRecorder([with_extras], None, strict=False)
-    for _ in range(2):
-        assert run(engine, (prompt, params))[0].token_ids == expected(reference, prompt, rules)
-        background.record_all()
-    assert caplog.text.count("can't be recorded") == 1
+    assert run(engine, (prompt, params))[0].token_ids == expected(reference, prompt, rules)
+    assert decode.num_graph_misses == len(expected(reference, prompt, rules)) - 1
 
 
 def test_plain_rows_get_the_same_tokens_whatever_their_company_asks(engine: Engine) -> None:

@@ -1,5 +1,8 @@
 """How ranks find out whether all of them can go on as planned."""
 
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,14 @@ def test_a_rank_that_fails_alone_says_so_without_waiting_for_a_collective(
     assert "rank 1 of --tp alone can't compile" in said
     assert "--compile-mode off" in said
     assert "no compiler" in said
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    def ask(ranks: Ranks) -> bool:
+        threading.Timer(0.05, ranks.lost.set).start()
+        began = time.monotonic()
+        found = ranks.all_ranks_reach("never")
+        assert time.monotonic() - began < mesh.REACH_TIMEOUT_S / 4
+        return found
+
+    assert run_on_ranks(1, tmp_path, lambda ranks: ask(replace(ranks, size=2))) == [False]

@@ -17,9 +17,6 @@ JOINED_DECODE_ROOMS = (32, 256)
 """Room for decodes in a prefill graph: for few and for many. Unused room costs time: attention splits keys as
 if all rows were there, and head and sampling compute padding rows."""
 
-NUM_LOGIT_EXTRAS = 4
-"""Kinds of recorded steps with `scheduler.plan.LogitExtras`: rules, log probabilities, both; masks."""
-
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:
     """Ascending sizes up to `max_batch`: 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 32 beyond.
@@ -115,13 +112,11 @@ class Buckets(NamedTuple):
 
     decode: tuple[int, ...]
     prefill: tuple[PrefillBucket, ...]
-    extras: tuple[int, ...]
-    """Decode steps with penalties or log probabilities: few, since each combination needs graphs."""
 
     @property
     def num_graphs(self) -> int:
-        """Most graphs that can exist. Graphs of `extras` are recorded only when a step needs them."""
-        return len(self.decode) + len(self.prefill) + NUM_LOGIT_EXTRAS * len(self.extras)
+        """Most graphs that can exist."""
+        return len(self.decode) + len(self.prefill)
 
 
 def max_joined_decodes(config: ResolvedConfig) -> int:
@@ -134,10 +129,7 @@ def max_joined_decodes(config: ResolvedConfig) -> int:
 
 def buckets_of(config: ResolvedConfig) -> Buckets:
     """The buckets that result from the settings."""
-    decode = decode_buckets(config.max_graph_batch)
     return Buckets(
-        decode,
+        decode_buckets(config.max_graph_batch),
         prefill_buckets(config.max_graph_tokens, config.max_running_requests, max_joined_decodes(config)),
-        # In mode "full", only torch records decode steps.
-        () if config.compile_mode == "full" else tuple(sorted(startup_sizes(decode))),
     )

@@ -14,6 +14,7 @@ import importlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -28,9 +29,10 @@ from compile_cache.key import sources_digest
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.graphs.buckets import bucket_for
 from minisgl.engine.graphs.durations import MeasuredDurations
-from minisgl.engine.graphs.early_starts import instantiate_with_early_starts
+from minisgl.engine.graphs.graph_recorder import GraphRecorder
+from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.inputs import row_ids_to_device
-from minisgl.engine.steps import DecodeStep
+from minisgl.engine.steps import DecodeStep, RowLogits, StepOutput
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.early_start import EARLY_KERNELS
@@ -44,24 +46,16 @@ multiprocessor gets a few long units, and an early start would share them out un
 MAX_MEASURED_BUCKETS = 4
 """Most buckets whose duration is measured at the start."""
 
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Records a function. The result replays it on the current contents of its tensors."""
-
 
 class StepGraphs(Protocol):
     """Graphs of the decode step, one per recorded tensor of row ids."""
-
-    @property
-    def own_step(self) -> DecodeStep | None:
-        """The step with compiled blocks that we record ourselves; None if torch records it."""
-        ...
 
     def record(self, row_ids: Tensor) -> None:
         """Compile the step if needed, and record it on these row ids, int32 [R], which must stay in place."""
         ...
 
-    def replay(self, row_ids: Tensor) -> Tensor:
-        """Run the step on a recorded tensor of row ids. The next replay overwrites the returned tokens."""
+    def replay(self, row_ids: Tensor) -> StepOutput:
+        """Run the step on a recorded tensor of row ids. The next replay overwrites the returned tensors."""
         ...
 
     def counts(self) -> tuple[int, int]:
@@ -81,6 +75,14 @@ def no_plan(rows: tuple[int, ...], num_rows: int) -> None:
     """A `PlanDecode` that does nothing."""
 
 
+@dataclass
+class RecordedRows:
+    """The input of one recorded decode step."""
+
+    row_ids: Tensor  # int32 [bucket]
+    rows: tuple[int, ...] = ()  # that row_ids holds, before padding
+
+
 class DecodeGraphs:
     """The decode step, which replays the graph of the batch's bucket.
 
@@ -88,6 +90,9 @@ class DecodeGraphs:
         step: the uncompiled step, which runs batches larger than all buckets.
         graphs: compiles and records the step.
         buckets: ascending batch sizes to record, at least 2.
+
+    Attributes:
+        table: the graphs by bucket. The largest exists from the start.
     """
 
     def __init__(
@@ -104,21 +109,13 @@ class DecodeGraphs:
         self._plan = plan
         self._graphs = graphs
         self._buckets = buckets
-        self._recorded: tuple[int, ...] = ()  # ascending, as `_buckets`
-        self._wanted: int | None = None  # the bucket of the last batch
+        self.table: GraphTable[int, RecordedRows] = GraphTable(self._record, reversed(buckets))
         self._device = device
         self._strict = strict
         self._max_rows = step.rows.max_rows
-        self._row_ids: dict[int, Tensor] = {}
         self._run_us = MeasuredDurations()  # by rows
-        self._batches: dict[int, tuple[int, ...]] = {}  # bucket -> the rows that its row_ids hold
         self.num_recompiles = 0
         self.num_graph_misses = 0
-
-    @property
-    def own_step(self) -> DecodeStep | None:
-        """`StepGraphs.own_step`."""
-        return self._graphs.own_step
 
     def release(self) -> None:
         """`StepGraphs.release`."""
@@ -139,13 +136,13 @@ class DecodeGraphs:
         """
         for bucket in sorted(buckets, reverse=True):
             started = time.perf_counter()
-            self._record(bucket)
-            self._graphs.replay(self._row_ids[bucket])
+            self._graphs.replay(self.table.record(bucket).row_ids)
             on_bucket(bucket, (time.perf_counter() - started) * 1e3)
         self._wait()  # not after each bucket: the device runs while the host records the next one
+        sizes = self.table.sizes
         with self._step.rows.filled_for_measuring(self._step.model.vocab_size):
-            for bucket in sorted(self._recorded[:: -ceil_div(len(self._recorded), MAX_MEASURED_BUCKETS)]):
-                row_ids = self._row_ids[bucket]
+            for bucket in sorted(sizes[:: -ceil_div(len(sizes), MAX_MEASURED_BUCKETS)]):
+                row_ids = self.table[bucket].row_ids
                 row_ids.copy_(torch.arange(bucket, device=self._device) % self._max_rows)
                 self._run_us.add(
                     bucket, minimum_over_ranks(min(self._measure_us(bucket, clock) for _ in range(2)))
@@ -158,7 +155,7 @@ class DecodeGraphs:
         self._plan((), bucket)
         self._wait()
         begin = clock()
-        self._graphs.replay(self._row_ids[bucket])
+        self._graphs.replay(self.table[bucket].row_ids)
         self._wait()
         return round(1e6 * (clock() - begin))
 
@@ -169,62 +166,60 @@ class DecodeGraphs:
         """
         return self._run_us.estimate_us(self.bucket_of(num_rows) or self._buckets[-1])
 
-    @property
-    def num_missing(self) -> int:
-        """Number of buckets without a graph. Their batches run in a larger graph."""
-        return len(self._buckets) - len(self._recorded)
-
-    @property
-    def is_urgent(self) -> bool:
-        """Always False: the largest graph exists from the start."""
-        return False
-
-    def prepare_next(self) -> None:
-        """`RecordableGraphs.prepare_next`: does nothing, because `record_next` runs the step first."""
-
-    def record_next(self) -> None:
-        """Record a missing bucket: the one of the last batch, or else the largest."""
-        missing = [bucket for bucket in self._buckets if bucket not in self._row_ids]
-        self._record(self._wanted if self._wanted in missing else missing[-1])
-
-    def stop_recording(self) -> None:
-        """`RecordableGraphs.stop_recording`: used with one rank only, so the failed graph was not added."""
-        self._buckets = self._recorded
-
     def bucket_of(self, num_rows: int) -> int | None:
         """The size of the recorded graph that holds `num_rows` rows; None if there is none."""
-        return bucket_for(num_rows, self._recorded)
+        return bucket_for(num_rows, self.table.sizes)
 
     def __call__(self, rows: tuple[int, ...]) -> Tensor:
         """Decode these rows. Returns int32 [>= len(rows)] on the device, which the next call overwrites."""
+        output = self._replay(rows)
+        return output.token_ids if output is not None else self._step(self._uncaptured(rows))
+
+    def logits(self, rows: tuple[int, ...]) -> RowLogits:
+        """Decode these rows for a step with extras, which samples them itself.
+
+        It replays the same graphs, whose tokens are dropped. Padding rows follow the others. The next call
+        overwrites the result.
+        """
+        output = self._replay(rows)
+        if output is not None and output.logits is not None:
+            return output.logits
+        return self._step.logits(self._uncaptured(rows))
+
+    def _replay(self, rows: tuple[int, ...]) -> StepOutput | None:
+        """Replay the graph that holds these rows. Returns None if there is none."""
+        if self.table.num_missing:
+            self.table.want(bucket_for(len(rows), self._buckets))
         bucket = self.bucket_of(len(rows))
-        if self.num_missing:
-            self._wanted = bucket_for(len(rows), self._buckets)
         if bucket is None:
             self._note_miss(f"no graph holds {len(rows)} rows (the largest: {self._buckets[-1]})")
-            self._plan(rows, len(rows))
-            return self._step(row_ids_to_device(self._device, rows))
-        row_ids = self._row_ids[bucket]
-        if self._batches.get(bucket) != rows:
+            return None
+        recorded = self.table[bucket]
+        if recorded.rows != rows:
             padded = [*rows, *[self._max_rows] * (bucket - len(rows))]
             on_cuda = self._device.type == "cuda"
-            row_ids.copy_(torch.tensor(padded, dtype=torch.int32, pin_memory=on_cuda), non_blocking=True)
-            self._batches[bucket] = rows
+            staged = torch.tensor(padded, dtype=torch.int32, pin_memory=on_cuda)
+            recorded.row_ids.copy_(staged, non_blocking=True)
+            recorded.rows = rows
         self._plan(rows, bucket)
         before = self._graphs.counts()
-        token_ids = self._graphs.replay(row_ids)
+        output = self._graphs.replay(recorded.row_ids)
         after = self._graphs.counts()
         if after != before:
             self.num_recompiles += after[0] - before[0]
             self._note_miss(f"a decode step of {len(rows)} rows was compiled or recorded while serving")
-        return token_ids
+        return output
 
-    def _record(self, bucket: int) -> None:
+    def _uncaptured(self, rows: tuple[int, ...]) -> Tensor:
+        """Prepare an uncaptured step of these rows. Returns their ids on the device."""
+        self._plan(rows, len(rows))
+        return row_ids_to_device(self._device, rows)
+
+    def _record(self, bucket: int) -> RecordedRows:
         row_ids = torch.full((bucket,), self._max_rows, dtype=torch.int32, device=self._device)
         self._plan((), bucket)
         self._graphs.record(row_ids)
-        self._row_ids[bucket] = row_ids
-        self._recorded = tuple(sorted(self._row_ids))
+        return RecordedRows(row_ids)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -234,85 +229,6 @@ class DecodeGraphs:
         self.num_graph_misses += 1
         if self._strict:
             raise MinisglError(f"--strict-compile: {what}")
-
-
-class GraphRecorder:
-    """Records functions as CUDA graphs that share one memory pool.
-
-    Because of the shared pool, replays must follow each other on one stream.
-
-    Args:
-        early_starts: allow graphs in which a kernel starts before its predecessor has ended. All kernels must
-            be ours, and the GPU must support it: early_start.can_start_early.
-    """
-
-    def __init__(self, *, early_starts: bool = False) -> None:
-        self._can_start_early = early_starts
-        self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def record(
-        self,
-        run: Callable[[], Tensor],
-        *,
-        early: Mapping[str, str | None] | None = None,
-        is_warm: bool = False,
-    ) -> Callable[[], Tensor]:
-        """Run a function once, which compiles its kernels, then record it. The result replays it.
-
-        Args:
-            early: kernels that may start early, some of EARLY_KERNELS. Ignored without `early_starts`.
-            is_warm: all kernels are compiled, so the function is only recorded and nothing is launched.
-
-        Raises:
-            Exception: the same as `run`. The recording has ended then.
-        """
-        if not self._can_start_early:
-            early = None
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph(keep_graph=early is not None)
-        try:
-            with torch.cuda.stream(self._stream):
-                if not is_warm:
-                    run()
-                _free_cublas_workspaces()
-                # Not torch.cuda.graph(): it collects garbage and empties the cache before each recording.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = run()
-                finally:
-                    graph.capture_end()
-                    _free_cublas_workspaces()
-                if early is not None:
-                    self._can_start_early = instantiate_with_early_starts(graph, early)
-        finally:
-            current.wait_stream(self._stream)  # also after a failure: the first run may still be in progress
-        self._graphs.append(graph)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    def release(self) -> None:
-        """Free all graphs. Nothing can be replayed afterwards."""
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # the old pool ended with its last graph
-
-
-def _free_cublas_workspaces() -> None:
-    """Make cuBLAS allocate a new workspace. Call it before and after a recording.
-
-    Within a recording, cuBLAS then allocates from the graph's pool, which keeps the workspace. CUDA graph
-    trees of this process (mode "full", or other compiled code) free any shared workspace when they record,
-    also if a graph of ours still used it.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
 
 
 class CapturedSteps:
@@ -335,19 +251,19 @@ class CapturedSteps:
         keep: bool = True,
     ) -> None:
         run_block = compiled_block(max_batch, keep=keep) if compile_blocks else call_block
-        self.own_step = DecodeStep(step.model, step.rows, run_block)
+        self._step = DecodeStep(step.model, step.rows, run_block)
         self._recorder = recorder
         self._early_rows = early_rows
-        self._replays: dict[int, Callable[[], Tensor]] = {}  # by number of rows
+        self._replays: dict[int, Callable[[], StepOutput]] = {}  # by number of rows
 
     def record(self, row_ids: Tensor) -> None:
         num_rows = row_ids.shape[0]
         early = None
         if num_rows <= self._early_rows:
-            early = early_kernels(num_rows, self.own_step.num_kv_heads)
-        self._replays[num_rows] = self._recorder.record(lambda: self.own_step(row_ids), early=early)
+            early = early_kernels(num_rows, self._step.num_kv_heads)
+        self._replays[num_rows] = self._recorder.record(lambda: self._step.run(row_ids), early=early)
 
-    def replay(self, row_ids: Tensor) -> Tensor:
+    def replay(self, row_ids: Tensor) -> StepOutput:
         return self._replays[row_ids.shape[0]]()
 
     def counts(self) -> tuple[int, int]:
@@ -394,7 +310,8 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep
 class WholeStep:
     """Mode "full": the whole step is one compiled graph, which CUDA graph trees record.
 
-    It compiles twice, and takes the same arguments as `compiled_block`.
+    It compiles twice, and takes the same arguments as `compiled_block`. It keeps no logits, because the trees
+    record again where an earlier result is still in use.
     """
 
     def __init__(self, step: DecodeStep, device: torch.device, *, max_batch: int, keep: bool = True) -> None:
@@ -402,7 +319,6 @@ class WholeStep:
         torch._inductor.config.triton.cudagraph_or_error = True
         torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None
         torch._inductor.config.triton.slow_path_cudagraph_asserts = False
-        self.own_step = None
         self._compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
         self._device = device
         self._max_batch = max_batch
@@ -414,8 +330,8 @@ class WholeStep:
         for _ in range(2):  # the first call runs the code, the second one records it
             self._compiled(row_ids)
 
-    def replay(self, row_ids: Tensor) -> Tensor:
-        return self._compiled(row_ids)
+    def replay(self, row_ids: Tensor) -> StepOutput:
+        return StepOutput(self._compiled(row_ids), None)
 
     def counts(self) -> tuple[int, int]:
         from torch._inductor import cudagraph_trees  # lazy: it touches CUDA

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.graphs.buckets import PrefillBucket, prefill_bucket_for
-from minisgl.engine.graphs.decode_graphs import Record
 from minisgl.engine.graphs.durations import MeasuredDurations
+from minisgl.engine.graphs.graph_recorder import Record
+from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.inputs import (
     NO_DECODES,
     Decodes,
@@ -28,6 +29,7 @@ from minisgl.engine.inputs import (
     pack_prefill,
     prefill_size,
 )
+from minisgl.engine.steps import StepOutput
 from minisgl.scheduler.plan import Chunk
 
 MAX_RUN_PER_LAUNCH = 2.0
@@ -56,11 +58,11 @@ UNCAPTURED = PrefillChoice(None, False, 0.0)
 """The choice if no times were measured."""
 
 
-class Recorded(NamedTuple):
+class RecordedPrefill(NamedTuple):
     """The graph of one bucket."""
 
     inputs: Tensor  # int32, packed: the arrays of the graph's batch
-    replay: Callable[[], Tensor]  # -> the rows' tokens, overwritten by the next replay
+    replay: Callable[[], StepOutput]  # its result is overwritten by the next replay of any graph
 
 
 class PrefillGraphs:
@@ -73,11 +75,14 @@ class PrefillGraphs:
             decodes, decodes never join chunks.
         pages: used only for the padding row.
         vocab_size: measurements use token ids below it.
+
+    Attributes:
+        table: the graphs by bucket.
     """
 
     def __init__(
         self,
-        step: Callable[[PrefillBatch], Tensor],
+        step: Callable[[PrefillBatch], StepOutput],
         record: Record,
         buckets: tuple[PrefillBucket, ...],
         pages: HostPageTable,
@@ -88,6 +93,7 @@ class PrefillGraphs:
         self._step = step
         self._record = record
         self._buckets = buckets
+        self.table: GraphTable[PrefillBucket, RecordedPrefill] = GraphTable(self._record_padding, buckets)
         self._join_decodes = any(bucket.decodes for bucket in buckets)
         self._pages = pages
         self._stager = stager
@@ -98,9 +104,6 @@ class PrefillGraphs:
         self._run_us = MeasuredDurations()  # by tokens
         self._room_us = MeasuredDurations()  # by decodes: the extra time of room for them
         self._room_us.add(0, 0)
-        self._recorded: dict[PrefillBucket, Recorded] = {}
-        self._ascending: tuple[PrefillBucket, ...] = ()  # the recorded buckets
-        self._wanted: PrefillBucket | None = None  # of the last chunks
 
     def warm_up(
         self,
@@ -126,43 +129,11 @@ class PrefillGraphs:
             self._run_us.add(bucket.tokens, run_us)
             if not self._is_worth_recording(bucket):
                 break
-            self._add_graph(bucket, recorded)
+            self.table.add(bucket, recorded)
         self._measure_joined(clock, minimum_over_ranks)
-        self._buckets = tuple(
-            bucket
-            for bucket in self._buckets
-            if bucket in self._recorded
-            or (bucket.tokens <= self._run_us.largest and self._is_worth_recording(bucket))
+        self.table.give_up(
+            lambda bucket: bucket.tokens > self._run_us.largest or not self._is_worth_recording(bucket)
         )
-
-    @property
-    def buckets(self) -> tuple[PrefillBucket, ...]:
-        """The recorded buckets, ascending."""
-        return self._ascending
-
-    @property
-    def num_missing(self) -> int:
-        """Number of buckets without a graph. Their chunks run in a larger graph or uncaptured."""
-        return len(self._buckets) - len(self._recorded)
-
-    @property
-    def is_urgent(self) -> bool:
-        """Always False: an uncaptured prompt takes only a little longer."""
-        return False
-
-    def prepare_next(self) -> None:
-        """`RecordableGraphs.prepare_next`: does nothing, because `record_next` runs the step first."""
-
-    def record_next(self) -> None:
-        """Record a missing bucket: the one of the last chunks, or else the smallest."""
-        missing = [bucket for bucket in self._buckets if bucket not in self._recorded]
-        bucket = next((bucket for bucket in missing if bucket == self._wanted), missing[0])
-        inputs, batch = self._padding_batch(bucket)
-        self._add_graph(bucket, Recorded(inputs, self._record(lambda: self._step(batch))))
-
-    def stop_recording(self) -> None:
-        """`RecordableGraphs.stop_recording`: used with one rank only, so the failed graph was not added."""
-        self._buckets = self.buckets
 
     def choose(
         self, chunks: tuple[Chunk, ...], num_decodes: int = 0, decode_us: float = 0.0
@@ -175,23 +146,23 @@ class PrefillGraphs:
         """
         size = prefill_size(chunks)
         choice = self._choose_for(size, False, before_us=decode_us)
-        if num_decodes and self._join_decodes and self._recorded:
+        if num_decodes and self._join_decodes and self.table.sizes:
             all_size = prefill_size(chunks, num_decodes)
             joined = self._choose_for(all_size, True)
             if joined.duration_us < choice.duration_us:
                 size, choice = all_size, joined
-        if self.num_missing:
-            self._wanted = prefill_bucket_for(size, self._buckets)
+        if self.table.num_missing:
+            self.table.want(prefill_bucket_for(size, self._buckets))
         return choice
 
     def run(
         self, chunks: tuple[Chunk, ...], decodes: Decodes, bucket: PrefillBucket, pages: HostPageTable
-    ) -> Tensor:
-        """Run the decodes and the chunks in the bucket's graph. Returns a token for each row, int32.
+    ) -> StepOutput:
+        """Run the decodes and the chunks in the bucket's graph.
 
-        The chunks' tokens start at index `bucket.decodes`. The next replay overwrites the result.
+        The chunks' rows start at index `bucket.decodes`. The next replay overwrites the result.
         """
-        recorded = self._recorded[bucket]
+        recorded = self.table[bucket]
         self._stager.overwrite(recorded.inputs, pack_prefill(chunks, decodes, pages, bucket))
         return recorded.replay()
 
@@ -203,16 +174,12 @@ class PrefillGraphs:
         """
         run_us = self._estimate_run_us(size)
         launch_us = self._joined_launch_us if joined else self._launch_us
-        bucket = prefill_bucket_for(size, self.buckets)
+        bucket = prefill_bucket_for(size, self.table.sizes)
         if bucket is not None:
             graph_us = self._estimate_run_us(bucket)
             if graph_us <= MAX_PADDED_PER_UNPADDED * max(launch_us, run_us):
                 return PrefillChoice(bucket, joined, before_us + graph_us)
         return PrefillChoice(None, joined, max(launch_us, before_us + run_us))
-
-    def _add_graph(self, bucket: PrefillBucket, recorded: Recorded) -> None:
-        self._recorded[bucket] = recorded
-        self._ascending = tuple(sorted(self._recorded))
 
     def _measure_joined(self, clock: Callable[[], float], minimum_over_ranks: Callable[[int], int]) -> None:
         """Measure the time of room for decodes.
@@ -222,21 +189,25 @@ class PrefillGraphs:
         rooms = [
             bucket
             for bucket in self._buckets
-            if bucket.decodes and bucket._replace(decodes=0) in self._recorded
+            if bucket.decodes and bucket._replace(decodes=0) in self.table.sizes
         ]
         for bucket in [bucket for bucket in rooms if bucket.tokens == rooms[-1].tokens]:
             recorded, batch = self._record_prompts(bucket)
-            self._add_graph(bucket, recorded)
+            self.table.add(bucket, recorded)
             self._joined_launch_us = minimum_over_ranks(
                 min(self._measure_launch_us(batch, clock) for _ in range(2))
             )
             run_us = minimum_over_ranks(min(self._measure_run_us(recorded.replay, clock) for _ in range(2)))
             self._room_us.add(bucket.decodes, max(0, run_us - round(self._run_us.estimate_us(bucket.tokens))))
 
-    def _record_prompts(self, bucket: PrefillBucket) -> tuple[Recorded, PrefillBatch]:
+    def _record_padding(self, bucket: PrefillBucket) -> RecordedPrefill:
+        inputs, batch = self._padding_batch(bucket)
+        return RecordedPrefill(inputs, self._record(lambda: self._step(batch)))
+
+    def _record_prompts(self, bucket: PrefillBucket) -> tuple[RecordedPrefill, PrefillBatch]:
         """Record a bucket and fill it with `_measuring_prompts`. Returns the graph and its batch."""
         inputs, batch = self._padding_batch(bucket)
-        recorded = Recorded(inputs, self._record(lambda: self._step(batch)))
+        recorded = RecordedPrefill(inputs, self._record(lambda: self._step(batch)))
         self._stager.overwrite(inputs, self._measuring_prompts(bucket))
         self._wait()
         return recorded, batch
@@ -279,7 +250,7 @@ class PrefillGraphs:
         self._wait()
         return round(1e6 * (launched - begin))
 
-    def _measure_run_us(self, replay: Callable[[], Tensor], clock: Callable[[], float]) -> int:
+    def _measure_run_us(self, replay: Callable[[], object], clock: Callable[[], float]) -> int:
         """Microseconds of one replay."""
         begin = clock()
         replay()

@@ -1,8 +1,7 @@
 """Compiles an engine's steps and records them as CUDA graphs, at the start and later.
 
 A start records the sizes that can replace all others. `BackgroundRecorder` records the rest. A start records
-all sizes if it had to compile kernels, with several ranks, and in mode "full". Graphs of steps with penalties
-or log probabilities are recorded after the first such step has run.
+all sizes if it had to compile kernels, with several ranks, and in mode "full".
 
 Promise: everything is compiled at the start. A step that can't be compiled or recorded runs without that,
 with a warning, or raises if the user required it. Too little memory for the start always raises.
@@ -21,12 +20,11 @@ from minisgl.engine.graphs.buckets import PrefillBucket, buckets_of, startup_pre
 from minisgl.engine.graphs.decode_graphs import (
     CapturedSteps,
     DecodeGraphs,
-    GraphRecorder,
     KernelCompilations,
     WholeStep,
 )
 from minisgl.engine.graphs.dry_runs import warm_up_prefill
-from minisgl.engine.graphs.logit_extras import ExtrasDecodeGraphs
+from minisgl.engine.graphs.graph_recorder import GraphRecorder
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.rows import Rows
@@ -52,9 +50,8 @@ class RecordedSteps(NamedTuple):
 
     decode: DecodeGraphs | None
     prefill: PrefillGraphs | None
-    extras_decode: ExtrasDecodeGraphs
     background: BackgroundRecorder
-    """Records the missing graphs of the three."""
+    """Records the missing graphs of both."""
     kernels: KernelCompilations | None
     recorder: GraphRecorder | None
 
@@ -114,18 +111,8 @@ def record_steps(
         )
         prefill = _record_prefill(config, prefill, buckets.prefill, ranks)
         stages.finish("record prefill")
-    extras_decode = ExtrasDecodeGraphs(step, None, (), device, plan=planner.plan_decode)
-    if decode is not None and decode.own_step is not None and recorder is not None:
-        extras_decode = ExtrasDecodeGraphs(
-            step,
-            partial(recorder.record, is_warm=True),
-            buckets.extras,
-            device,
-            decode.own_step,
-            planner.plan_decode,
-        )
-    kinds = [graphs for graphs in (extras_decode, decode, prefill) if graphs is not None]
-    background = BackgroundRecorder(kinds, kernels, strict=config.strict_compile, ranks=ranks)
+    tables = [graphs.table for graphs in (decode, prefill) if graphs is not None]
+    background = BackgroundRecorder(tables, kernels, strict=config.strict_compile)
     compiles = kernels is not None and kernels.num_compiled > 0
     if background.num_missing and (compiles or ranks is not None or config.compile_mode == "full"):
         # Recording runs collectives first. If one rank fails there, the others would wait, so it must raise.
@@ -135,11 +122,11 @@ def record_steps(
         kernels.count = 0
     logger.info(
         "graphs: %d of decode, %d of prefill, %d to follow between steps",
-        len(buckets.decode) - decode.num_missing if decode is not None else 0,
-        len(prefill.buckets) if prefill is not None else 0,
+        len(decode.table.sizes) if decode is not None else 0,
+        len(prefill.table.sizes) if prefill is not None else 0,
         background.num_missing,
     )
-    return RecordedSteps(decode, prefill, extras_decode, background, kernels, recorder)
+    return RecordedSteps(decode, prefill, background, kernels, recorder)
 
 
 def _record_decode(

@@ -18,7 +18,6 @@ import msgspec
 from compile_cache.bytecode import keep_bytecode
 from minisgl.engine.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.ranks.follower_link import (
-    RECORD_GRAPH,
     Checksum,
     Failed,
     FollowerConfig,
@@ -96,9 +95,6 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
 
     checksum = TokenChecksum()
     while data := socket.receive():
-        if data == RECORD_GRAPH:
-            engine.record_graph()
-            continue
         for tokens in engine.follow(decoder.decode(data), receive_masks):
             if checksum.add(tokens):
                 report = Checksum(config.rank, checksum.num_steps, checksum.value)

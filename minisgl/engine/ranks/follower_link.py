@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 STORE = "store"
 """The name of the file in the sockets' directory that is the ranks' torch store."""
-RECORD_GRAPH = b"record"
-"""Sent in place of a plan: record a graph. No plan has this encoding."""
 START_TIMEOUT_S = 300.0
 """How long a rank may take until it joins: time for its imports and for other nodes to start."""
 STOP_S = 3.0
@@ -234,10 +232,6 @@ class FollowerLink:
     def send_masks(self, masks: TokenMasks) -> None:
         """Send the masks of the plan that was sent last."""
         self._socket.send(self._encoder.encode(masks))
-
-    def record_graph(self) -> None:
-        """Tell the other ranks to record their next missing graph, which is the same on all ranks."""
-        self._socket.send(RECORD_GRAPH)
 
     def compare_tokens(self, tokens: Sequence[int]) -> None:
         """Add the tokens of rank 0's step, and regularly compare checksums with the other ranks.
