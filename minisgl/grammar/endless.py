@@ -41,6 +41,8 @@ def find_endless(root: Any) -> str | None:
     for name, schema in schemas.items():
         for reference in set(_references(schema, top=name == "")):
             referrers.setdefault(_name(reference), []).append(name)
+    if not referrers:
+        return None
     waiting = list(schemas)
     while waiting:
         name = waiting.pop()
@@ -54,15 +56,15 @@ def _references(schema: Any, top: bool) -> Iterator[str]:
     """The references inside of a schema; those of a root without its definitions."""
     if top and isinstance(schema, dict):
         schema = {key: one for key, one in schema.items() if key != "$defs"}
-    stack = [schema]
+    stack = [schema] if isinstance(schema, dict) else []
     while stack:
         node = stack.pop()
         if isinstance(node, dict):
             if isinstance(node.get("$ref"), str):
                 yield node["$ref"]
-            stack += node.values()
-        elif isinstance(node, list):
-            stack += node
+            stack += [part for part in node.values() if isinstance(part, (dict, list))]
+        else:
+            stack += [part for part in node if isinstance(part, (dict, list))]
 
 
 def _name(reference: str) -> str:

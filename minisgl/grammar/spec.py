@@ -160,13 +160,14 @@ def _check_depth_of_text(text: str, where: str) -> None:
 
 
 def _check_depth(value: Any, where: str) -> None:
-    stack = [(value, 0)]
+    nested = (dict, list, tuple)
+    stack = [(value, 0)] if isinstance(value, nested) else []
     while stack:
         node, depth = stack.pop()
-        if isinstance(node, dict | list | tuple):
-            if depth == MAX_DEPTH:
-                raise _too_deep(where)
-            stack += [(one, depth + 1) for one in (node.values() if isinstance(node, dict) else node)]
+        if depth == MAX_DEPTH:
+            raise _too_deep(where)
+        parts = node.values() if isinstance(node, dict) else node
+        stack += [(part, depth + 1) for part in parts if isinstance(part, nested)]
 
 
 def _too_deep(where: str) -> RequestError:
