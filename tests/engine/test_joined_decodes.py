@@ -23,7 +23,7 @@ from minisgl.engine.graphs import recording
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.ipc.messages import AddRequest
-from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit
 
 LIMITS: dict[str, Any] = {
     "max_running_requests": 10,
@@ -82,6 +82,9 @@ def some_requests(source: random.Random) -> list[AddRequest]:
             prompt = common[: source.randrange(20)] + prompt
         others = {19: {"frequency_penalty": 0.7}, 22: {"logprobs": 2}}.get(number, {})
         asked = others or source.choice([{}, {"temperature": 0.0}, {"top_k": 5}])
+        if number in (5, 12):
+            limit = ThoughtLimit(number // 3, (60,), (61, 62), is_open=True, may_reopen=number == 5)
+            asked = asked | {"thought_limit": limit}
         params = SamplingParams(
             **{"temperature": 0.8, "seed": number, "max_tokens": source.randrange(1, 20), **asked}
         )  # pyright: ignore[reportArgumentType] (a mixed dict)

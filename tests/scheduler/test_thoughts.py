@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from thought_rule import tokens_after
@@ -74,3 +75,9 @@ def test_a_limit_without_a_format_and_unknown_tokens_are_refused() -> None:
     assert refused.value.param == "thinking_token_budget"
     with pytest.raises(RequestError, match="token ids"):
         factory.check(SamplingParams(thought_limit=ThoughtLimit(3, (OPEN,), (VOCAB_SIZE,))))
+
+
+def test_a_limit_travels_in_messages() -> None:
+    limit = ThoughtLimit(5, **HARMONY)  # type: ignore[arg-type]
+    params = SamplingParams(thought_limit=limit)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
