@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from minisgl.llm import LLM
-    from minisgl.offline import Completion, Delta
+    from minisgl.offline import Completion, Delta, ToolCall
     from minisgl.request import FinishReason, SamplingParams
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "ModelError",
     "RequestError",
     "SamplingParams",
+    "ToolCall",
     "__version__",
 ]
 
@@ -38,6 +39,7 @@ _HOME = {
     "LLM": "minisgl.llm",
     "Completion": "minisgl.offline",
     "Delta": "minisgl.offline",
+    "ToolCall": "minisgl.offline",
     "FinishReason": "minisgl.request",
     "SamplingParams": "minisgl.request",
     "ConfigError": "minisgl.errors",

@@ -8,6 +8,7 @@ line on stderr and exit code 2, Ctrl-C gives exit code 130, and neither shows a 
 
 import argparse
 import io
+import json
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from minisgl.benchmark.settings import (
     CompareSettings,
@@ -29,7 +30,7 @@ from minisgl.benchmark.settings import (
     TuneSettings,
 )
 from minisgl.commands.flags import values_of
-from minisgl.commands.parser import build_parser
+from minisgl.commands.parser import REPLY_FLAGS, build_parser
 from minisgl.config import (
     EngineConfig,
     ServerConfig,
@@ -37,7 +38,7 @@ from minisgl.config import (
     check_server_config,
     with_cache_dir,
 )
-from minisgl.errors import ConfigError, EngineDeadError, MinisglError
+from minisgl.errors import ConfigError, EngineDeadError, MinisglError, RequestError
 from minisgl.log import LEVELS, setup_logging
 from minisgl.request import SamplingParams
 
@@ -140,6 +141,7 @@ def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
 
     params = _sampling_params(arguments, environ)
     _check_utf8("--system", arguments.system or "")
+    tools = _read_tools(Path(arguments.tools)) if arguments.tools is not None else []
     with _make_llm(arguments, environ, started_at) as llm:
         return run_chat(
             llm,
@@ -149,6 +151,7 @@ def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
             stdin=sys.stdin,
             stdout=sys.stdout,
             stderr=sys.stderr,
+            tools=tools,
         )
 
 
@@ -380,15 +383,35 @@ def _fetch_model(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
 def _sampling_params(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:
     values = values_of(SamplingParams, arguments, environ)
     if arguments.json_schema is not None:
-        values["json_schema"] = _read_schema(Path(arguments.json_schema))
+        values["json_schema"] = _read_file("--json-schema", Path(arguments.json_schema))
     return SamplingParams(**values)
 
 
-def _read_schema(file: Path) -> str:
+def _read_file(flag: str, file: Path) -> str:
     try:
         return file.expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--json-schema {file} can't be read: {error}") from None
+        raise ConfigError(f"{flag} {file} can't be read: {error}") from None
+
+
+def _read_tools(file: Path) -> list[dict[str, Any]]:
+    """The tools in a JSON file.
+
+    Raises:
+        ConfigError: it can't be read, or holds no list of tools.
+    """
+    from minisgl.replies.tools import read_tools
+
+    try:
+        tools = json.loads(_read_file("--tools", file))
+        if not isinstance(tools, list):
+            raise ConfigError(f"--tools {file} must hold a JSON list of tools")
+        read_tools(tools, None)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--tools {file} is no JSON: {error}") from None
+    except RequestError as error:
+        raise ConfigError(f"--tools {file}: {error.message}") from None
+    return tools
 
 
 def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> "LLM":
@@ -408,6 +431,7 @@ def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started
             print(stage_line(*stage), file=sys.stderr)
         earlier.clear()
 
+    settings |= {name: getattr(arguments, name) for name in REPLY_FLAGS}
     llm = LLM(cache_dir=cache_dir(environ), progress=progress_on(sys.stderr), on_stage=report, **settings)
     report("total", 1000 * (time.monotonic() - started_at))
     return llm

@@ -7,21 +7,24 @@ nothing in the engine.
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import lru_cache
+from dataclasses import fields, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 from minisgl.config import EngineConfig, check_engine_config, with_cache_dir
 from minisgl.errors import ConfigError, MinisglError, RequestError
-from minisgl.offline import Completion, Delta, OfflineDriver, Reply, check_prompt
+from minisgl.offline import Completion, Delta, OfflineDriver, Reply, ToolCall, check_prompt
+from minisgl.replies.conversation import Conversation, EncodedCall
+from minisgl.replies.model import load_text
+from minisgl.replies.plan import ReplyPlan, ReplyReader
+from minisgl.replies.tools import AskedTools, new_call_id, read_tools
 from minisgl.request import SamplingParams, TokenLogprobs, with_bad_words_ids
 from minisgl.text.bad_words import bad_words_ids
-from minisgl.text.chat_template import ChatTemplate
+from minisgl.text.formats.events import Content, collect
 from minisgl.text.messages import normalize_messages
 from minisgl.text.reply import ReplyText
 from minisgl.text.stop import StopStrings
-from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.progress import Progress, no_progress
 from minisgl.weights.sources import default_cache_dir, resolve_model_folder
 
@@ -42,6 +45,9 @@ class LLM:
         cache_dir: folder of built-in models and compiled code; None = ~/.cache/minisgl.
         progress: called while a model is fetched.
         on_stage: called with each start-up stage's name and milliseconds.
+        chat_template: a file in place of the model's own template.
+        tool_parser: how the model writes calls (docs/tools.md); None = the model's own way, or a guess.
+        reasoning_parser: likewise, for thoughts.
         engine: fields of `EngineConfig` (dtype="bfloat16", num_pages=512 ...).
 
     Raises:
@@ -56,6 +62,9 @@ class LLM:
         cache_dir: Path | None = None,
         progress: Progress = no_progress,
         on_stage: Callable[[str, float], None] = _no_stage,
+        chat_template: str | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         **engine: Any,
     ) -> None:
         known = [field.name for field in fields(EngineConfig)]
@@ -75,8 +84,10 @@ class LLM:
             cache_dir=cache_dir,
             progress=progress,
         )
-        self._tokenizer = Tokenizer.from_folder(folder)
-        self._template = ChatTemplate.from_folder(folder, self._tokenizer)
+        self._text = load_text(
+            folder, chat_template=chat_template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+        )
+        self._tokenizer = self._text.tokenizer
         prepared = time.perf_counter()
         on_stage("find model, read tokenizer", 1e3 * (prepared - started))
         # Imported here because torch takes seconds to import and the errors above should come before.
@@ -86,8 +97,8 @@ class LLM:
         stop_strings = lru_cache(maxsize=8)(StopStrings)  # requests of a batch share one table
         self._driver = OfflineDriver(
             build_engine(config, folder, on_stage),
-            lambda prompt_ids, params: ReplyText(
-                self._tokenizer, prompt_ids, params, stop_strings(params.stop)
+            lambda prompt_ids, params, kept_special: ReplyText(
+                self._tokenizer, prompt_ids, params, stop_strings(params.stop), kept_special
             ),
             config.seed,
         )
@@ -114,8 +125,7 @@ class LLM:
                 refused one's index. The whole batch is aborted then.
         """
         batch = _as_batch(prompts)
-        encode = [lambda prompt=prompt: self._encode(prompt) for prompt in batch]
-        return self._run(encode, params, progress, n)
+        return self._run([partial(self._encode, prompt) for prompt in batch], params, progress, n)
 
     def chat(
         self,
@@ -123,19 +133,37 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         n: int = 1,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Answer one or several conversations, rendered by the model's chat template.
 
+        `tools`, `tool_choice` and `parallel_tool_calls` are those of /v1/chat/completions, for all of the
+        conversations, as are `chat_template_kwargs`, variables of the template. The completions have thoughts
+        and calls apart from the text.
+
         Raises:
-            RequestError: as for `generate`, and for messages that the template can't render.
+            RequestError: as for `generate`; for messages that the template can't render; for tools that are
+                invalid, that the model can't be given, or whose calls can't be guaranteed as asked.
         """
+        asked = read_tools(tools, tool_choice, parallel_tool_calls)
+        variables = chat_template_kwargs or {}
         chats = _as_conversations(messages)
-        return self._run([lambda chat=chat: self._render(chat) for chat in chats], params, progress, n)
+        encode = [partial(self._encode_chat, chat, asked, variables) for chat in chats]
+        return self._run(encode, params, progress, n)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
     ) -> Iterator[Delta]:
-        """Yield the reply to a text, token ids or a conversation, step by step.
+        """Yield the reply to a text, token ids or a conversation, step by step; `tools` as for `chat`.
 
         Closing the iterator early aborts the request. Several may be open at once.
 
@@ -144,10 +172,13 @@ class LLM:
         """
         (own,) = _as_params(params, 1)
         if _is_sequence(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
-            prompt_ids = self._render(cast(Sequence[Message], prompt))
+            asked = read_tools(tools, tool_choice)
+            encoded = self._encode_chat(cast(Sequence[Message], prompt), asked, {}, own)
+        elif tools:
+            raise RequestError(400, "invalid_value", "tools go only with a conversation", "tools")
         else:
-            prompt_ids = self._encode(cast(Prompt, prompt))
-        return self._deltas(prompt_ids, self._check(prompt_ids, own))
+            encoded = self._encode(cast(Prompt, prompt), own)
+        return self._deltas(self._check(encoded))
 
     def close(self) -> None:
         """Free the model's memory; the object can't be used afterwards. May be called twice."""
@@ -159,37 +190,48 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedCall:
         if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, True, max_tokens=self.max_context_tokens)
-        if not _is_sequence(prompt):
+            ids = self._tokenizer.encode(prompt, True, max_tokens=self.max_context_tokens)
+        elif _is_sequence(prompt):
+            ids = list(prompt)
+        else:
             raise RequestError(400, "invalid_type", WRONG_PROMPT, "prompt")
-        return list(prompt)
+        return EncodedCall([ids], ReplyPlan(params))
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        text = self._template.render(normalize_messages(messages), add_generation_prompt=True)
-        limit = self.max_context_tokens
-        return self._tokenizer.encode(text, False, max_tokens=limit, param="messages")
+    def _encode_chat(
+        self,
+        messages: Sequence[Message],
+        asked: AskedTools,
+        variables: Mapping[str, Any],
+        params: SamplingParams,
+    ) -> EncodedCall:
+        conversation = Conversation(normalize_messages(messages), asked, variables)
+        return conversation.encode(self._text, self.max_context_tokens, params)
 
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters for the engine: fitted to the prompt's length, with bad words as token ids."""
-        fitted = check_prompt(prompt_ids, params, self.max_context_tokens)
-        if not fitted.bad_words:
-            return fitted
-        return with_bad_words_ids(fitted, bad_words_ids(self._tokenizer, fitted.bad_words))
+    def _check(self, encoded: EncodedCall) -> EncodedCall:
+        """With parameters for the engine: fitted to the prompt's length, with bad words as token ids."""
+        plan = encoded.plan
+        fitted = check_prompt(list(encoded.prompts[0]), plan.params, self.max_context_tokens)
+        if fitted.bad_words:
+            fitted = with_bad_words_ids(fitted, bad_words_ids(self._tokenizer, fitted.bad_words))
+        return encoded._replace(plan=plan._replace(params=fitted))
 
-    def _deltas(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[Delta]:
-        reply = self._driver.submit(prompt_ids, params)
+    def _deltas(self, encoded: EncodedCall) -> Iterator[Delta]:
+        plan = encoded.plan
+        reader = plan.reader()
+        reply = self._driver.submit(list(encoded.prompts[0]), plan.params, kept_special=plan.kept_special)
         try:
             while reply.is_readable or not reply.ended:
                 self._driver.wait([reply])
-                yield from reply.read()
+                for delta in reply.read():
+                    yield _read(delta, reader)
         finally:
             self._driver.abandon(reply)
 
     def _run(
         self,
-        prompts: Sequence[Callable[[], list[int]]],
+        prompts: Sequence[Callable[[SamplingParams], EncodedCall]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
         n: int,
@@ -200,19 +242,20 @@ class LLM:
             raise RequestError(
                 400, "invalid_value", f"n must be a whole number of at least 1, got {n!r}", "n"
             )
-        ready: list[tuple[list[int], SamplingParams]] = []
+        ready: list[EncodedCall] = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             with_index = index if len(prompts) > 1 else None
             try:
-                prompt_ids = prompt()
-                ready.append((prompt_ids, self._check(prompt_ids, own)))
+                ready.append(self._check(prompt(own)))
             except RequestError as error:
                 raise _named(error, with_index) from error
         collected: list[list[Delta]] = [[] for _ in range(len(ready) * n)]
         replies: list[Reply] = []
         try:
-            for prompt_ids, own in ready:
-                replies += self._driver.submit_choices(prompt_ids, own, n, streamed=False)
+            for (prompt_ids,), plan in ready:
+                replies += self._driver.submit_choices(
+                    list(prompt_ids), plan.params, n, streamed=False, kept_special=plan.kept_special
+                )
             unfinished = dict(enumerate(replies))
             while unfinished:
                 self._driver.wait(list(unfinished.values()))
@@ -229,7 +272,7 @@ class LLM:
             for reply in replies:
                 self._driver.abandon(reply)
         return [
-            _completion(deltas, collected[index // n * n][0].prompt_logprobs)
+            _completion(deltas, ready[index // n].plan.reader(), collected[index // n * n][0].prompt_logprobs)
             for index, deltas in enumerate(collected)
         ]
 
@@ -282,13 +325,23 @@ def _named(error: RequestError, index: int | None) -> RequestError:
     return RequestError(error.status, error.code, message, error.param)
 
 
-def _completion(deltas: list[Delta], prompt_logprobs: tuple[TokenLogprobs, ...] | None) -> Completion:
+def _read(delta: Delta, reader: ReplyReader) -> Delta:
+    """The delta of a reply with what it says."""
+    events = tuple(reader.read(delta))
+    text = "".join(event.text for event in events if isinstance(event, Content))
+    return replace(delta, text=text, events=events)
+
+
+def _completion(
+    deltas: list[Delta], reader: ReplyReader, prompt_logprobs: tuple[TokenLogprobs, ...] | None
+) -> Completion:
     """Join a reply's deltas; the prompt's log probabilities came with its first choice."""
     last = deltas[-1]
     if last.finish_reason is None:
         raise MinisglError("a reply ended without a finish reason; this is a bug in minisgl")
+    reply = collect(event for delta in deltas for event in reader.read(delta))
     return Completion(
-        text="".join(delta.text for delta in deltas),
+        text=reply.content,
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         finish_reason=last.finish_reason,
         num_prompt_tokens=last.num_prompt_tokens,
@@ -297,6 +350,12 @@ def _completion(deltas: list[Delta], prompt_logprobs: tuple[TokenLogprobs, ...] 
         if last.logprobs is None
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),
         prompt_logprobs=prompt_logprobs,
+        reasoning=reply.reasoning,
+        num_reasoning_tokens=reader.num_reasoning_tokens,
+        tool_calls=tuple(
+            ToolCall(id=new_call_id(), name=call.name, arguments=call.arguments, complete=call.complete)
+            for call in reply.calls
+        ),
     )
 
 

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.ipc.messages import AddRequest, add_requests
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
 from minisgl.seeds import base_seed
+from minisgl.text.formats.events import Event
 from minisgl.text.reply import ReplyText
 
 
@@ -24,7 +25,8 @@ class Delta:
     """The part of a reply that one step added. The one with a `finish_reason` is the last."""
 
     text: str
-    """New text; empty while a character or a possible stop string is incomplete."""
+    """New text; empty while a character or a possible stop string is incomplete. Of a conversation's reply:
+    new text of the answer, without thoughts and calls."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     num_prompt_tokens: int
@@ -34,6 +36,20 @@ class Delta:
     """One for each of `token_ids`, where asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each token of the prompt but the first, if asked for; in the first delta."""
+    events: tuple[Event, ...] = ()
+    """What `LLM.stream` reads in the new text, in order: thoughts, answer, and parts of calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call that the model made."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object; as far as it was written if the call is not `complete`."""
+    complete: bool
+    """False: the model, or max_tokens, broke off in the arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +57,7 @@ class Completion:
     """A whole reply."""
 
     text: str
-    """Without the stop string that ended it."""
+    """Without the stop string that ended it, and of a conversation's reply without thoughts and calls."""
     token_ids: tuple[int, ...]
     """Generated tokens, an end-of-sequence token included."""
     finish_reason: FinishReason
@@ -52,6 +68,27 @@ class Completion:
     """One for each of `token_ids`, where asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each token of the prompt but the first, where asked for."""
+    reasoning: str = ""
+    """The thought before the answer, of a model that marks thoughts."""
+    num_reasoning_tokens: int = 0
+    """Those of `token_ids` that are thoughts, with their markers."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, to go on with the conversation. Calls that broke off are left out."""
+        calls = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in self.tool_calls
+            if one.complete
+        ]
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {
+            "role": "assistant",
+            "content": self.text,
+            **thought,
+            **({"tool_calls": calls} if calls else {}),
+        }
 
 
 class StepEngine(Protocol):
@@ -132,13 +169,14 @@ class OfflineDriver:
     on cuda must be used only from the thread that built it.
 
     Args:
+        make_text: takes a prompt, its parameters, and the special tokens that stay in the text.
         seed: base seed of requests without a seed; None = a fresh one.
     """
 
     def __init__(
         self,
         engine: StepEngine,
-        make_text: Callable[[Sequence[int], SamplingParams], ReplyText],
+        make_text: Callable[[Sequence[int], SamplingParams, frozenset[int]], ReplyText],
         seed: int | None = None,
     ) -> None:
         self._base_seed = base_seed(seed)
@@ -151,19 +189,33 @@ class OfflineDriver:
         self._next_id = 0
         self._failure: str | None = None
 
-    def submit(self, prompt_ids: list[int], params: SamplingParams, *, streamed: bool = True) -> Reply:
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        streamed: bool = True,
+        kept_special: frozenset[int] = frozenset(),
+    ) -> Reply:
         """Queue one request; `params` must have passed `check_prompt`.
 
         Args:
             streamed: the caller reads deltas as they come, so the pauses between them are bounded.
+            kept_special: special tokens that stay in the text.
 
         Raises:
             MinisglError: the driver is closed or its engine broke.
         """
-        return self.submit_choices(prompt_ids, params, 1, streamed=streamed)[0]
+        return self.submit_choices(prompt_ids, params, 1, streamed=streamed, kept_special=kept_special)[0]
 
     def submit_choices(
-        self, prompt_ids: list[int], params: SamplingParams, n: int, *, streamed: bool
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        n: int,
+        *,
+        streamed: bool,
+        kept_special: frozenset[int] = frozenset(),
     ) -> list[Reply]:
         """Like `submit`, for `n` choices; only the first gets the prompt's log probabilities."""
         with self._lock:
@@ -171,7 +223,7 @@ class OfflineDriver:
             request_ids = range(self._next_id, self._next_id + n)
             self._next_id += n
             replies = [
-                Reply(request_id, len(prompt_ids), self._make_text(prompt_ids, params))
+                Reply(request_id, len(prompt_ids), self._make_text(prompt_ids, params, kept_special))
                 for request_id in request_ids
             ]
             self._open.update(zip(request_ids, replies, strict=True))

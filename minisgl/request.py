@@ -46,6 +46,24 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID, title="Token id")]
 WatchedText = Annotated[str, Meta(min_length=1, max_length=1000)]
 """A text that the output is searched for."""
+ThoughtTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+
+
+class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens a reply may think, and how the model's format writes thoughts, as token ids."""
+
+    max_tokens: Annotated[int, Meta(ge=0)]
+    """Tokens of thoughts, without their markers."""
+    open: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+    """These tokens begin a thought."""
+    close: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+    """These tokens are written where the limit is reached. The first of them ends every thought."""
+    is_open: bool = False
+    """The prompt ends inside a thought."""
+    may_reopen: bool = False
+    """Another thought may begin later in the reply; the limit is for all of them."""
+    instead: tuple[TokenId, ...] = ()
+    """Once the limit is reached, one of these follows `open[0]`; () = `open[0]` is not generated any more."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,6 +133,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Parts of the output have this structure: OpenAI's and xgrammar's `structural_tag`."""
     grammar: GrammarSpec | None = None
     """What the output must be, checked. At most one of the six may be given."""
+    thinking_token_budget: ThoughtTokens | None = None
+    """Most tokens of a reasoning model's thought, without its markers; then the thought is ended, and the
+    answer follows. -1 or None = no limit. For conversations: it becomes `thought_limit`."""
+    thought_limit: ThoughtLimit | None = None
+    """The limit as the engine needs it."""
     logprobs: NumLogprobs | None = None
     """Return the log probability of each generated token and of this many most likely ones (0 to 20), in the
     model's own distribution: before temperature, penalties and all else. None = off."""
@@ -351,6 +374,7 @@ class Request:
         "decode_limit",
         "feed",
         "has_grammar",
+        "is_constrained",
         "is_isolated",
         "is_preempting",
         "lease",
@@ -373,6 +397,7 @@ class Request:
         "steps_in_flight",
         "stop_ids",
         "streamed",
+        "thought",
         "uses_shared_pages",
         "wants_logprobs",
         "was_admitted",
@@ -391,6 +416,7 @@ class Request:
         max_new_tokens: int,
         stop_ids: frozenset[int],
         rules: Any = None,
+        thought: Any = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # int32 [prompt tokens]
@@ -405,6 +431,8 @@ class Request:
         self.changes_logits = rules is not None
         self.wants_logprobs = params.logprobs is not None
         self.has_grammar = params.grammar is not None
+        self.thought = thought  # scheduler.thoughts.ThoughtTracker, if the thought has a limit
+        self.is_constrained = self.has_grammar or thought is not None
         self.matcher: Any = None  # grammar.matcher.Matcher, once the grammar is compiled
         self.state = RequestState.WAITING
         self.output: list[int] = []
@@ -424,8 +452,17 @@ class Request:
 
     @property
     def has_extras(self) -> bool:
-        """Whether its steps do more than plain sampling: rules, log probabilities, or a grammar."""
-        return self.changes_logits or self.wants_logprobs or self.has_grammar
+        """Whether its steps may do more than plain sampling: rules, log probabilities, or masks."""
+        return self.changes_logits or self.wants_logprobs or self.is_constrained
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a mask must choose the token that its newest planned step samples."""
+        if self.has_grammar:
+            return True
+        return self.thought is not None and self.thought.may_restrict(
+            self.num_planned_tokens - len(self.prompt)
+        )
 
     def tokens(self) -> np.ndarray:
         """Prompt and output, int32 [tokens]."""

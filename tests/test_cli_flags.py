@@ -41,7 +41,8 @@ SAMPLING = """
     --frequency-penalty --ignore-eos --include-stop-str-in-output
     --max-tokens --min-p --min-tokens --no-ignore-eos --no-include-stop-str-in-output
     --no-skip-special-tokens --presence-penalty --repetition-penalty --seed --skip-special-tokens --stop
-    --stop-token-ids --temperature --top-k --top-p
+    --stop-token-ids --temperature --thinking-token-budget --top-k --top-p
+    --chat-template --tool-parser --reasoning-parser
 """
 TUNE = """
     --again --device --dry-run --gpu --model --no-again --no-dry-run --ops --out --plot
@@ -71,7 +72,7 @@ BENCH_SIMULATE = """
 
 FLAGS = {
     "serve": {"--seed", *SERVER.split(), *ENGINE.split()},
-    "chat": {"--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
+    "chat": {"--system", "--tools", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},
     "plan": {"--gpu", *ENGINE.split()},

@@ -48,19 +48,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
         "text": "errors fields request",
-        "server": "errors log seeds fields grammar request config ipc text __init__",
+        "replies": "errors fields grammar request text",
+        "server": "errors log seeds fields grammar request replies config ipc text __init__",
         "offline": "errors seeds request ipc text",
-        "llm": "errors config request text offline engine weights",
+        "llm": "errors config request replies text offline engine weights",
         # the user's door
         "commands.flags": "errors",
         "commands.parser": "log request config commands.flags benchmark __init__",
-        "commands.chat": "errors request offline llm",
+        "commands.reply_printer": "offline text",
+        "commands.chat": "errors request replies text offline llm commands.reply_printer",
         "commands": "errors config attention.choice model_config parallel models weights engine "
         "compile_cache __init__",
         "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
         "text server triton_kernels compile_cache __init__",
-        "cli": "errors log request config commands commands.flags commands.parser commands.chat server llm "
-        "weights engine benchmark",
+        "cli": "errors log request replies config commands commands.flags commands.parser commands.chat "
+        "server llm weights engine benchmark",
         "__init__": "errors request offline llm",
         "__main__": "cli",
     }.items()
@@ -68,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NARROWER: dict[tuple[str, str], set[str]] = {
     ("request", "grammar"): {"minisgl.grammar.spec"},
+    ("replies", "grammar"): {"minisgl.grammar.spec"},
     ("server", "grammar"): {"minisgl.grammar.spec"},
     ("layers", "attention"): {"minisgl.attention.interface"},
     ("weights", "ipc"): {"minisgl.ipc.child_process"},

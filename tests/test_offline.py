@@ -92,7 +92,9 @@ def tokenizer() -> Tokenizer:
 
 def driver_for(tokenizer: Tokenizer, engine: ScriptedEngine, seed: int | None = None) -> OfflineDriver:
     return OfflineDriver(
-        engine, lambda ids, params: ReplyText(tokenizer, ids, params, StopStrings(params.stop)), seed
+        engine,
+        lambda ids, params, kept: ReplyText(tokenizer, ids, params, StopStrings(params.stop), kept),
+        seed,
     )
 
 

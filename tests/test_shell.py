@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from minisgl.commands.chat import run_chat
+from minisgl.commands.chat import print_reply, run_chat
 from minisgl.errors import MinisglError, RequestError
 from minisgl.llm import LLM
 from minisgl.offline import Delta
 from minisgl.request import FinishReason, SamplingParams
+from minisgl.text.formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from minisgl.weights.sources import resolve_model_folder
 
 
@@ -25,10 +26,12 @@ class ScriptedModel:
 
     def __init__(self, *answers: str | RequestError) -> None:
         self._answers = list(answers)
-        self.asked: list[list[dict[str, str]]] = []
+        self.asked: list[list[dict[str, Any]]] = []
         self.num_closed_early = 0
 
-    def stream(self, messages: Sequence[Any], params: SamplingParams) -> Iterator[Delta]:
+    def stream(
+        self, messages: Sequence[Any], params: SamplingParams, *, tools: Sequence[Any] = ()
+    ) -> Iterator[Delta]:
         self.asked.append([dict(message) for message in messages])
         answer = self._answers.pop(0)
         if isinstance(answer, RequestError):
@@ -194,3 +197,84 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path: Path)
         if child:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+
+
+class Terminal(io.StringIO):
+    """A terminal's output."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def says(*pieces: Event) -> Iterator[Delta]:
+    for index, piece in enumerate(pieces):
+        yield Delta(
+            text=piece.text if isinstance(piece, Content) else "",
+            token_ids=(index,),
+            finish_reason=FinishReason.STOP if index == len(pieces) - 1 else None,
+            num_prompt_tokens=7,
+            num_cached_tokens=2,
+            events=(piece,),
+        )
+
+
+REPLY = (
+    *(Reasoning("Hm"), Reasoning(", yes."), Content("Let "), Content("me see.")),
+    *(CallStart(0, "weather"), CallArguments(0, '{\n"city": '), CallArguments(0, '"Rom"}'), CallEnd(0, True)),
+    *(CallStart(1, "time"), CallArguments(1, "{"), CallEnd(1, False)),
+)
+
+
+def test_a_terminal_shows_thoughts_dimmed_and_calls_in_a_frame() -> None:
+    out = Terminal()
+    figures = print_reply(says(*REPLY), out)
+    assert out.getvalue() == (
+        "\x1b[2mHm, yes.\x1b[22m\n\nLet me see.\n"
+        '╭─ weather\n│ {\n│ "city": "Rom"}\n╰─\n╭─ time\n│ {\n╰─ broken off\n'
+    )
+    assert (figures.text, [call.name for call in figures.calls]) == ("Let me see.", ["weather"])
+
+
+def test_elsewhere_the_same_parts_are_plain_text() -> None:
+    out = io.StringIO()
+    print_reply(says(*REPLY), out)
+    assert out.getvalue() == ('Hm, yes.\n\nLet me see.\nweather {\n"city": "Rom"}\ntime { broken off\n')
+
+
+def test_a_thought_that_is_stopped_leaves_the_terminal_as_it_was() -> None:
+    out = Terminal()
+    print_reply(says(Reasoning("Hm"), Reasoning(" so")), out, lambda: True)
+    assert out.getvalue() == "\x1b[2mHm\x1b[22m\n"
+
+
+class CallingModel(ScriptedModel):
+    """Calls a tool first, then answers."""
+
+    def stream(self, messages: Sequence[Any], params: SamplingParams, *, tools: Any = ()) -> Iterator[Delta]:
+        self.asked.append([dict(message) for message in messages])
+        if messages[-1]["role"] == "tool":
+            return says(Content("Sunny."))
+        return says(CallStart(0, "weather"), CallArguments(0, "{}"), CallEnd(0, True))
+
+
+def test_the_line_after_a_call_is_its_result(tmp_path: Path) -> None:
+    model = CallingModel()
+    out, err = talk(model, tmp_path, "Rom?", "25 degrees", "And Oslo?")
+    assert out == "weather {}\nSunny.\nweather {}\n"
+    assert "[the result of weather, in one line:]" in err
+    _, called, result = model.asked[1]
+    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
+    assert result == {
+        "role": "tool",
+        "tool_call_id": called["tool_calls"][0]["id"],
+        "content": "25 degrees",
+    }
+    assert [message["role"] for message in model.asked[2]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]

@@ -7,15 +7,18 @@ user mistake ends the program. It works on a pipe as well as on a terminal.
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
+from minisgl.commands.reply_printer import ReplyPrinter
 from minisgl.errors import RequestError
 from minisgl.offline import Delta
+from minisgl.replies.tools import new_call_id
 from minisgl.request import FinishReason, SamplingParams
+from minisgl.text.formats.events import Call, Event, collect
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,7 +38,7 @@ Ctrl-C stops an answer; at the prompt it leaves. A line that ends in \\ goes on 
 
 
 class Figures(NamedTuple):
-    """Text, token counts and times of one reply."""
+    """Text without thoughts and calls, calls, token counts and times of one reply."""
 
     text: str
     num_prompt_tokens: int
@@ -46,6 +49,8 @@ class Figures(NamedTuple):
     total_s: float
     finish_reason: str
     """As in the API, or "stopped" if the user stopped the reply."""
+    calls: tuple[Call, ...] = ()
+    """Those that are whole."""
 
     def line(self) -> str:
         """The figures as one line of text."""
@@ -63,20 +68,21 @@ class Conversation:
     """The messages so far. A question is added only together with its answer."""
 
     system: str | None
-    turns: list[dict[str, str]]
+    turns: list[dict[str, Any]]
 
-    def messages_with(self, question: str) -> list[dict[str, str]]:
-        """The messages to send to the model for `question`."""
+    def messages_with(self, new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages to send to the model, when `new` follows the conversation so far."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.turns, {"role": "user", "content": question}]
-
-    def add(self, question: str, answer: str) -> None:
-        """Append a question and its answer."""
-        self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return [*system, *self.turns, *new]
 
 
 def print_reply(deltas: Iterator[Delta], out: TextIO, stopped: Callable[[], bool] = lambda: False) -> Figures:
-    """Write a reply to `out` as it arrives, and a final newline. Stops early once `stopped()` is true."""
+    """Write a reply to `out` as it arrives, and a final newline. Stops early once `stopped()` is true.
+
+    On a terminal, thoughts are dimmed and calls stand in a frame.
+    """
+    printer = ReplyPrinter(out)
+    events: list[Event] = []
     asked_at = time.monotonic()
     first_s = 0.0
     last: Delta | None = None
@@ -91,13 +97,12 @@ def print_reply(deltas: Iterator[Delta], out: TextIO, stopped: Callable[[], bool
             last = delta
             text += delta.text
             num_output_tokens += len(delta.token_ids)
-            out.write(delta.text)
-            out.flush()
+            events += delta.events
+            printer.write(delta)
             interrupted = delta.finish_reason is None and stopped()
             if interrupted:
                 break
-    out.write("\n")
-    out.flush()
+    printer.finish()
     reason = last.finish_reason if last is not None and last.finish_reason is not None else FinishReason.ABORT
     return Figures(
         text=text,
@@ -107,6 +112,7 @@ def print_reply(deltas: Iterator[Delta], out: TextIO, stopped: Callable[[], bool
         first_token_s=first_s,
         total_s=time.monotonic() - asked_at,
         finish_reason="stopped" if interrupted else reason.value,
+        calls=tuple(call for call in collect(events).calls if call.complete),
     )
 
 
@@ -119,8 +125,12 @@ def run_chat(
     stdin: TextIO,
     stdout: TextIO,
     stderr: TextIO,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> int:
-    """Chat until the user leaves; returns the exit code. Answers go to `stdout`, all else to `stderr`."""
+    """Chat until the user leaves; returns the exit code. Answers go to `stdout`, all else to `stderr`.
+
+    Where the model calls one of `tools`, the next line that is read is the call's result.
+    """
     conversation = Conversation(system, [])
     answers: list[Figures] = []
     with _line_reader(stdin, stderr, history_file) as read_line:
@@ -141,20 +151,43 @@ def run_chat(
                     return 0
                 _run_command(question, conversation, answers, stderr)
                 continue
+            new: list[dict[str, Any]] = [{"role": "user", "content": question}]
             try:
-                deltas = llm.stream(conversation.messages_with(question), params)
-                with _interrupt_flag() as stopped:
-                    figures = print_reply(deltas, stdout, stopped)
+                while True:
+                    deltas = llm.stream(conversation.messages_with(new), params, tools=tools)
+                    with _interrupt_flag() as stopped:
+                        figures = print_reply(deltas, stdout, stopped)
+                    if figures.finish_reason == "stopped":
+                        _say(stderr, "[stopped]")
+                    elif figures.finish_reason == FinishReason.LENGTH.value:
+                        _say(stderr, "[cut off: no room left, or --max-tokens reached]")
+                    answers.append(figures)
+                    new += _with_results(figures, read_line, stderr)
+                    if new[-1]["role"] == "assistant":
+                        break
             except RequestError as error:
                 hint = "; /reset starts anew" if error.code == "context_length_exceeded" else ""
                 _say(stderr, f"[{error.message}{hint}]")
                 continue
-            if figures.finish_reason == "stopped":
-                _say(stderr, "[stopped]")
-            elif figures.finish_reason == FinishReason.LENGTH.value:
-                _say(stderr, "[cut off: no room left, or --max-tokens reached]")
-            conversation.add(question, figures.text)
-            answers.append(figures)
+            except (EOFError, KeyboardInterrupt):  # instead of a call's result
+                return 0
+            conversation.turns += new
+
+
+def _with_results(figures: Figures, read_line: Callable[[], str], stderr: TextIO) -> list[dict[str, Any]]:
+    """The reply as a message, and the results of its calls, which the user writes."""
+    message: dict[str, Any] = {"role": "assistant", "content": figures.text}
+    if not figures.calls or figures.finish_reason == "stopped":
+        return [message]
+    results = []
+    message["tool_calls"] = []
+    for call in figures.calls:
+        call_id = new_call_id()
+        function = {"name": call.name, "arguments": call.arguments}
+        message["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+        _say(stderr, f"[the result of {call.name}, in one line:]")
+        results.append({"role": "tool", "tool_call_id": call_id, "content": read_line().strip()})
+    return [message, *results]
 
 
 def _run_command(command: str, conversation: Conversation, answers: list[Figures], stderr: TextIO) -> None:

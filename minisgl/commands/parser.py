@@ -20,7 +20,7 @@ from minisgl.benchmark.settings import (
     StepBenchSettings,
     TuneSettings,
 )
-from minisgl.commands.flags import add_flags
+from minisgl.commands.flags import add_flags, fields_of
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.log import LEVELS
 from minisgl.request import SamplingParams
@@ -64,6 +64,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
     chat = command("chat", "Talk to a model in the terminal, without a server.")
     chat.add_argument("--system", metavar="TEXT", help="System prompt of the conversation.")
+    chat.add_argument(
+        "--tools", metavar="FILE", help="Tools as a JSON list, as in the API; you write the calls' results."
+    )
     _add_local_flags(chat, environ)
 
     generate = command("generate", "Complete one prompt and print the text.")
@@ -149,7 +152,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 LOGPROBS = ("logprobs", "prompt_logprobs")
-GRAMMARS = ("json_schema", "structural_tag", "grammar")
+OTHERS = ("json_schema", "structural_tag", "grammar", "thought_limit")
+REPLY_FLAGS = ("chat_template", "tool_parser", "reasoning_parser")
+"""Fields of `ServerConfig` that these commands have, too."""
 
 
 def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
@@ -162,8 +167,10 @@ def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
     )
     sampling = {**_text(CHAT_DEFAULTS), **environ}
     # These commands print only text, so flags for log probabilities would have no effect.
-    add_flags(parser, "sampling", SamplingParams, sampling, skip=(*LOGPROBS, *GRAMMARS))
+    add_flags(parser, "sampling", SamplingParams, sampling, skip=(*LOGPROBS, *OTHERS))
     parser.add_argument("--json-schema", metavar="FILE", help="Answer in JSON that is valid for this schema.")
+    not_ours = [field.name for field in fields_of(ServerConfig) if field.name not in REPLY_FLAGS]
+    add_flags(parser, "conversation", ServerConfig, environ, skip=not_ours)
     _add_engine_flags(parser, environ)
 
 

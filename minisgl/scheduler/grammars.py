@@ -1,6 +1,6 @@
-"""Requests whose output follows a grammar: the mask of their next token, and the state after it.
+"""Requests whose output follows a grammar, or whose thought has a limit: the masks of their next tokens.
 
-Promise: it fails closed. Where a matcher has an error or allows no token, the request ends with an error.
+Promise: it fails closed. Where a matcher has an error or no token is allowed, the request ends with an error.
 """
 
 import logging
@@ -73,16 +73,21 @@ class Grammars:
         A request that has ended, or must, gets a mask that allows all, since its token is dropped.
         """
         masks = np.zeros((len(requests), self._num_words), dtype="<i4")
-        rows = [
-            (index, request.matcher)
+        open_ = {
+            index: request
             for index, request in enumerate(requests)
             if request.state is not RequestState.FINISHED
-        ]
-        failed = dict(fill(rows, masks))
-        for index, _ in rows:
+        }
+        rows = [(index, request.matcher) for index, request in open_.items() if request.has_grammar]
+        failed = dict(fill(rows, masks)) if rows else {}
+        for index, request in open_.items():
+            if not request.has_grammar:
+                masks[index] = -1
+            if request.thought is not None and index not in failed:
+                request.thought.restrict(masks[index])
             if not masks[index].any():
                 failed.setdefault(index, RuntimeError("it allows no token here"))
-        dropped = {*range(len(requests))} - {index for index, _ in rows} | failed.keys()
+        dropped = {*range(len(requests))} - open_.keys() | failed.keys()
         masks[sorted(dropped)] = -1
         return masks, [
             (requests[index], _grammar_failed(requests[index], error)) for index, error in failed.items()
@@ -90,9 +95,12 @@ class Grammars:
 
 
 def advance(request: Request, token_id: int) -> RequestError | None:
-    """Append a token to a request's matcher; returns the error that ends the request, if any."""
+    """Append a token to what follows a request's output; returns the error that ends it, if any."""
+    if request.thought is not None:
+        request.thought.advance(token_id)
     try:
-        request.matcher.advance([token_id])
+        if request.has_grammar:
+            request.matcher.advance([token_id])
     except Exception as error:
         return _grammar_failed(request, error)
     return None

@@ -13,6 +13,7 @@ from minisgl.request import Request, SamplingParams, fit_to_context, params_for_
 from minisgl.scheduler.plan import LogitRules
 from minisgl.scheduler.policy import seniority
 from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
+from minisgl.scheduler.thoughts import ThoughtTracker
 
 
 class RequestFactory:
@@ -32,8 +33,16 @@ class RequestFactory:
         """Check a call's parameters once, for all of its prompts and choices; `make` takes the result.
 
         Raises:
-            RequestError: 400 when the parameters name unknown token ids, or ban every token.
+            RequestError: 400 when the parameters name unknown token ids, ban every token, or limit a thought
+                without saying how thoughts are written.
         """
+        limit = params.thought_limit
+        if limit is None and params.thinking_token_budget not in (None, -1):
+            message = "thinking_token_budget goes only with a conversation, such as that of LLM.chat"
+            raise RequestError(400, "unsupported_parameter", message, "thinking_token_budget")
+        if limit is not None and max(limit.open + limit.close + limit.instead) >= self._vocab_size:
+            message = f"thought_limit: token ids must be from 0 to {self._vocab_size - 1}"
+            raise RequestError(400, "invalid_token_id", message, "thought_limit")
         stop_ids = frozenset(params.stop_token_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
         return CheckedCall(params, stop_ids, rules_of_call(params, stop_ids, self._vocab_size))
@@ -78,6 +87,7 @@ class RequestFactory:
                     max_new_tokens=fitted.max_tokens,
                     stop_ids=call.stop_ids,
                     rules=rules,
+                    thought=ThoughtTracker(params.thought_limit) if params.thought_limit else None,
                 )
             )
         return made

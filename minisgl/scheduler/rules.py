@@ -74,7 +74,7 @@ def extras_of(sampled: Collection[Request]) -> LogitExtras:
     return LogitExtras(
         rules=any(request.changes_logits for request in sampled),
         logprobs=any(request.wants_logprobs for request in sampled),
-        masks=any(request.has_grammar for request in sampled),
+        masks=any(request.needs_mask for request in sampled),
     )
 
 

@@ -235,7 +235,7 @@ class Scheduler:
             decode_extras = extras_of(sampled[: len(decode_rows)])
             chunk_extras = extras_of(sampled[len(decode_rows) :])
             if decode_extras.masks or chunk_extras.masks:
-                masked = tuple([place for place, request in enumerate(sampled) if request.has_grammar])
+                masked = tuple([place for place, request in enumerate(sampled) if request.needs_mask])
         updates = self._holdings.drain_updates()
         plan = StepPlan(
             step_id=self._num_plans,
@@ -328,7 +328,7 @@ class Scheduler:
         if not request.max_new_tokens:  # the caller wants only the prompt's log probabilities
             return self._finish(request, FinishReason.LENGTH, [])
         ends = token in request.stop_ids
-        if request.has_grammar and not ends:
+        if request.is_constrained and not ends:
             error = advance(request, token)
             if error is not None:
                 return self._end_with_error(request, error)

@@ -14,7 +14,10 @@ from minisgl.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, Bias, Samplin
 
 TokenIdKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z", title="Token id")]
 
-NOT_SHARED = {"max_tokens", "logprobs", "bad_words_ids", "choice", "structural_tag", "grammar"}
+NOT_SHARED = {
+    *("max_tokens", "logprobs", "bad_words_ids", "choice", "structural_tag", "grammar"),
+    *("thinking_token_budget", "thought_limit"),
+}
 """Fields of `SamplingParams` that each API has in a form of its own, or that only the engine gets."""
 JSON_FORMS: dict[str, Any] = {
     "stop": WatchedText | Annotated[list[WatchedText], Meta(max_length=16)],

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from minisgl.errors import ModelError, RequestError
 from minisgl.fields import convert
+from minisgl.replies.model import load_text
 from minisgl.server.sampling_fields import SamplingDefaults, given_fields
 from minisgl.text.chat_template import ChatTemplate
-from minisgl.text.formats.choose import choose_format
 from minisgl.text.formats.parser import ReplyFormat
 from minisgl.text.formats.response_template import ResponseTemplate
 from minisgl.text.formats.table import THOUGHTS, Format
@@ -68,34 +68,16 @@ def load_served_model(
 ) -> ServedModel:
     """Read tokenizer and chat template, and generation_config.json if `sampling_defaults` is "model".
 
-    Args:
-        chat_template: a file in place of the model's own template.
-        tool_parser: how replies hold calls; None: the model's own way, or a guess.
-        reasoning_parser: likewise, for thoughts.
-
-    Raises:
-        ModelError: the folder lacks a tokenizer, or one of its files is broken.
-        ConfigError: a parser has an unknown name, or the template can't be read.
+    The other arguments, and the errors, are those of `load_text`.
     """
-    tokenizer = Tokenizer.from_folder(folder)
-    template = ChatTemplate.from_folder(folder, tokenizer)
-    if chat_template is not None:
-        template = ChatTemplate.from_file(chat_template, tokenizer)
-    config = read_json(folder / "tokenizer_config.json")
-    reply_format = choose_format(template.source, config, tool_parser, reasoning_parser)
+    text = load_text(
+        folder, chat_template=chat_template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+    )
     return ServedModel(
         name=name,
         created=int(time.time()),
-        tokenizer=tokenizer,
-        template=template,
         defaults=_read_defaults(folder / "generation_config.json") if sampling_defaults == "model" else {},
-        reply_format=reply_format,
-        kept_special=frozenset() if reply_format is None else tokenizer.special_ids(reply_format.keeps),
-        marker_ids={
-            text: token_id
-            for text, token_id in tokenizer.added_tokens().items()
-            if reply_format is not None and text.strip() and reply_format.keeps(text)
-        },
+        **text._asdict(),
     )
 
 

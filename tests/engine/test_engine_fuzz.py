@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fake_grammar import FakeCompiler, allowed, use_fake_grammars
+from thought_rule import tokens_after
 from tiny_models import VOCAB_SIZE, logits_of, random_model
 from transformers import PreTrainedModel
 
@@ -25,7 +26,7 @@ from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
-from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit, TokenLogprobs
 from triton_kernels.sample import sample_reference
 
 EOS = 2
@@ -112,10 +113,16 @@ def random_params(source: random.Random) -> SamplingParams:
 
     max_tokens = source.randrange(1, 28)
     grammar = sometimes(GrammarSpec("lark", str(source.random())), None, 0.25)
+    thought = sometimes(random_limit(source), None, 0.25)
+    if thought is not None and grammar is not None:
+        thought = ThoughtLimit(thought.max_tokens, thought.open, thought.close[:1], is_open=True)
+        grammar = GrammarSpec("lark", f"after {thought.close[0]} {source.random()}")
+    is_free = grammar is None and thought is None
     return SamplingParams(
         grammar=grammar,
+        thought_limit=thought,
         max_tokens=max_tokens,
-        min_tokens=sometimes(source.randrange(max_tokens + 1), 0, 0.2 * (grammar is None)),
+        min_tokens=sometimes(source.randrange(max_tokens + 1), 0, 0.2 * is_free),
         temperature=sometimes(0.0, source.uniform(0.2, 1.5), 0.4),
         top_k=sometimes(source.randrange(1, 20), 0),
         top_p=sometimes(source.uniform(0.3, 1.0), 1.0),
@@ -127,10 +134,24 @@ def random_params(source: random.Random) -> SamplingParams:
         frequency_penalty=sometimes(source.uniform(-2, 2), 0.0),
         repetition_penalty=sometimes(source.uniform(0.5, 2), 1.0),
         logit_bias=sometimes({token: source.uniform(-5, 5) for token in tokens(4)}, None),
-        allowed_token_ids=sometimes(tuple(source.sample(range(VOCAB_SIZE), 40)), (), 0.1 * (grammar is None)),
-        bad_words_ids=sometimes((tokens(1), tokens(2), tokens(3)), ()),
+        allowed_token_ids=sometimes(tuple(source.sample(range(VOCAB_SIZE), 40)), (), 0.1 * is_free),
+        bad_words_ids=sometimes((tokens(1), tokens(2), tokens(3)), (), 0.2 * (thought is None)),
         logprobs=sometimes(source.randrange(6), None),
         prompt_logprobs=sometimes(source.randrange(4), None),
+    )
+
+
+def random_limit(source: random.Random) -> ThoughtLimit:
+    """Of a thought that is open, or that the model may open, even again."""
+    marks = source.sample(range(3, VOCAB_SIZE), 6)
+    may_reopen = source.random() < 0.5
+    return ThoughtLimit(
+        source.choice((0, 1, 2, 5, 9)),
+        tuple(marks[: source.choice((1, 2))]),
+        tuple(marks[2 : source.choice((3, 4))]),
+        is_open=source.random() < 0.8,
+        may_reopen=may_reopen,
+        instead=tuple(marks[4:]) if may_reopen and source.random() < 0.5 else (),
     )
 
 
@@ -225,6 +246,9 @@ def compare(reference: PreTrainedModel, asked: Asked, answer: Answer, expected: 
         for place, token in enumerate(answer.token_ids):
             before = answer.token_ids[:place]
             assert token in allowed(asked.request.params.grammar.text, before, VOCAB_SIZE, EOS), name
+    limit = asked.request.params.thought_limit
+    for place, token in enumerate(answer.token_ids):
+        assert limit is None or token in tokens_after(limit, answer.token_ids[:place], VOCAB_SIZE), name
     pairs = list(zip(answer.token_ids, expected.token_ids, strict=False))
     place = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     num_same = len(pairs) if place is None else place
@@ -281,6 +305,8 @@ def is_tie(reference: PreTrainedModel, asked: Asked, output: list[int], sampled:
 def ruled(params: SamplingParams, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
     """The logits [V] under the request's penalties, biases, bans and grammar, token by token."""
     left = logits.clone()
+    limit = params.thought_limit
+    thinkable = None if limit is None else tokens_after(limit, output, VOCAB_SIZE)
     grammar = params.grammar
     may_follow = None if grammar is None else allowed(grammar.text, output, VOCAB_SIZE, EOS)
     for token in range(VOCAB_SIZE):
@@ -296,6 +322,7 @@ def ruled(params: SamplingParams, prompt: list[int], output: list[int], logits: 
         for word in params.bad_words_ids:
             before = list(word[:-1])
             is_banned |= word[-1] == token and (not before or (prompt + output)[-len(before) :] == before)
+        is_banned |= thinkable is not None and token not in thinkable
         is_banned |= may_follow is not None and token not in may_follow
         left[token] = float("-inf") if is_banned else value
     return left

@@ -27,7 +27,7 @@ from minisgl.engine.model_runner import LaunchedStep
 from minisgl.engine.step_timeline import UsedGraphs
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
-from minisgl.request import FinishReason, RequestOutput, SamplingParams
+from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit
 from minisgl.scheduler.plan import TokenMasks
 
 LIMITS: dict[str, Any] = {
@@ -94,6 +94,9 @@ def some_requests(source: random.Random) -> list[AddRequest]:
             22: {"logprobs": 2},
         }.get(number, {})
         asked = others or source.choice([{}, {"temperature": 0.0}, {"top_k": 5}])
+        if number in (5, 12):
+            limit = ThoughtLimit(number // 3, (60,), (61, 62), is_open=True, may_reopen=number == 5)
+            asked = asked | {"thought_limit": limit}
         params = SamplingParams(
             **{"temperature": 0.8, "seed": number, "max_tokens": source.randrange(1, 20), **asked}
         )  # pyright: ignore[reportArgumentType] (a mixed dict)

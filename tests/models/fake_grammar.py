@@ -16,7 +16,15 @@ SHARE = 0.4
 
 
 def allowed(text: str, output: Sequence[int], vocab_size: int, eos: int) -> set[int]:
-    """The tokens that may follow `output` in the grammar called `text`; in the end, only `eos`."""
+    """The tokens that may follow `output` in the grammar called `text`; in the end, only `eos`.
+
+    The grammar called "after 7 x" is the grammar called "x" of what follows the first token 7.
+    """
+    if text.startswith("after "):
+        _, token, text = text.split(" ")
+        if int(token) not in output:
+            return {one for one in range(vocab_size) if one != eos}
+        output = output[list(output).index(int(token)) + 1 :]
     source = random.Random(f"{text}:{list(output)}")
     if source.random() < 0.03:
         return {eos}

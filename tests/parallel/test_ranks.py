@@ -32,7 +32,7 @@ from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
-from minisgl.request import SamplingParams
+from minisgl.request import SamplingParams, ThoughtLimit
 from minisgl.scheduler.plan import StepPlan
 from minisgl.weights.progress import no_progress
 
@@ -81,6 +81,8 @@ def generate(engine: Engine) -> tuple[dict[int, list[int]], int]:
             seed=1,
             temperature=0.7,
         )
+    limit = ThoughtLimit(4, (50,), (51, 52), is_open=True)
+    add(engine, 10, 7, thought_limit=limit, temperature=0.7, seed=2)
     return run_to_the_end(engine), engine.status(0).num_preemptions
 
 
@@ -108,6 +110,7 @@ def expected(folder: Path) -> dict[int, list[int]]:
     tokens, num_preemptions = generate(engine)
     engine.close()
     assert num_preemptions > 0, "more pages than the test wants"
+    assert tokens[10][4:6] == [51, 52]
     return tokens
 
 

@@ -19,6 +19,7 @@ from minisgl.server.served_model import ServedModel, load_served_model
 
 WEATHER = {"name": "get_weather", "input_schema": PARAMETERS}
 TIME = {"name": "get_time", "description": "The time.", "input_schema": {"type": "object"}}
+SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hello"}
 
 
@@ -153,6 +154,39 @@ def test_the_limit_that_ended_the_answer_is_named(server: RunningServer) -> None
     filled = whole(server, "@burst " + "hello " * 2500, max_tokens=4096)
     assert filled["stop_reason"] == "model_context_window_exceeded"
     assert filled["usage"]["input_tokens"] + filled["usage"]["output_tokens"] == 4096
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(1000, "end_turn"), (60, "max_tokens")])
+def test_a_call_that_breaks_off_is_not_shown_as_whole(
+    server: RunningServer, max_tokens: int, reason: str
+) -> None:
+    text = '@chars <tool_call>\n{"name": "get_weather", "arguments": {"city": "R' + "o" * 40
+    answer = whole(server, text, tools=[WEATHER], max_tokens=max_tokens)
+    assert answer["stop_reason"] == reason
+    [block] = answer["content"]
+    assert (block["type"], block["name"], block["input"].keys()) == (
+        "tool_use",
+        "get_weather",
+        {"INVALID_JSON"},
+    )
+    events = streamed(server, text, tools=[WEATHER], max_tokens=max_tokens)
+    pieces = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    written = "".join(piece["partial_json"] for piece in pieces)
+    assert written == block["input"]["INVALID_JSON"]
+    assert written.startswith('{"city": "Ro')
+    assert events[-2]["delta"]["stop_reason"] == reason
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_turn_without_blocks_is_empty_text(server: RunningServer, served: ServedModel, role: str) -> None:
+    turns = [USER, {"role": role, "content": []}, *([USER] if role == "assistant" else [])]
+    same = [USER, {"role": role, "content": ""}, *([USER] if role == "assistant" else [])]
+    assert parse(served, messages=turns) == parse(served, messages=same)
+    alone = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": []}]}
+    assert server.call("/v1/messages", alone)[0] == 200
+    for turn in ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}, SYSTEM):
+        with pytest.raises(RequestError, match="a turn of the user"):
+            parse(served, messages=[turn])
 
 
 def test_cached_tokens_are_no_input_tokens(server: RunningServer) -> None:

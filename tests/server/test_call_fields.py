@@ -12,10 +12,11 @@ from served_routes import model
 from small_model import make_folder
 
 from minisgl.errors import ModelError, RequestError
+from minisgl.replies.conversation import EncodedCall
+from minisgl.replies.plan import ReplyPlan
 from minisgl.server.apis.chat import ChatCall, parse_chat
 from minisgl.server.apis.completions import MAX_PROMPT_VALUES, CompletionCall, parse_completion
-from minisgl.server.calls.call import CallContext, EncodedCall, Usage
-from minisgl.server.calls.reply_plan import ReplyPlan
+from minisgl.server.calls.call import CallContext, Usage
 from minisgl.server.served_model import load_served_model
 from minisgl.text.tokenizer import Tokenizer
 

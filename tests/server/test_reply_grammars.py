@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from minisgl.grammar.compiler import GrammarCompiler
 from minisgl.grammar.matcher import GrammarError, Matcher
+from minisgl.replies.plan import plan_reply
 from minisgl.request import SamplingParams
-from minisgl.server.calls.reply_plan import plan_reply
-from minisgl.server.calls.tools import ToolFields, read_tools
+from minisgl.server.calls.tool_fields import ToolFields, tools_of
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel, load_served_model
 from minisgl.text.formats.events import Reply, collect
@@ -99,9 +99,8 @@ def test_replies_follow_their_grammar_and_are_read_back(
     bad: list[str],
 ) -> None:
     model = served(folder, calls, thought)
-    plan = plan_reply(
-        model, prompt, params or SamplingParams(), read_tools(ToolFields(**{"tools": TOOLS, **fields}))
-    )
+    asked = tools_of(ToolFields(**{"tools": TOOLS, **fields}))
+    plan = plan_reply(model, prompt, params or SamplingParams(), asked)
     assert plan.params.grammar is not None
     grammar = compiler.compile(plan.params.grammar).result()
 

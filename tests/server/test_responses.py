@@ -14,8 +14,8 @@ from running_server import RunningServer
 from tool_model import ARGUMENTS, PARAMETERS, REPLY, make_tool_model
 
 from minisgl.errors import RequestError
+from minisgl.replies.tools import MAX_TOOLS
 from minisgl.server.apis.responses import ResponseCall, parse_response
-from minisgl.server.calls.tools import MAX_TOOLS
 from minisgl.server.calls.turns import Turns
 from minisgl.server.served_model import ServedModel, load_served_model
 

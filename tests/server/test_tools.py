@@ -15,11 +15,11 @@ from tool_model import TEMPLATE
 from tool_model import make_tool_model as make_model
 
 from minisgl.errors import ConfigError, RequestError
+from minisgl.replies.conversation import Conversation, EncodedCall
+from minisgl.replies.plan import plan_reply
+from minisgl.replies.tools import MAX_TOOLS, Tool, ask_tools, read_tools
 from minisgl.request import SamplingParams
 from minisgl.server.apis.chat import ChatChunk, parse_chat
-from minisgl.server.calls.call import Conversation, EncodedCall
-from minisgl.server.calls.reply_plan import plan_reply
-from minisgl.server.calls.tools import MAX_TOOLS, Tool, ToolFields, ask_tools, read_tools
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel, load_served_model
 from minisgl.text.formats.choose import choose_format
@@ -152,6 +152,20 @@ def test_a_reply_cut_in_a_call_ends_by_length(server: RunningServer) -> None:
     assert answer["reason"] == "length"
     assert [name for name, _ in answer["calls"]] == ["get_weather"]
     assert ARGUMENTS[0].startswith(answer["calls"][0][1])
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "R', '{"city": Rom}'])
+def test_a_call_that_the_model_breaks_off_does_not_end_in_calls(
+    server: RunningServer, arguments: str
+) -> None:
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}'
+    answer = parts(whole(server, text, tools=TOOLS))
+    assert answer["reason"] == "stop"
+    [[name, written]] = answer["calls"]
+    assert name == "get_weather"
+    assert arguments.startswith(written)
+    assert len(written) >= len('{"city": ')
+    assert joined(streamed(server, text, "chars", tools=TOOLS)) == answer
 
 
 def test_without_tools_or_with_none_a_call_is_text(server: RunningServer) -> None:
@@ -450,4 +464,4 @@ def test_tools_of_other_apis_have_their_own_names_in_errors(served: ServedModel)
     with pytest.raises(RequestError) as caught:
         call.encode(served, 4096, SamplingParams())
     assert caught.value.param == "tools[0].input_schema.properties.a.uniqueItems"
-    assert read_tools(ToolFields()).choice == "none"
+    assert read_tools(None, None).choice == "none"

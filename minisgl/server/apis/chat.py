@@ -10,8 +10,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 from msgspec import UNSET, Struct, UnsetType
 
+from minisgl.replies.conversation import Conversation, EncodedCall
+from minisgl.replies.plan import effort_variables
+from minisgl.replies.tools import new_call_id
 from minisgl.request import NumLogprobs, TokenLogprobs
-from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall, sse
+from minisgl.server.calls.call import CallContext, CallOptions, sse
 from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
@@ -19,6 +22,7 @@ from minisgl.server.calls.call_fields import (
     CallFields,
     GivenMessages,
     TemplateVariables,
+    ThoughtFields,
     call_options,
     check_template_variables,
     shown_in_answer,
@@ -35,8 +39,7 @@ from minisgl.server.calls.openai_answer import (
     failure,
 )
 from minisgl.server.calls.output_format import OutputFields
-from minisgl.server.calls.reply_plan import effort_variables
-from minisgl.server.calls.tools import ToolFields, new_call_id, read_tools
+from minisgl.server.calls.tool_fields import ToolFields, tools_of
 from minisgl.server.http.bodies import Body, Condition, FieldIs
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
@@ -96,7 +99,7 @@ class ChatFields(Struct, frozen=True):
 
 CHAT = Body(
     "ChatBody",
-    (ChatFields, CallFields, SamplingFields, OutputFields, ToolFields),
+    (ChatFields, CallFields, SamplingFields, OutputFields, ToolFields, ThoughtFields),
     (
         *CONDITIONS,
         Condition(
@@ -144,17 +147,17 @@ def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    chat, call, sampling, output, tools = CHAT.read(body)
+    chat, call, sampling, output, tools, thought = CHAT.read(body)
     messages = normalize_messages(chat.messages)
     check_template_variables(chat.chat_template_kwargs)
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    asked = read_tools(tools)
+    asked = tools_of(tools)
     variables = effort_variables(chat.reasoning_effort, model) | (chat.chat_template_kwargs or {})
     add_generation_prompt = chat.add_generation_prompt is not False
     return ChatCall(
         Conversation(messages, asked, variables, add_generation_prompt),
-        call_options(call, sampling, output, model, min(limits, default=None), logprobs),
+        call_options(call, sampling, output, model, min(limits, default=None), logprobs, thought),
         shown_in_answer(call),
         chat.include_reasoning is not False,
     )
@@ -367,8 +370,8 @@ class ChatFormat:
         return None
 
     def _finish_reason(self, delta: Delta) -> str | None:
-        has_calls = self._readers[delta.choice].has_calls
-        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+        ends_in_calls = self._readers[delta.choice].ends_in_calls
+        return "tool_calls" if ends_in_calls and delta.finish_reason == "stop" else delta.finish_reason
 
     def _num_reasoning(self) -> int:
         return sum(reader.num_reasoning_tokens for reader in self._readers)

@@ -14,6 +14,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from minisgl.errors import RequestError
 from minisgl.fields import convert_value, json_type_name
+from minisgl.replies.conversation import EncodedCall
+from minisgl.replies.plan import ReplyPlan
 from minisgl.request import (
     NumLogprobs,
     PackedLogprobs,
@@ -22,7 +24,7 @@ from minisgl.request import (
     TokenLogprobs,
     fit_to_context,
 )
-from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
+from minisgl.server.calls.call import CallContext, CallOptions, sse
 from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
@@ -43,7 +45,6 @@ from minisgl.server.calls.openai_answer import (
     failure,
 )
 from minisgl.server.calls.output_format import OutputFields
-from minisgl.server.calls.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route

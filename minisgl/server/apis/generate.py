@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from minisgl.replies.conversation import EncodedCall
+from minisgl.replies.plan import ReplyPlan
 from minisgl.request import SamplingParams
 from minisgl.server.apis.completions import Text, encode_prompt
-from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
+from minisgl.server.calls.call import CallContext, CallOptions, sse
 from minisgl.server.calls.call_fields import AtLeastOne
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import DONE, failure
-from minisgl.server.calls.reply_plan import ReplyPlan
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, Answer, Route

@@ -17,12 +17,14 @@ from msgspec import Meta, Struct
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral, convert, convert_value, json_type_name, refuse_unknown, shorten
 from minisgl.grammar.spec import GrammarSpec, json_schema_spec
+from minisgl.replies.conversation import Conversation, EncodedCall
+from minisgl.replies.plan import has_thoughts
+from minisgl.replies.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
 from minisgl.request import SamplingParams, WatchedText
 from minisgl.server.apis.messages_answer import ERRORS, MessageAnswer, MessagesFormat, TokenCount
-from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
+from minisgl.server.calls.call import CallContext, CallOptions
 from minisgl.server.calls.call_fields import AtLeastOne, sampling_params
 from minisgl.server.calls.completer import Completer
-from minisgl.server.calls.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
 from minisgl.server.calls.turns import Turns
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body
 from minisgl.server.http.middleware import json_answer
@@ -148,6 +150,8 @@ class Thinking(Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
     """With "disabled", the answer leaves out what the model thinks all the same."""
     display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: AtLeastOne | None = None
+    """Most tokens of the thought. A model without thoughts keeps to it in any case."""
 
 
 class JsonFormat(Struct, frozen=True):
@@ -224,9 +228,18 @@ def parse_messages(body: bytes, model: ServedModel) -> MessagesCall:
         RequestError: 400 that names the invalid field.
     """
     fields, prompt, sampling = MESSAGES.read(body)
-    conversation, grammar, shows_thoughts = _read_prompt(prompt, model)
+    conversation, grammar, thinking = _read_prompt(prompt, model)
     stops = tuple(fields.stop_sequences or ())
-    params = sampling_params(sampling, model, max_tokens=fields.max_tokens, stop=stops, grammar=grammar)
+    budget = thinking.budget_tokens if thinking and has_thoughts(model.reply_format) else None
+    params = sampling_params(
+        sampling,
+        model,
+        max_tokens=fields.max_tokens,
+        stop=stops,
+        grammar=grammar,
+        thinking_token_budget=budget,
+    )
+    shows_thoughts = thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
     options = CallOptions(params, model=prompt.model, stream=bool(fields.stream))
     return MessagesCall(conversation, options, shows_thoughts)
 
@@ -242,8 +255,10 @@ def parse_count(body: bytes, model: ServedModel) -> MessagesCall:
     return MessagesCall(conversation, CallOptions(SamplingParams(grammar=grammar), model=prompt.model))
 
 
-def _read_prompt(fields: PromptFields, model: ServedModel) -> tuple[Conversation, GrammarSpec | None, bool]:
-    """The conversation, the grammar of the answer, and whether the answer shows thoughts."""
+def _read_prompt(
+    fields: PromptFields, model: ServedModel
+) -> tuple[Conversation, GrammarSpec | None, Thinking | None]:
+    """The conversation, the grammar of the answer, and what is said of thoughts."""
     turns = Turns("\n", model.template.takes_late_system)
     if fields.system is not None:
         turns.add_system(_system(fields.system, "system"))
@@ -252,6 +267,9 @@ def _read_prompt(fields: PromptFields, model: ServedModel) -> tuple[Conversation
     )
     for rank, turn in enumerate(given):
         _add_turn(turns, turn, f"messages[{rank}]")
+    if turns.last_role is None:
+        message = "messages must hold a turn of the user"
+        raise RequestError(400, "invalid_value", message, "messages")
     if turns.last_role == "assistant":
         where = f"messages[{len(given) - 1}]"
         message = f"{where} is the assistant's, but an answer can't be prefilled here: end with the user's"
@@ -264,12 +282,13 @@ def _read_prompt(fields: PromptFields, model: ServedModel) -> tuple[Conversation
             grammar = json_schema_spec(output.format.schema, "output_config.format.schema")
     thinking = None
     if fields.thinking is not None:
-        others: dict[str, Neutral] = {"budget_tokens": None}
-        refuse_unknown(fields.thinking, Thinking.__struct_fields__, others, "thinking.")
+        refuse_unknown(fields.thinking, Thinking.__struct_fields__, {}, "thinking.")
         thinking = convert(fields.thinking, Thinking, "thinking.")
     variables = _thinking_variables(thinking, output.effort, model.template.source or "")
-    shows_thoughts = thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
-    return Conversation(turns.messages(), _tools(fields), variables), grammar, shows_thoughts
+    conversation = Conversation(
+        turns.messages(), _tools(fields), variables, limit_field="thinking.budget_tokens"
+    )
+    return conversation, grammar, thinking
 
 
 def _system(given: Any, where: str) -> str:
@@ -289,7 +308,8 @@ def _add_turn(turns: Turns, given: Any, where: str) -> None:
         turns.add_system(_system(content, f"{where}.content"))
         return
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    for rank, block in enumerate(convert_value(blocks, list[dict[str, Any]], f"{where}.content")):
+    blocks = convert_value(blocks, list[dict[str, Any]], f"{where}.content")
+    for rank, block in enumerate(blocks or [{"type": "text", "text": ""}]):
         _add_block(turns, role, block, f"{where}.content[{rank}]")
 
 

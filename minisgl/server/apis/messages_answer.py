@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import Struct
 
+from minisgl.replies.plan import ReplyReader
 from minisgl.server.calls.call import CallContext, sse
 from minisgl.server.calls.openai_answer import encode
-from minisgl.server.calls.reply_plan import ReplyReader
 from minisgl.server.http.errors import ErrorFormat, Fault
 from minisgl.server.open_choices import Delta
 from minisgl.text.formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
@@ -29,6 +29,11 @@ ERROR_TYPES = {
 }
 """HTTP status -> the error's `type`. Others are "invalid_request_error" below 500, else "api_error"."""
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+BROKEN_INPUT = "INVALID_JSON"
+"""The key under which a call that broke off has the text of its arguments, as Anthropic's guide to
+fine-grained tool streaming names it."""
 
 
 class MessagesErrorFields(Struct):
@@ -172,7 +177,7 @@ class MessagesFormat:
             return "max_tokens" if is_asked else "model_context_window_exceeded", None
         if last is not None and last.stop_string is not None:
             return "stop_sequence", last.stop_string
-        return "tool_use" if self._reader.has_calls else "end_turn", None
+        return "tool_use" if self._reader.ends_in_calls else "end_turn", None
 
     def _read(self, delta: Delta) -> None:
         """Add a delta to the content."""
@@ -211,7 +216,7 @@ class MessagesFormat:
         self._emit("content_block_delta", index=len(self._blocks), delta={"type": kind, field: text})
 
     def _close(self, is_complete: bool = False) -> None:
-        """End the open block, if there is one. The input of a call that is not complete stays empty."""
+        """End the open block, if there is one. A call that broke off has its arguments as a text."""
         if self._open is None:
             return
         block, text = self._open, "".join(self._texts)
@@ -226,8 +231,8 @@ class MessagesFormat:
                 # The text is a JSON object, so it need not be read to be sent.
                 raw = cast("dict[str, Any]", msgspec.Raw(text.encode()))
                 block = ToolUseContent(block.id, block.name, raw)
-            case _:
-                pass
+            case ToolUseContent():
+                block = ToolUseContent(block.id, block.name, {BROKEN_INPUT: text})
         self._blocks.append(block)
 
     def _emit(self, name: str, **fields: Any) -> None:

@@ -14,17 +14,19 @@ from msgspec import Meta, Struct
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral, convert, convert_value, json_type_name, refuse_unknown, shorten
 from minisgl.grammar.spec import GrammarSpec, json_object_spec, json_schema_spec
+from minisgl.replies.conversation import Conversation, EncodedCall
+from minisgl.replies.plan import effort_variables
+from minisgl.replies.tools import MAX_TOOLS, NO_PARAMETERS, AskedTools, Tool, ask_tools
 from minisgl.server.apis.responses_answer import ResponseAnswer, ResponsesFormat
-from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
+from minisgl.server.calls.call import CallContext, CallOptions
 from minisgl.server.calls.call_fields import (
     AtLeastOne,
     TemplateVariables,
+    ThoughtFields,
     check_template_variables,
     sampling_params,
 )
 from minisgl.server.calls.completer import Completer
-from minisgl.server.calls.reply_plan import effort_variables
-from minisgl.server.calls.tools import MAX_TOOLS, NO_PARAMETERS, AskedTools, Tool, ask_tools
 from minisgl.server.calls.turns import Turns
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
@@ -184,7 +186,7 @@ UNSUPPORTED: dict[str, Neutral] = {
     "prompt_cache_retention": None,
     "client_metadata": None,
 }
-RESPONSE = Body("ResponseBody", (ResponseFields, ResponseSampling), (), UNSUPPORTED)
+RESPONSE = Body("ResponseBody", (ResponseFields, ResponseSampling, ThoughtFields), (), UNSUPPORTED)
 
 
 class ResponseCall(NamedTuple):
@@ -211,7 +213,7 @@ def parse_response(body: bytes, model: ServedModel) -> ResponseCall:
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    fields, sampling = RESPONSE.read(body)
+    fields, sampling, thought = RESPONSE.read(body)
     check_template_variables(fields.chat_template_kwargs)
     for rank, name in enumerate(fields.include or ()):
         if name not in HARMLESS_INCLUDES:
@@ -228,7 +230,13 @@ def parse_response(body: bytes, model: ServedModel) -> ResponseCall:
     effort = convert(reasoning, ReasoningOptions, "reasoning.").effort
     asked = _tools(fields)
     variables = effort_variables(effort, model, "reasoning.effort") | (fields.chat_template_kwargs or {})
-    params = sampling_params(sampling, model, max_tokens=fields.max_output_tokens, grammar=grammar)
+    params = sampling_params(
+        sampling,
+        model,
+        max_tokens=fields.max_output_tokens,
+        grammar=grammar,
+        thinking_token_budget=thought.thinking_token_budget,
+    )
     echo = {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from minisgl.replies.plan import ReplyReader
+from minisgl.replies.tools import new_call_id
 from minisgl.server.calls.call import CallContext, sse
 from minisgl.server.calls.openai_answer import encode
-from minisgl.server.calls.reply_plan import ReplyReader
-from minisgl.server.calls.tools import new_call_id
 from minisgl.server.http.errors import Fault
 from minisgl.server.open_choices import Delta
 from minisgl.text.formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning

@@ -9,6 +9,8 @@ from aiohttp import web
 from msgspec import Struct
 
 from minisgl.errors import RequestError
+from minisgl.replies.plan import check_callable
+from minisgl.replies.tools import read_tools
 from minisgl.request import TokenId
 from minisgl.server.calls.call_fields import (
     GivenMessages,
@@ -16,8 +18,7 @@ from minisgl.server.calls.call_fields import (
     check_template_variables,
     check_token_ids,
 )
-from minisgl.server.calls.reply_plan import check_callable
-from minisgl.server.calls.tools import GivenTools, ToolFields, read_tools
+from minisgl.server.calls.tool_fields import GivenTools
 from minisgl.server.http.bodies import Body, Condition, given, missing
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import Answer, Route
@@ -128,7 +129,7 @@ class TokenApi:
             ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         else:
             check_template_variables(body.chat_template_kwargs)
-            asked = read_tools(ToolFields(body.tools))
+            asked = read_tools(body.tools, None)
             check_callable(self._model, asked)
             text = self._model.template.render(
                 normalize_messages(body.messages),

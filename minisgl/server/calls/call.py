@@ -4,12 +4,11 @@ Promise: a new API is one file with its fields, a `Call` and an `AnswerFormat`. 
 what all APIs share.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
+from minisgl.replies.conversation import EncodedCall
 from minisgl.request import SamplingParams
-from minisgl.server.calls.reply_plan import ReplyPlan, check_callable, plan_reply
-from minisgl.server.calls.tools import NO_TOOLS, AskedTools
 from minisgl.server.http.errors import Fault
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
@@ -42,13 +41,6 @@ class CallContext(NamedTuple):
     request_id: str
     usage: Callable[[], Usage]
     """The usage so far."""
-
-
-class EncodedCall(NamedTuple):
-    """The prompts of a call as token ids, and how their replies are made and read."""
-
-    prompts: Sequence[Sequence[int]]
-    plan: ReplyPlan
 
 
 class AnswerFormat(Protocol):
@@ -108,31 +100,6 @@ class Call(Protocol):
             RequestError: 400 if the answer would be too large.
         """
         ...
-
-
-class Conversation(NamedTuple):
-    """Messages and all that makes a prompt and the plan for its replies of them."""
-
-    messages: list[dict[str, Any]]  # from `normalize_messages`
-    asked: AskedTools = NO_TOOLS
-    template_variables: Mapping[str, Any] = {}  # never changed
-    add_generation_prompt: bool = True
-    field: str = "messages"  # names the prompt in errors
-
-    def encode(self, model: ServedModel, max_context_tokens: int, params: SamplingParams) -> EncodedCall:
-        """The prompt, and how its replies are made and read. A template adds special tokens itself.
-
-        Raises:
-            RequestError: 400; the template refuses the messages, the prompt is far too long, the model can't
-                be given tools, or no grammar can be made.
-        """
-        check_callable(model, self.asked)
-        text = model.template.render(
-            self.messages, self.add_generation_prompt, self.template_variables, self.asked.for_template
-        )
-        plan = plan_reply(model, text, params, self.asked)
-        ids = model.tokenizer.encode(text, False, max_tokens=max_context_tokens, param=self.field)
-        return EncodedCall([ids], plan)
 
 
 def sse(data: bytes, name: str = "") -> bytes:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral
-from minisgl.request import SamplingParams
+from minisgl.request import SamplingParams, ThoughtTokens
 from minisgl.server.calls.call import CallOptions
 from minisgl.server.calls.openai_answer import Shown
 from minisgl.server.calls.output_format import OutputFields, grammar_of
@@ -36,6 +36,13 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     """vLLM's extension: every chunk has the usage so far."""
     include_obfuscation: bool | None = None
+
+
+class ThoughtFields(msgspec.Struct, frozen=True):
+    """How long a reasoning model may think. vLLM has the same field."""
+
+    thinking_token_budget: ThoughtTokens | None = None
+    """Most tokens of the thought; then it is ended and the answer follows. -1: no limit."""
 
 
 class CallFields(msgspec.Struct, frozen=True):
@@ -81,6 +88,7 @@ def call_options(
     model: ServedModel,
     max_tokens: int | None,
     logprobs: int | None,
+    thought: ThoughtFields | None = None,
 ) -> CallOptions:
     """The options that the fields and the model's defaults make.
 
@@ -92,7 +100,12 @@ def call_options(
     """
     return CallOptions(
         sampling_params(
-            sampling, model, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar_of(output)
+            sampling,
+            model,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            grammar=grammar_of(output),
+            thinking_token_budget=None if thought is None else thought.thinking_token_budget,
         ),
         model=call.model,
         stream=bool(call.stream),

@@ -21,6 +21,8 @@ class Delimiter:
     """
 
     def __init__(self, texts: Sequence[str] = (), pattern: str = "") -> None:
+        self.text = texts[0] if len(texts) == 1 else ""
+        """The only text that it may be; empty: there are others."""
         self.pattern = pattern or "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
         try:
             self._whole = re.compile(self.pattern, re.DOTALL)

@@ -1,6 +1,6 @@
 """The tools of a call: what may be called, and whether the model must.
 
-Promise: tools are checked once, whichever API they come from, and nothing of them is ignored. `reply_plan`
+Promise: tools are checked once, whichever API they come from, and nothing of them is ignored. `plan.py`
 makes the grammar that guarantees calls.
 """
 
@@ -13,7 +13,6 @@ from msgspec import Meta, Struct
 
 from minisgl.errors import RequestError
 from minisgl.fields import convert, json_type_name, refuse_unknown, shorten
-from minisgl.server.http.bodies import DOCUMENTED_AS
 
 MAX_TOOLS = 512
 """Most tools of one call."""
@@ -64,26 +63,6 @@ class AllowedToolsChoice(Struct, frozen=True):
 
 
 CHOICES = ("auto", "none", "required")
-
-
-GivenTools = Annotated[list[Any], Meta(max_length=MAX_TOOLS, extra={DOCUMENTED_AS: (list[ToolDefinition],)})]
-"""`read_tools` reads them."""
-
-
-class ToolFields(Struct, frozen=True):
-    """The tools of a chat."""
-
-    tools: GivenTools | None = None
-    tool_choice: (
-        Annotated[
-            str | dict[str, Any],
-            Meta(extra={DOCUMENTED_AS: (Literal["auto", "none", "required"], NamedTool, AllowedToolsChoice)}),
-        ]
-        | None
-    ) = None
-    """Default: "auto" with tools."""
-    parallel_tool_calls: bool | None = None
-    """False: at most one call in a reply."""
 
 
 class Tool(NamedTuple):
@@ -144,17 +123,23 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def read_tools(fields: ToolFields) -> AskedTools:
-    """The tools of a chat's body.
+def read_tools(
+    given: Sequence[object] | None, choice: str | dict[str, Any] | None, parallel: bool | None = None
+) -> AskedTools:
+    """The tools of a chat, in OpenAI's form.
+
+    Args:
+        given: the field `tools`: objects of the form of `ToolDefinition`.
+        choice: the field `tool_choice`: one of `CHOICES`, or a `NamedTool` or `AllowedToolsChoice`.
+        parallel: the field `parallel_tool_calls`.
 
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    tools = [_tool(given, f"tools[{index}]") for index, given in enumerate(fields.tools or ())]
-    choice = fields.tool_choice
+    tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(given or ())]
     if isinstance(choice, dict):
-        return _chosen(tools, choice, fields.parallel_tool_calls)
-    return ask_tools(tools, choice, parallel=fields.parallel_tool_calls is not False)
+        return _chosen(tools, choice, parallel)
+    return ask_tools(tools, choice, parallel=parallel is not False)
 
 
 def ask_tools(

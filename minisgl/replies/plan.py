@@ -6,19 +6,19 @@ format can't guarantee is a 400 that names the field. Without tools and thoughts
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from minisgl.errors import RequestError
 from minisgl.grammar.spec import GrammarSpec, json_schema_spec, made_spec, within
+from minisgl.replies.model import ReplyModel
+from minisgl.replies.thought_limit import limit_thought
+from minisgl.replies.tools import NO_TOOLS, AskedTools, Tool
 from minisgl.request import SamplingParams
-from minisgl.server.calls.tools import NO_TOOLS, AskedTools, Tool
-from minisgl.server.open_choices import Delta
-from minisgl.server.served_model import ServedModel
-from minisgl.text.formats.events import CallStart, Content, Event, Reasoning
+from minisgl.text.formats.events import CallEnd, CallStart, Content, Event, Reasoning
 from minisgl.text.formats.lark import ThoughtFirst, answer_grammar, call_grammar
 from minisgl.text.formats.parser import ReplyFormat, ReplyParser, new_parser, opens_thought
 from minisgl.text.formats.response_template import ResponseTemplate
@@ -53,17 +53,34 @@ class ReplyPlan(NamedTuple):
         return ReplyReader(parser, self.thought_end)
 
 
+class Piece(Protocol):
+    """More of a reply: the server's `Delta`, or `LLM`'s."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> object | None:
+        """Not None with the last one."""
+        ...
+
+
 class ReplyReader:
-    """Reads one reply. `has_calls` and `num_reasoning_tokens` are up to date after each `read`."""
+    """Reads one reply. Its figures are up to date after each `read`.
+
+    `is_broken`: the reply, or the model, broke off in a call, whose arguments are not a JSON object then.
+    """
 
     def __init__(self, parser: ReplyParser | None, thought_end: int | None = None) -> None:
         self.has_calls = False
+        self.is_broken = False
         self._parser = parser
         self._thought_end = thought_end
         self._num_tokens = self._num_chars = self._num_thought_chars = 0
         self._num_until_end: int | None = None  # tokens up to the one that ended the thought
 
-    def read(self, delta: Delta) -> list[Event]:
+    def read(self, delta: Piece) -> list[Event]:
         """The events of the reply's next delta; the last one, with a finish reason, ends the reply."""
         if self._parser is None:
             return [Content(delta.text)] if delta.text else []
@@ -72,14 +89,21 @@ class ReplyReader:
             events += self._parser.finish()
         if self._num_until_end is None and self._thought_end in delta.token_ids:
             self._num_until_end = self._num_tokens + delta.token_ids.index(self._thought_end) + 1
-        self._num_tokens += delta.num_tokens
+        self._num_tokens += len(delta.token_ids)
         self._num_chars += len(delta.text)
         for event in events:
             if isinstance(event, Reasoning):
                 self._num_thought_chars += len(event.text)
             elif isinstance(event, CallStart):
                 self.has_calls = True
+            elif isinstance(event, CallEnd) and not event.complete:
+                self.is_broken = True
         return events
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether the reply has calls, and all of them are whole."""
+        return self.has_calls and not self.is_broken
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -92,7 +116,7 @@ class ReplyReader:
 
 
 def effort_variables(
-    effort: str | None, model: ServedModel, where: str = "reasoning_effort"
+    effort: str | None, model: ReplyModel, where: str = "reasoning_effort"
 ) -> dict[str, Any]:
     """The template variables that ask for this effort: those that the model's template has.
 
@@ -114,7 +138,7 @@ def effort_variables(
     return used
 
 
-def check_callable(model: ServedModel, asked: AskedTools) -> None:
+def check_callable(model: ReplyModel, asked: AskedTools) -> None:
     """Refuse tools that the model can't be told of, or whose calls could not be read.
 
     Raises:
@@ -124,27 +148,37 @@ def check_callable(model: ServedModel, asked: AskedTools) -> None:
         return
     if not has_calls(model.reply_format):
         message = (
-            f"{asked.where} can't be used: how this model writes calls is not known; start the server with "
-            "--tool-parser, or leave the tools out"
+            f"{asked.where} can't be used: how this model writes calls is not known; name it with "
+            "--tool-parser or LLM(tool_parser=...), or leave the tools out"
         )
         raise RequestError(400, "unsupported_parameter", message, asked.where)
     if not model.template.writes_tools:
         message = (
-            f"{asked.where} can't be used: this model's chat template does not write tools; start the "
-            "server with a --chat-template that does, or leave the tools out"
+            f"{asked.where} can't be used: this model's chat template does not write tools; name "
+            "one that does with --chat-template or LLM(chat_template=...), or leave the tools out"
         )
         raise RequestError(400, "unsupported_parameter", message, asked.where)
 
 
 def plan_reply(
-    model: ServedModel, prompt: str, params: SamplingParams, asked: AskedTools = NO_TOOLS
+    model: ReplyModel,
+    prompt: str,
+    params: SamplingParams,
+    asked: AskedTools = NO_TOOLS,
+    limit_field: str = "thinking_token_budget",
 ) -> ReplyPlan:
     """How the replies to the rendered `prompt` are made and read. Call `check_callable` first.
+
+    `limit_field`: what the request calls `params.thinking_token_budget`, for errors.
 
     Raises:
         RequestError: 400; a schema can't be guaranteed, or two fields do not go together.
     """
     form, reasons = model.reply_format, has_thoughts(model.reply_format)
+    if params.thinking_token_budget is not None:
+        budget = params.thinking_token_budget
+        limit = limit_thought(model, prompt, budget, limit_field) if budget >= 0 else None
+        params = msgspec.structs.replace(params, thinking_token_budget=None, thought_limit=limit)
     if form is None or not (reasons or asked.told):
         return ReplyPlan(params)
     if asked.needs_grammar or params.grammar is not None:
