@@ -13,6 +13,7 @@ from test_step_timeline import MODEL, started
 from minisgl.engine.engine import Engine
 from minisgl.errors import RequestError
 from minisgl.grammar.spec import GrammarSpec
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import RequestOutput, SamplingParams
 
 VOCAB_SIZE = MODEL["vocab_size"]
@@ -94,6 +95,37 @@ def test_an_abort_before_the_grammar_is_ready_ends_the_request_at_once(
     if not is_compiled:
         compiler.finish()
     step_until(engine, answers, 1)
+
+
+def test_the_grammar_of_a_call_that_has_left_is_not_compiled(engine: Engine) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {number: Answer() for number in range(3)}
+    both = constrained(0)
+    engine.add(AddRequest(0, both.prompt_ids, both.params, num_choices=2))
+    engine.add(constrained(2, GrammarSpec("lark", "two")))
+    engine.abort(0)
+    step_until(engine, answers, 1)
+    assert [future.cancelled() for _, future in compiler.open] == [False, False], "a choice still waits"
+    engine.abort(1)
+    step_until(engine, answers, 1)
+    assert [future.cancelled() for _, future in compiler.open] == [True, False]
+    compiler.finish()
+    compiler.finish()
+    while engine.has_work:
+        step_until(engine, answers, 1)
+    assert [answers[number].end[2] for number in (0, 1, 2)] == ["", "", ""]
+    assert answers[2].token_ids
+
+
+def test_the_grammar_of_a_call_that_is_refused_is_not_compiled(engine: Engine) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {0: Answer()}
+    engine.add(ask(0, [5] * MODEL["max_position_embeddings"], ignore_eos=False, grammar=SPEC))
+    assert compiler.open == []
+    step_until(engine, answers, 1)
+    assert answers[0].end[2] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
