@@ -160,7 +160,9 @@ class Engine:
             if plan.masked:
                 # The device computes this step's logits while the tokens that its masks need are applied.
                 self._apply_until(1)
+                masking_s = time.perf_counter()
                 self._sample(step, self._scheduler.masks(plan, self._grammars.fill_masks))
+                self.timeline.record_masks(masking_s, time.perf_counter())
             if self._recorded.background.is_due:
                 self._record_graph()  # the device is busy with the launched step meanwhile
         elif not self._launched:

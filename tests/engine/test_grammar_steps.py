@@ -1,5 +1,7 @@
 """Requests with a grammar in an engine on a CPU: when they start, how they fail, and what others notice."""
 
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from test_no_token import Answer, ask, run
 from test_step_timeline import MODEL, started
 
 from minisgl.engine.engine import Engine
+from minisgl.engine.inputs import Stager
 from minisgl.errors import RequestError
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
@@ -194,6 +197,52 @@ def test_rules_and_a_grammar_that_leave_no_token_are_the_requests_fault(engine: 
     first = min(set(range(VOCAB_SIZE)) - allowed("one", [], VOCAB_SIZE, EOS))
     (answer,) = run(engine, [constrained(0, allowed_token_ids=(first,))])
     assert answer.end[2] == "no_token_left"
+
+
+def test_the_masks_of_a_step_are_copied_once_and_through_a_buffer_of_their_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    copies: list[tuple[Stager, int]] = []
+    copy = Stager.to_device
+
+    def spy(stager: Stager, arrays: list[np.ndarray]) -> Any:
+        copies.append((stager, max(map(len, arrays))))
+        return copy(stager, arrays)
+
+    monkeypatch.setattr(Stager, "to_device", spy)
+    runner, plans = engine.runner, []
+    sample = runner.sample
+
+    def sample_and_look(step: Any, masks: Any) -> None:
+        plans.append(step.plan)
+        before = len(copies)
+        sample(step, masks)
+        assert len(copies) == before + 1
+        assert copies[-1][0] is runner._mask_stager is not runner.stager
+
+    monkeypatch.setattr(runner, "sample", sample_and_look)
+    assert len(runner._mask_stager._buffers) == 1
+    answers = {number: Answer() for number in range(3)}
+    for number in range(3):  # one joins while others decode
+        engine.add(constrained(number, max_tokens=12))
+        step_until(engine, answers, 2)
+    while engine.has_work:
+        step_until(engine, answers, 1)
+    assert any(plan.chunks and plan.decode_rows and len(plan.masked) > 1 for plan in plans)
+
+
+def test_a_steps_masks_have_their_time_in_the_trace(engine: Engine) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    run(engine, [constrained(0), ask(1, [9, 8], max_tokens=20)])
+    events = json.loads(engine.timeline.to_trace())["traceEvents"]
+    host = sorted((one for one in events if one["ph"] == "X"), key=lambda one: one["ts"])
+    masks = {one["args"]["step"] for one in host if one["name"] == "masks"}
+    assert masks == {one.step_id for one in engine.timeline.records if one.masked_s}
+    assert 0 < len(masks) < len(engine.timeline.records), "steps without a grammar have none"
+    for one, following in itertools.pairwise(host):
+        assert one["dur"] >= 0
+        assert following["ts"] >= one["ts"] + one["dur"] - 1e-2, "the host has one thread"
 
 
 def test_a_grammar_needs_the_end_of_sequence() -> None:
