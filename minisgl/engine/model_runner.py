@@ -32,9 +32,8 @@ from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks
 
 MASK_BUFFERS = 1
-"""Pinned host buffers for masks: a step's masks are made when the step before is over, and with it the copy of
-its own. The buffer has at most 2 * rows * ceil(vocabulary / 32) int32: 9.7 MB for 256 rows of 151,936
-tokens."""
+"""Pinned host buffers for masks: a step's masks are made when the step before is over, and so is its copy.
+The buffer has at most 2 * rows * ceil(vocabulary / 32) int32: 9.7 MB for 256 rows of 151,936 tokens."""
 
 
 class HostTokens(NamedTuple):
