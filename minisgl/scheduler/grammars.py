@@ -111,8 +111,11 @@ def advance(request: Request, token_id: int) -> RequestError | None:
 
 def _grammar_failed(request: Request, error: Exception) -> RequestError:
     logger.warning("request %d: its grammar failed: %s", request.request_id, error)
+    spec = request.params.grammar
+    is_of_request = getattr(error, "is_of_request", False)
     return RequestError(
-        500,
+        400 if is_of_request else 500,
         "grammar_failed",
         f"the grammar could not be followed behind {len(request.output)} generated tokens: {error}",
+        spec.where if is_of_request and spec is not None else None,
     )

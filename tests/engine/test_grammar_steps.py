@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_grammar import FakeCompiler, FakeGrammar, allowed, use_fake_grammars
+from fake_grammar import FakeCompiler, FakeGrammar, allowed, fill_one_by_one, use_fake_grammars
 from test_no_token import Answer, ask, run
 from test_step_timeline import MODEL, started
 
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import Stager
 from minisgl.errors import RequestError
+from minisgl.grammar import matcher
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import RequestOutput, SamplingParams
@@ -190,6 +191,34 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(
     failed, other = run(engine, [constrained(0), neighbour])
     assert (failed.end[2], len(failed.token_ids)) == (code, 2)
     assert other.end == alone
+
+
+def test_a_grammar_that_needs_too_much_work_is_the_requests_fault(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ambiguous(Failing):
+        def matcher(self) -> "Ambiguous":
+            return Ambiguous(self.fault)
+
+        def fill_mask(self, mask: np.ndarray) -> None:
+            if len(self.output) == 2:
+                raise matcher.TooMuchWorkError("too much")
+            super().fill_mask(mask)
+
+    def fill(rows: Any, masks: np.ndarray) -> list[tuple[int, Exception]]:
+        try:
+            return fill_one_by_one(rows, masks)
+        except matcher.TooMuchWorkError as error:
+            return [(rows[0][0], error)]
+
+    monkeypatch.setattr("fake_grammar.FakeGrammar", lambda *_: Ambiguous(""))
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    grammars: Any = engine._grammars
+    grammars.fill_masks = fill
+    (answer,) = run(engine, [constrained(0)])
+    assert answer.final is not None
+    assert (answer.final.error_status, answer.final.error_code) == (400, "grammar_failed")
+    assert answer.final.error_param == "grammar"
 
 
 def test_rules_and_a_grammar_that_leave_no_token_are_the_requests_fault(engine: Engine) -> None:
