@@ -204,8 +204,7 @@ async def measure(url: str, rounds: int) -> tuple[list[dict[str, Any]], dict[str
                 # The client's next chat follows the answer to its last one.
                 for name, fields in chats.items():
                     answer = await asyncio.to_thread(ask, url, fields)
-                    if phase == "hostile":
-                        answers[name].append(answer)
+                    answers[name if phase == "hostile" else "a plain chat"].append(answer)
                 times = neighbour.take()
                 row |= {f"{phase}_tokens": len(times), f"{phase}_p50_ms": round(statistics.median(times), 1)}
                 row |= {f"{phase}_p99_ms": round(p99(times), 1), f"{phase}_max_ms": round(max(times), 1)}
@@ -236,6 +235,7 @@ def main() -> int:
     inputs = [
         {
             "input": name,
+            "median_s": round(statistics.median(seconds for seconds, _, _ in found), 3),
             "slowest_s": round(max(seconds for seconds, _, _ in found), 3),
             "answers": ", ".join(sorted({f"{status} {code}".strip() for _, status, code in found})),
         }
