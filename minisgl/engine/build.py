@@ -37,6 +37,7 @@ def build_engine(
     *,
     ipc_dir: Path | None = None,
     on_lost_rank: Callable[[str], None] = lambda reason: None,
+    max_queued_grammars: int | None = None,
 ) -> Engine:
     """Build an engine that is ready to serve the model in `folder`, and report each stage to `on_stage`.
 
@@ -47,6 +48,8 @@ def build_engine(
             and removes one.
         on_lost_rank: called with the reason, from another thread, when a rank has ended. The next `step`
             raises. A `step` that is running may hang until this process ends.
+        max_queued_grammars: grammars that may wait to be compiled; a request with one more gets a 429. None:
+            any number, for callers who send only their own requests.
 
     Raises:
         ConfigError: a setting is impossible, or there is too little memory.
@@ -64,7 +67,7 @@ def build_engine(
     resolved = resolve_engine_config(config, model_config, facts)
     _warn_of_slower_attention(config, resolved, model_config, facts)
     if resolved.tp == 1:
-        return build_rank(resolved, folder, model_config, stages, None, None)
+        return build_rank(resolved, folder, model_config, stages, None, None, max_queued_grammars)
     _check_ranks_fit(resolved, model_config)
     # Lazy: importing torch.distributed is slow, and one rank does not need it.
     from minisgl.engine.ranks.follower_link import FollowerLink
@@ -72,7 +75,7 @@ def build_engine(
     followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank)
     rendezvous = Rendezvous(0, followers.store, followers.wait_for_all)
     try:
-        return build_rank(resolved, folder, model_config, stages, rendezvous, followers)
+        return build_rank(resolved, folder, model_config, stages, rendezvous, followers, max_queued_grammars)
     except BaseException as error:
         cause = followers.cause_of(error) if isinstance(error, Exception) else error
         followers.close()

@@ -91,12 +91,14 @@ def build_rank(
     stages: StartupStages,
     rendezvous: Rendezvous | None,
     followers: "FollowerLink | None",
+    max_queued_grammars: int | None = None,
 ) -> Engine:
     """Build the engine of one rank.
 
     Args:
         rendezvous: None if there is only one rank.
         followers: the other ranks' processes; None on all ranks but rank 0.
+        max_queued_grammars: see `build_engine`.
 
     Raises:
         ConfigError: a setting is impossible, or there is too little memory.
@@ -139,7 +141,6 @@ def build_rank(
         with torch.inference_mode():
             engine = _assemble(
                 config,
-                folder,
                 rank_config,
                 model,
                 attention,
@@ -149,6 +150,7 @@ def build_rank(
                 cache,
                 ranks,
                 followers,
+                PendingGrammars(partial(_grammar_compiler, folder, rank_config, max_queued_grammars)),
             )
         if cache is not None:
             publish_compile_cache(cache)
@@ -170,7 +172,6 @@ def build_rank(
 
 def _assemble(
     config: ResolvedConfig,
-    folder: Path,
     model_config: ModelConfig,
     model: Decoder,
     attention: Backend,
@@ -180,6 +181,7 @@ def _assemble(
     cache: OpenCache | None,
     ranks: "Ranks | None",
     followers: "FollowerLink | None",
+    grammars: PendingGrammars,
 ) -> Engine:
     """Build tables, KV pool, graphs and scheduler around a loaded model.
 
@@ -209,11 +211,10 @@ def _assemble(
         num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
     )
     scheduler = _make_scheduler(config, model_config, kv_cache)
-    grammars = PendingGrammars(partial(_grammar_compiler, folder, model_config))
     return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers, grammars)
 
 
-def _grammar_compiler(folder: Path, model_config: ModelConfig) -> "GrammarCompiler":
+def _grammar_compiler(folder: Path, model_config: ModelConfig, max_queued: int | None) -> "GrammarCompiler":
     """The compiler of grammars for the tokenizer in `folder`.
 
     Raises:
@@ -223,7 +224,7 @@ def _grammar_compiler(folder: Path, model_config: ModelConfig) -> "GrammarCompil
     from minisgl.grammar.compiler import GrammarCompiler
 
     text = (folder / "tokenizer.json").read_text()
-    return GrammarCompiler(text, model_config.vocab_size, model_config.eos_token_ids)
+    return GrammarCompiler(text, model_config.vocab_size, model_config.eos_token_ids, max_queued=max_queued)
 
 
 def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Hardware:

@@ -118,7 +118,7 @@ class Engine:
             request.streamed,
             request.seeds,
         )
-        if request.params.grammar is not None:
+        if request.params.grammar is not None and request.request_id in self._scheduler.grammars:
             self._grammars.compile(request.request_id, request.params.grammar)
 
     def abort(self, request_id: int) -> None:
@@ -145,6 +145,8 @@ class Engine:
             raise cause from (error if cause is not error else None)
 
     def _step(self) -> list[RequestOutput]:
+        for request_id in self._scheduler.grammars.take_abandoned():
+            self._grammars.cancel(request_id)
         for request_id, grammar in self._grammars.take_compiled():
             self._scheduler.start_with_grammar(request_id, grammar)
         begin_s = time.perf_counter()
@@ -158,7 +160,9 @@ class Engine:
             if plan.masked:
                 # The device computes this step's logits while the tokens that its masks need are applied.
                 self._apply_until(1)
+                masking_s = time.perf_counter()
                 self._sample(step, self._scheduler.masks(plan, self._grammars.fill_masks))
+                self.timeline.record_masks(masking_s, time.perf_counter())
             if self._recorded.background.is_due:
                 self.record_graph()  # the device is busy with the launched step meanwhile
         elif not self._launched:

@@ -111,12 +111,16 @@ class HostPageTable:
 
 
 class Stager:
-    """Copies packed int32 arrays to the device through a ring of pinned host buffers."""
+    """Copies packed int32 arrays to the device through a ring of pinned host buffers.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        num_buffers: of the ring. Each grows to twice the size of the largest copy through it.
+    """
+
+    def __init__(self, device: torch.device, num_buffers: int = STAGING_BUFFERS) -> None:
         self._device = device
-        self._buffers: list[Tensor | None] = [None] * STAGING_BUFFERS
-        self._copied: list[torch.cuda.Event | None] = [None] * STAGING_BUFFERS
+        self._buffers: list[Tensor | None] = [None] * num_buffers
+        self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
         self._next = 0
 
     def to_device(self, arrays: list[np.ndarray]) -> list[Tensor]:
@@ -151,7 +155,7 @@ class Stager:
         event = torch.cuda.Event()
         event.record()
         self._copied[self._next] = event
-        self._next = (self._next + 1) % STAGING_BUFFERS
+        self._next = (self._next + 1) % len(self._buffers)
 
 
 def row_ids_to_device(device: torch.device, rows: Sequence[int]) -> Tensor:

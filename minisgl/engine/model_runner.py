@@ -37,6 +37,10 @@ from minisgl.engine.steps import (
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks
 
+MASK_BUFFERS = 1
+"""Pinned host buffers for masks: a step's masks are made when the step before is over, and so is its copy.
+The buffer has at most 2 * rows * ceil(vocabulary / 32) int32: 9.7 MB for 256 rows of 151,936 tokens."""
+
 
 class HostTokens(NamedTuple):
     """Results of rows, copied to the host, and the places of those that count."""
@@ -100,6 +104,7 @@ class ModelRunner:
         self.pages = pages
         self.planner = planner
         self.stager = stager
+        self._mask_stager = Stager(device, MASK_BUFFERS)
         self._decode = DecodeStep(model, rows)
         self.decode_graphs = recorded.decode
         self.prefill_graphs = recorded.prefill
@@ -156,19 +161,27 @@ class ModelRunner:
     def sample(self, step: LaunchedStep, masks: TokenMasks) -> None:
         """Queue the second half of a step with masks: sample the rows whose logits wait."""
         plan = step.plan
-        words = np.frombuffer(masks.words, "<i4")
         mask_of = np.full(len(plan.sampled_rows), -1, dtype=np.int32)
         mask_of[list(plan.masked)] = np.arange(len(plan.masked))
+        waiting: list[int] = []
+        mask_of_rows: list[np.ndarray] = []
         begin = 0
         for index, batch in enumerate(step.batches):
             end = begin + len(batch.places)
             if isinstance(batch, UnsampledRows):
                 mask_of_row = np.full(len(batch.counted), -1, dtype=np.int32)
                 mask_of_row[batch.places] = mask_of[begin:end]
-                staged_mask_of, staged_words = self.stager.to_device([mask_of_row, words])
-                row_masks = RowMasks(staged_mask_of, staged_words.view(-1, masks.num_words))
-                step.batches[index] = self._sample(batch, row_masks)
+                waiting.append(index)
+                mask_of_rows.append(mask_of_row)
             begin = end
+        # All batches share one copy of the masks.
+        words = np.frombuffer(masks.words, "<i4")
+        *staged, staged_words = self._mask_stager.to_device([*mask_of_rows, words])
+        staged_masks = staged_words.view(-1, masks.num_words)
+        for index, staged_mask_of in zip(waiting, staged, strict=True):
+            batch = step.batches[index]
+            assert isinstance(batch, UnsampledRows)
+            step.batches[index] = self._sample(batch, RowMasks(staged_mask_of, staged_masks))
         step.done = self._event()
 
     def collect(self, step: LaunchedStep) -> StepResult:

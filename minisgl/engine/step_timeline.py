@@ -25,7 +25,7 @@ class UsedGraphs(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step. Times are seconds of `time.perf_counter`, in chronological order."""
+    """One step. Times are seconds of `time.perf_counter`, in chronological order but for the last two."""
 
     step_id: int
     begin_s: float  # planning begins
@@ -38,6 +38,8 @@ class StepRecord(NamedTuple):
     waiting_s: float = 0.0  # the host begins to wait for the tokens
     collected_s: float = 0.0
     applied_s: float = 0.0
+    masking_s: float = 0.0  # the host begins to fill masks, behind the launch; 0 = the step has none
+    masked_s: float = 0.0  # the second half of the step, which samples, is launched
 
 
 class StepTimeline:
@@ -60,6 +62,10 @@ class StepTimeline:
         counts = (len(plan.decode_rows), len(plan.chunks), num_prompt_tokens)
         self._in_flight.append(StepRecord(plan.step_id, begin_s, planned_s, launched_s, *counts, graphs))
 
+    def record_masks(self, masking_s: float, masked_s: float) -> None:
+        """Record that the newest step in flight has its masks."""
+        self._in_flight[-1] = self._in_flight[-1]._replace(masking_s=masking_s, masked_s=masked_s)
+
     def record_end(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
         """Record the end of the oldest step in flight."""
         record = self._in_flight.popleft()
@@ -70,9 +76,9 @@ class StepTimeline:
     def to_trace(self) -> bytes:
         """The records as JSON in Chrome's trace format, which Perfetto reads too (ui.perfetto.dev).
 
-        One track shows the host: plan, launch, wait, apply. The other shows the steps on the device, from
-        their launch to the arrival of their tokens. Two steps overlap there if one is launched before the
-        tokens of the one before have arrived.
+        One track shows the host: plan, launch, masks (where a row follows a grammar), wait, apply. The other
+        shows the steps on the device, from their launch to the arrival of their tokens. Two steps overlap
+        there if one is launched before the tokens of the one before have arrived.
         """
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "minisgl engine"}},
@@ -94,6 +100,7 @@ def _events(record: StepRecord) -> list[dict[str, object]]:
     parts = [
         ("plan", record.begin_s, record.planned_s),
         ("launch", record.planned_s, record.launched_s),
+        *([("masks", record.masking_s, record.masked_s)] if record.masked_s else []),
         ("wait", record.waiting_s, record.collected_s),
         ("apply", record.collected_s, record.applied_s),
     ]

@@ -23,6 +23,7 @@ from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
 from minisgl.engine.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import ConfigError, MinisglError, ModelError
+from minisgl.grammar.limits import MAX_QUEUED
 from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -116,6 +117,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             on_stage,
             ipc_dir=Path(config.ipc_dir),
             on_lost_rank=_exit_soon,
+            max_queued_grammars=MAX_QUEUED,
         )
     try:
         _serve(engine, socket, stages)

@@ -1,8 +1,8 @@
 """Compiles checked grammars in threads, and keeps the newest ones.
 
 Promise: a caller never waits in `compile`; a grammar that can't be compiled, takes too long or allows nothing
-fails its own request with a 400. llguidance compiles without the interpreter's lock, but builds its
-tokenizer with it, which takes about a second: `prepare` says when.
+fails its own request with a 400. What nobody waits for any more is not begun. llguidance compiles without the
+interpreter's lock, but builds its tokenizer with it, which takes about a second: `prepare` says when.
 """
 
 import json
@@ -89,6 +89,7 @@ class GrammarCompiler:
         vocab_size: size of the model's logits; ids beyond the tokenizer's are never allowed.
         eos_token_ids: the ids that end an answer.
         limit_s: seconds after which a compilation counts as failed.
+        max_queued: grammars that wait for a thread; one more is refused. None: no limit.
     """
 
     def __init__(
@@ -100,18 +101,23 @@ class GrammarCompiler:
         cache_entries: int = CACHE_ENTRIES,
         cache_bytes: int = CACHE_BYTES,
         limit_s: float = COMPILE_LIMIT_S,
+        max_queued: int | None = None,
     ) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_entries, self._max_bytes, self._limit_s = cache_entries, cache_bytes, limit_s
+        self._max_queued = max_queued
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._is_closed = False
         self._tokenizer: Future[_Tokenizer] | None = None
         self._cache: OrderedDict[Key, Grammar | Refusal] = OrderedDict()
         self._bytes = 0
+        # Who waits for each grammar that is queued or being compiled.
         self._waiting: dict[Key, list[tuple[GrammarSpec, Future[Grammar]]]] = {}
+        self._queue: OrderedDict[Key, GrammarSpec] = OrderedDict()  # not begun
+        self._num_working = 0  # threads that take grammars out of the queue
 
     def prepare(self) -> "Future[_Tokenizer]":
         """Start building the tokenizer, unless that was done; the first grammar needs it.
@@ -128,7 +134,8 @@ class GrammarCompiler:
     def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
         """The grammar, once it is compiled; its error is a `RequestError`. Callbacks run in a thread of ours.
 
-        Several callers with the same grammar share one compilation; each may cancel its own future.
+        Several callers with the same grammar share one compilation; each may cancel its own future. A grammar
+        whose last caller cancels leaves the queue. With a full queue, the error is a 429.
         """
         answer: Future[Grammar] = Future()
         key = (spec.kind, spec.text, spec.whitespace, spec.around)
@@ -138,22 +145,34 @@ class GrammarCompiler:
                 del self._cache[key]
                 self._bytes -= _size(key)
                 known = None
+            if self._is_closed:
+                answer.set_exception(CLOSED.error(spec))
+                return answer
             if known is not None:
                 self._cache.move_to_end(key)
             elif key in self._waiting:
                 self._waiting[key].append((spec, answer))
+            elif self._max_queued is not None and len(self._queue) >= self._max_queued:
+                answer.set_exception(_queue_is_full(len(self._queue), spec))
                 return answer
             else:
                 self._waiting[key] = [(spec, answer)]
+                self._queue[key] = spec
         if known is not None:
             _settle(answer, spec, known)
             return answer
+        answer.add_done_callback(partial(self._forget_cancelled, key))
         try:
             self.prepare()
-            self._start(self._run, key, spec)
+            self._wake()
         except RuntimeError:  # no thread takes work any more
             self._answer(key, CLOSED, keep=False)
         return answer
+
+    @property
+    def num_queued(self) -> int:
+        """Grammars that wait for a thread."""
+        return len(self._queue)
 
     def cached(self) -> tuple[int, int]:
         """How many grammars are kept, and their estimated bytes."""
@@ -162,13 +181,14 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Forget everything; compilations that did not begin fail."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
             left = [one for waiting in self._waiting.values() for one in waiting]
             self._waiting.clear()
+            self._queue.clear()
             self._cache.clear()
             self._bytes = 0
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for spec, answer in left:
             _settle(answer, spec, CLOSED)
 
@@ -179,6 +199,41 @@ class GrammarCompiler:
             return self._threads.submit(function, *arguments)
         finally:
             threading.stack_size(usual)
+
+    def _wake(self) -> None:
+        """Have one more thread take grammars out of the queue, unless all do."""
+        with self._lock:
+            if self._num_working >= THREADS or not self._queue:
+                return
+            self._num_working += 1
+        try:
+            self._start(self._work)
+        except RuntimeError:
+            with self._lock:
+                self._num_working -= 1
+            raise
+
+    def _work(self) -> None:
+        """Compile what is queued, the oldest first, until nothing is."""
+        while (taken := self._take()) is not None:
+            self._run(*taken)
+
+    def _take(self) -> tuple[Key, GrammarSpec] | None:
+        with self._lock:
+            if self._queue:
+                return self._queue.popitem(last=False)
+            self._num_working -= 1
+            return None
+
+    def _forget_cancelled(self, key: Key, answer: "Future[Grammar]") -> None:
+        """If a caller has cancelled, it waits no more; a grammar for which nobody waits leaves the queue."""
+        if not answer.cancelled():
+            return
+        with self._lock:
+            waiting = self._waiting.get(key, [])
+            waiting[:] = [one for one in waiting if one[1] is not answer]
+            if not waiting and self._queue.pop(key, None) is not None:
+                del self._waiting[key]
 
     def _run(self, key: Key, spec: GrammarSpec) -> None:
         too_long = Refusal(
@@ -192,9 +247,9 @@ class GrammarCompiler:
             return
         timer = threading.Timer(self._limit_s, self._answer, (key, too_long, False))
         timer.daemon = True
-        timer.start()
         began = time.thread_time()
         try:
+            timer.start()
             found: Grammar | Refusal = tokenizer.compile(spec)
         except BaseException as error:  # also a panic of the library: it ends this request, not the thread
             logger.exception("a grammar of kind %s broke the compiler", spec.kind)
@@ -206,7 +261,10 @@ class GrammarCompiler:
     def _answer(self, key: Key, found: Grammar | Refusal, keep: bool = True) -> None:
         """Give all who wait for `key` the result, once, and keep it."""
         with self._lock:
-            waiting = self._waiting.pop(key, [])  # empty if the time was over, or `close` was called
+            waiting = self._waiting.pop(
+                key, []
+            )  # empty if all left, the time was over, or `close` was called
+            self._queue.pop(key, None)  # there if it was asked for again when the time was over
             if keep and not self._is_closed:
                 self._cache[key] = found
                 self._bytes += _size(key)
@@ -346,6 +404,13 @@ def _settle(answer: "Future[Grammar]", spec: GrammarSpec, found: Grammar | Refus
         answer.set_exception(found.error(spec))
     else:
         answer.set_result(found)
+
+
+def _queue_is_full(num_queued: int, spec: GrammarSpec) -> RequestError:
+    message = (
+        f"{num_queued} grammars wait to be compiled, which is as many as this server queues; try again in"
+    )
+    return RequestError(429, "too_many_grammars", f"{message} a moment", spec.where)
 
 
 def _size(key: Key) -> int:

@@ -40,6 +40,9 @@ MAX_TAGS = 512
 COMPILE_LIMIT_S = 2.0
 """Seconds that compiling one grammar may take. Its request is refused then; the thread goes on until the
 library is done, which the other limits bound."""
+MAX_QUEUED = 512
+"""Grammars that wait for one of a server's compiling threads; equal ones count once. Usual ones are compiled
+at 400 per second, so that all of them take about a second."""
 SLOW_MASK_S = 0.02
 """A mask that takes a thread longer than this is slow; usual ones take 0.0001 s."""
 SLOW_BUDGET_S = 0.5

@@ -24,6 +24,15 @@ TOO_SLOW = "the grammar is too ambiguous: its masks take too long"
 class GrammarError(MinisglError):
     """A request's grammar can't go on; the request must end with this error."""
 
+    is_of_request = False
+    """Whether another grammar would help, so that the error is a 400."""
+
+
+class TooMuchWorkError(GrammarError):
+    """The library gave up, or was too slow: the grammar is at fault, not the engine."""
+
+    is_of_request = True
+
 
 class TokenRefusedError(GrammarError):
     """A token was appended that the grammar does not allow: its mask was not applied."""
@@ -115,7 +124,7 @@ class Matcher:
         except BaseException as error:
             raise self._fail(_panic(error)) from error
         if self._library.is_error():
-            raise self._fail(GrammarError(self._gave_up()))
+            raise self._fail(self._gave_up())
         if taken != end:
             bad = token_ids[min(taken, end - 1)]
             raise self._fail(TokenRefusedError(f"the grammar does not allow token {bad} as the next one"))
@@ -140,7 +149,7 @@ class Matcher:
             self._fill_known(out)
             return
         if self.grammar.slow_s > SLOW_BUDGET_S:
-            raise self._fail(GrammarError(TOO_SLOW))
+            raise self._fail(TooMuchWorkError(TOO_SLOW))
         began = time.thread_time()
         try:
             self._library.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
@@ -175,22 +184,22 @@ class Matcher:
         """The error of a mask that the library did not compute, that allows nothing, or came too slowly."""
         error: GrammarError | None = None
         if self._library.is_error():
-            error = GrammarError(self._gave_up())
+            error = self._gave_up()
         elif not out.any() or (not self._library.is_accepting() and self.grammar.allows_end(out)):
             error = NoTokenAllowedError("the grammar allows no token here")
         elif seconds > SLOW_MASK_S:
             self.grammar.slow_s += seconds
         if error is None and self.grammar.slow_s > SLOW_BUDGET_S:
-            error = GrammarError(TOO_SLOW)
+            error = TooMuchWorkError(TOO_SLOW)
         if error is not None:
             out.fill(0)
             self._error = error
         return error
 
-    def _gave_up(self) -> str:
+    def _gave_up(self) -> TooMuchWorkError:
         self.grammar.is_worn = True
         reason = self._library.stop_reason()
-        return f"the grammar needs too much work here, or has no continuation ({reason})"
+        return TooMuchWorkError(f"the grammar needs too much work here, or has no continuation ({reason})")
 
     def _check(self) -> None:
         if self._error is not None:

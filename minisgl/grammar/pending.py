@@ -50,6 +50,12 @@ class PendingGrammars:
         else:
             self._futures[request_id] = compiler.compile(spec)
 
+    def cancel(self, request_id: int) -> None:
+        """Nobody waits for a call's grammar any more: it is not compiled, unless that has begun."""
+        future = self._futures.pop(request_id, None)
+        if future is not None:
+            future.cancel()
+
     def take_compiled(self) -> "list[tuple[int, Grammar | RequestError]]":
         """Take out the calls whose grammar is ready, or can't be compiled, in the order of `compile`."""
         if not self._futures:

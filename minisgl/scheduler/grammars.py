@@ -43,9 +43,14 @@ class Grammars:
         self._num_words = -(-vocab_size // WORD_BITS)
         # Requests without a matcher, by the id of their call's first request.
         self._waiting: dict[int, list[Request]] = {}
+        self._abandoned: list[int] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
+
+    def __contains__(self, call_id: int) -> bool:
+        """Whether a request waits for the grammar of this call."""
+        return call_id in self._waiting
 
     def add(self, call_id: int, request: Request) -> None:
         """Add a request whose grammar is being compiled."""
@@ -62,8 +67,14 @@ class Grammars:
                 requests.remove(request)
                 if not requests:
                     del self._waiting[call_id]
+                    self._abandoned.append(call_id)
                 return True
         return False
+
+    def take_abandoned(self) -> list[int]:
+        """The calls of which the last request ended since the last time, before its grammar was ready."""
+        abandoned, self._abandoned = self._abandoned, []
+        return abandoned
 
     def masks(
         self, requests: Sequence[Request], fill: FillMasks
@@ -108,8 +119,11 @@ def advance(request: Request, token_id: int) -> RequestError | None:
 
 def _grammar_failed(request: Request, error: Exception) -> RequestError:
     logger.warning("request %d: its grammar failed: %s", request.request_id, error)
+    spec = request.params.grammar
+    is_of_request = getattr(error, "is_of_request", False)
     return RequestError(
-        500,
+        400 if is_of_request else 500,
         "grammar_failed",
         f"the grammar could not be followed behind {len(request.output)} generated tokens: {error}",
+        spec.where if is_of_request and spec is not None else None,
     )

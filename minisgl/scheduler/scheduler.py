@@ -65,12 +65,12 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
         self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs)
-        self._grammars = Grammars(config.vocab_size)
+        self.grammars = Grammars(config.vocab_size)
         self._num_plans = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._grammars)
+        return len(self._waiting) + len(self.grammars)
 
     @property
     def num_running(self) -> int:
@@ -144,7 +144,7 @@ class Scheduler:
                 self._prompt_logprobs.start(request)
                 self._requests[request.request_id] = request
                 if request.has_grammar:
-                    self._grammars.add(request_id, request)
+                    self.grammars.add(request_id, request)
                 else:
                     self._waiting.add(request)
 
@@ -153,7 +153,7 @@ class Scheduler:
 
         `request_id` is that of the call's first request.
         """
-        for request in self._grammars.take(request_id):
+        for request in self.grammars.take(request_id):
             self._waiting.add(request)
             if isinstance(grammar, RequestError):
                 self._outputs.append(self._end_with_error(request, grammar))
@@ -168,7 +168,7 @@ class Scheduler:
         [step] = self._launched
         assert step.step_id == plan.step_id, f"masks of step {plan.step_id}, but {step.step_id} is launched"
         requests = [step.sampled[place] for place in plan.masked]
-        masks, failed = self._grammars.masks(requests, fill)
+        masks, failed = self.grammars.masks(requests, fill)
         for request, error in failed:
             self._outputs.append(self._end_with_error(request, error))
         return TokenMasks(plan.step_id, masks.shape[1], masks.tobytes())
@@ -425,7 +425,7 @@ class Scheduler:
         """The only place where a request ends. Its row and pages are released now, or with its last step."""
         del self._requests[request.request_id]
         if request.state is RequestState.WAITING:
-            if not self._grammars.remove(request):
+            if not self.grammars.remove(request):
                 self._waiting.remove(request)
             request.move_to(RequestState.FINISHED)
             request.move_to(RequestState.RETIRED)

@@ -1,18 +1,23 @@
 """Requests with a grammar in an engine on a CPU: when they start, how they fail, and what others notice."""
 
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_grammar import FakeCompiler, FakeGrammar, allowed, use_fake_grammars
+from fake_grammar import FakeCompiler, FakeGrammar, allowed, fill_one_by_one, use_fake_grammars
 from test_no_token import Answer, ask, run
 from test_step_timeline import MODEL, started
 
 from minisgl.engine.engine import Engine
+from minisgl.engine.inputs import Stager
 from minisgl.errors import RequestError
+from minisgl.grammar import matcher
 from minisgl.grammar.spec import GrammarSpec
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import RequestOutput, SamplingParams
 
 VOCAB_SIZE = MODEL["vocab_size"]
@@ -96,6 +101,37 @@ def test_an_abort_before_the_grammar_is_ready_ends_the_request_at_once(
     step_until(engine, answers, 1)
 
 
+def test_the_grammar_of_a_call_that_has_left_is_not_compiled(engine: Engine) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {number: Answer() for number in range(3)}
+    both = constrained(0)
+    engine.add(AddRequest(0, both.prompt_ids, both.params, num_choices=2))
+    engine.add(constrained(2, GrammarSpec("lark", "two")))
+    engine.abort(0)
+    step_until(engine, answers, 1)
+    assert [future.cancelled() for _, future in compiler.open] == [False, False], "a choice still waits"
+    engine.abort(1)
+    step_until(engine, answers, 1)
+    assert [future.cancelled() for _, future in compiler.open] == [True, False]
+    compiler.finish()
+    compiler.finish()
+    while engine.has_work:
+        step_until(engine, answers, 1)
+    assert [answers[number].end[2] for number in (0, 1, 2)] == ["", "", ""]
+    assert answers[2].token_ids
+
+
+def test_the_grammar_of_a_call_that_is_refused_is_not_compiled(engine: Engine) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS, at_once=False)
+    use_fake_grammars(engine, compiler)
+    answers = {0: Answer()}
+    engine.add(ask(0, [5] * MODEL["max_position_embeddings"], ignore_eos=False, grammar=SPEC))
+    assert compiler.open == []
+    step_until(engine, answers, 1)
+    assert answers[0].end[2] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(RequestError(400, "bad_schema", "no"), "bad_schema"), (ValueError("a defect"), "grammar_failed")],
@@ -157,11 +193,85 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(
     assert other.end == alone
 
 
+def test_a_grammar_that_needs_too_much_work_is_the_requests_fault(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ambiguous(Failing):
+        def matcher(self) -> "Ambiguous":
+            return Ambiguous(self.fault)
+
+        def fill_mask(self, mask: np.ndarray) -> None:
+            if len(self.output) == 2:
+                raise matcher.TooMuchWorkError("too much")
+            super().fill_mask(mask)
+
+    def fill(rows: Any, masks: np.ndarray) -> list[tuple[int, Exception]]:
+        try:
+            return fill_one_by_one(rows, masks)
+        except matcher.TooMuchWorkError as error:
+            return [(rows[0][0], error)]
+
+    monkeypatch.setattr("fake_grammar.FakeGrammar", lambda *_: Ambiguous(""))
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    grammars: Any = engine._grammars
+    grammars.fill_masks = fill
+    (answer,) = run(engine, [constrained(0)])
+    assert answer.final is not None
+    assert (answer.final.error_status, answer.final.error_code) == (400, "grammar_failed")
+    assert answer.final.error_param == "grammar"
+
+
 def test_rules_and_a_grammar_that_leave_no_token_are_the_requests_fault(engine: Engine) -> None:
     use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
     first = min(set(range(VOCAB_SIZE)) - allowed("one", [], VOCAB_SIZE, EOS))
     (answer,) = run(engine, [constrained(0, allowed_token_ids=(first,))])
     assert answer.end[2] == "no_token_left"
+
+
+def test_the_masks_of_a_step_are_copied_once_and_through_a_buffer_of_their_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    copies: list[tuple[Stager, int]] = []
+    copy = Stager.to_device
+
+    def spy(stager: Stager, arrays: list[np.ndarray]) -> Any:
+        copies.append((stager, max(map(len, arrays))))
+        return copy(stager, arrays)
+
+    monkeypatch.setattr(Stager, "to_device", spy)
+    runner, plans = engine.runner, []
+    sample = runner.sample
+
+    def sample_and_look(step: Any, masks: Any) -> None:
+        plans.append(step.plan)
+        before = len(copies)
+        sample(step, masks)
+        assert len(copies) == before + 1
+        assert copies[-1][0] is runner._mask_stager is not runner.stager
+
+    monkeypatch.setattr(runner, "sample", sample_and_look)
+    assert len(runner._mask_stager._buffers) == 1
+    answers = {number: Answer() for number in range(3)}
+    for number in range(3):  # one joins while others decode
+        engine.add(constrained(number, max_tokens=12))
+        step_until(engine, answers, 2)
+    while engine.has_work:
+        step_until(engine, answers, 1)
+    assert any(plan.chunks and plan.decode_rows and len(plan.masked) > 1 for plan in plans)
+
+
+def test_a_steps_masks_have_their_time_in_the_trace(engine: Engine) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    run(engine, [constrained(0), ask(1, [9, 8], max_tokens=20)])
+    events = json.loads(engine.timeline.to_trace())["traceEvents"]
+    host = sorted((one for one in events if one["ph"] == "X"), key=lambda one: one["ts"])
+    masks = {one["args"]["step"] for one in host if one["name"] == "masks"}
+    assert masks == {one.step_id for one in engine.timeline.records if one.masked_s}
+    assert 0 < len(masks) < len(engine.timeline.records), "steps without a grammar have none"
+    for one, following in itertools.pairwise(host):
+        assert one["dur"] >= 0
+        assert following["ts"] >= one["ts"] + one["dur"] - 1e-2, "the host has one thread"
 
 
 def test_a_grammar_needs_the_end_of_sequence() -> None:

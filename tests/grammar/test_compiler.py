@@ -71,6 +71,81 @@ def test_whoever_cancels_cancels_for_itself(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.cancelled()
 
 
+class Held:
+    """Holds the compilations of a compiler with one thread until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> None:
+        monkeypatch.setattr(compiler_module, "THREADS", 1)
+        self.compiler = new_compiler(**knobs)
+        tokenizer = self.compiler.prepare().result()
+        right, self.go, self.begun = tokenizer.compile, threading.Event(), threading.Event()
+        self.compiled: list[str] = []
+
+        def wait(spec: Any) -> Grammar | Refusal:
+            self.begun.set()
+            assert self.go.wait(30)
+            self.compiled.append(spec.where)
+            return right(spec)
+
+        monkeypatch.setattr(tokenizer, "compile", wait)
+
+
+def test_a_grammar_for_which_nobody_waits_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    compiler = held.compiler
+    running = compiler.compile(integers(0))
+    assert held.begun.wait(30)
+    one, other = (compiler.compile(integers(1)) for _ in range(2))
+    last = compiler.compile(integers(2))
+    assert compiler.num_queued == 2
+    assert one.cancel()
+    assert compiler.num_queued == 2, "the other caller still waits"
+    assert other.cancel()
+    assert compiler.num_queued == 1
+    assert running.cancel(), "what has begun goes on and is kept"
+    assert not compiler._waiting[next(iter(compiler._waiting))]
+    again = compiler.compile(integers(1))
+    held.go.set()
+    for waiting in (last, again, compiler.compile(integers(0))):
+        assert isinstance(waiting.result(30), Grammar)
+    assert held.compiled == ["schema0", "schema2", "schema1"]
+    assert (compiler.num_queued, compiler._waiting) == (0, {})
+
+
+def test_a_full_queue_refuses_grammars_that_are_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, max_queued=2)
+    compiler = held.compiler
+    begun = compiler.compile(integers(0))
+    assert held.begun.wait(30)
+    queued = [compiler.compile(integers(most)) for most in (1, 2, 1, 0)]
+    refused = compiler.compile(integers(3))
+    error = refused.exception(0)
+    assert isinstance(error, RequestError)
+    assert (error.status, error.code, error.param) == (429, "too_many_grammars", "schema3")
+    assert "2 grammars wait" in error.message
+    assert queued[1].cancel()
+    queued.append(compiler.compile(integers(4)))
+    held.go.set()
+    for waiting in (begun, *queued):
+        assert waiting.cancelled() or isinstance(waiting.result(30), Grammar)
+    assert isinstance(compiler.compile(integers(3)).result(30), Grammar), "a full queue is no verdict"
+
+
+def test_many_grammars_keep_all_threads_busy_and_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = new_compiler()
+    tokenizer, both = compiler.prepare().result(), threading.Barrier(2)
+    right = tokenizer.compile
+
+    def meet(spec: Any) -> Grammar | Refusal:
+        both.wait(30)  # in pairs: one thread alone would wait here for ever
+        return right(spec)
+
+    monkeypatch.setattr(tokenizer, "compile", meet)
+    for waiting in [compiler.compile(integers(most)) for most in range(20)]:
+        assert isinstance(waiting.result(30), Grammar)
+    assert (compiler.num_queued, compiler._waiting) == (0, {})
+
+
 def test_the_newest_grammars_are_kept_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler(cache_entries=2)
     found = count_compilations(compiler, monkeypatch)

@@ -80,6 +80,8 @@ class FakeCompiler:
     def finish(self, error: Exception | None = None) -> None:
         """End the oldest compilation."""
         spec, future = self.open.pop(0)
+        if not future.set_running_or_notify_cancel():
+            return
         if error is not None:
             future.set_exception(error)
         else:

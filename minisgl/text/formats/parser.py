@@ -16,6 +16,8 @@ from minisgl.text.formats.table import END_TOKENS, CallFormat, Format, Thought
 from minisgl.text.formats.tools import Tools
 from minisgl.text.formats.writer import Writer
 
+MAX_PIECE_CHARS = 512
+"""Longer text is read in pieces, so that what a search has in sight does not grow with it."""
 ReplyFormat = Format | ResponseTemplate
 Program = Callable[[Calls], Reading[None]]
 """Reads a whole reply and writes its events."""
@@ -49,8 +51,9 @@ class ReplyParser:
 
     def feed(self, text: str) -> list[Event]:
         """The events of the next piece of text."""
-        self._reader.feed(text)
-        self._go_on()
+        for begin in range(0, len(text), MAX_PIECE_CHARS):
+            self._reader.feed(text[begin : begin + MAX_PIECE_CHARS])
+            self._go_on()
         return self._writer.take()
 
     def finish(self) -> list[Event]:

@@ -37,18 +37,17 @@ class Delimiter:
 
     def search(self, text: str, start: int, ended: bool) -> "Found":
         """The first match from `start` on, if it is certain, and where text begins that may become one."""
-        match = self._whole.search(text, start)
-        while match is not None and match.end() - match.start() > MAX_MATCH_CHARS:
-            match = self._whole.search(text, match.start() + 1)
         if ended:
+            match = _first_short(self._whole, text, start)
             return Found(match, len(text))
-        pending = self._open.search(text, start)
-        while pending is not None and pending.end() - pending.start() > MAX_MATCH_CHARS:
-            pending = self._open.search(text, pending.start() + 1)
-        begin = len(text) if pending is None else pending.start()
-        is_certain = self._is_final or (pending is not None and pending.end() < len(text))
-        if match is not None and match[0] and match.start() == begin and is_certain:
-            return Found(match, len(text))
+        pending = _first_short(self._open, text, start)
+        if pending is None:
+            return Found(None, len(text))
+        begin = pending.start()
+        if self._is_final or pending.end() < len(text):
+            match = self._whole.match(text, begin)
+            if match is not None and 0 < match.end() - begin <= MAX_MATCH_CHARS:
+                return Found(match, len(text))
         return Found(None, begin)
 
 
@@ -57,6 +56,19 @@ class Found(NamedTuple):
 
     match: re.Match[str] | None
     pending: int  # text from here on may become a match
+
+    @property
+    def begin(self) -> int:
+        """Where a search of a longer text may begin: nothing before can become a match."""
+        return self.pending if self.match is None else self.match.start()
+
+
+def _first_short(pattern: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
+    """The first match from `start` on that is not too long."""
+    match = pattern.search(text, start)
+    while match is not None and match.end() - match.start() > MAX_MATCH_CHARS:
+        match = pattern.search(text, match.start() + 1)
+    return match
 
 
 def open_ended(pattern: str) -> str:

@@ -274,13 +274,15 @@ def _until(
 
     Of delimiters that begin together, the longer one counts.
     """
+    begins = [0] * len(delimiters)  # characters ahead in which each one was searched for in vain
     while True:
         text, start = reader.text, reader.at
         hits: list[tuple[int, int, int]] = []
         pending = len(text)
         matches = []
         for rank, delimiter in enumerate(delimiters):
-            found = delimiter.search(text, start, reader.ended)
+            found = delimiter.search(text, start + begins[rank], reader.ended)
+            begins[rank] = found.begin - start
             matches.append(found.match)
             pending = min(pending, found.pending)
             if found.match is not None:
@@ -294,6 +296,7 @@ def _until(
             return delimiters[rank], match
         if pending > start:
             emit(reader.take(pending - start))
+            begins = [begin - (pending - start) for begin in begins]
         if reader.ended:
             return None
         yield

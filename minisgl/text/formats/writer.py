@@ -19,6 +19,7 @@ class Writer:
 
     def __init__(self, trim: bool = False) -> None:
         self._events: list[Event] = []
+        self._last: list[str] = []  # the text of the last event, which has none itself until it is complete
         self._trim = trim
         self._kind: type[Reasoning] | type[Content] = Content
         self._held: list[str] = []  # whitespace, and end tokens, that the next text makes part of the text
@@ -30,6 +31,7 @@ class Writer:
 
     def take(self) -> list[Event]:
         """The events since the last call."""
+        self._complete_last()
         events, self._events = self._events, []
         return events
 
@@ -59,20 +61,17 @@ class Writer:
     def call_start(self, name: str) -> None:
         """Open a call; calls do not nest."""
         self.boundary()
+        self._complete_last()
         self._events.append(CallStart(self._num_calls, name))
 
     def call_arguments(self, text: str) -> None:
         """Add to the arguments of the open call."""
-        if not text:
-            return
-        last = self._events[-1] if self._events else None
-        if isinstance(last, CallArguments):
-            self._events[-1] = CallArguments(self._num_calls, last.text + text)
-        else:
-            self._events.append(CallArguments(self._num_calls, text))
+        if text:
+            self._join(CallArguments(self._num_calls, ""), text)
 
     def call_end(self, complete: bool) -> None:
         """Close the open call."""
+        self._complete_last()
         self._events.append(CallEnd(self._num_calls, complete))
         self._num_calls += 1
 
@@ -100,8 +99,16 @@ class Writer:
             self._held.append(text[len(body) :])
 
     def _add(self, text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, self._kind):
-            text = last.text + text
-            self._events.pop()
-        self._events.append(self._kind(text))
+        self._join(self._kind(""), text)
+
+    def _join(self, event: Reasoning | Content | CallArguments, text: str) -> None:
+        """Add text to the last event, if that is of this kind, or an event of its own."""
+        if not self._events or type(self._events[-1]) is not type(event):
+            self._complete_last()
+            self._events.append(event)
+        self._last.append(text)
+
+    def _complete_last(self) -> None:
+        if self._last:
+            self._events[-1] = self._events[-1]._replace(text="".join(self._last))
+            self._last = []
