@@ -235,10 +235,19 @@ class Streams:
             stream.fail(RequestError(409, "request_aborted", "the request was aborted through /abort"))
         return sum(stream.num_choices for stream in found)
 
-    def open(self, num_choices: int, name: str = "", key: int | None = None) -> Stream:
+    def open(
+        self,
+        num_choices: int,
+        name: str = "",
+        key: int | None = None,
+        *,
+        n: int = 1,
+        prompt_field: str = "prompt",
+    ) -> Stream:
         """Reserve room for `num_choices` requests. Use the returned stream in a `with` block.
 
-        `abort_calls` finds the call by `name` and `key` (the index of the caller's API key).
+        `abort_calls` finds the call by `name` and `key` (the index of the caller's API key). Errors name
+        `prompt_field` if the prompts with `n` choices each are too many, and `n` if one prompt has too many.
 
         Raises:
             RequestError: 400 if `num_choices` exceeds the limit by itself, 429 if too many requests are open,
@@ -252,8 +261,10 @@ class Streams:
             raise RequestError(
                 400,
                 "invalid_value",
-                f"{num_choices} choices in one call; this server takes {self._max_open}",
-                "n",
+                f"{num_choices // n} prompts with {n} choices each are {num_choices} requests in one call; "
+                f"this server takes {self._max_open}; "
+                + ("lower n" if n == num_choices else "send fewer at a time"),
+                "n" if n == num_choices else prompt_field,
             )
         if self._num_open + num_choices > self._max_open:
             excess = self._num_open + num_choices - self._max_open

@@ -95,7 +95,8 @@ class Tokenizer:
             raise RequestError(
                 400,
                 "invalid_unicode",
-                f"the text is not valid Unicode: {error.reason} at {error.start}",
+                f"the text has the lone surrogate \\u{ord(text[error.start]):04x}, half of a character, at "
+                f"character {error.start}; send both halves of it, or leave it out",
                 param,
             ) from None
         if max_tokens is not None and (

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.errors import RequestError
+from minisgl.fields import shorten
 from minisgl.grammar.spec import GrammarSpec, json_schema_spec, made_spec, within
 from minisgl.request import SamplingParams
 from minisgl.server.calls.tools import NO_TOOLS, AskedTools, Tool
@@ -109,7 +110,9 @@ def effort_variables(
         if re.search(rf"\b{name}\b", source)
     }
     if not used and (effort != "none" or has_thoughts(model.reply_format)):
-        message = f"{where} = {effort!r} is not supported: this model's chat template has no such setting"
+        message = (
+            f"{where} = {shorten(effort)} is not supported: this model's chat template has no such setting"
+        )
         raise RequestError(400, "unsupported_parameter", message, where)
     return used
 
