@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Drop tokens less likely than this times the most likely one; in [0, 1]."""
     seed: Seed | None = None
     """Same seed, prompt and parameters give the same random numbers in any batch, and in float32 the same
-    tokens; in 16 bits, near ties may be decided differently. None = a fresh seed."""
+    tokens; in 16 bits, near ties may be decided differently. None or -1 = a fresh seed."""
     stop: tuple[WatchedText, ...] = ()
     """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
     string counts as one of them. The process that detokenizes searches for them."""
@@ -131,6 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if name in ("stop", "bad_words") and isinstance(value, str):
                 value = (value,)
             msgspec.structs.force_setattr(self, name, convert_value(value, kind, name))
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 400,

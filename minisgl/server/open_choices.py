@@ -27,7 +27,7 @@ class Delta(NamedTuple):
     token_ids: list[int]  # the tokens that `num_tokens` counts
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if requested
     prompt_logprobs: PackedLogprobs | None = None  # with a choice's first delta, if requested
-    stop_string: str | None = None  # with the last delta, if a stop string ended the choice
+    stop_reason: str | int | None = None  # with the last delta: the stop string or token id that ended it
 
 
 class SharedPromptLogprobs:
@@ -93,7 +93,7 @@ class OpenChoice:
             piece.token_ids,
             piece.logprobs,
             piece.prompt_logprobs,
-            piece.stop_string,
+            piece.stop_reason,
         )
         return [delta] if self.shared is None else self.shared.add(delta)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minisgl.errors import ModelError, RequestError
-from minisgl.fields import convert
+from minisgl.fields import convert, shorten
 from minisgl.server.sampling_fields import SamplingDefaults, given_fields
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.formats.choose import choose_format
@@ -27,6 +27,7 @@ class ServedModel(NamedTuple):
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: dict[str, Any]  # sampling fields that hold where a call leaves them out
+    root: str = ""  # where the model comes from, for clients that look for its tokenizer
     reply_format: ReplyFormat | None = None  # how replies hold thoughts and calls; None: not known
     kept_special: frozenset[int] = frozenset()  # special tokens that `reply_format` needs in the text
     marker_ids: Mapping[str, int] = {}  # added tokens in its markers, text -> id; never changed
@@ -53,7 +54,10 @@ class ServedModel(NamedTuple):
         """
         if name is not None and name != self.name:
             raise RequestError(
-                404, "model_not_found", f"there is no model {name[:100]!r}; this is {self.name!r}", "model"
+                404,
+                "model_not_found",
+                f"there is no model {shorten(name)}; this is {shorten(self.name)}",
+                "model",
             )
 
 
@@ -62,6 +66,7 @@ def load_served_model(
     name: str,
     sampling_defaults: str = "model",
     *,
+    root: str | None = None,
     chat_template: str | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -69,6 +74,7 @@ def load_served_model(
     """Read tokenizer and chat template, and generation_config.json if `sampling_defaults` is "model".
 
     Args:
+        root: where the model comes from; None: `folder`.
         chat_template: a file in place of the model's own template.
         tool_parser: how replies hold calls; None: the model's own way, or a guess.
         reasoning_parser: likewise, for thoughts.
@@ -89,6 +95,7 @@ def load_served_model(
         tokenizer=tokenizer,
         template=template,
         defaults=_read_defaults(folder / "generation_config.json") if sampling_defaults == "model" else {},
+        root=root or str(folder),
         reply_format=reply_format,
         kept_special=frozenset() if reply_format is None else tokenizer.special_ids(reply_format.keeps),
         marker_ids={
@@ -107,6 +114,18 @@ def served_name(chosen: str | None, model: str) -> str:
     if local.is_file():
         return local.stem
     return local.resolve().name if local.is_dir() else model
+
+
+def served_root(model: str, folder: Path) -> str:
+    """Where other programs find the model: a hub's name as --model has it, else an absolute path.
+
+    Args:
+        folder: where the server reads the model.
+    """
+    local = Path(model).expanduser()
+    if local.exists():
+        return str(local.resolve())
+    return model if "/" in model else str(folder)
 
 
 def _read_defaults(file: Path) -> dict[str, Any]:

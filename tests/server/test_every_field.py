@@ -178,6 +178,7 @@ CASES: dict[str, dict[str, Case]] = {
         "tool_calls": Case(call(), {"messages": message(role="assistant")}),
         "reasoning_content": Case(message(reasoning_content="because")),
         "reasoning": Case(message(reasoning="because")),
+        "refusal": Case(message(role="assistant", content=None, refusal="no")),
     },
     "ToolCall": {
         "id": Case(call(id="other"), WITH_CALL),
@@ -192,9 +193,16 @@ CASES: dict[str, dict[str, Case]] = {
         "type": Case(message(content=[{"type": "image_url", "text": "hello"}])),
         "text": Case(message(content=[{"type": "text", "text": "other"}])),
     },
+    "RefusalPart": {
+        "type": Case(message(content=[{"type": "refuse", "refusal": "hello"}])),
+        "refusal": Case(message(content=[{"type": "refusal", "refusal": "other"}])),
+    },
     "StreamOptions": {
         "include_usage": Case({"include_usage": True}, {"stream": True}),
-        "continuous_usage_stats": Case({"continuous_usage_stats": True}, {"stream": True}),
+        "continuous_usage_stats": Case(
+            {"include_usage": True, "continuous_usage_stats": True},
+            {"stream": True, "stream_options": {"include_usage": True}},
+        ),
     },
 }
 NOT_IN_ALL = ("stream_options", "n", "prompt_logprobs", *OutputFields.__struct_fields__, "return_token_ids")
@@ -334,7 +342,7 @@ ANSWERS = {
 }
 BODIES = {route.body.name: route.body for route in served_routes() if route.body} | {"Message": MESSAGE}
 INSIDE = {
-    **dict.fromkeys(("Message", "TextPart", "ToolCall", "FunctionCall"), "messages"),
+    **dict.fromkeys(("Message", "TextPart", "RefusalPart", "ToolCall", "FunctionCall"), "messages"),
     "StreamOptions": "stream_options",
 }
 """A structure in a chat's body -> its field."""
@@ -434,7 +442,7 @@ def test_a_field_that_is_not_honoured_passes_only_if_it_asks_for_nothing(body: B
     for value in (None, *(["anything"] if neutral is None else neutral)):
         refuse_unknown({field: value}, (), body.unsupported)
     if neutral is not None:
-        with pytest.raises(RequestError, match=f"^{field} = 'alien' is not supported here") as refused:
+        with pytest.raises(RequestError, match=f'^{field} = "alien" is not supported here') as refused:
             refuse_unknown({field: "alien"}, (), body.unsupported)
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", field)
 

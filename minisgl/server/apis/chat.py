@@ -15,6 +15,7 @@ from minisgl.server.calls.call import CallContext, CallOptions, Conversation, En
 from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
+    OTHER_SERVERS,
     AtLeastOne,
     CallFields,
     GivenMessages,
@@ -106,7 +107,10 @@ CHAT = Body(
         ),
     ),
     IGNORED
+    | OTHER_SERVERS
     | {
+        "add_special_tokens": (False,),
+        "chat_template": (),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
@@ -208,6 +212,8 @@ class ChatChoice(Struct, forbid_unknown_fields=True):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: EndReason | Literal["tool_calls"]
+    stop_reason: str | int | None
+    """The stop string or the id in stop_token_ids that ended the answer."""
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -250,6 +256,7 @@ class ChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -287,12 +294,14 @@ class ChatFormat:
 
     def whole(self, choices: Sequence[Delta]) -> bytes:
         """The answer of `stream: false`."""
+        ids = UNSET if self._prompt_ids is None else self._prompt_ids
         made = [
             ChatChoice(
                 index,
                 self._message(collect(self._readers[index].read(choice))),
                 self._logprobs(choice),
                 cast(EndReason, self._finish_reason(choice)),
+                choice.stop_reason,
                 self._token_ids(choice),
             )
             for index, choice in enumerate(choices)
@@ -303,15 +312,20 @@ class ChatFormat:
                 object="chat.completion",
                 choices=made,
                 usage=self._writer.whole_usage(),
+                prompt_token_ids=ids,
                 **self._prompt_fields(choices[0]),
             )
         )
 
     def opening(self, num_choices: int) -> bytes:
-        """For each choice, an event with the role."""
-        return b"".join(
-            self._event(ChunkChoice(index, ChatDelta("assistant", "", None))) for index in range(num_choices)
-        )
+        """For each choice, an event with the role; the first one has the prompt's ids, if requested."""
+        usage, events = self._writer.chunk_usage(has_output=False), b""
+        for index in range(num_choices):
+            choice = ChunkChoice(index, ChatDelta("assistant", "", None))
+            ids = UNSET if self._prompt_ids is None or index else self._prompt_ids
+            chunk = ChatChunk(**self._writer.head, choices=[choice], usage=usage, prompt_token_ids=ids)
+            events += sse(encode(chunk))
+        return events
 
     def piece(self, delta: Delta) -> bytes:
         """Events for new text, thoughts, calls and details, and one for the end of the choice."""
@@ -328,7 +342,8 @@ class ChatFormat:
             events += self._event(choice, **fields)
         if delta.finish_reason is not None:
             reason = self._finish_reason(delta)
-            events += self._event(ChunkChoice(delta.choice, ChatDelta(), finish_reason=reason))
+            end = ChunkChoice(delta.choice, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+            events += self._event(end)
         return events
 
     def ending(self) -> bytes:
@@ -378,13 +393,11 @@ class ChatFormat:
         return sse(encode(ChatChunk(**self._writer.head, choices=[choice], usage=usage, **prompt_fields)))
 
     def _prompt_fields(self, delta: Delta) -> dict[str, Any]:
-        """The fields about the prompt, with the first delta of the first choice."""
+        """The prompt's log probabilities, with the first delta of the first choice."""
         fields: dict[str, Any] = {}
         if delta.choice != 0 or self._has_prompt_fields:
             return fields
         self._has_prompt_fields = True
-        if self._prompt_ids is not None:
-            fields["prompt_token_ids"] = self._prompt_ids
         if self._prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._prompt_logprobs.logprobs(delta.prompt_logprobs)
         return fields

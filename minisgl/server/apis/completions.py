@@ -26,6 +26,7 @@ from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
 from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
+    OTHER_SERVERS,
     CallFields,
     call_options,
     check_token_ids,
@@ -103,7 +104,7 @@ COMPLETION = Body(
             (FieldIs("max_tokens", (0,), negated=True), FieldIs("echo", (True,)), given("prompt_logprobs")),
         ),
     ),
-    IGNORED | {"best_of": (1,), "suffix": ("",)},
+    IGNORED | OTHER_SERVERS | {"add_special_tokens": (True,), "best_of": (1,), "suffix": ("",)},
 )
 
 
@@ -240,10 +241,13 @@ class ChoiceFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class CompletionChoice(ChoiceFields, kw_only=True, forbid_unknown_fields=True):
     finish_reason: EndReason
+    stop_reason: str | int | None
+    """The stop string or the id in stop_token_ids that ended the choice."""
 
 
 class ChunkChoice(ChoiceFields, kw_only=True):
     finish_reason: EndReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class CompletionChunk(Struct, kw_only=True):
@@ -383,6 +387,7 @@ class CompletionFormat:
             CompletionChoice(
                 index=choice.choice,
                 finish_reason=cast(EndReason, choice.finish_reason),
+                stop_reason=choice.stop_reason,
                 **self._fields(choice),
             )
             for choice in choices
@@ -399,7 +404,10 @@ class CompletionFormat:
         if not delta.text and not self.is_slow and delta.finish_reason is None:
             return b""
         finish_reason = cast("EndReason | None", delta.finish_reason)
-        choice = ChunkChoice(index=delta.choice, finish_reason=finish_reason, **self._fields(delta))
+        stop_reason = UNSET if finish_reason is None else delta.stop_reason
+        choice = ChunkChoice(
+            index=delta.choice, finish_reason=finish_reason, stop_reason=stop_reason, **self._fields(delta)
+        )
         usage = self._writer.chunk_usage()
         return sse(encode(CompletionChunk(**self._writer.head, choices=[choice], usage=usage)))
 

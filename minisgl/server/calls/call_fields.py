@@ -34,7 +34,7 @@ TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's extension: every chunk has the usage so far."""
+    """vLLM's extension: every chunk has the usage so far. Without include_usage it has no effect."""
     include_obfuscation: bool | None = None
 
 
@@ -72,6 +72,47 @@ IGNORED: dict[str, Neutral] = {
     "store": (False,),
 }
 """Accepted and ignored with these values (None = any): they describe the caller, not the answer."""
+OTHER_SERVERS: dict[str, Neutral] = {
+    # vLLM's
+    **dict.fromkeys(("request_id", "session_id", "stream_interval", "spaces_between_special_tokens")),
+    **dict.fromkeys(
+        (
+            "use_beam_search",
+            "watermarking",
+            "return_token_offsets",
+            "return_prompt_text",
+            "return_routed_experts",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(("logits_processors", "prompt_embeds", "documents"), ([],)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs", "kv_transfer_params"), ({},)),
+    **dict.fromkeys(("ec_transfer_params", "repetition_detection", "thinking_token_budget"), ()),
+    "length_penalty": (1,),
+    "return_mm_kwargs": (True,),
+    "routed_experts_prompt_start": (0,),
+    # SGLang's
+    **dict.fromkeys(
+        ("rid", "routing_key", "conversation_id", "custom_labels", "stream_reasoning", "log_metrics")
+    ),
+    **dict.fromkeys(
+        (
+            *("return_hidden_states", "return_cached_tokens_details", "return_spec_tokens_details"),
+            *("return_prompt_token_ids", "return_meta_info", "return_input_ids_in_sglext"),
+            *("return_output_ids_in_sglext", "return_sampling_mask", "return_indexer_topk", "return_entropy"),
+            *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "no_stop_trim"),
+            *("use_audio_in_video", "return_bytes", "require_reasoning", "background"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(("images_config", "video_config", "custom_params"), ({},)),
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "stop_regex"), ([], "")),
+    **dict.fromkeys(("session_params", "custom_logit_processor", "watermark", "sampling_logprobs_mode"), ()),
+    **dict.fromkeys(("lora_path", "max_thinking_tokens", "input_embeds"), ()),
+    "return_flat_raw_top_logprobs_b64": None,
+    "routed_experts_start_len": (0,),
+}
+"""Fields of other servers, with the values that ask for nothing this server does not do."""
 
 
 def call_options(
@@ -104,9 +145,8 @@ def call_options(
 def shown_in_answer(call: CallFields) -> Shown:
     """What the answer shows besides its choices' texts."""
     streaming = call.stream_options or StreamOptions()
-    return Shown(
-        bool(streaming.include_usage), bool(streaming.continuous_usage_stats), bool(call.return_token_ids)
-    )
+    usage = bool(streaming.include_usage)
+    return Shown(usage, usage and bool(streaming.continuous_usage_stats), bool(call.return_token_ids))
 
 
 def sampling_params(sampling: msgspec.Struct, model: ServedModel, **others: Any) -> SamplingParams:

@@ -57,6 +57,7 @@ class Shown(NamedTuple):
     usage: bool = False
     """In a stream: at its end."""
     continuous_usage: bool = False
+    """In each chunk, too."""
     token_ids: bool = False
 
 
@@ -85,10 +86,10 @@ class AnswerWriter:
         self._shown = shown
         self._num_reasoning_tokens = num_reasoning_tokens
 
-    def chunk_usage(self) -> UsageAnswer | UnsetType | None:
-        """The field `usage` of a chunk that is not the last."""
+    def chunk_usage(self, has_output: bool = True) -> UsageAnswer | UnsetType | None:
+        """The field `usage` of a chunk that is not the last; without output: of one before all tokens."""
         if self._shown.continuous_usage:
-            return self.whole_usage()
+            return self.whole_usage() if has_output else usage_answer(Usage(self._usage().prompt_tokens))
         return None if self._shown.usage else UNSET
 
     def ending(self, usage_chunk: Callable[..., Struct]) -> bytes:
