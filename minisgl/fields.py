@@ -111,7 +111,7 @@ def json_type_name(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value as JSON for an error message, cut to `MAX_SHOWN_CHARS`; its `repr` if JSON has no such value."""
+    """A value as JSON for an error message, cut to `MAX_SHOWN_CHARS`; its `repr` if it is no JSON value."""
     part = value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | list | tuple) else value
     try:
         text = json.dumps(part, ensure_ascii=False)

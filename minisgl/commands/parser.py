@@ -148,7 +148,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-LOGPROBS = ("logprobs", "prompt_logprobs")
+LOGPROBS = ("logprobs", "logprob_token_ids", "prompt_logprobs")
 GRAMMARS = ("json_schema", "structural_tag", "grammar")
 
 

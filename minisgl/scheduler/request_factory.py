@@ -47,6 +47,7 @@ class RequestFactory:
         priority: int,
         streamed: bool,
         seeds: Sequence[int] = (),
+        cache_salt: str = "",
     ) -> list[Request]:
         """Make the requests for all choices of one prompt; `prompt` is int32 [tokens].
 
@@ -78,6 +79,7 @@ class RequestFactory:
                     max_new_tokens=fitted.max_tokens,
                     stop_ids=call.stop_ids,
                     rules=rules,
+                    cache_salt=cache_salt,
                 )
             )
         return made

@@ -110,6 +110,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             chat_template=server.chat_template,
             tool_parser=server.tool_parser,
             reasoning_parser=server.reasoning_parser,
+            special_tokens_in_content=server.special_tokens_in_content,
         )
     )
     streams = Streams(

@@ -104,6 +104,7 @@ class PreparedCall(NamedTuple):
     prompts: Sequence[Sequence[int]]
     params: SamplingParams  # with the largest max_tokens; the engine lowers it for each prompt
     priority: int
+    cache_salt: str
     choices: list[OpenChoice]  # in the order of the prompts
     num_prompt_tokens: int  # of all choices
 
@@ -119,6 +120,7 @@ def prepare(
     prompt_field: str,
     priority: int,
     kept_special: frozenset[int],
+    cache_salt: str,
 ) -> PreparedCall:
     """Check a call with `n` choices for each prompt, which `stream` reads, and build them.
 
@@ -137,4 +139,4 @@ def prepare(
         for _ in range(n):
             text = ReplyText(tokenizer, prompt, params, stops, kept_special)
             choices.append(OpenChoice(stream, len(choices), text, len(prompt), shared))
-    return PreparedCall(prompts, largest, priority, choices, n * sum(map(len, prompts)))
+    return PreparedCall(prompts, largest, priority, cache_salt, choices, n * sum(map(len, prompts)))

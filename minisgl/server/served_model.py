@@ -3,6 +3,7 @@
 Promise: read once from the model folder, without torch, and never changed afterwards.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from minisgl.text.formats.choose import choose_format
 from minisgl.text.formats.parser import ReplyFormat
 from minisgl.text.formats.response_template import ResponseTemplate
 from minisgl.text.formats.table import THOUGHTS, Format
+from minisgl.text.literals import special_tokens_pattern
 from minisgl.text.tokenizer import Tokenizer, read_json
 
 
@@ -31,6 +33,8 @@ class ServedModel(NamedTuple):
     reply_format: ReplyFormat | None = None  # how replies hold thoughts and calls; None: not known
     kept_special: frozenset[int] = frozenset()  # special tokens that `reply_format` needs in the text
     marker_ids: Mapping[str, int] = {}  # added tokens in its markers, text -> id; never changed
+    special_tokens: re.Pattern[str] | None = None  # are no special tokens in messages; None: all may be
+    tokenizer_config: Mapping[str, Any] = {}  # tokenizer_config.json; never changed
 
     @property
     def format_facts(self) -> dict[str, str | None]:
@@ -70,6 +74,7 @@ def load_served_model(
     chat_template: str | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    special_tokens_in_content: bool = True,
 ) -> ServedModel:
     """Read tokenizer and chat template, and generation_config.json if `sampling_defaults` is "model".
 
@@ -78,6 +83,7 @@ def load_served_model(
         chat_template: a file in place of the model's own template.
         tool_parser: how replies hold calls; None: the model's own way, or a guess.
         reasoning_parser: likewise, for thoughts.
+        special_tokens_in_content: the texts of special tokens become these also in messages.
 
     Raises:
         ModelError: the folder lacks a tokenizer, or one of its files is broken.
@@ -103,6 +109,10 @@ def load_served_model(
             for text, token_id in tokenizer.added_tokens().items()
             if reply_format is not None and text.strip() and reply_format.keeps(text)
         },
+        special_tokens=None
+        if special_tokens_in_content
+        else special_tokens_pattern(tokenizer.special_texts()),
+        tokenizer_config=config,
     )
 
 

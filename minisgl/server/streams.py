@@ -67,11 +67,12 @@ class Stream:
         prompt_field: str = "prompt",
         priority: int = 0,
         kept_special: frozenset[int] = frozenset(),
+        cache_salt: str = "",
     ) -> PreparedCall:
         """Check and build `n` requests per prompt (token ids), `num_choices` in all. May run in a thread.
 
         Errors call the prompt `prompt_field`. Requests with a larger `priority` run sooner. `kept_special`:
-        ids of special tokens that stay in the text in any case.
+        ids of special tokens that stay in the text in any case. `cache_salt`: see `AddRequest`.
 
         Raises:
             RequestError: 400 if a prompt is empty or too long.
@@ -86,6 +87,7 @@ class Stream:
             prompt_field=prompt_field,
             priority=priority,
             kept_special=kept_special,
+            cache_salt=cache_salt,
         )
 
     async def submit(self, call: PreparedCall) -> None:
@@ -293,7 +295,12 @@ class Streams:
         self._add_queued_tokens(call.num_prompt_tokens)
         n = len(call.choices) // len(call.prompts)
         messages = add_requests(
-            stream.request_ids, call.prompts, call.params, base_seed=self._base_seed, priority=call.priority
+            stream.request_ids,
+            call.prompts,
+            call.params,
+            base_seed=self._base_seed,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
         )
         for message in messages:
             if stream.num_sent:

@@ -23,6 +23,7 @@ from minisgl.server.calls.call_fields import (
     call_options,
     check_template_variables,
     shown_in_answer,
+    truncation,
 )
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import (
@@ -34,11 +35,12 @@ from minisgl.server.calls.openai_answer import (
     UsageAnswer,
     encode,
     failure,
+    id_text,
 )
 from minisgl.server.calls.output_format import OutputFields
 from minisgl.server.calls.reply_plan import effort_variables
 from minisgl.server.calls.tools import ToolFields, new_call_id, read_tools
-from minisgl.server.http.bodies import Body, Condition, FieldIs
+from minisgl.server.http.bodies import Body, Condition, FieldIs, missing
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -89,6 +91,11 @@ class ChatFields(Struct, frozen=True):
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
+    """Default: true, without continue_final_message."""
+    continue_final_message: bool | None = None
+    """The model continues the last message instead of answering it."""
+    echo: bool | None = None
+    """The answer's content begins with that of the last message, if that is the assistant's."""
     reasoning_effort: Effort | None = None
     """Sets the chat template's variables for it; a 400 if it has none."""
     include_reasoning: bool | None = None
@@ -104,6 +111,19 @@ CHAT = Body(
             "top_logprobs",
             "top_logprobs is only allowed with logprobs: true",
             (FieldIs("top_logprobs", (None, 0)), FieldIs("logprobs", (True,))),
+        ),
+        Condition(
+            "logprob_token_ids",
+            "logprob_token_ids is only allowed with logprobs: true",
+            (missing("logprob_token_ids"), FieldIs("logprobs", (True,))),
+        ),
+        Condition(
+            "continue_final_message",
+            "continue_final_message can't go with add_generation_prompt: true; leave one of them out",
+            (
+                FieldIs("continue_final_message", (True,), negated=True),
+                FieldIs("add_generation_prompt", (True,), negated=True),
+            ),
         ),
     ),
     IGNORED
@@ -130,6 +150,7 @@ class ChatCall(NamedTuple):
     options: CallOptions
     shown: Shown = Shown()
     include_reasoning: bool = True
+    echoed: str = ""  # begins the content of the answer
     prompt_field: str = "messages"
     num_prompts: int = 1
 
@@ -155,12 +176,21 @@ def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     asked = read_tools(tools)
     variables = effort_variables(chat.reasoning_effort, model) | (chat.chat_template_kwargs or {})
-    add_generation_prompt = chat.add_generation_prompt is not False
+    last = messages[-1]
+    conversation = Conversation(
+        messages,
+        asked,
+        variables,
+        chat.add_generation_prompt is not False,
+        truncation=truncation(call),
+        continue_final_message=bool(chat.continue_final_message),
+    )
     return ChatCall(
-        Conversation(messages, asked, variables, add_generation_prompt),
+        conversation,
         call_options(call, sampling, output, model, min(limits, default=None), logprobs),
         shown_in_answer(call),
         chat.include_reasoning is not False,
+        last["content"] if chat.echo and last["role"] == "assistant" else "",
     )
 
 
@@ -282,7 +312,9 @@ class ChatFormat:
             ID_PREFIX, context, call.shown, self._num_reasoning if plan.reasons else None
         )
         self._include_reasoning = call.include_reasoning
-        self._num_top = options.params.logprobs
+        self._num_top = None if options.params.logprobs is None else options.params.num_top_logprobs
+        self._tokens_as_ids = call.shown.tokens_as_ids
+        self._echoed = call.echoed
         self._prompt_ids = list(prompt_ids) if call.shown.token_ids else None
         self._prompt_logprobs: PromptLogprobsField | None = None
         if options.params.prompt_logprobs is not None:
@@ -318,13 +350,19 @@ class ChatFormat:
         )
 
     def opening(self, num_choices: int) -> bytes:
-        """For each choice, an event with the role; the first one has the prompt's ids, if requested."""
+        """For each choice, an event with the role, and one with the text to echo, if requested. The first one
+        has the prompt's ids, if requested.
+        """
         usage, events = self._writer.chunk_usage(has_output=False), b""
         for index in range(num_choices):
-            choice = ChunkChoice(index, ChatDelta("assistant", "", None))
             ids = UNSET if self._prompt_ids is None or index else self._prompt_ids
-            chunk = ChatChunk(**self._writer.head, choices=[choice], usage=usage, prompt_token_ids=ids)
-            events += sse(encode(chunk))
+            for delta in (ChatDelta("assistant", "", None), ChatDelta(content=self._echoed)):
+                if delta.role is UNSET and not self._echoed:
+                    continue
+                choice = ChunkChoice(index, delta)
+                chunk = ChatChunk(**self._writer.head, choices=[choice], usage=usage, prompt_token_ids=ids)
+                events += sse(encode(chunk))
+                ids = UNSET
         return events
 
     def piece(self, delta: Delta) -> bytes:
@@ -360,7 +398,7 @@ class ChatFormat:
             AnswerCall(new_call_id(), "function", CalledFunction(call.name, call.arguments))
             for call in reply.calls
         ]
-        content = None if calls and not reply.content else reply.content
+        content = None if calls and not self._echoed + reply.content else self._echoed + reply.content
         return AnswerMessage("assistant", content, None, thought, thought, calls or UNSET)
 
     def _delta(self, event: Event) -> ChatDelta | None:
@@ -417,4 +455,5 @@ class ChatFormat:
 
     def _token(self, token_id: int, logprob: float) -> TopLogprob:
         data = self._tokenizer.token_bytes(token_id)
-        return TopLogprob(data.decode("utf-8", "replace"), logprob, list(data))
+        text = id_text(token_id) if self._tokens_as_ids else data.decode("utf-8", "replace")
+        return TopLogprob(text, logprob, list(data))

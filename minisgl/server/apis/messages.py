@@ -20,7 +20,7 @@ from minisgl.grammar.spec import GrammarSpec, json_schema_spec
 from minisgl.request import SamplingParams, WatchedText
 from minisgl.server.apis.messages_answer import ERRORS, MessageAnswer, MessagesFormat, TokenCount
 from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
-from minisgl.server.calls.call_fields import AtLeastOne, sampling_params
+from minisgl.server.calls.call_fields import AtLeastOne, CacheSalt, sampling_params
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
 from minisgl.server.calls.turns import Turns
@@ -181,6 +181,7 @@ class MessagesFields(Struct, frozen=True):
     max_tokens: AtLeastOne
     stream: bool | None = None
     stop_sequences: Annotated[list[WatchedText], Meta(max_length=16)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 COUNT_IGNORED: dict[str, Neutral] = {"cache_control": None, "context_management": None}
@@ -227,7 +228,9 @@ def parse_messages(body: bytes, model: ServedModel) -> MessagesCall:
     conversation, grammar, shows_thoughts = _read_prompt(prompt, model)
     stops = tuple(fields.stop_sequences or ())
     params = sampling_params(sampling, model, max_tokens=fields.max_tokens, stop=stops, grammar=grammar)
-    options = CallOptions(params, model=prompt.model, stream=bool(fields.stream))
+    options = CallOptions(
+        params, model=prompt.model, stream=bool(fields.stream), cache_salt=fields.cache_salt or ""
+    )
     return MessagesCall(conversation, options, shows_thoughts)
 
 

@@ -18,6 +18,7 @@ from minisgl.server.apis.responses_answer import ResponseAnswer, ResponsesFormat
 from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
 from minisgl.server.calls.call_fields import (
     AtLeastOne,
+    CacheSalt,
     TemplateVariables,
     check_template_variables,
     sampling_params,
@@ -153,6 +154,7 @@ class ResponseFields(Struct, frozen=True):
     user: str | None = None
     include: list[str] | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    cache_salt: CacheSalt | None = None
 
 
 HARMLESS_INCLUDES = (
@@ -242,7 +244,9 @@ def parse_response(body: bytes, model: ServedModel) -> ResponseCall:
         "top_p": params.top_p,
         "user": fields.user,
     }
-    options = CallOptions(params, model=fields.model, stream=bool(fields.stream))
+    options = CallOptions(
+        params, model=fields.model, stream=bool(fields.stream), cache_salt=fields.cache_salt or ""
+    )
     conversation = Conversation(turns.messages(), asked, variables, field="input")
     return ResponseCall(conversation, options, echo)
 

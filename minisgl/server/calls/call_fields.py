@@ -5,7 +5,7 @@ names the field.
 """
 
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,10 +13,10 @@ from msgspec import Meta
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral
 from minisgl.request import SamplingParams
-from minisgl.server.calls.call import CallOptions
+from minisgl.server.calls.call import CallOptions, Truncation
 from minisgl.server.calls.openai_answer import Shown
 from minisgl.server.calls.output_format import OutputFields, grammar_of
-from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, missing
+from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, given, missing
 from minisgl.server.sampling_fields import given_fields
 from minisgl.server.served_model import ServedModel
 from minisgl.text.messages import Messages
@@ -25,10 +25,12 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 TemplateVariables = Annotated[
     dict[str, Any], Meta(extra_json_schema={"propertyNames": {"not": {"const": "messages"}}})
 ]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+"""A call finds only what calls with the same salt left in the prefix cache."""
 GivenMessages = Annotated[list[Any], Meta(extra={DOCUMENTED_AS: (Messages,)})]
 """`normalize_messages` reads it."""
 
-TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
+TOKEN_ID_FIELDS = ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +41,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CallFields(msgspec.Struct, frozen=True):
-    """The fields about a call as a whole. The last two are extensions that other engines have too."""
+    """The fields about a call as a whole. Those from return_token_ids on are extensions of other servers."""
 
     model: str | None = None
     stream: bool | None = None
@@ -48,6 +50,13 @@ class CallFields(msgspec.Struct, frozen=True):
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Larger runs sooner. Each level, up to 100, counts as arriving 1024 requests earlier. Default 0."""
+    cache_salt: CacheSalt | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens as "token_id:5" instead of by their text."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    """Keep this many tokens of a longer prompt; -1: as many as the context has beside max_tokens."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where truncate_prompt_tokens drops tokens; default left."""
 
 
 CONDITIONS = (
@@ -60,6 +69,16 @@ CONDITIONS = (
         "prompt_logprobs",
         "prompt_logprobs can't be streamed; use stream: false",
         (missing("prompt_logprobs"), FieldIs("stream", (None, False))),
+    ),
+    Condition(
+        "truncate_prompt_tokens",
+        "truncate_prompt_tokens must be -1 or at least 1, got 0",
+        (FieldIs("truncate_prompt_tokens", (0,), negated=True),),
+    ),
+    Condition(
+        "truncation_side",
+        "truncation_side is only allowed with truncate_prompt_tokens",
+        (missing("truncation_side"), given("truncate_prompt_tokens")),
     ),
 )
 IGNORED: dict[str, Neutral] = {
@@ -139,6 +158,7 @@ def call_options(
         stream=bool(call.stream),
         n=call.n or 1,
         priority=call.priority or 0,
+        cache_salt=call.cache_salt or "",
     )
 
 
@@ -146,7 +166,19 @@ def shown_in_answer(call: CallFields) -> Shown:
     """What the answer shows besides its choices' texts."""
     streaming = call.stream_options or StreamOptions()
     usage = bool(streaming.include_usage)
-    return Shown(usage, usage and bool(streaming.continuous_usage_stats), bool(call.return_token_ids))
+    return Shown(
+        usage,
+        usage and bool(streaming.continuous_usage_stats),
+        bool(call.return_token_ids),
+        bool(call.return_tokens_as_token_ids),
+    )
+
+
+def truncation(call: CallFields) -> Truncation | None:
+    """How the prompts are shortened; None: they are not."""
+    if call.truncate_prompt_tokens is None:
+        return None
+    return Truncation(call.truncate_prompt_tokens, call.truncation_side or "left")
 
 
 def sampling_params(sampling: msgspec.Struct, model: ServedModel, **others: Any) -> SamplingParams:

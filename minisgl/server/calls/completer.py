@@ -148,7 +148,13 @@ class Completer:
         if params.bad_words:
             params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
         prepared = stream.prepare(
-            prompts, params, options.n, call.prompt_field, options.priority, encoded.plan.kept_special
+            prompts,
+            params,
+            options.n,
+            call.prompt_field,
+            options.priority,
+            encoded.plan.kept_special,
+            options.cache_salt,
         )
         return prepared, call.answer_format(encoded._replace(prompts=prompts), context)
 

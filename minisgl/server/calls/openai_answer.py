@@ -59,6 +59,8 @@ class Shown(NamedTuple):
     continuous_usage: bool = False
     """In each chunk, too."""
     token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log probabilities name tokens by their ids."""
 
 
 class AnswerWriter:
@@ -138,6 +140,11 @@ class PromptLogprobsField:
             )
             for token_id, (rank, logprob) in known.items()
         }
+
+
+def id_text(token_id: int) -> str:
+    """How a token is named where `Shown.tokens_as_ids` asks for ids."""
+    return f"token_id:{token_id}"
 
 
 def failure(fault: Fault) -> bytes:
