@@ -26,6 +26,7 @@ from minisgl.fields import refuse_unknown
 from minisgl.server.apis import messages, messages_answer, responses, responses_answer
 from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
+from minisgl.server.apis.native_generate import NativeFields, NativeSampling
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
 from minisgl.server.app import MESSAGE
 from minisgl.server.calls.output_format import (
@@ -313,6 +314,17 @@ ELSEWHERE = {
     **{
         (f"{kind}Body", "cache_salt"): "test_every_field.py::test_a_salt_has_a_prefix_cache_of_its_own"
         for kind in ("Chat", "Completion", "Response", "Messages")
+    },
+    **{
+        ("GenerateBody", name): "test_native_generate.py::test_sglangs_fields_count"
+        for name in NativeFields.__struct_fields__
+    },
+    **{
+        (
+            "NativeSampling",
+            name,
+        ): "test_native_generate.py::test_sampling_params_mean_what_they_mean"
+        for name in NativeSampling.__struct_fields__
     },
     ("AbortBody", "request_id"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
     ("AbortBody", "rid"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",

@@ -1,4 +1,7 @@
-"""POST /generate, as in mini-sglang: greedy decoding, streamed as plain text."""
+"""POST /generate, with the bodies of mini-sglang (`prompt`) and of SGLang (`text` or `input_ids`).
+
+Promise: a body is one of the two. SGLang's answers are in `native_generate`; mini-sglang's are plain text.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,14 +11,21 @@ from msgspec import Struct
 
 from minisgl.request import SamplingParams
 from minisgl.server.apis.completions import Text, encode_prompt
+from minisgl.server.apis.native_generate import (
+    NATIVE_OTHERS,
+    NativeAnswer,
+    NativeCall,
+    NativeFields,
+    native_call,
+)
 from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
 from minisgl.server.calls.call_fields import AtLeastOne
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import DONE, failure
 from minisgl.server.calls.reply_plan import ReplyPlan
-from minisgl.server.http.bodies import Body
+from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.errors import Fault
-from minisgl.server.http.routes import EVENTS, Answer, Route
+from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
 
@@ -26,23 +36,71 @@ def routes(completer: Completer) -> list[Route]:
         Route(
             "POST",
             "/generate",
-            "Continue a text, greedily, as a stream of text.",
+            "Continue a text: SGLang's fields, or mini-sglang's prompt, max_tokens and ignore_eos.",
             partial(completer.answer, parse=parse_generate),
-            Answer("One event for each new piece of text, then [DONE].", media_types=(EVENTS,)),
+            Answer(
+                "Of text or input_ids: the answer, or its events when stream is true. Of a prompt: one event "
+                "for each new piece of text, then [DONE].",
+                NativeAnswer,
+                (JSON, EVENTS),
+                or_list=True,
+            ),
             GENERATE,
         )
     ]
 
 
 class GenerateFields(Struct, frozen=True):
-    """POST /generate, as in mini-sglang."""
+    """POST /generate, as in mini-sglang: a `prompt`, continued greedily and streamed as plain text."""
 
-    prompt: Text
-    max_tokens: AtLeastOne
+    prompt: Text | None = None
+    max_tokens: AtLeastOne | None = None
+    """Only with a prompt, which needs it."""
     ignore_eos: bool | None = None
+    """Only with a prompt."""
 
 
-GENERATE = Body("GenerateBody", (GenerateFields,))
+OTHERS = ("input_ids", "sampling_params", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num")
+OTHERS += ("token_ids_logprob", "return_text_in_logprobs", "extra_key", "priority")
+GENERATE = Body(
+    "GenerateBody",
+    (GenerateFields, NativeFields),
+    (
+        Condition(
+            "text", "give prompt, text or input_ids", (given("prompt"), given("text"), given("input_ids"))
+        ),
+        Condition("text", "give either text or input_ids", (missing("text"), missing("input_ids"))),
+        Condition("prompt", "give either prompt or text", (missing("prompt"), missing("text"))),
+        *(
+            Condition(
+                name, f"{name} is not allowed with prompt; give text", (missing("prompt"), missing(name))
+            )
+            for name in OTHERS
+        ),
+        Condition("max_tokens", "max_tokens is missing", (missing("prompt"), given("max_tokens"))),
+        *(
+            Condition(
+                name,
+                f"{name} is only allowed with prompt; it belongs into sampling_params",
+                (given("prompt"), missing(name)),
+            )
+            for name in ("max_tokens", "ignore_eos")
+        ),
+        *(
+            Condition(
+                name,
+                f"{name} is only allowed with return_logprob: true",
+                (missing(name), FieldIs("return_logprob", (True,)), *others),
+            )
+            for name, others in (
+                ("token_ids_logprob", ()),
+                ("top_logprobs_num", (FieldIs("top_logprobs_num", (0,)),)),
+                ("logprob_start_len", (FieldIs("logprob_start_len", (-1, 0)),)),
+            )
+        ),
+    ),
+    NATIVE_OTHERS,
+)
 
 
 class GenerateCall(NamedTuple):
@@ -64,13 +122,15 @@ class GenerateCall(NamedTuple):
         return PlainTextFormat()
 
 
-def parse_generate(body: bytes, model: ServedModel) -> GenerateCall:
+def parse_generate(body: bytes, model: ServedModel) -> GenerateCall | NativeCall:
     """Parse a body of POST /generate.
 
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    fields: GenerateFields = GENERATE.read(body)[0]
+    fields, native = GENERATE.read(body)
+    if fields.prompt is None:
+        return native_call(native, model)
     params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=bool(fields.ignore_eos))
     return GenerateCall(fields.prompt, CallOptions(params, stream=True))
 
