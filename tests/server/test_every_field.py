@@ -129,6 +129,7 @@ SHARED = {
     "response_format": Case({"type": "json_object"}, SAMPLED | {"ignore_eos": False}),
     "structured_outputs": Case({"choice": ["a", "c"]}, SAMPLED | {"ignore_eos": False}),
     "return_token_ids": Case(True),
+    "return_cached_tokens_details": Case(True),
     "truncate_prompt_tokens": Case(2, {"return_token_ids": True}),
     "truncation_side": Case("right", {"return_token_ids": True, "truncate_prompt_tokens": 2}),
 }
@@ -216,7 +217,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
 }
 NOT_IN_ALL = ("stream_options", "n", "prompt_logprobs", *OutputFields.__struct_fields__, "return_token_ids")
-NOT_IN_ALL += ("truncate_prompt_tokens", "truncation_side")
+NOT_IN_ALL += ("return_cached_tokens_details", "truncate_prompt_tokens", "truncation_side")
 SAMPLING = {
     name: case._replace(base={key: case.base[key] for key in case.base if key != "return_token_ids"})
     for name, case in SHARED.items()

@@ -197,3 +197,18 @@ def test_special_tokens_in_messages_are_special_unless_the_server_says_otherwise
     assert sum(map(tokenizer.is_special, open_ids)) == 2 + 2 + 2 + 1
     assert sum(map(tokenizer.is_special, ids)) == 2 + 2 + 1, "the template's only"
     assert same == server.call("/tokenize", {"messages": USER})[1]["tokens"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_cached_tokens_have_sglangs_details(server: RunningServer, path: str) -> None:
+    text = "@cached hello world"
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    )
+    whole = ask(server, path, return_cached_tokens_details=True, **prompt)
+    cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    assert whole["sglext"] == {"cached_tokens_details": {"device": cached, "host": 0}}
+    *others, last = chunks(server, path, return_cached_tokens_details=True, **prompt)
+    assert last["sglext"] == whole["sglext"]
+    assert not any("sglext" in chunk for chunk in others)

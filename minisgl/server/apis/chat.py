@@ -31,6 +31,7 @@ from minisgl.server.calls.openai_answer import (
     EndReason,
     PromptLogprobs,
     PromptLogprobsField,
+    SglExt,
     Shown,
     UsageAnswer,
     encode,
@@ -254,6 +255,7 @@ class ChatAnswer(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    sglext: SglExt | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -297,6 +299,7 @@ class ChatChunk(Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: UsageAnswer | UnsetType | None = UNSET
+    sglext: SglExt | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -344,6 +347,7 @@ class ChatFormat:
                 object="chat.completion",
                 choices=made,
                 usage=self._writer.whole_usage(),
+                sglext=self._writer.sglext(),
                 prompt_token_ids=ids,
                 **self._prompt_fields(choices[0]),
             )
@@ -381,7 +385,7 @@ class ChatFormat:
         if delta.finish_reason is not None:
             reason = self._finish_reason(delta)
             end = ChunkChoice(delta.choice, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
-            events += self._event(end)
+            events += self._event(end, sglext=self._writer.sglext())
         return events
 
     def ending(self) -> bytes:
@@ -426,9 +430,9 @@ class ChatFormat:
     def _num_reasoning(self) -> int:
         return sum(reader.num_reasoning_tokens for reader in self._readers)
 
-    def _event(self, choice: ChunkChoice, **prompt_fields: Any) -> bytes:
+    def _event(self, choice: ChunkChoice, **fields: Any) -> bytes:
         usage = self._writer.chunk_usage()
-        return sse(encode(ChatChunk(**self._writer.head, choices=[choice], usage=usage, **prompt_fields)))
+        return sse(encode(ChatChunk(**self._writer.head, choices=[choice], usage=usage, **fields)))
 
     def _prompt_fields(self, delta: Delta) -> dict[str, Any]:
         """The prompt's log probabilities, with the first delta of the first choice."""

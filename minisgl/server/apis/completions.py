@@ -39,6 +39,7 @@ from minisgl.server.calls.openai_answer import (
     EndReason,
     PromptLogprobs,
     PromptLogprobsField,
+    SglExt,
     Shown,
     UsageAnswer,
     encode,
@@ -284,6 +285,7 @@ class CompletionChunk(Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: UsageAnswer | UnsetType | None = UNSET
+    sglext: SglExt | UnsetType = UNSET
 
 
 class CompletionAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -293,6 +295,7 @@ class CompletionAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
+    sglext: SglExt | UnsetType = UNSET
 
 
 NOT_ECHOED = CompletionLogprobs([], [], [], [])
@@ -420,8 +423,10 @@ class CompletionFormat:
             )
             for choice in choices
         ]
-        head, usage = self._writer.head, self._writer.whole_usage()
-        return encode(CompletionAnswer(**head, object="text_completion", choices=made, usage=usage))
+        head, usage, sglext = self._writer.head, self._writer.whole_usage(), self._writer.sglext()
+        return encode(
+            CompletionAnswer(**head, object="text_completion", choices=made, usage=usage, sglext=sglext)
+        )
 
     def opening(self, num_choices: int) -> bytes:
         """No events."""
@@ -437,7 +442,8 @@ class CompletionFormat:
             index=delta.choice, finish_reason=finish_reason, stop_reason=stop_reason, **self._fields(delta)
         )
         usage = self._writer.chunk_usage()
-        return sse(encode(CompletionChunk(**self._writer.head, choices=[choice], usage=usage)))
+        sglext = UNSET if finish_reason is None else self._writer.sglext()
+        return sse(encode(CompletionChunk(**self._writer.head, choices=[choice], usage=usage, sglext=sglext)))
 
     def ending(self) -> bytes:
         """The chunk with the usage, if requested, then [DONE]."""

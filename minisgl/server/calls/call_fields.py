@@ -53,6 +53,8 @@ class CallFields(msgspec.Struct, frozen=True):
     cache_salt: CacheSalt | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens as "token_id:5" instead of by their text."""
+    return_cached_tokens_details: bool | None = None
+    """SGLang's: the answer, or the last chunk of each choice, has `sglext` with the cached tokens."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     """Keep this many tokens of a longer prompt; -1: as many as the context has beside max_tokens."""
     truncation_side: Literal["left", "right"] | None = None
@@ -116,7 +118,7 @@ OTHER_SERVERS: dict[str, Neutral] = {
     ),
     **dict.fromkeys(
         (
-            *("return_hidden_states", "return_cached_tokens_details", "return_spec_tokens_details"),
+            *("return_hidden_states", "return_spec_tokens_details"),
             *("return_prompt_token_ids", "return_meta_info", "return_input_ids_in_sglext"),
             *("return_output_ids_in_sglext", "return_sampling_mask", "return_indexer_topk", "return_entropy"),
             *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "no_stop_trim"),
@@ -171,6 +173,7 @@ def shown_in_answer(call: CallFields) -> Shown:
         usage and bool(streaming.continuous_usage_stats),
         bool(call.return_token_ids),
         bool(call.return_tokens_as_token_ids),
+        bool(call.return_cached_tokens_details),
     )
 
 

@@ -51,6 +51,19 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of the prompt, a dict by token id; null for the first token."""
 
 
+class CachedDetails(Struct, forbid_unknown_fields=True):
+    """Where cached tokens of the prompts were found."""
+
+    device: int
+    host: int = 0
+
+
+class SglExt(Struct, forbid_unknown_fields=True):
+    """SGLang's own part of an answer."""
+
+    cached_tokens_details: CachedDetails
+
+
 class Shown(NamedTuple):
     """What an answer shows besides its choices' texts, where a call asks for it."""
 
@@ -61,6 +74,8 @@ class Shown(NamedTuple):
     token_ids: bool = False
     tokens_as_ids: bool = False
     """Log probabilities name tokens by their ids."""
+    cached_details: bool = False
+    """`SglExt`."""
 
 
 class AnswerWriter:
@@ -99,6 +114,10 @@ class AnswerWriter:
         if not self._shown.usage:
             return DONE
         return sse(encode(usage_chunk(**self.head, choices=[], usage=self.whole_usage()))) + DONE
+
+    def sglext(self) -> SglExt | UnsetType:
+        """The field `sglext` of an answer or a choice's last chunk, if requested."""
+        return SglExt(CachedDetails(self._usage().cached_tokens)) if self._shown.cached_details else UNSET
 
     def whole_usage(self) -> UsageAnswer:
         """The field `usage` of a whole answer."""
