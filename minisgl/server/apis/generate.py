@@ -12,6 +12,7 @@ from msgspec import Struct
 from minisgl.request import SamplingParams
 from minisgl.server.apis.completions import Text, encode_prompt
 from minisgl.server.apis.native_generate import (
+    EITHER_BODY,
     NATIVE_OTHERS,
     NativeAnswer,
     NativeCall,
@@ -23,7 +24,7 @@ from minisgl.server.calls.call_fields import AtLeastOne
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import DONE, failure
 from minisgl.server.calls.reply_plan import ReplyPlan
-from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
+from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -60,47 +61,7 @@ class GenerateFields(Struct, frozen=True):
     """Only with a prompt."""
 
 
-OTHERS = ("input_ids", "sampling_params", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num")
-OTHERS += ("token_ids_logprob", "return_text_in_logprobs", "extra_key", "priority")
-GENERATE = Body(
-    "GenerateBody",
-    (GenerateFields, NativeFields),
-    (
-        Condition(
-            "text", "give prompt, text or input_ids", (given("prompt"), given("text"), given("input_ids"))
-        ),
-        Condition("text", "give either text or input_ids", (missing("text"), missing("input_ids"))),
-        Condition("prompt", "give either prompt or text", (missing("prompt"), missing("text"))),
-        *(
-            Condition(
-                name, f"{name} is not allowed with prompt; give text", (missing("prompt"), missing(name))
-            )
-            for name in OTHERS
-        ),
-        Condition("max_tokens", "max_tokens is missing", (missing("prompt"), given("max_tokens"))),
-        *(
-            Condition(
-                name,
-                f"{name} is only allowed with prompt; it belongs into sampling_params",
-                (given("prompt"), missing(name)),
-            )
-            for name in ("max_tokens", "ignore_eos")
-        ),
-        *(
-            Condition(
-                name,
-                f"{name} is only allowed with return_logprob: true",
-                (missing(name), FieldIs("return_logprob", (True,)), *others),
-            )
-            for name, others in (
-                ("token_ids_logprob", ()),
-                ("top_logprobs_num", (FieldIs("top_logprobs_num", (0,)),)),
-                ("logprob_start_len", (FieldIs("logprob_start_len", (-1, 0)),)),
-            )
-        ),
-    ),
-    NATIVE_OTHERS,
-)
+GENERATE = Body("GenerateBody", (GenerateFields, NativeFields), EITHER_BODY, NATIVE_OTHERS)
 
 
 class GenerateCall(NamedTuple):

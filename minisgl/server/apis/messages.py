@@ -20,7 +20,7 @@ from minisgl.grammar.spec import GrammarSpec, json_schema_spec
 from minisgl.request import SamplingParams, WatchedText
 from minisgl.server.apis.messages_answer import ERRORS, MessageAnswer, MessagesFormat, TokenCount
 from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
-from minisgl.server.calls.call_fields import AtLeastOne, CacheSalt, sampling_params
+from minisgl.server.calls.call_fields import OTHER_SERVERS, AtLeastOne, CacheSalt, sampling_params
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
 from minisgl.server.calls.turns import Turns
@@ -196,7 +196,7 @@ IGNORED: dict[str, Neutral] = {
     "speed": ("standard",),
 }
 COUNT = Body("CountTokensBody", (PromptFields,), (), COUNT_IGNORED)
-MESSAGES = Body("MessagesBody", (MessagesFields, PromptFields, MessagesSampling), (), IGNORED)
+MESSAGES = Body("MessagesBody", (MessagesFields, PromptFields, MessagesSampling), (), OTHER_SERVERS | IGNORED)
 
 
 class MessagesCall(NamedTuple):

@@ -14,13 +14,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from minisgl.errors import RequestError
 from minisgl.fields import Neutral, convert, convert_value, refuse_unknown
-from minisgl.request import MinTokens, NumLogprobs, Seed, TokenLogprobs
+from minisgl.request import MAX_LOGPROBS, MinTokens, NumLogprobs, Seed, TokenId, TokenLogprobs
 from minisgl.server.apis.completions import Text, Texts, TokenIdLists, TokenIds, encode_prompt
 from minisgl.server.calls.call import CallContext, CallOptions, EncodedCall, sse
 from minisgl.server.calls.call_fields import OTHER_SERVERS, CacheSalt, check_token_ids, sampling_params
 from minisgl.server.calls.openai_answer import DONE, encode, failure
 from minisgl.server.calls.reply_plan import ReplyPlan
-from minisgl.server.http.bodies import DOCUMENTED_AS
+from minisgl.server.http.bodies import DOCUMENTED_AS, Condition, FieldIs, given, missing
 from minisgl.server.http.errors import Fault
 from minisgl.server.open_choices import Delta
 from minisgl.server.sampling_fields import SHARED, SamplingFields
@@ -77,14 +77,46 @@ class NativeFields(Struct, frozen=True):
     """With return_logprob: where in the prompt they begin; -1, the default: behind it."""
     top_logprobs_num: NumLogprobs | None = None
     """With return_logprob."""
-    token_ids_logprob: TokenIds | None = None
-    """With return_logprob: of these tokens, up to 20."""
+    token_ids_logprob: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROBS)] | None = None
+    """With return_logprob: of these tokens."""
     return_text_in_logprobs: bool | None = None
     extra_key: CacheSalt | None = None
     """As cache_salt elsewhere."""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
 
+EITHER_BODY = (
+    Condition("text", "give prompt, text or input_ids", (given("prompt"), given("text"), given("input_ids"))),
+    Condition("text", "give either text or input_ids", (missing("text"), missing("input_ids"))),
+    Condition("prompt", "give either prompt or text", (missing("prompt"), missing("text"))),
+    *(
+        Condition(name, f"{name} is not allowed with prompt; give text", (missing("prompt"), missing(name)))
+        for name in NativeFields.__struct_fields__
+        if name != "text"
+    ),
+    Condition("max_tokens", "max_tokens is missing", (missing("prompt"), given("max_tokens"))),
+    *(
+        Condition(
+            name,
+            f"{name} is only allowed with prompt; it belongs into sampling_params",
+            (given("prompt"), missing(name)),
+        )
+        for name in ("max_tokens", "ignore_eos")
+    ),
+    *(
+        Condition(
+            name,
+            f"{name} is only allowed with return_logprob: true",
+            (missing(name), FieldIs("return_logprob", (True,)), *others),
+        )
+        for name, others in (
+            ("token_ids_logprob", ()),
+            ("top_logprobs_num", (FieldIs("top_logprobs_num", (0,)),)),
+            ("logprob_start_len", (FieldIs("logprob_start_len", (-1, 0)),)),
+        )
+    ),
+)
+"""A body has mini-sglang's `prompt` or SGLang's fields."""
 NATIVE_OTHERS: dict[str, Neutral] = {
     name: values
     for name, values in OTHER_SERVERS.items()

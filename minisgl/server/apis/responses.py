@@ -17,6 +17,7 @@ from minisgl.grammar.spec import GrammarSpec, json_object_spec, json_schema_spec
 from minisgl.server.apis.responses_answer import ResponseAnswer, ResponsesFormat
 from minisgl.server.calls.call import CallContext, CallOptions, Conversation, EncodedCall
 from minisgl.server.calls.call_fields import (
+    OTHER_SERVERS,
     AtLeastOne,
     CacheSalt,
     TemplateVariables,
@@ -186,7 +187,7 @@ UNSUPPORTED: dict[str, Neutral] = {
     "prompt_cache_retention": None,
     "client_metadata": None,
 }
-RESPONSE = Body("ResponseBody", (ResponseFields, ResponseSampling), (), UNSUPPORTED)
+RESPONSE = Body("ResponseBody", (ResponseFields, ResponseSampling), (), OTHER_SERVERS | UNSUPPORTED)
 
 
 class ResponseCall(NamedTuple):
