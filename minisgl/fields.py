@@ -5,6 +5,7 @@ given value; OpenAPI's document shows the same types. Unknown fields are refused
 """
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -110,11 +111,15 @@ def json_type_name(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value's `repr` for an error message, cut to `MAX_SHOWN_CHARS`."""
+    """A value as JSON for an error message, cut to `MAX_SHOWN_CHARS`; its `repr` if it is no JSON value."""
+    part = value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | list | tuple) else value
     try:
-        text = repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | list | tuple) else value)
-    except ValueError:  # Python converts no integer of more than 4300 digits to text
-        return "a very large number"
+        text = json.dumps(part, ensure_ascii=False)
+    except TypeError:
+        text = repr(part)
+    except (ValueError, RecursionError):  # Python converts no integer of more than 4300 digits to text
+        return "a very large value"
+    text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
@@ -154,7 +159,10 @@ def _words(kind: inspect.Type) -> str:
             count = _span(kind.min_length, kind.max_length, " of", " entries")
             return f"an object{count}, each key {_words(kind.key_type)}, each value {_words(kind.value_type)}"
         case inspect.StructType():
-            return "{" + ", ".join(f'"{field.name}": {_words(field.type)}' for field in kind.fields) + "}"
+            fields = [f'"{field.name}": {_words(field.type)}' for field in kind.fields]
+            if kind.tag_field is not None:
+                fields.insert(0, f'"{kind.tag_field}": "{kind.tag}"')
+            return "{" + ", ".join(fields) + "}"
         case _:
             return "a JSON value"
 

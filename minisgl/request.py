@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Drop tokens less likely than this times the most likely one; in [0, 1]."""
     seed: Seed | None = None
     """Same seed, prompt and parameters give the same random numbers in any batch, and in float32 the same
-    tokens; in 16 bits, near ties may be decided differently. None = a fresh seed."""
+    tokens; in 16 bits, near ties may be decided differently. None or -1 = a fresh seed."""
     stop: tuple[WatchedText, ...] = ()
     """End before any of these strings, up to 1000 characters each; they are not part of the text. A single
     string counts as one of them. The process that detokenizes searches for them."""
@@ -141,6 +141,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: NumLogprobs | None = None
     """Return the log probability of each generated token and of this many most likely ones (0 to 20), in the
     model's own distribution: before temperature, penalties and all else. None = off."""
+    logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+    """With `logprobs`: return those of these tokens, up to 20, in place of the most likely ones."""
     prompt_logprobs: NumLogprobs | None = None
     """The same for each token of the prompt but the first. The prompt is computed without prefix cache.
     They are computed for the first choice of a prompt; all its choices get them."""
@@ -154,6 +156,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if name in ("stop", "bad_words") and isinstance(value, str):
                 value = (value,)
             msgspec.structs.force_setattr(self, name, convert_value(value, kind, name))
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
+        if self.logprob_token_ids and self.logprobs is None:
+            message = "logprob_token_ids needs logprobs, which switches log probabilities on"
+            raise RequestError(400, "invalid_value", message, "logprob_token_ids")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 400,
@@ -173,6 +180,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.grammar is not None and self.ignore_eos:
             message = "ignore_eos can't go with a grammar, whose output ends with the end of sequence"
             raise RequestError(400, "invalid_value", message, "ignore_eos")
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many log probabilities each generated token has beside its own."""
+        return len(self.logprob_token_ids) or self.logprobs or 0
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether the device needs more of it than temperature, top_k, top_p, min_p and seed."""
+        return bool(self.logprob_token_ids) or self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
@@ -370,6 +387,7 @@ class Request:
     """
 
     __slots__ = (
+        "cache_salt",
         "changes_logits",
         "decode_limit",
         "feed",
@@ -417,6 +435,7 @@ class Request:
         stop_ids: frozenset[int],
         rules: Any = None,
         thought: Any = None,
+        cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # int32 [prompt tokens]
@@ -428,6 +447,7 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = stop_ids
         self.rules = rules  # scheduler.plan.LogitRules without output, shared by a prompt's choices
+        self.cache_salt = cache_salt  # it shares cached pages only with requests that have the same
         self.changes_logits = rules is not None
         self.wants_logprobs = params.logprobs is not None
         self.has_grammar = params.grammar is not None

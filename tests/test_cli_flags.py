@@ -23,7 +23,8 @@ SERVER = """
     --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
     --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --port
     --chat-template --reasoning-parser --request-timeout-s --sampling-defaults
-    --served-model-name --startup-timeout-s --tls-cert --tls-key
+    --no-special-tokens-in-content --served-model-name --special-tokens-in-content --startup-timeout-s
+    --tls-cert --tls-key
     --tool-parser --upload-timeout-s
 """
 ENGINE = """

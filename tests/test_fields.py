@@ -38,13 +38,13 @@ def test_a_type_is_said_in_words(kind: Any, words: str) -> None:
     ("value", "code", "message"),
     [
         (10, "invalid_value", "digit must be a whole number from 0 to 9, got 10"),
-        ("1", "invalid_type", "digit must be a whole number from 0 to 9, got '1'"),
-        (True, "invalid_type", "digit must be a whole number from 0 to 9, got True"),
-        ("x" * 10**6, "invalid_type", f"digit must be a whole number from 0 to 9, got '{'x' * 56}..."),
+        ("1", "invalid_type", 'digit must be a whole number from 0 to 9, got "1"'),
+        (True, "invalid_type", "digit must be a whole number from 0 to 9, got true"),
+        ("x" * 10**6, "invalid_type", f'digit must be a whole number from 0 to 9, got "{"x" * 56}...'),
         pytest.param(
             10**5000,
             "invalid_value",
-            "digit must be a whole number from 0 to 9, got a very large number",
+            "digit must be a whole number from 0 to 9, got a very large value",
             id="huge",
         ),
     ],
@@ -67,5 +67,5 @@ def test_a_set_where_a_list_belongs_is_no_accident() -> None:
 
 def test_true_is_not_one_but_a_float_may_be() -> None:
     refuse_unknown({"best_of": 1.0}, (), {"best_of": (1,)})
-    with pytest.raises(RequestError, match=r"^best_of = True is not supported here"):
+    with pytest.raises(RequestError, match=r"^best_of = true is not supported here"):
         refuse_unknown({"best_of": True}, (), {"best_of": (1,)})

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minisgl.errors import RequestError
 from minisgl.request import (
+    MAX_SEED,
     PackedLogprobs,
     SamplingParams,
     fit_to_context,
@@ -193,10 +194,10 @@ def test_packed_log_probabilities_are_those_of_each_line() -> None:
 def test_what_is_derived_from_checked_parameters_is_not_checked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    params = SamplingParams(seed=-1, prompt_logprobs=2, stop=("x",), allowed_token_ids=(1, 2), min_tokens=3)
+    params = SamplingParams(seed=-2, prompt_logprobs=2, stop=("x",), allowed_token_ids=(1, 2), min_tokens=3)
     monkeypatch.setattr("minisgl.request.convert_value", None)  # would raise a TypeError
     first, second = (params_for_choice(fit_to_context(6, params, 8), index) for index in (0, 1))
-    assert (first.max_tokens, first.min_tokens, first.seed, first.prompt_logprobs) == (2, 2, -1, 2)
-    assert (second.max_tokens, second.seed, second.prompt_logprobs) == (2, 0, None)
+    assert (first.max_tokens, first.min_tokens, first.seed, first.prompt_logprobs) == (2, 2, -2, 2)
+    assert (second.max_tokens, second.seed, second.prompt_logprobs) == (2, MAX_SEED, None)
     assert without_stop_strings(params).stop == ()
-    assert (params.max_tokens, params.seed, params.stop) == (None, -1, ("x",))
+    assert (params.max_tokens, params.seed, params.stop) == (None, -2, ("x",))

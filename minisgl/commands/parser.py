@@ -151,7 +151,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-LOGPROBS = ("logprobs", "prompt_logprobs")
+LOGPROBS = ("logprobs", "logprob_token_ids", "prompt_logprobs")
 OTHERS = ("json_schema", "structural_tag", "grammar", "thought_limit")
 REPLY_FLAGS = ("chat_template", "tool_parser", "reasoning_parser")
 """Fields of `ServerConfig` that these commands have, too."""

@@ -33,6 +33,9 @@ class ServerConfig:
     reasoning_parser: str | None = None
     """How the model marks thoughts: "think", "mistral", "gemma4", "seed_oss" or "harmony"; "none" switches it
     off. Auto: as for --tool-parser."""
+    special_tokens_in_content: bool = True
+    """Texts such as <|im_end|> in the messages of a chat are special tokens, as with transformers, vLLM and
+    SGLang. Off: only those that the chat template writes are, so no message can end its turn."""
     max_queued_requests: int = 1024
     """Open requests beyond which new ones get 429."""
     max_queued_tokens: int | None = None

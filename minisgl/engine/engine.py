@@ -96,7 +96,7 @@ class Engine:
         """Add a request, or a call with several. A later `step` returns its first outputs or its refusal."""
         data = (request.prompt_ids, *request.more_prompts)
         prompts = [np.frombuffer(prompt_ids, dtype="<i4").astype(np.int32) for prompt_ids in data]
-        if request.params.changes_logits:
+        if request.params.needs_tables:
             try:
                 self.runner.allocate_logit_tables()
             except torch.OutOfMemoryError:
@@ -117,6 +117,7 @@ class Engine:
             request.priority,
             request.streamed,
             request.seeds,
+            request.cache_salt,
         )
         if request.params.grammar is not None and request.request_id in self._scheduler.grammars:
             self._grammars.compile(request.request_id, request.params.grammar)

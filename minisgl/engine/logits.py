@@ -36,6 +36,7 @@ INIT_TABLES = (
     ("bad_words", -1),
     ("bad_last", -1),
     ("recent", -1),
+    ("logprob_ids", -1),
 )
 """The tables whose whole rows `init_rows` writes, and the value that fills unused biases and bad words."""
 
@@ -58,6 +59,7 @@ class StagedRules(NamedTuple):
     bad_words: np.ndarray  # [D * W' * (L - 1)]
     bad_last: np.ndarray  # [D * W']
     recent: np.ndarray  # [D * (L - 1)]
+    logprob_ids: np.ndarray  # [D * MAX_LOGPROBS]
     mark_base: np.ndarray  # [D]  mark of all tokens that the rules do not name
     mark_begin: np.ndarray  # [D]  index of the first named token in mark_id
     num_marks: np.ndarray  # [D]
@@ -77,6 +79,7 @@ def pack_rules(inits: tuple[RowInit, ...], row_rules: tuple[RowRules, ...], voca
     bad_words = np.full((num, num_words, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
     bad_last = np.full((num, num_words), -1, dtype=np.int32)
     recent = np.full((num, MAX_BAD_WORD_TOKENS - 1), -1, dtype=np.int32)
+    logprob_ids = np.full((num, MAX_LOGPROBS), -1, dtype=np.int32)
     mark_base = np.zeros(num, dtype=np.int32)
     mark_id: list[np.ndarray] = []
     mark: list[np.ndarray] = []
@@ -93,6 +96,8 @@ def pack_rules(inits: tuple[RowInit, ...], row_rules: tuple[RowRules, ...], voca
         prompt, output = np.frombuffer(rules.prompt, "<i4"), np.frombuffer(rules.output, "<i4")
         last = np.concatenate([prompt[-recent.shape[1] :], output])[-recent.shape[1] :]
         recent[place, recent.shape[1] - len(last) :] = last
+        asked = np.frombuffer(rules.logprob_token_ids, "<i4")
+        logprob_ids[place, : len(asked)] = asked
         mark_base[place] = BANNED if rules.allowed_token_ids else 0
         ids, marks = _marks(rules, prompt, output, scratch)
         mark_id.append(ids)
@@ -114,6 +119,7 @@ def pack_rules(inits: tuple[RowInit, ...], row_rules: tuple[RowRules, ...], voca
         bad_words=bad_words.ravel(),
         bad_last=bad_last.ravel(),
         recent=recent.ravel(),
+        logprob_ids=logprob_ids.ravel(),
         mark_base=mark_base,
         mark_begin=np.cumsum(num_marks, dtype=np.int32) - num_marks,
         num_marks=num_marks,
@@ -170,6 +176,7 @@ class LogitTables(nn.Module):
     bad_words: Tensor  # int32 [B, W, L - 1]  the tokens before the last one; -1 = any token
     bad_last: Tensor  # int32 [B, W]  the last token; -1 = no word
     recent: Tensor  # int32 [B, L - 1]  the newest tokens, the last one last; -1 = none
+    logprob_ids: Tensor  # int32 [B, MAX_LOGPROBS]  whose log probabilities are returned; -1 = the likeliest
     marks: Tensor  # int32 [B, V]
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -189,6 +196,7 @@ class LogitTables(nn.Module):
         table("bad_words", torch.int32, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1)
         table("bad_last", torch.int32, MAX_BAD_WORDS_IDS)
         table("recent", torch.int32, MAX_BAD_WORD_TOKENS - 1)
+        table("logprob_ids", torch.int32, MAX_LOGPROBS)
         table("marks", torch.int32, vocab_size)
 
     def init_rows(self, rules: StagedRules, staged: list[Tensor]) -> None:
@@ -229,6 +237,11 @@ class LogitTables(nn.Module):
         rank = torch.arange(num_marks, dtype=torch.int32, device=row.device) - before[place]
         source = parts["mark_begin"][rules_of][place] + rank
         self.marks.view(-1)[row[place] * self.vocab_size + parts["mark_id"][source]] = parts["mark"][source]
+
+    def asked_logprobs(self, row_ids: Tensor) -> Tensor:
+        """The tokens whose log probabilities each row returns, for `pack_logprobs`; row_ids: int32 [R]."""
+        rows = row_ids.long()
+        return torch.where(self.has_rules[rows][:, None], self.logprob_ids[rows], -1)
 
     def apply_rules(self, logits: Tensor, row_ids: Tensor, context_len: Tensor) -> Tensor:
         """Apply the rows' rules to logits [R, V]; context_len: int32 [R], the tokens of each row so far."""
@@ -277,25 +290,31 @@ class LogitTables(nn.Module):
         self.recent[rows] = torch.where(counted[:, None], new, old)
 
 
-def pack_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+def pack_logprobs(logits: Tensor, token_ids: Tensor, asked: Tensor | None = None) -> Tensor:
     """Log probabilities of tokens, int [N], under logits [N, V], as int32 [N, 2 + 2 * k].
 
     Each line holds the token's log probability (float32 as bits), the number of likelier tokens, the ids of
     the k = min(20, V) likeliest tokens, and their log probabilities (as bits). The line of a negative token,
     which means no token, is undefined.
+
+    Args:
+        asked: int32 [N, 20], tokens that take the place of the likeliest in lines where the first is not -1;
+            a later -1 counts as token 0.
     """
     num_top = min(MAX_LOGPROBS, logits.shape[1])
     packed = []
-    for part, ids in zip(
-        logits.split(SLICE_ROWS), token_ids.clamp(min=0).long().split(SLICE_ROWS), strict=True
-    ):
+    for begin in range(0, max(len(logits), 1), SLICE_ROWS):
+        lines = slice(begin, begin + SLICE_ROWS)
+        part, ids = logits[lines], token_ids[lines].clamp(min=0).long()
         logprobs = torch.log_softmax(part.float(), 1)
         chosen = logprobs.gather(1, ids[:, None])
         likelier = (logprobs > chosen).sum(1, keepdim=True)
-        top = logprobs.topk(num_top, 1)
-        packed.append(
-            torch.cat(
-                [chosen.view(torch.int32), likelier.int(), top.indices.int(), top.values.view(torch.int32)], 1
-            )
-        )
+        top, top_ids = logprobs.topk(num_top, 1)
+        if asked is not None:
+            own = asked[lines, :num_top].long()
+            is_asked, own = own[:, :1] >= 0, own.clamp(min=0)
+            top = torch.where(is_asked, logprobs.gather(1, own), top)
+            top_ids = torch.where(is_asked, own, top_ids)
+        bits = [chosen.view(torch.int32), likelier.int(), top_ids.int(), top.view(torch.int32)]
+        packed.append(torch.cat(bits, 1))
     return torch.cat(packed)

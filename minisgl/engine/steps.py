@@ -238,4 +238,7 @@ def sample_with_extras(
         by_request = (token_ids < 0) & (logits.amax(1) > float("-inf"))
         token_ids = token_ids.masked_fill(by_request, NONE_ALLOWED)
     result = token_ids[:, None]
-    return torch.cat([result, pack_logprobs(logits, token_ids)], 1) if extras.logprobs else result
+    if not extras.logprobs:
+        return result
+    asked = tables.asked_logprobs(row_ids) if extras.rules and tables is not None else None
+    return torch.cat([result, pack_logprobs(logits, token_ids, asked)], 1)

@@ -267,7 +267,7 @@ class _Document:
             raise self.too_large(at, "characters of a fixed text", MAX_LITERAL_CHARS)
         found = UNWRITABLE.search(value)
         if found:
-            raise self.refused(at, f"has the character {found[0]!r}, which answers can't contain")
+            raise self.refused(at, f"has the character {shorten(found[0])}, which answers can't contain")
 
     def number(self, value: Any, at: str) -> int | float:
         if isinstance(value, bool) or not isinstance(value, int | float):

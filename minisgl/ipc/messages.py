@@ -41,6 +41,8 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """Further prompts with the same parameters; the ids of their choices follow."""
     seeds: tuple[int, ...] = ()
     """One seed for each request, in the order of their ids; () = `params` has a seed or is greedy."""
+    cache_salt: str = ""
+    """The requests share cached pages only with others of the same salt."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -62,6 +64,7 @@ def add_requests(
     base_seed: int,
     priority: int = 0,
     streamed: bool = True,
+    cache_salt: str = "",
 ) -> Iterator[AddRequest]:
     """The messages that start the requests of a call, in the order of their ids.
 
@@ -91,6 +94,7 @@ def add_requests(
             num_choices=n,
             more_prompts=tuple(data[1:]),
             seeds=seeds,
+            cache_salt=cache_salt,
         )
         start += len(data)
 

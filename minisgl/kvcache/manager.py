@@ -88,29 +88,38 @@ class KVCacheManager:
     def num_cached_pages(self) -> int:
         return self._tree.num_pages
 
-    def find(self, token_ids: TokenIds, earlier: Match | None = None) -> Match:
+    def find(self, token_ids: TokenIds, earlier: Match | None = None, salt: str = "") -> Match:
         """Find the cached prefix that `admit` would lock now; changes nothing.
 
         Args:
             earlier: the last match of the same tokens; pages that it found are not compared again.
+            salt: leases with different salts share no page.
         """
         matchable = self._matchable(token_ids) if self.prefix_cache else _NO_TOKENS
-        return self._tree.find(matchable, earlier)
+        return self._tree.find(matchable, earlier, salt)
 
-    def match_length(self, token_ids: TokenIds) -> int:
+    def match_length(self, token_ids: TokenIds, salt: str = "") -> int:
         """How many leading tokens `admit` would find in the tree now; changes nothing."""
-        return self.find(token_ids).num_pages * self.page_size
+        return self.find(token_ids, salt=salt).num_pages * self.page_size
 
-    def admit(self, token_ids: TokenIds, *, earlier: Match | None = None, is_shareable: bool = True) -> Lease:
+    def admit(
+        self,
+        token_ids: TokenIds,
+        *,
+        earlier: Match | None = None,
+        is_shareable: bool = True,
+        salt: str = "",
+    ) -> Lease:
         """Lock the longest cached prefix that leaves at least one token to compute; allocates no page.
 
         Args:
-            earlier: as for `find`.
+            earlier, salt: as for `find`.
             is_shareable: False = the lease gets no cached page and shares none.
         """
-        node, page_ids = self._tree.root, array("i")
         if self.prefix_cache and is_shareable:
-            node, page_ids = self._tree.lock(self._matchable(token_ids), earlier)
+            node, page_ids = self._tree.lock(self._matchable(token_ids), earlier, salt)
+        else:
+            node, page_ids = self._tree.lock(_NO_TOKENS, None, salt)
         lease = Lease(page_ids, len(page_ids) * self.page_size, len(page_ids), node, is_shareable)
         self._leases[lease] = None
         return lease

@@ -1,7 +1,8 @@
 """Finds the pages that hold the keys and values of a token prefix.
 
 Promise: a page is in the tree once, under exactly the tokens that lead to it, and leaves it only through
-`evict`, which never takes a locked page. A detached node matches no tokens.
+`evict`, which never takes a locked page. A detached node matches no tokens. Tokens with different salts never
+share a page: each salt has a root of its own, for as long as that has pages or locks.
 
 An edge holds a run of pages; S tokens make a page, and every length here is in full pages. A lock covers a
 node's path to the root, so all nodes below an unlocked node are unlocked, too. The eviction order holds every
@@ -24,14 +25,22 @@ Tokens = NDArray[np.int32]
 class Node:
     """A run of pages below `parent`; only the tree changes it."""
 
-    __slots__ = ("children", "last_used", "lock_count", "num_cuts", "page_ids", "parent", "tokens")
+    __slots__ = ("children", "last_used", "lock_count", "num_cuts", "page_ids", "parent", "salt", "tokens")
 
-    def __init__(self, tokens: array, page_ids: array, parent: "Node | None", lock_count: int) -> None:
+    def __init__(
+        self,
+        tokens: array,
+        page_ids: array,
+        parent: "Node | None",
+        lock_count: int = 0,
+        salt: str | None = None,
+    ) -> None:
         self.tokens = tokens  # int32 [len(page_ids) * S]
         self.page_ids = page_ids  # int32
-        self.parent = parent  # None: the root
+        self.parent = parent  # None: a root
+        self.salt = salt  # of a root that tokens can match; None: other nodes
         self.children: dict[bytes, Node] = {}  # by the tokens of the child's first page
-        self.lock_count = lock_count  # locks on this node or below it; the root's stays 0
+        self.lock_count = lock_count  # locks on this node or below it
         self.last_used = 0  # the tree's clock when the last lock was released
         self.num_cuts = 0  # how often eviction took pages from the end of the run
 
@@ -40,7 +49,9 @@ class Match(NamedTuple):
     """The longest prefix of some tokens in the tree, as one search found it."""
 
     num_pages: int
-    node: Node  # the match ends in its run, or in a parent's if the node was split since
+    node: (
+        Node | None
+    )  # the match ends in its run, or in a parent's if the node was split since; None: no match
     num_cuts: int  # the node's at the search
 
 
@@ -54,33 +65,41 @@ class RadixTree:
         self.page_size = page_size
         self.num_pages = 0
         self.num_unlocked_pages = 0
-        self.root = Node(array("i"), array("i"), None, 0)
+        self.roots: dict[str, Node] = {}  # by salt; none is without pages and locks
         self._clock = 0
         self._eviction_order: OrderedDict[Node, None] = OrderedDict()
-        self._detached: list[Node] = []  # roots of detached subtrees; they have no pages
+        self._detached: dict[Node, None] = {}  # roots of detached subtrees
 
-    def find(self, tokens: Tokens, earlier: Match | None = None) -> Match:
+    def find(self, tokens: Tokens, earlier: Match | None = None, salt: str = "") -> Match:
         """Find the longest prefix of `tokens` in the tree; changes nothing, not even recency.
 
         Args:
             earlier: the last match of these same tokens; pages that it found are not compared again.
+            salt: only pages that were added with the same one match.
         """
-        node, in_run, num_pages = self._resume(earlier) if earlier else (self.root, 0, 0)
+        root = self.roots.get(salt)
+        if root is None:
+            return Match(0, None, 0)
+        node, in_run, num_pages = self._resume(root, earlier)
         node, _, more = self._walk(node, in_run, tokens[num_pages * self.page_size :])
         return Match(num_pages + more, node, node.num_cuts)
 
-    def lock(self, tokens: Tokens, earlier: Match | None = None) -> tuple[Node, array]:
+    def lock(self, tokens: Tokens, earlier: Match | None = None, salt: str = "") -> tuple[Node, array]:
         """Lock the longest prefix of `tokens` in the tree; returns its last node and its page ids.
 
         Every `lock` needs one `unlock`, with the node that the last call for this lock returned: `lock`,
         `lock_below` or `extend`.
 
         Args:
-            earlier: as for `find`.
+            earlier, salt: as for `find`.
         """
-        node, in_run, num_pages = self._resume(earlier) if earlier else (self.root, 0, 0)
+        root = self.roots.get(salt)
+        if root is None:
+            root = self.roots[salt] = Node(array("i"), array("i"), None, salt=salt)
+        root.lock_count += 1
+        node, in_run, num_pages = self._resume(root, earlier)
         node, in_run, _ = self._walk(node, in_run, tokens[num_pages * self.page_size :])
-        return self._lock_between(self.root, node, in_run)
+        return self._lock_between(root, node, in_run)
 
     def lock_below(self, node: Node, tokens: Tokens) -> tuple[Node, array]:
         """Move the caller's lock of `node` to the end of the longest run of `tokens` below it.
@@ -117,7 +136,8 @@ class RadixTree:
         run.frombytes(tokens[len(found) * self.page_size :].tobytes())
         own = page_ids[len(found) :]
         self.num_pages += len(own)
-        if end.lock_count == 1 and not end.children:  # only this caller has locked it: make the run longer
+        # If only this caller has locked it, make its run longer. A root has none.
+        if end.lock_count == 1 and not end.children and end.parent is not None:
             end.tokens.extend(run)
             end.page_ids.extend(own)
             return end, found
@@ -128,32 +148,36 @@ class RadixTree:
     def unlock(self, node: Node) -> None:
         """Release one lock; nodes without any lock become the most recently used ones."""
         self._clock += 1
-        while node.parent is not None:
+        above: Node | None = node
+        while above is not None:
+            node, above = above, above.parent
             if node.lock_count < 1:
                 raise BrokenInvariantError("a lock is given up once: this node has none left")
             node.lock_count -= 1
-            if node.lock_count == 0:
+            if node.lock_count == 0 and above is not None:
                 node.last_used = self._clock
                 self._eviction_order[node] = None
                 self.num_unlocked_pages += len(node.page_ids)
-            node = node.parent
+        self._forget_if_unused(node)
 
     def detach(self, node: Node) -> None:
-        """Remove the whole subtree that contains `node`, up to the root, from all later matches.
+        """Remove the whole subtree that contains `node`, up to its root, from all later matches.
 
         Its locks stay, and `extend` may add pages to it. Its unlocked pages are evicted like all others.
         """
         top = node
         while top.parent is not None and top.parent.parent is not None:
             top = top.parent
-        if top.parent is not self.root:  # `node` is the root, or is detached already
+        root = top.parent
+        if root is None or root in self._detached:  # `node` is a root, or is detached already
             return
         key = self._key(top)
-        del self.root.children[key]
-        top.parent = Node(array("i"), array("i"), None, 0)
+        del root.children[key]
+        root.lock_count -= top.lock_count
+        top.parent = Node(array("i"), array("i"), None, top.lock_count)
         top.parent.children[key] = top
-        self._detached = [root for root in self._detached if root.children]
-        self._detached.append(top.parent)
+        self._detached[top.parent] = None
+        self._forget_if_unused(root)
 
     def evict(self, count: int) -> list[int]:
         """Remove and return the `count` least recently used unlocked pages, or all of fewer; O(count).
@@ -173,6 +197,7 @@ class RadixTree:
                 evicted.extend(node.page_ids)
                 assert node.parent is not None
                 del node.parent.children[self._key(node)]
+                self._forget_if_unused(node.parent)
                 del self._eviction_order[node]
                 node.parent = None
         self.num_pages -= len(evicted)
@@ -181,7 +206,7 @@ class RadixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before their children."""
-        pending = [child for root in self._roots for child in root.children.values()]
+        pending = [child for root in self._all_roots for child in root.children.values()]
         while pending:
             node = pending.pop()
             yield node
@@ -207,18 +232,23 @@ class RadixTree:
         locks_below = Counter(locked)
         unlocked_pages = 0
         for node in reversed(nodes):  # children before their parents
-            _require(len(node.page_ids) > 0, "no node but the root is empty")
+            _require(len(node.page_ids) > 0, "no node but a root is empty")
             _require(len(node.tokens) == len(node.page_ids) * self.page_size, "every page has S tokens")
             _require(node.lock_count == locks_below[node], "a node counts the locks on it and below it")
             if node.parent is not None:
                 locks_below[node.parent] += locks_below[node]
             if node.lock_count == 0:
                 unlocked_pages += len(node.page_ids)
-        for node in [*self._roots, *nodes]:
+        for root in self._all_roots:
+            _require(not root.page_ids and root.parent is None, "a root has no pages")
+            _require(root.lock_count == locks_below[root], "a root counts the locks on it and below it")
+            _require(bool(root.lock_count or root.children), "a root without locks and pages is forgotten")
+        _require(all(root.salt == salt for salt, root in self.roots.items()), "a root is found by its salt")
+        for node in [*self._all_roots, *nodes]:
             for key, child in node.children.items():
                 _require(child.parent is node, "a child knows its parent")
                 _require(key == self._key(child), "a child is found by the tokens of its first page")
-        _require(locks_below.keys() <= {*self._roots, *nodes}, "a locked node is in the tree")
+        _require(locks_below.keys() <= {*self._all_roots, *nodes}, "a locked node is in the tree")
         page_ids = [page_id for node in nodes for page_id in node.page_ids]
         _require(len(set(page_ids)) == len(page_ids), "a page is in the tree once")
         _require(self.num_pages == len(page_ids), "num_pages counts the pages in the tree")
@@ -236,25 +266,35 @@ class RadixTree:
         _require(times == sorted(times), "the least recently used is evicted first")
 
     @property
-    def _roots(self) -> list[Node]:
-        return [self.root, *self._detached]
+    def _all_roots(self) -> list[Node]:
+        return [*self.roots.values(), *self._detached]
 
-    def _resume(self, match: Match) -> tuple[Node, int, int]:
-        """Where to search on after an earlier match: a node, how many pages of its run match, and how many
-        pages match in all.
+    def _forget_if_unused(self, node: Node) -> None:
+        """Forget a root that has neither locks nor pages; any other node stays."""
+        if node.parent is None and not node.lock_count and not node.children:
+            if node.salt is None:
+                del self._detached[node]
+            else:
+                del self.roots[node.salt]
+
+    def _resume(self, root: Node, match: Match | None) -> tuple[Node, int, int]:
+        """Where to search on after an earlier match below the same root: a node, how many pages of its run
+        match, and how many pages match in all.
 
         The pages of a node that is still in the tree, and the path to them, have the same tokens as before,
         unless eviction cut the run, which may have got other pages since. Then the search starts anew.
         """
+        if match is None or match.node is None:
+            return root, 0, 0
         path = _path(match.node)
         top = path[-1].parent if path else match.node
-        if top is self.root and match.node.num_cuts == match.num_cuts:
+        if top is root and match.node.num_cuts == match.num_cuts:
             left = match.num_pages
             for node in reversed(path):
                 if left <= len(node.page_ids):
                     return node, left, match.num_pages
                 left -= len(node.page_ids)
-        return self.root, 0, 0
+        return root, 0, 0
 
     def _walk(self, node: Node, in_run: int, tokens: Tokens) -> tuple[Node, int, int]:
         """Follow `tokens` down the tree, from behind the first `in_run` pages of the run of `node`.

@@ -3,13 +3,15 @@
 Promise: read once from the model folder, without torch, and never changed afterwards.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minisgl.text.chat_template import ChatTemplate
 from minisgl.text.formats.choose import choose_format
 from minisgl.text.formats.parser import ReplyFormat
+from minisgl.text.literals import special_tokens_pattern
 from minisgl.text.tokenizer import Tokenizer, read_json
 
 
@@ -35,6 +37,11 @@ class ReplyModel(Protocol):
         """Added tokens in the format's markers, text -> id."""
         ...
 
+    @property
+    def special_tokens(self) -> re.Pattern[str] | None:
+        """The texts that are no special tokens in messages; None: all texts may be."""
+        ...
+
 
 class LoadedText(NamedTuple):
     """A `ReplyModel`."""
@@ -44,6 +51,8 @@ class LoadedText(NamedTuple):
     reply_format: ReplyFormat | None
     kept_special: frozenset[int]
     marker_ids: Mapping[str, int]
+    special_tokens: re.Pattern[str] | None
+    tokenizer_config: Mapping[str, Any]  # tokenizer_config.json; never changed
 
 
 def load_text(
@@ -52,6 +61,7 @@ def load_text(
     chat_template: str | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    special_tokens_in_content: bool = True,
 ) -> LoadedText:
     """Read tokenizer and chat template, and find out how replies are written.
 
@@ -59,6 +69,7 @@ def load_text(
         chat_template: a file in place of the model's own template.
         tool_parser: how replies hold calls; None: the model's own way, or a guess.
         reasoning_parser: likewise, for thoughts.
+        special_tokens_in_content: the texts of special tokens become these also in messages.
 
     Raises:
         ModelError: the folder lacks a tokenizer, or one of its files is broken.
@@ -70,13 +81,11 @@ def load_text(
         template = ChatTemplate.from_file(chat_template, tokenizer)
     config = read_json(folder / "tokenizer_config.json")
     form = choose_format(template.source, config, tool_parser, reasoning_parser)
-    if form is None:
-        return LoadedText(tokenizer, template, None, frozenset(), {})
-    added = tokenizer.added_tokens().items()
-    return LoadedText(
-        tokenizer,
-        template,
-        form,
-        tokenizer.special_ids(form.keeps),
-        {text: token_id for text, token_id in added if text.strip() and form.keeps(text)},
-    )
+    kept_special: frozenset[int] = frozenset()
+    marker_ids: dict[str, int] = {}
+    if form is not None:
+        kept_special = tokenizer.special_ids(form.keeps)
+        added = tokenizer.added_tokens().items()
+        marker_ids = {text: token_id for text, token_id in added if text.strip() and form.keeps(text)}
+    special = None if special_tokens_in_content else special_tokens_pattern(tokenizer.special_texts())
+    return LoadedText(tokenizer, template, form, kept_special, marker_ids, special, config)

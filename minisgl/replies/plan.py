@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from minisgl.errors import RequestError
+from minisgl.fields import shorten
 from minisgl.grammar.spec import GrammarSpec, json_schema_spec, made_spec, within
 from minisgl.replies.model import ReplyModel
 from minisgl.replies.thought_limit import limit_thought
@@ -133,7 +134,9 @@ def effort_variables(
         if re.search(rf"\b{name}\b", source)
     }
     if not used and (effort != "none" or has_thoughts(model.reply_format)):
-        message = f"{where} = {effort!r} is not supported: this model's chat template has no such setting"
+        message = (
+            f"{where} = {shorten(effort)} is not supported: this model's chat template has no such setting"
+        )
         raise RequestError(400, "unsupported_parameter", message, where)
     return used
 

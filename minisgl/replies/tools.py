@@ -174,7 +174,7 @@ def ask_tools(
             )
             raise RequestError(400, "invalid_value", message, f"{place}.name")
         if tool.name in known:
-            message = f"{place}.name {tool.name!r} is given twice; names must differ"
+            message = f"{place}.name {shorten(tool.name)} is given twice; names must differ"
             raise RequestError(400, "invalid_value", message, f"{place}.name")
         if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
             message = f'{tool.where}.type must be "object", got {shorten(tool.parameters["type"])}'

@@ -61,14 +61,15 @@ class Holdings:
         """Pages that are free or evictable."""
         return self._cache.num_free_pages + self._cache.num_evictable_pages
 
-    def find(self, matchable: np.ndarray, earlier: Match | None) -> Match:
+    def find(self, matchable: np.ndarray, earlier: Match | None, salt: str) -> Match:
         """Find the cached prefix that `try_admit` would use now.
 
         Args:
             matchable: the part of a feed that may come from the cache, int32 [tokens].
-            earlier: what this found last for the same array, so that it compares no token twice.
+            earlier: what this found last for the same array and salt, so that it compares no token twice.
+            salt: the request's `cache_salt`.
         """
-        return self._cache.find(matchable, earlier)
+        return self._cache.find(matchable, earlier, salt)
 
     def pages_still_needed(self, running: Iterable[Request]) -> int:
         """Pages that these requests still need for the rest of their feeds and their reserved output."""
@@ -215,7 +216,9 @@ class Holdings:
     def _lease_if_it_fits(
         self, request: Request, matchable: np.ndarray, found: Match, pages_still_needed: int | None
     ) -> Lease | None:
-        lease = self._cache.admit(matchable, earlier=found, is_shareable=not request.is_isolated)
+        lease = self._cache.admit(
+            matchable, earlier=found, is_shareable=not request.is_isolated, salt=request.cache_salt
+        )
         if pages_still_needed is not None:
             needed = pages_still_needed + self._pages_still_needed(request, 0, len(lease.page_ids))
             if needed > self.num_available_pages:

@@ -78,7 +78,7 @@ def attach_logprobs(
             continue
         if request.wants_logprobs:
             assert lines is not None, "log probabilities were planned and did not come"
-            num_top = request.params.logprobs or 0
+            num_top = request.params.num_top_logprobs
             output.logprobs = [read_logprobs(lines[index], token, num_top) for token in output.token_ids]
         output.prompt_logprobs = prompts.pop(request)
 

@@ -35,6 +35,7 @@ class LogitRules(NamedTuple):
     min_len: int
     prompt: bytes  # only its end, if nothing but bad words depends on it
     output: bytes = b""  # not empty after a preemption
+    logprob_token_ids: bytes = b""  # not a rule: whose log probabilities are returned; empty = the likeliest
 
     @property
     def cost_tokens(self) -> int:

@@ -56,6 +56,7 @@ class RequestFactory:
         priority: int,
         streamed: bool,
         seeds: Sequence[int] = (),
+        cache_salt: str = "",
     ) -> list[Request]:
         """Make the requests for all choices of one prompt; `prompt` is int32 [tokens].
 
@@ -88,6 +89,7 @@ class RequestFactory:
                     stop_ids=call.stop_ids,
                     rules=rules,
                     thought=ThoughtTracker(params.thought_limit) if params.thought_limit else None,
+                    cache_salt=cache_salt,
                 )
             )
         return made

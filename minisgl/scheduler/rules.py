@@ -22,12 +22,14 @@ def rules_of_call(params: SamplingParams, stop_ids: Collection[int], vocab_size:
     Raises:
         RequestError: 400 when they name unknown token ids, or ban every allowed token.
     """
-    if not params.changes_logits:
+    if not params.needs_tables:
         return None
     bias = params.logit_bias or {}
     bias_ids, allowed = _packed(bias), _packed(params.allowed_token_ids)
     bad_words = _packed([token_id for ids in params.bad_words_ids for token_id in ids])
+    asked = _packed(params.logprob_token_ids)
     named = {"logit_bias": bias_ids, "allowed_token_ids": allowed, "bad_words_ids": bad_words}
+    named["logprob_token_ids"] = asked
     for param, ids in named.items():
         if len(ids) and int(ids.max()) >= vocab_size:
             message = f"{param}: token ids must be from 0 to {vocab_size - 1}, got {ids.max()}"
@@ -54,6 +56,7 @@ def rules_of_call(params: SamplingParams, stop_ids: Collection[int], vocab_size:
         stop_ids=_packed(stop_ids if params.min_tokens else ()).tobytes(),
         min_len=0,
         prompt=b"",
+        logprob_token_ids=asked.tobytes(),
     )
 
 

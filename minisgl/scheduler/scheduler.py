@@ -106,19 +106,19 @@ class Scheduler:
         priority: int,
         streamed: bool,
         seeds: Sequence[int] = (),
+        cache_salt: str = "",
     ) -> None:
         """Queue `num_choices` requests for each prompt, with consecutive ids from `request_id` on.
 
-        If a request is refused, the refusal is an ordinary output.
+        A refusal is an ordinary output.
 
         Args:
             streamed: the client reads tokens as they come, so `mixed_step_tokens` bounds its steps.
             seeds: one for each request; () = `params` has a seed or is greedy.
+            cache_salt: the requests share cached pages only with others of the same salt.
         """
-        ids = [
-            range(first, first + num_choices)
-            for first in range(request_id, request_id + len(prompts) * num_choices, num_choices)
-        ]
+        firsts = range(request_id, request_id + len(prompts) * num_choices, num_choices)
+        ids = [range(first, first + num_choices) for first in firsts]
         try:
             call = self._factory.check(params)
         except RequestError as error:
@@ -135,6 +135,7 @@ class Scheduler:
                     priority=priority,
                     streamed=streamed,
                     seeds=seeds[own.start - request_id : own.stop - request_id],
+                    cache_salt=cache_salt,
                 )
             except RequestError as error:
                 for one in own:

@@ -67,7 +67,7 @@ class WaitingQueue:
         # The first ones up to another priority: with age, priorities may alternate.
         window = list(takewhile(lambda r: r.priority == head.priority, self._requests[:PREFIX_WINDOW]))
         parts = [self._prompt_logprobs.matchable_tokens(request) for request in window]
-        matches = self._find(parts)
+        matches = self._find(parts, [request.cache_salt for request in window])
         index = choose_waiting([match.num_pages for match in matches], head.num_times_skipped)
         # If the chosen one needs more room than there is, the head must not wait for it.
         for candidate in (index, 0) if index else (0,):
@@ -81,11 +81,11 @@ class WaitingQueue:
         self._blocked = (head.request_id, self._holdings.num_available_pages)
         return None
 
-    def _find(self, parts: Sequence[np.ndarray]) -> list[Match]:
-        """The cached prefix of each array. Choices of a prompt share its array, so it is searched once."""
+    def _find(self, parts: Sequence[np.ndarray], salts: Sequence[str]) -> list[Match]:
+        """The cached prefix of each array. Choices of a prompt share array and salt: it is searched once."""
         before, self._found = self._found, {}
-        for part in parts:
+        for part, salt in zip(parts, salts, strict=True):
             if id(part) not in self._found:
                 _, earlier = before.get(id(part), (part, None))
-                self._found[id(part)] = (part, self._holdings.find(part, earlier))
+                self._found[id(part)] = (part, self._holdings.find(part, earlier, salt))
         return [self._found[id(part)][1] for part in parts]

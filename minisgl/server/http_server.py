@@ -29,7 +29,7 @@ from minisgl.server.http.connections import Connections, connections_that_fit
 from minisgl.server.http.listener import Listener
 from minisgl.server.http.middleware import Gate, start_access_log
 from minisgl.server.http.uploads import Uploads
-from minisgl.server.served_model import ServedModel, load_served_model
+from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
 
@@ -106,9 +106,11 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             settings.model_folder,
             settings.model_name,
             server.sampling_defaults,
+            root=served_root(settings.engine.model, settings.model_folder),
             chat_template=server.chat_template,
             tool_parser=server.tool_parser,
             reasoning_parser=server.reasoning_parser,
+            special_tokens_in_content=server.special_tokens_in_content,
         )
     )
     streams = Streams(

@@ -27,7 +27,7 @@ class Delta(NamedTuple):
     token_ids: list[int]  # the tokens that `num_tokens` counts
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if requested
     prompt_logprobs: PackedLogprobs | None = None  # with a choice's first delta, if requested
-    stop_string: str | None = None  # with the last delta, if a stop string ended the choice
+    stop_reason: str | int | None = None  # with the last delta: the stop string or token id that ended it
 
 
 class SharedPromptLogprobs:
@@ -93,7 +93,7 @@ class OpenChoice:
             piece.token_ids,
             piece.logprobs,
             piece.prompt_logprobs,
-            piece.stop_string,
+            piece.stop_reason,
         )
         return [delta] if self.shared is None else self.shared.add(delta)
 
@@ -104,6 +104,7 @@ class PreparedCall(NamedTuple):
     prompts: Sequence[Sequence[int]]
     params: SamplingParams  # with the largest max_tokens; the engine lowers it for each prompt
     priority: int
+    cache_salt: str
     choices: list[OpenChoice]  # in the order of the prompts
     num_prompt_tokens: int  # of all choices
 
@@ -119,6 +120,7 @@ def prepare(
     prompt_field: str,
     priority: int,
     kept_special: frozenset[int],
+    cache_salt: str,
 ) -> PreparedCall:
     """Check a call with `n` choices for each prompt, which `stream` reads, and build them.
 
@@ -137,4 +139,4 @@ def prepare(
         for _ in range(n):
             text = ReplyText(tokenizer, prompt, params, stops, kept_special)
             choices.append(OpenChoice(stream, len(choices), text, len(prompt), shared))
-    return PreparedCall(prompts, largest, priority, choices, n * sum(map(len, prompts)))
+    return PreparedCall(prompts, largest, priority, cache_salt, choices, n * sum(map(len, prompts)))

@@ -10,7 +10,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from minisgl.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, Bias, SamplingParams, TokenId, WatchedText
+from minisgl.request import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Bias,
+    SamplingParams,
+    TokenId,
+    WatchedText,
+)
 
 TokenIdKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z", title="Token id")]
 
@@ -23,6 +31,7 @@ JSON_FORMS: dict[str, Any] = {
     "stop": WatchedText | Annotated[list[WatchedText], Meta(max_length=16)],
     "logit_bias": Annotated[dict[TokenIdKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)],
     "allowed_token_ids": Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)],
+    "logprob_token_ids": Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROBS)],
 }
 """The types of sampling fields whose JSON differs from the Python value."""
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -38,11 +47,10 @@ def _sampling_struct(name: str, fields: Collection[str]) -> type[msgspec.Struct]
 _SAMPLING = msgspec.structs.fields(SamplingParams)
 SHARED = [field.name for field in _SAMPLING if field.name not in NOT_SHARED]
 SamplingFields = _sampling_struct("SamplingFields", SHARED)
-ResponseSampling = _sampling_struct(
-    "ResponseSampling", [name for name in SHARED if name != "prompt_logprobs"]
-)
+UNSEEN = ("prompt_logprobs", "logprob_token_ids")
+ResponseSampling = _sampling_struct("ResponseSampling", [name for name in SHARED if name not in UNSEEN])
 MessagesSampling = _sampling_struct(
-    "MessagesSampling", [name for name in SHARED if name not in ("prompt_logprobs", "stop")]
+    "MessagesSampling", [name for name in SHARED if name not in (*UNSEEN, "stop")]
 )
 """Without what the answers of these APIs have no place for; /v1/messages calls `stop` stop_sequences."""
 SamplingDefaults = _sampling_struct("SamplingDefaults", MODEL_DEFAULTS)

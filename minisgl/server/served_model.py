@@ -3,13 +3,14 @@
 Promise: read once from the model folder, without torch, and never changed afterwards.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minisgl.errors import ModelError, RequestError
-from minisgl.fields import convert
+from minisgl.fields import convert, shorten
 from minisgl.replies.model import load_text
 from minisgl.server.sampling_fields import SamplingDefaults, given_fields
 from minisgl.text.chat_template import ChatTemplate
@@ -27,9 +28,12 @@ class ServedModel(NamedTuple):
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: dict[str, Any]  # sampling fields that hold where a call leaves them out
+    root: str = ""  # where the model comes from, for clients that look for its tokenizer
     reply_format: ReplyFormat | None = None  # how replies hold thoughts and calls; None: not known
     kept_special: frozenset[int] = frozenset()  # special tokens that `reply_format` needs in the text
     marker_ids: Mapping[str, int] = {}  # added tokens in its markers, text -> id; never changed
+    special_tokens: re.Pattern[str] | None = None  # are no special tokens in messages; None: all may be
+    tokenizer_config: Mapping[str, Any] = {}  # tokenizer_config.json; never changed
 
     @property
     def format_facts(self) -> dict[str, str | None]:
@@ -53,7 +57,10 @@ class ServedModel(NamedTuple):
         """
         if name is not None and name != self.name:
             raise RequestError(
-                404, "model_not_found", f"there is no model {name[:100]!r}; this is {self.name!r}", "model"
+                404,
+                "model_not_found",
+                f"there is no model {shorten(name)}; this is {shorten(self.name)}",
+                "model",
             )
 
 
@@ -62,21 +69,31 @@ def load_served_model(
     name: str,
     sampling_defaults: str = "model",
     *,
+    root: str | None = None,
     chat_template: str | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    special_tokens_in_content: bool = True,
 ) -> ServedModel:
     """Read tokenizer and chat template, and generation_config.json if `sampling_defaults` is "model".
+
+    Args:
+        root: where the model comes from; None: `folder`.
 
     The other arguments, and the errors, are those of `load_text`.
     """
     text = load_text(
-        folder, chat_template=chat_template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+        folder,
+        chat_template=chat_template,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        special_tokens_in_content=special_tokens_in_content,
     )
     return ServedModel(
         name=name,
         created=int(time.time()),
         defaults=_read_defaults(folder / "generation_config.json") if sampling_defaults == "model" else {},
+        root=root or str(folder),
         **text._asdict(),
     )
 
@@ -89,6 +106,18 @@ def served_name(chosen: str | None, model: str) -> str:
     if local.is_file():
         return local.stem
     return local.resolve().name if local.is_dir() else model
+
+
+def served_root(model: str, folder: Path) -> str:
+    """Where other programs find the model: a hub's name as --model has it, else an absolute path.
+
+    Args:
+        folder: where the server reads the model.
+    """
+    local = Path(model).expanduser()
+    if local.exists():
+        return str(local.resolve())
+    return model if "/" in model else str(folder)
 
 
 def _read_defaults(file: Path) -> dict[str, Any]:

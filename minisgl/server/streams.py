@@ -67,11 +67,12 @@ class Stream:
         prompt_field: str = "prompt",
         priority: int = 0,
         kept_special: frozenset[int] = frozenset(),
+        cache_salt: str = "",
     ) -> PreparedCall:
         """Check and build `n` requests per prompt (token ids), `num_choices` in all. May run in a thread.
 
         Errors call the prompt `prompt_field`. Requests with a larger `priority` run sooner. `kept_special`:
-        ids of special tokens that stay in the text in any case.
+        ids of special tokens that stay in the text in any case. `cache_salt`: see `AddRequest`.
 
         Raises:
             RequestError: 400 if a prompt is empty or too long.
@@ -86,6 +87,7 @@ class Stream:
             prompt_field=prompt_field,
             priority=priority,
             kept_special=kept_special,
+            cache_salt=cache_salt,
         )
 
     async def submit(self, call: PreparedCall) -> None:
@@ -235,10 +237,19 @@ class Streams:
             stream.fail(RequestError(409, "request_aborted", "the request was aborted through /abort"))
         return sum(stream.num_choices for stream in found)
 
-    def open(self, num_choices: int, name: str = "", key: int | None = None) -> Stream:
+    def open(
+        self,
+        num_choices: int,
+        name: str = "",
+        key: int | None = None,
+        *,
+        n: int = 1,
+        prompt_field: str = "prompt",
+    ) -> Stream:
         """Reserve room for `num_choices` requests. Use the returned stream in a `with` block.
 
-        `abort_calls` finds the call by `name` and `key` (the index of the caller's API key).
+        `abort_calls` finds the call by `name` and `key` (the index of the caller's API key). Errors name
+        `prompt_field` if the prompts with `n` choices each are too many, and `n` if one prompt has too many.
 
         Raises:
             RequestError: 400 if `num_choices` exceeds the limit by itself, 429 if too many requests are open,
@@ -252,8 +263,10 @@ class Streams:
             raise RequestError(
                 400,
                 "invalid_value",
-                f"{num_choices} choices in one call; this server takes {self._max_open}",
-                "n",
+                f"{num_choices // n} prompts with {n} choices each are {num_choices} requests in one call; "
+                f"this server takes {self._max_open}; "
+                + ("lower n" if n == num_choices else "send fewer at a time"),
+                "n" if n == num_choices else prompt_field,
             )
         if self._num_open + num_choices > self._max_open:
             excess = self._num_open + num_choices - self._max_open
@@ -282,7 +295,12 @@ class Streams:
         self._add_queued_tokens(call.num_prompt_tokens)
         n = len(call.choices) // len(call.prompts)
         messages = add_requests(
-            stream.request_ids, call.prompts, call.params, base_seed=self._base_seed, priority=call.priority
+            stream.request_ids,
+            call.prompts,
+            call.params,
+            base_seed=self._base_seed,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
         )
         for message in messages:
             if stream.num_sent:

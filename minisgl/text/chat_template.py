@@ -5,6 +5,7 @@ change or reach anything outside. An error inside a template is the request's er
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -136,6 +137,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt of `messages`, special tokens included: encode it without adding them again.
 
@@ -143,6 +145,8 @@ class ChatTemplate:
             messages: what `normalize_messages` returns.
             variables: further template variables, such as `enable_thinking`; they override the usual ones.
             tools: OpenAI's tool objects; empty is the same as None.
+            continue_final_message: the prompt ends with the last message's content, for the model to go on;
+                `add_generation_prompt` is without effect then.
 
         Raises:
             RequestError: 400 with the template's own message when it refuses, when it can't write calls that
@@ -150,6 +154,8 @@ class ChatTemplate:
         """
         if self._template is None:
             raise RequestError(400, "chat_template_error", self._problem, "messages")
+        if continue_final_message:
+            return self._render_open(messages, variables, tools)
         if any("tool_calls" in message for message in messages):
             if self._habits is None:
                 raise RequestError(400, "chat_template_error", NO_CALLS, "messages")
@@ -163,6 +169,26 @@ class ChatTemplate:
                 f"the model's chat template refused these messages: {error}",
                 "messages",
             ) from error
+
+    def _render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        """The prompt up to the end of the last message's content, where the template must write a mark."""
+        *before, last = messages
+        if "tool_calls" in last:
+            message = "continue_final_message can't go with tool_calls in the last message; leave them out"
+            raise RequestError(400, "invalid_value", message, "continue_final_message")
+        mark = f"x{secrets.token_hex(12)}x "
+        text = self.render([*before, {**last, "content": last["content"] + mark}], False, variables, tools)
+        end = text.rfind(mark.strip())
+        if end < 0:
+            message = "this model's chat template does not write the last message, so it can't be continued"
+            raise RequestError(400, "chat_template_error", message, "continue_final_message")
+        # A template that trims the content drops the space after the mark, and would those before it, too.
+        return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def _render(
         self,

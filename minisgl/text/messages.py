@@ -18,17 +18,29 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """A client's role -> the role that templates know."""
 UNSUPPORTED_IN_MESSAGES: dict[str, Neutral] = {
     "function_call": (),
-    "refusal": (),
     "audio": (),
-    "annotations": ([],),
+    "prefix": (False,),
+    **dict.fromkeys(
+        (
+            *("id", "type", "object", "status", "created", "created_at", "timestamp", "metadata"),
+            *("annotations", "cache_control", "thinking_blocks", "reasoning_details"),
+            *("provider_specific_fields", "extra_content"),
+        )
+    ),
 }
+"""None: clients send these keys with answers that they send back, and they change no prompt."""
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a message's text; the parts are joined without a separator."""
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A part of a message's text. The parts are joined without a separator; their other keys are ignored."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """A refusal of the assistant, which is text for the template."""
+
+    refusal: str
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -47,17 +59,24 @@ class ToolCall(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+IGNORED_IN_CALLS: dict[str, Neutral] = dict.fromkeys(
+    ("index", "status", "cache_control", "provider_specific_fields", "extra_content")
+)
+
+
 class Message(msgspec.Struct, frozen=True):
     """One turn of a conversation. Only an assistant's turn with calls may do without content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of `reasoning_content`, which counts if both are given."""
+    refusal: str | None = None
+    """An assistant's refusal: its text, if it has no content."""
 
 
 MAX_MESSAGES = 10_000
@@ -98,12 +117,14 @@ def _normalize(given: object, where: str) -> dict[str, Any]:
     calls = None if calls in ([], ()) else calls
     message: Message = convert(given, Message, f"{where}.")
     text = message.content
+    if text is None and message.role == "assistant":
+        text = message.refusal
     if text is None and (message.role != "assistant" or calls is None):
         raise RequestError(
             400, "missing_required_parameter", f"{where}.content is missing", f"{where}.content"
         )
     if not isinstance(text, str):
-        text = "".join(part.text for part in text or ())
+        text = "".join(part.text if isinstance(part, TextPart) else part.refusal for part in text or ())
     ready: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     fields = {
         "name": message.name,
@@ -128,7 +149,7 @@ def _normalize_call(given: object, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         text = f'{where} must be {{"id", "function"}}, got {json_type_name(given)}'
         raise RequestError(400, "invalid_type", text, where)
-    refuse_unknown(given, ToolCall.__struct_fields__, {"index": None}, f"{where}.")
+    refuse_unknown(given, ToolCall.__struct_fields__, IGNORED_IN_CALLS, f"{where}.")
     given = {name: value for name, value in given.items() if value is not None}
     function = given.get("function")
     if isinstance(function, Mapping):

@@ -25,7 +25,7 @@ class ReplyPiece(NamedTuple):
     num_cached_tokens: int  # prompt tokens found in the prefix cache; known with the first tokens
     logprobs: list[TokenLogprobs] | None  # of `token_ids`, if requested
     prompt_logprobs: PackedLogprobs | None  # once, if requested
-    stop_string: str | None = None  # with the last piece, if a stop string ended the reply
+    stop_reason: str | int | None = None  # with the last piece: the stop string or token id that ended it
 
 
 class ReplyText:
@@ -46,6 +46,7 @@ class ReplyText:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept_special)
         self._include_stop = params.include_stop_str_in_output
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._matcher = StopMatcher(stops, self._include_stop) if stops.stops else None
         self._num_before_stops = params.min_tokens  # tokens left until the search for stop strings starts
         self._num_cached_tokens = 0
@@ -82,8 +83,17 @@ class ReplyText:
             self._num_cached_tokens,
             None if output.logprobs is None else output.logprobs[:num_tokens],
             output.prompt_logprobs,
-            self._matcher.found if stopped and self._matcher is not None else None,
+            self._stop_reason(output, stopped),
         )
+
+    def _stop_reason(self, output: RequestOutput, stopped: bool) -> str | int | None:
+        """What the caller asked to stop at; None: something else ended the reply, or it goes on."""
+        if stopped and self._matcher is not None:
+            return self._matcher.found
+        if output.finish_reason is FinishReason.STOP and output.token_ids:
+            last = output.token_ids[-1]
+            return last if last in self._stop_token_ids else None
+        return None
 
     def _push(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
         """(text, how many of the tokens count, whether a stop string is complete)."""

@@ -5,14 +5,16 @@ bytes, so that text can be assembled token by token.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from minisgl.errors import ModelError, RequestError
+from minisgl.text.literals import restored
 
 SPECIAL_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -79,12 +81,21 @@ class Tokenizer:
         return cls(fast, special_tokens)
 
     def encode(
-        self, text: str, add_special_tokens: bool, *, max_tokens: int | None = None, param: str = "prompt"
+        self,
+        text: str,
+        add_special_tokens: bool,
+        *,
+        max_tokens: int | None = None,
+        param: str = "prompt",
+        literals: Mapping[str, str] = {},
     ) -> list[int]:
         """Token ids of `text`. Rendered chat prompts already have special tokens, so pass False for them.
 
         Text with far more than `max_tokens` tokens is refused before all of it is tokenized; the result may
         still be longer. `param` is the text's name in errors. Other threads run while long text is tokenized.
+
+        Args:
+            literals: placeholders in `text` -> what stands there as ordinary text, special tokens or not.
 
         Raises:
             RequestError: 400 when `text` is far too long, or is not valid Unicode (lone surrogates).
@@ -92,10 +103,11 @@ class Tokenizer:
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}, half of a character, at character {error.start}"
             raise RequestError(
                 400,
                 "invalid_unicode",
-                f"the text is not valid Unicode: {error.reason} at {error.start}",
+                f"the text has the lone surrogate {half}; send both halves of it, or leave it out",
                 param,
             ) from None
         if max_tokens is not None and (
@@ -108,7 +120,8 @@ class Tokenizer:
                 "prompt and answer together may have; shorten the prompt",
                 param,
             )
-        return self._encode(text, len(data), add_special_tokens)
+        encoding = self._encode(text, len(data), add_special_tokens)
+        return self._ids_with_literals(text, encoding, literals) if literals else encoding.ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids outside the vocabulary add no text."""
@@ -126,6 +139,10 @@ class Tokenizer:
         """The special tokens with a text that is wanted."""
         return frozenset(one for one in self._special_ids if wanted(self.token_text(one)))
 
+    def special_texts(self) -> set[str]:
+        """The texts of the special tokens."""
+        return {token.content for token in self._fast.get_added_tokens_decoder().values() if token.special}
+
     def added_tokens(self) -> dict[str, int]:
         """Text and id of the tokens that stand beside the vocabulary proper: special tokens and markers."""
         return {token.content: one for one, token in self._fast.get_added_tokens_decoder().items()}
@@ -137,18 +154,52 @@ class Tokenizer:
             known = self._bytes[token_id] = self._find_bytes(token_id)
         return known
 
-    def _encode(self, text: str, num_bytes: int, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, num_bytes: int, add_special_tokens: bool) -> Encoding:
         if num_bytes <= SHORT_TEXT_BYTES:
-            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._fast.encode(text, add_special_tokens=add_special_tokens)
         # Unlike `encode`, `encode_batch` releases the interpreter's lock while it works.
-        return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _ids_with_literals(self, text: str, encoding: Encoding, literals: Mapping[str, str]) -> list[int]:
+        """Token ids of `text`, in which the pieces between special tokens that have literals are replaced."""
+        ids: list[int] = []
+        piece: list[int] = []
+        begin = 0  # of the piece, in characters
+
+        def end_piece(end: int) -> None:
+            given = text[begin:end]
+            meant = restored(given, literals)
+            ids.extend(piece if meant == given else self._plain.encode(meant, add_special_tokens=False).ids)
+            piece.clear()
+
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id not in self._special_ids:
+                piece.append(token_id)
+            elif start == stop:  # the tokenizer adds it at the beginning or the end
+                if piece:
+                    end_piece(len(text))
+                    begin = len(text)
+                ids.append(token_id)
+            else:
+                end_piece(start)
+                begin = stop
+                ids.append(token_id)
+        end_piece(len(text))
+        return ids
+
+    @cached_property
+    def _plain(self) -> FastTokenizer:
+        """The same tokenizer, for which the texts of special tokens are ordinary text."""
+        plain = FastTokenizer.from_str(self._fast.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def _beginning_exceeds(self, num_tokens: int, text: str) -> bool:
         """Whether the beginning of a long text alone has far more than `num_tokens` tokens."""
         length = num_tokens * PROBE_CHARS_PER_TOKEN
         if len(text) <= length:
             return False
-        return len(self._encode(text[:length], length, False)) > num_tokens * PROBE_SLACK
+        return len(self._encode(text[:length], length, False).ids) > num_tokens * PROBE_SLACK
 
     def _surely_exceeds(self, num_tokens: int, data: bytes) -> bool:
         """Whether a text certainly has more than `num_tokens` tokens; False if that is unknown."""

@@ -239,6 +239,21 @@ def test_the_line_of_a_row_without_a_token_disturbs_no_other_line() -> None:
     assert torch.equal(lines[[0, 2]], alone)
 
 
+def test_asked_tokens_take_the_place_of_the_likeliest_in_their_lines_only() -> None:
+    logits, token_ids = torch.randn(70, 30), torch.arange(70, dtype=torch.int32) % 30
+    asked = torch.full((70, 20), -1, dtype=torch.int32)
+    asked[3, :2], asked[66, :20] = torch.tensor([29, 4]), torch.arange(20)
+    plain, lines = pack_logprobs(logits, token_ids), pack_logprobs(logits, token_ids, asked)
+    others = [row for row in range(70) if row not in (3, 66)]
+    assert torch.equal(lines[others], plain[others])
+    assert torch.equal(lines[:, :2], plain[:, :2]), "the token's own log probability and rank stay"
+    exact = torch.log_softmax(logits, 1)
+    assert lines[3, 2:4].tolist() == [29, 4]
+    assert torch.equal(lines[3, 22:24].contiguous().view(torch.float32), exact[3, [29, 4]])
+    assert lines[66, 2:22].tolist() == list(range(20))
+    assert torch.equal(lines[66, 22:42].contiguous().view(torch.float32), exact[66, :20])
+
+
 def test_ranks_compare_steps_without_tokens_too() -> None:
     checksum, other = TokenChecksum(), TokenChecksum()
     for number in range(CHECKED_STEPS):

@@ -19,6 +19,7 @@ PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 63, 64)
 LETTERS = st.text("ab", max_size=5) | st.text("ab", min_size=3, max_size=6)
 LIMITS = st.sampled_from([1, 5, 17, 64, 200, 10**6, 10**6])
 PICKS = st.integers(0, 6)
+SALTS = st.sampled_from(["", "", "", "s"])
 POISON = -1
 MAX_SESSIONS = 6
 
@@ -31,6 +32,7 @@ class Session:
     tokens: list[int]
     page_table: list[int]
     num_computed_tokens: int
+    salt: str
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -47,9 +49,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.numbers: dict[tuple[int, int], int] = {}
         self.suspect: set[int] = set()  # pages of invalidated leases that nobody has got anew since
 
-    def prefix_numbers(self, tokens: list[int]) -> np.ndarray:
-        """For each token, a number that is the same for the same token behind the same prefix only."""
-        number, numbers = 0, []
+    def prefix_numbers(self, tokens: list[int], salt: str) -> np.ndarray:
+        """For each token, a number that is equal for the same token behind the same salt and prefix only."""
+        number, numbers = -2 - len(salt), []
         for token in tokens:
             number = self.numbers.setdefault((number, token), len(self.numbers) + 1)
             numbers.append(number)
@@ -74,23 +76,23 @@ class ManagerMachine(RuleBasedStateMachine):
             self.admit("ab", 1)
         return self.sessions[number % len(self.sessions)]
 
-    def take_in(self, tokens: list[int]) -> Session:
+    def take_in(self, tokens: list[int], salt: str) -> Session:
         free, _, cached = self.counters()
-        expected = self.manager.match_length(tokens)
-        lease = self.manager.admit(np.array(tokens, np.int32))
+        expected = self.manager.match_length(tokens, salt)
+        lease = self.manager.admit(np.array(tokens, np.int32), salt=salt)
         assert lease.num_cached_tokens == expected == len(lease.page_ids) * self.page_size
         assert expected < len(tokens), "one token must be left to compute"
         assert (self.manager.num_free_pages, self.manager.num_cached_pages) == (free, cached)
         assert not self.suspect & set(lease.page_ids), "a request got keys and values that may be wrong"
-        session = Session(lease, tokens, list(lease.page_ids), lease.num_cached_tokens)
+        session = Session(lease, tokens, list(lease.page_ids), lease.num_cached_tokens, salt)
         self.sessions.append(session)
         return session
 
-    @rule(letters=LETTERS, tail=st.integers(0, 3))
-    def admit(self, letters: str, tail: int) -> None:
+    @rule(letters=LETTERS, tail=st.integers(0, 3), salt=SALTS)
+    def admit(self, letters: str, tail: int, salt: str = "") -> None:
         if len(self.sessions) == MAX_SESSIONS:
             self.release(0)
-        self.take_in(self.spell(letters, tail) or [7])
+        self.take_in(self.spell(letters, tail) or [7], salt)
 
     @rule(number=PICKS, letters=LETTERS)
     def generate(self, number: int, letters: str) -> None:
@@ -120,7 +122,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if shares:
             self.manager.share(session.lease, session.tokens, stop)
             assert session.page_table == list(session.lease.page_ids), "sharing exchanges nothing"
-        self.pool[self.slots(session, start, stop)] = self.prefix_numbers(session.tokens)[start:stop]
+        self.pool[self.slots(session, start, stop)] = self.prefix_numbers(session.tokens, session.salt)[
+            start:stop
+        ]
         session.num_computed_tokens = stop
 
     @rule(number=PICKS)
@@ -143,7 +147,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.counters() == before
         self.suspect |= set(session.page_table)
         if session.lease.num_tree_pages and was_trusted:
-            assert self.manager.match_length(session.tokens) == 0
+            assert self.manager.match_length(session.tokens, session.salt) == 0
         assert self.manager.commit(session.lease, session.tokens, session.num_computed_tokens) == []
 
     @rule(number=PICKS)
@@ -154,7 +158,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         all_in_tree = session.lease.num_tree_pages * self.page_size == full
         can_match = all_in_tree and session.lease.is_shareable
-        expected = self.manager.match_length(session.tokens) if can_match else 0
+        expected = self.manager.match_length(session.tokens, session.salt) if can_match else 0
         session.page_table += self.manager.extend_match(session.lease, session.tokens)
         session.num_computed_tokens = len(session.page_table) * self.page_size
         if self.is_shareable(session) or not can_match:
@@ -182,7 +186,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.release(session.lease, session.tokens, session.num_computed_tokens)
         assert self.counters() == before
         full = session.num_computed_tokens // self.page_size * self.page_size
-        found = self.manager.match_length([*session.tokens, 0])
+        found = self.manager.match_length([*session.tokens, 0], session.salt)
         if not self.manager.prefix_cache:
             assert found == 0
         elif self.is_shareable(session):
@@ -193,15 +197,15 @@ class ManagerMachine(RuleBasedStateMachine):
         session = self.pick(number)
         self.sessions.remove(session)
         self.manager.release(session.lease, session.tokens, session.num_computed_tokens)
-        again = self.take_in(session.tokens)
+        again = self.take_in(session.tokens, session.salt)
         reusable = min(session.num_computed_tokens, len(session.tokens) - 1) // self.page_size
         if self.manager.prefix_cache and self.is_shareable(session):
             assert again.num_computed_tokens >= reusable * self.page_size
 
-    @rule(letters=LETTERS, tail=st.integers(1, 3))
-    def serve(self, letters: str, tail: int) -> None:
+    @rule(letters=LETTERS, tail=st.integers(1, 3), salt=SALTS)
+    def serve(self, letters: str, tail: int, salt: str) -> None:
         """A whole request, from arrival to its end."""
-        self.admit(letters, tail)
+        self.admit(letters, tail, salt)
         self.compute_chunk(-1, 10**6)
         self.release(-1)
 
@@ -238,7 +242,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert session.page_table == list(session.lease.page_ids)
             computed = session.num_computed_tokens
             content = self.pool[self.slots(session, 0, computed)]
-            assert np.array_equal(content, self.prefix_numbers(session.tokens[:computed]))
+            assert np.array_equal(content, self.prefix_numbers(session.tokens[:computed], session.salt))
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):

@@ -77,7 +77,7 @@ def test_match_leaves_the_tree_unchanged(page_size: int):
     cache = Cache(page_size)
     for letters in ("abcdef", "abcxyz", "q"):
         cache.put(letters)
-    before = shape(cache.tree.root), [id(node) for node in cache.tree._eviction_order]
+    before = shape(cache.tree.roots[""]), [id(node) for node in cache.tree._eviction_order]
     assert [cache.match(letters) for letters in ("abcd", "abzz", "abcxyzzz", "", "r", "qq")] == [
         4,
         2,
@@ -86,7 +86,7 @@ def test_match_leaves_the_tree_unchanged(page_size: int):
         0,
         1,
     ]
-    assert (shape(cache.tree.root), [id(node) for node in cache.tree._eviction_order]) == before
+    assert (shape(cache.tree.roots[""]), [id(node) for node in cache.tree._eviction_order]) == before
     assert cache.tree.evict(1) == [6], "matching abcd must not have made it recent"
 
 
@@ -97,6 +97,7 @@ def test_an_earlier_match_counts_no_page_that_eviction_took_and_another_replaced
     wanted = pages("abc", page_size)
     earlier = cache.tree.find(wanted)
     assert earlier.num_pages == 3
+    assert earlier.node is not None
     cache.tree.evict(1)
     cache.put("abd")
     assert len(earlier.node.page_ids) == 3, "the same node holds abd now"
@@ -132,7 +133,7 @@ def test_lock_returns_the_matched_node_and_exactly_its_pages(page_size: int):
     path = cache.put("abcdef")
     node, page_ids = cache.lock("abcq")
     assert page_ids == path[:3] == cache.tree.path_page_ids(node)
-    assert node is not cache.tree.root
+    assert node is not cache.tree.roots[""]
     cache.tree.check_invariants([node])
 
 
@@ -153,7 +154,7 @@ def test_lock_covers_the_matched_node_itself_and_nothing_behind_it(page_size: in
 def test_extend_returns_the_pages_to_use_and_keeps_only_the_new_ones(page_size: int):
     cache = Cache(page_size)
     path = cache.put("abcdef")
-    root = cache.tree.root
+    root, _ = cache.lock("")
     node, found = cache.tree.extend(root, pages("abcxy", page_size), array("i", [91, 92, 93, 94, 95]))
     assert found == path[:3]
     assert list(cache.tree.path_page_ids(node)) == [*path[:3], 94, 95]
@@ -231,7 +232,7 @@ def test_a_run_that_someone_else_has_locked_is_not_made_longer():
 def test_the_tree_keeps_its_own_copy_of_the_tokens():
     tree = RadixTree(2)
     tokens = np.array([1, 2, 3, 4], np.int32)
-    node, _ = tree.extend(tree.root, tokens, array("i", [1, 2]))
+    node, _ = tree.extend(tree.lock(tokens[:0])[0], tokens, array("i", [1, 2]))
     tokens[:] = 9
     tree.check_invariants([node])
     assert tree.find(np.array([1, 2, 3, 4], np.int32)).num_pages == 2
@@ -251,7 +252,7 @@ def test_a_very_deep_tree_needs_no_recursion():
     depth = 5_000
     tree = RadixTree(1)
     tokens = np.arange(depth, dtype=np.int32)
-    node, _ = tree.extend(tree.root, tokens, array("i", range(1, depth + 1)))
+    node, _ = tree.extend(tree.lock(tokens[:0])[0], tokens, array("i", range(1, depth + 1)))
     tree.unlock(node)
     for length in range(depth - 1, 0, -1):  # each cuts one page off the first run
         node, _ = tree.lock(tokens[:length])
@@ -266,6 +267,29 @@ def test_a_very_deep_tree_needs_no_recursion():
     tree.check_invariants([])
     del tree, node
     gc.collect()
+
+
+def test_salts_share_nothing_and_leave_nothing_behind():
+    cache = Cache(2)
+    path = cache.put("abc")
+    tokens = pages("abc", 2)
+    assert cache.tree.find(tokens, None, "s") == (0, None, 0)
+    node, found = cache.tree.lock(tokens, None, "s")
+    assert not found
+    node, duplicates = cache.tree.extend(node, tokens, array("i", [91, 92, 93]))
+    assert not duplicates, "the same tokens with another salt are other pages"
+    assert cache.tree.find(tokens, None, "s").num_pages == 3
+    assert cache.tree.find(tokens, cache.tree.find(tokens), "s").num_pages == 3
+    assert cache.tree.find(tokens, None, "t").num_pages == 0
+    cache.tree.check_invariants([node])
+    cache.tree.unlock(node)
+    assert sorted(cache.tree.evict(6)) == sorted([*path, 91, 92, 93])
+    assert not cache.tree.roots, "no root stays for a salt that nobody uses any more"
+    early = cache.tree.lock(tokens, None, "s")[0]
+    late = cache.tree.lock(tokens, None, "s")[0]
+    cache.tree.unlock(early)
+    assert cache.tree.extend(late, tokens, array("i", [1, 2, 3]))[0] is not late
+    assert cache.tree.find(tokens, None, "s").num_pages == 3, "a root with a lock is the salt's one root"
 
 
 def test_check_invariants_notices_each_broken_promise():
@@ -287,8 +311,12 @@ def test_check_invariants_notices_each_broken_promise():
     broken("a node counts the locks", lambda tree, parent, child: tree.lock(pages("ab", 2)))
     broken("every page has S tokens", lambda tree, parent, child: child.tokens.pop())
     broken("found by the tokens", lambda tree, parent, child: child.tokens.__setitem__(0, 99))
-    broken("knows its parent", lambda tree, parent, child: setattr(child, "parent", tree.root))
+    broken("knows its parent", lambda tree, parent, child: setattr(child, "parent", tree.roots[""]))
     broken("in the tree once", lambda tree, parent, child: child.page_ids.__setitem__(0, parent.page_ids[0]))
     broken("every unlocked node", lambda tree, parent, child: tree._eviction_order.pop(parent))
     broken("child is evicted before", lambda tree, parent, child: tree._eviction_order.move_to_end(child))
+    broken("a root counts the locks", lambda tree, parent, child: setattr(tree.roots[""], "lock_count", 9))
+    unused = Node(array("i"), array("i"), None, salt="s")
+    broken("root without locks and pages", lambda tree, parent, child: tree.roots.update(s=unused))
+    broken("found by its salt", lambda tree, parent, child: setattr(tree.roots[""], "salt", "s"))
     broken("least recently used", lambda tree, parent, child: setattr(child, "last_used", 99))

@@ -18,6 +18,7 @@ from minisgl.kvcache.radix_tree import Match, Node, RadixTree, Tokens
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 63, 64)
 LETTERS = st.text("abc", max_size=7) | st.text("ab", min_size=3, max_size=5)
 PICKS = st.integers(0, 5)
+SALTS = st.sampled_from(["", "", "s", "t"])
 
 
 @dataclass
@@ -42,10 +43,10 @@ class RadixTreeMachine(RuleBasedStateMachine):
     def start(self, page_size: int) -> None:
         self.page_size = page_size
         self.tree = RadixTree(page_size)
-        self.model: Model = {}
+        self.models: dict[str, Model] = {"": {}, "s": {}, "t": {}}  # by salt
         self.detached: list[Model] = []
         self.locks: list[Lock] = []
-        self.matches: dict[str, Match] = {}  # what the tree found last, however long ago
+        self.matches: dict[tuple[str, str], Match] = {}  # what the tree found last, however long ago
         self.clock = 0
         self.fresh = count(1)
 
@@ -60,23 +61,24 @@ class RadixTreeMachine(RuleBasedStateMachine):
     def prefixes(self, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
         return [tokens[:end] for end in range(self.page_size, len(tokens) + 1, self.page_size)]
 
-    def longest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def longest(self, tokens: tuple[int, ...], salt: str) -> tuple[int, ...]:
         found: tuple[int, ...] = ()
         for prefix in self.prefixes(tokens):
-            if prefix not in self.model:
+            if prefix not in self.models[salt]:
                 break
             found = prefix
         return found
 
-    @rule(letters=LETTERS, remembers=st.booleans())
-    def lock(self, letters: str, remembers: bool = False) -> None:
-        tokens = self.tokens(letters)
-        prefix = self.longest(tuple(tokens.tolist()))
-        node, page_ids = self.tree.lock(tokens, self.matches.get(letters) if remembers else None)
-        assert list(page_ids) == [self.model[step].page_id for step in self.prefixes(prefix)]
+    @rule(letters=LETTERS, salt=SALTS, remembers=st.booleans())
+    def lock(self, letters: str, salt: str = "", remembers: bool = False) -> None:
+        tokens, model = self.tokens(letters), self.models[salt]
+        prefix = self.longest(tuple(tokens.tolist()), salt)
+        earlier = self.matches.get((salt, letters)) if remembers else None
+        node, page_ids = self.tree.lock(tokens, earlier, salt)
+        assert list(page_ids) == [model[step].page_id for step in self.prefixes(prefix)]
         for step in self.prefixes(prefix):
-            self.model[step].locks += 1
-        self.locks.append(Lock(node, prefix, self.model))
+            model[step].locks += 1
+        self.locks.append(Lock(node, prefix, model))
 
     @rule(pick=PICKS, letters=LETTERS)
     def extend(self, pick: int, letters: str) -> None:
@@ -118,20 +120,22 @@ class RadixTreeMachine(RuleBasedStateMachine):
         lock = self.locks[pick % len(self.locks)]
         self.tree.detach(lock.node)
         first = lock.prefix[: self.page_size]
-        if not first or lock.model is not self.model:
+        found = [salt for salt, model in self.models.items() if model is lock.model]
+        if not first or not found:
             return
-        alike = [prefix for prefix in self.model if prefix[: self.page_size] == first]
-        moved = {prefix: self.model.pop(prefix) for prefix in alike}
+        model = lock.model
+        alike = [prefix for prefix in model if prefix[: self.page_size] == first]
+        moved = {prefix: model.pop(prefix) for prefix in alike}
         self.detached.append(moved)
         for other in self.locks:
-            if other.model is self.model and other.prefix[: self.page_size] == first:
+            if other.model is model and other.prefix[: self.page_size] == first:
                 other.model = moved
-        assert self.tree.find(np.array(first, np.int32)).num_pages == 0
+        assert self.tree.find(np.array(first, np.int32), None, found[0]).num_pages == 0
 
-    @rule(letters=LETTERS)
-    def visit(self, letters: str) -> None:
+    @rule(letters=LETTERS, salt=SALTS)
+    def visit(self, letters: str, salt: str) -> None:
         """A whole request: what it finds, what it adds, and its end."""
-        self.lock(letters)
+        self.lock(letters, salt)
         self.extend(-1, letters[len(self.locks[-1].prefix) // self.page_size :])
         self.unlock(-1)
 
@@ -141,7 +145,7 @@ class RadixTreeMachine(RuleBasedStateMachine):
         expected = []
         for _ in range(number):
             leaves: list[tuple[int, Model, tuple[int, ...]]] = []
-            for model in (self.model, *self.detached):
+            for model in (*self.models.values(), *self.detached):
                 parents = {prefix[: -self.page_size] for prefix in model}
                 leaves += [
                     (page.last_used, model, prefix)
@@ -154,34 +158,38 @@ class RadixTreeMachine(RuleBasedStateMachine):
             expected.append(model.pop(oldest).page_id)
         assert sorted(evicted) == sorted(expected)
 
-    @rule(letters=LETTERS)
-    def match(self, letters: str) -> None:
+    @rule(letters=LETTERS, salt=SALTS)
+    def match(self, letters: str, salt: str) -> None:
         tokens = self.tokens(letters)
-        expected = len(self.longest(tuple(tokens.tolist())))
-        assert self.tree.find(tokens).num_pages * self.page_size == expected
-        self.matches[letters] = self.tree.find(tokens, self.matches.get(letters))
-        assert self.matches[letters].num_pages * self.page_size == expected
+        expected = len(self.longest(tuple(tokens.tolist()), salt))
+        assert self.tree.find(tokens, None, salt).num_pages * self.page_size == expected
+        found = self.tree.find(tokens, self.matches.get((salt, letters)), salt)
+        self.matches[salt, letters] = found
+        assert found.num_pages * self.page_size == expected
 
     @rule(again=st.booleans())
     def match_all_again(self, again: bool) -> None:
-        for letters in self.matches if again else ():
-            self.match(letters)
+        for salt, letters in list(self.matches) if again else ():
+            self.match(letters, salt)
 
     @invariant()
     def the_tree_holds_what_the_model_holds(self) -> None:
         self.tree.check_invariants([lock.node for lock in self.locks])
-        pages = [page for model in (self.model, *self.detached) for page in model.values()]
+        pages = [page for model in (*self.models.values(), *self.detached) for page in model.values()]
         assert self.tree.num_pages == len(pages)
         assert self.tree.num_unlocked_pages == sum(page.locks == 0 for page in pages)
-        content: dict[tuple[int, ...], int] = {}
-        pending: list[tuple[tuple[int, ...], Node]] = [((), self.tree.root)]
-        while pending:
-            above, node = pending.pop()
-            for index, page_id in enumerate(node.page_ids, 1):
-                content[above + tuple(node.tokens[: index * self.page_size])] = page_id
-            below = above + tuple(node.tokens)
-            pending.extend((below, child) for child in node.children.values())
-        assert content == {prefix: page.page_id for prefix, page in self.model.items()}
+        for salt, model in self.models.items():
+            root = self.tree.roots.get(salt)
+            content: dict[tuple[int, ...], int] = {}
+            pending: list[tuple[tuple[int, ...], Node]] = [((), root)] if root else []
+            while pending:
+                above, node = pending.pop()
+                for index, page_id in enumerate(node.page_ids, 1):
+                    content[above + tuple(node.tokens[: index * self.page_size])] = page_id
+                below = above + tuple(node.tokens)
+                pending.extend((below, child) for child in node.children.values())
+            assert content == {prefix: page.page_id for prefix, page in model.items()}
+            assert (root is None) == (not model and not any(lock.model is model for lock in self.locks))
         held = sorted(page_id for node in self.tree.nodes() for page_id in node.page_ids)
         assert held == sorted(page.page_id for page in pages)
         for lock in self.locks:

@@ -58,6 +58,7 @@ def test_a_chat_answer_has_openais_form(server: RunningServer, tokenizer: Tokeni
             "message": {"role": "assistant", "content": "hello world", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
     prompt = f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
@@ -74,7 +75,8 @@ def test_a_completion_has_openais_form(server: RunningServer, tokenizer: Tokeniz
     status, answer = server.complete("@say the fox")
     assert status == 200
     assert answer["object"] == "text_completion"
-    assert answer["choices"] == [{"index": 0, "text": "the fox", "logprobs": None, "finish_reason": "stop"}]
+    choice = {"index": 0, "text": "the fox", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert answer["choices"] == [choice]
     assert answer["usage"]["completion_tokens"] == count(tokenizer, "the fox") + 1
 
 

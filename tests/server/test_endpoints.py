@@ -293,5 +293,6 @@ def test_the_document_of_the_api_names_every_route_and_field(server: RunningServ
 
 
 def test_more_choices_than_the_server_ever_takes_are_a_400(server: RunningServer) -> None:
-    status, answer = server.complete(["a", "b", "c"], n=3)
-    assert (status, answer["error"]["param"]) == (400, "n")
+    for prompts, n, param in ((["a", "b", "c"], 3, "prompt"), (["a"] * 10_000, 1, "prompt"), (["a"], 9, "n")):
+        status, answer = server.complete(prompts, n=n)
+        assert (status, answer["error"]["param"]) == (400, param)

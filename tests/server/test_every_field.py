@@ -34,6 +34,7 @@ from minisgl.replies.tools import (
 from minisgl.server.apis import messages, messages_answer, responses, responses_answer
 from minisgl.server.apis.chat import ChatAnswer
 from minisgl.server.apis.completions import CompletionAnswer
+from minisgl.server.apis.native_generate import NativeFields, NativeSampling
 from minisgl.server.apis.tokenize import DetokenizeAnswer, TokenizeAnswer
 from minisgl.server.app import MESSAGE
 from minisgl.server.calls.output_format import (
@@ -128,6 +129,9 @@ SHARED = {
     "response_format": Case({"type": "json_object"}, SAMPLED | {"ignore_eos": False}),
     "structured_outputs": Case({"choice": ["a", "c"]}, SAMPLED | {"ignore_eos": False}),
     "return_token_ids": Case(True),
+    "return_cached_tokens_details": Case(True),
+    "truncate_prompt_tokens": Case(2, {"return_token_ids": True}),
+    "truncation_side": Case("right", {"return_token_ids": True, "truncate_prompt_tokens": 2}),
 }
 CASES: dict[str, dict[str, Case]] = {
     "ChatBody": {
@@ -142,6 +146,10 @@ CASES: dict[str, dict[str, Case]] = {
         "tools": Case([TOOL]),
         "tool_choice": Case("none", {"tools": [TOOL]}),
         "reasoning_effort": Case("low"),
+        "continue_final_message": Case(True, {"messages": message(role="assistant")}),
+        "echo": Case(True, {"messages": message(role="assistant")}),
+        "return_tokens_as_token_ids": Case(True, {"logprobs": True}),
+        "logprob_token_ids": Case([70, 71], {"logprobs": True}),
     },
     "CompletionBody": {
         **SHARED,
@@ -149,6 +157,8 @@ CASES: dict[str, dict[str, Case]] = {
         "max_tokens": Case(2),
         "echo": Case(True),
         "logprobs": Case(1),
+        "return_tokens_as_token_ids": Case(True, {"logprobs": 1}),
+        "logprob_token_ids": Case([70, 71], {"logprobs": 1}),
     },
     "TokenizeBody": {
         "model": Case("other"),
@@ -156,6 +166,7 @@ CASES: dict[str, dict[str, Case]] = {
         "messages": Case(message(content="other"), {"prompt": None, "messages": message()}),
         "add_special_tokens": Case(False),
         "add_generation_prompt": Case(False, {"prompt": None, "messages": message()}),
+        "continue_final_message": Case(True, {"prompt": None, "messages": message()}),
         "chat_template_kwargs": Case({"tune": "la"}, {"prompt": None, "messages": message()}),
         "tools": Case([TOOL], {"prompt": None, "messages": message()}),
         "return_token_strs": Case(True),
@@ -178,6 +189,7 @@ CASES: dict[str, dict[str, Case]] = {
         "tool_calls": Case(call(), {"messages": message(role="assistant")}),
         "reasoning_content": Case(message(reasoning_content="because")),
         "reasoning": Case(message(reasoning="because")),
+        "refusal": Case(message(role="assistant", content=None, refusal="no")),
     },
     "ToolCall": {
         "id": Case(call(id="other"), WITH_CALL),
@@ -192,12 +204,20 @@ CASES: dict[str, dict[str, Case]] = {
         "type": Case(message(content=[{"type": "image_url", "text": "hello"}])),
         "text": Case(message(content=[{"type": "text", "text": "other"}])),
     },
+    "RefusalPart": {
+        "type": Case(message(content=[{"type": "refuse", "refusal": "hello"}])),
+        "refusal": Case(message(content=[{"type": "refusal", "refusal": "other"}])),
+    },
     "StreamOptions": {
         "include_usage": Case({"include_usage": True}, {"stream": True}),
-        "continuous_usage_stats": Case({"continuous_usage_stats": True}, {"stream": True}),
+        "continuous_usage_stats": Case(
+            {"include_usage": True, "continuous_usage_stats": True},
+            {"stream": True, "stream_options": {"include_usage": True}},
+        ),
     },
 }
 NOT_IN_ALL = ("stream_options", "n", "prompt_logprobs", *OutputFields.__struct_fields__, "return_token_ids")
+NOT_IN_ALL += ("return_cached_tokens_details", "truncate_prompt_tokens", "truncation_side")
 SAMPLING = {
     name: case._replace(base={key: case.base[key] for key in case.base if key != "return_token_ids"})
     for name, case in SHARED.items()
@@ -296,6 +316,21 @@ ELSEWHERE = {
     },
     ("ChatBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",
     ("CompletionBody", "priority"): "test_endpoints.py::test_priority_reaches_the_engine",
+    **{
+        (f"{kind}Body", "cache_salt"): "test_every_field.py::test_a_salt_has_a_prefix_cache_of_its_own"
+        for kind in ("Chat", "Completion", "Response", "Messages")
+    },
+    **{
+        ("GenerateBody", name): "test_native_generate.py::test_sglangs_fields_count"
+        for name in NativeFields.__struct_fields__
+    },
+    **{
+        (
+            "NativeSampling",
+            name,
+        ): "test_native_generate.py::test_sampling_params_mean_what_they_mean"
+        for name in NativeSampling.__struct_fields__
+    },
     ("AbortBody", "request_id"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
     ("AbortBody", "rid"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
     ("AbortBody", "abort_all"): "test_endpoints.py::test_abort_ends_the_named_call_or_all",
@@ -338,7 +373,7 @@ ANSWERS = {
 }
 BODIES = {route.body.name: route.body for route in served_routes() if route.body} | {"Message": MESSAGE}
 INSIDE = {
-    **dict.fromkeys(("Message", "TextPart", "ToolCall", "FunctionCall"), "messages"),
+    **dict.fromkeys(("Message", "TextPart", "RefusalPart", "ToolCall", "FunctionCall"), "messages"),
     "StreamOptions": "stream_options",
 }
 """A structure in a chat's body -> its field."""
@@ -438,9 +473,58 @@ def test_a_field_that_is_not_honoured_passes_only_if_it_asks_for_nothing(body: B
     for value in (None, *(["anything"] if neutral is None else neutral)):
         refuse_unknown({field: value}, (), body.unsupported)
     if neutral is not None:
-        with pytest.raises(RequestError, match=f"^{field} = 'alien' is not supported here") as refused:
+        with pytest.raises(RequestError, match=f'^{field} = "alien" is not supported here') as refused:
             refuse_unknown({field: "alien"}, (), body.unsupported)
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", field)
+
+
+@pytest.mark.parametrize("name", ["ChatBody", "CompletionBody", "ResponseBody", "MessagesBody"])
+def test_a_salt_has_a_prefix_cache_of_its_own(url: str, name: str) -> None:
+    path, body = EXAMPLES[name]
+    prompt = f"{name} " + "a prompt of several pages " * 8
+    field = next(one for one in ("messages", "prompt", "input") if one in body)
+    body = {**body, field: message(content=prompt) if field == "messages" else prompt}
+
+    def num_cached(**salt: str) -> int:
+        request = urllib.request.Request(url + path, json.dumps({**body, **salt}).encode())
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            usage = answer.read().decode()
+        found = re.search(r'"(?:cached_tokens|cache_read_input_tokens)":(\d+)', usage)
+        assert found is not None
+        return int(found[1])
+
+    assert num_cached(cache_salt="one") == 0
+    assert num_cached() == 0
+    assert num_cached(cache_salt="two") == 0
+    assert num_cached(cache_salt="one") == num_cached() == num_cached(cache_salt="two") > 50
+
+
+def test_asked_tokens_have_their_log_probabilities(url: str) -> None:
+    def ask_one(**fields: Any) -> Any:
+        body = {
+            "prompt": "hello",
+            "max_tokens": 3,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 20,
+            **fields,
+        }
+        request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            return json.loads(answer.read())["choices"][0]["logprobs"]
+
+    plain = ask_one(return_tokens_as_token_ids=True)
+    assert all(one.startswith("token_id:") for one in plain["tokens"])
+    likely = [list(step)[:3] for step in plain["top_logprobs"]]
+    wanted = sorted({int(name.removeprefix("token_id:")) for step in likely for name in step})
+    asked = ask_one(return_tokens_as_token_ids=True, logprob_token_ids=wanted)
+    assert asked["tokens"] == plain["tokens"]
+    assert asked["token_logprobs"] == plain["token_logprobs"]
+    for step, all_likely in zip(asked["top_logprobs"], plain["top_logprobs"], strict=True):
+        assert {f"token_id:{one}" for one in wanted} <= step.keys()
+        assert len(step) <= len(wanted) + 1, "these, and the token itself"
+        for name in step.keys() & all_likely.keys():
+            assert step[name] == all_likely[name]
 
 
 def test_padding_of_a_streams_events_changes_no_text(url: str) -> None:

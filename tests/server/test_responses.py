@@ -283,7 +283,7 @@ def test_tools_that_openai_runs_are_left_out(served: ServedModel, caplog: pytest
         call = parse(served, tools=[*others, WEATHER])
     assert [tool.name for tool in call.conversation.asked.tools] == ["get_weather"]
     assert [tool["name"] for tool in call.echo["tools"]] == ["get_weather"]
-    assert "tools[1] of type 'custom' is left out" in caplog.text
+    assert 'tools[1] of type "custom" is left out' in caplog.text
     assert not parse(served, tools=others, tool_choice="auto").conversation.asked.told
 
 

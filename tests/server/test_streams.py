@@ -107,7 +107,8 @@ def test_an_answer_cut_by_max_tokens_inside_a_character_is_the_same_both_ways(se
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_every_chunk_says_what_the_call_has_used_so_far_if_asked(server: RunningServer, chat: bool) -> None:
-    body: dict[str, Any] = {"n": 2, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    body: dict[str, Any] = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    body["stream_options"]["continuous_usage_stats"] = True
     prompt = "@say hello world"
     body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -117,5 +118,9 @@ def test_every_chunk_says_what_the_call_has_used_so_far_if_asked(server: Running
     counts = [usage["completion_tokens"] for usage in used]
     whole = server.call(path, {name: value for name, value in body.items() if "stream" not in name})[1]
     assert counts == sorted(counts)
-    assert 1 <= counts[0] < counts[-1]
+    assert (counts[0] == 0) if chat else (1 <= counts[0] < counts[-1])
+    assert all(usage["prompt_tokens"] == whole["usage"]["prompt_tokens"] for usage in used)
     assert used[-1] == whole["usage"]
+    del body["stream_options"]["include_usage"]
+    with urllib.request.urlopen(server.url(path), json.dumps(body).encode(), timeout=LIMIT_S) as answer:
+        assert "usage" not in answer.read().decode(), "without include_usage, no chunk has it"

@@ -381,8 +381,9 @@ def test_a_template_that_cannot_be_used_ends_the_start(tmp_path: Path, broken: s
 def test_unknown_parsers_end_the_start(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     for flag in ("tool_parser", "reasoning_parser"):
+        wrong: dict[str, Any] = {flag: "hermse"}
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} must be one of"):
-            load_served_model(folder, "tiny", **{flag: "hermse"})
+            load_served_model(folder, "tiny", **wrong)
 
 
 def test_a_schema_that_cannot_be_guaranteed_is_named(served: ServedModel) -> None:

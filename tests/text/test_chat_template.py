@@ -55,6 +55,38 @@ def test_the_text_is_what_transformers_renders(tmp_path: Path, name: str, prompt
         assert ours.render(messages, add_generation_prompt=prompted) == expected
 
 
+TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED], ids=["chatml", "trimmed"])
+@pytest.mark.parametrize("content", ["Hel", "Hel ", " Hel", "Hel\n", "x", "Grüße 🎉"])
+def test_a_last_message_is_continued_as_transformers_does(
+    tmp_path: Path, template: str, content: str
+) -> None:
+    ours, theirs = both(tmp_path, template)
+    for last in ({**ASSISTANT, "content": content}, {**USER, "content": content}):
+        messages = [SYSTEM, {**USER, "content": content}, last]
+        expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        assert ours.render(messages, continue_final_message=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "param"),
+    [
+        (TEMPLATES["namespace"], ASSISTANT, "continue_final_message"),
+        (CHATML, {**ASSISTANT, "tool_calls": []}, "continue_final_message"),
+        (LLAMA2_LIKE, USER, "messages"),
+    ],
+)
+def test_a_message_that_the_template_cant_leave_open_is_refused(
+    tmp_path: Path, template: str, last: dict[str, Any], param: str
+) -> None:
+    ours, _ = both(tmp_path, template)
+    with pytest.raises(RequestError) as caught:
+        ours.render([USER, last], continue_final_message=True)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
 def test_the_generation_tag_is_tolerated(tmp_path: Path) -> None:
     ours, theirs = both(tmp_path, LLAMA2_LIKE)
     messages = [USER, ASSISTANT, USER]

@@ -21,6 +21,19 @@ def test_parts_are_joined_and_a_developer_is_the_system() -> None:
     assert normalize_messages(tuple(messages)) == normalize_messages(messages)
 
 
+def test_what_clients_send_back_with_an_answer_is_taken_or_ignored() -> None:
+    parts = [{**PARTS[0], "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "no"}]
+    keys = {"id": "m1", "annotations": [{"a": 1}], "audio": None, "reasoning_details": [{}], "prefix": False}
+    assert normalize_messages([{"role": "assistant", "content": parts, "cache_control": {}, **keys}]) == [
+        {"role": "assistant", "content": "ano"}
+    ]
+    refused = {"role": "assistant", "content": None, "refusal": "I can't"}
+    assert normalize_messages([refused])[0]["content"] == "I can't"
+    assert normalize_messages([{**refused, "content": "but"}])[0]["content"] == "but"
+    with pytest.raises(RequestError, match=r"messages\[0\].content is missing"):
+        normalize_messages([{**refused, "role": "user"}])
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -39,7 +52,7 @@ def test_parts_are_joined_and_a_developer_is_the_system() -> None:
         ([{"role": "user", "content": ["x"]}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content"),
-        ([{"role": "user", "content": [{**PARTS[0], "extra": 1}]}], "messages[0].content"),
+        ([{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}], "messages[0].content"),
         ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
         ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
         ([{"role": "user", "content": "x", "colour": "red"}], "messages[0].colour"),
@@ -50,7 +63,7 @@ def test_anything_else_is_a_400_that_names_the_place(messages: Any, param: str) 
     with pytest.raises(RequestError) as caught:
         normalize_messages(messages)
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert len(caught.value.message) < 200
+    assert len(caught.value.message) < 250
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)

@@ -18,6 +18,7 @@ from minisgl.server.calls.call import CallContext, CallOptions, sse
 from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
+    OTHER_SERVERS,
     AtLeastOne,
     CallFields,
     GivenMessages,
@@ -26,6 +27,7 @@ from minisgl.server.calls.call_fields import (
     call_options,
     check_template_variables,
     shown_in_answer,
+    truncation,
 )
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import (
@@ -33,14 +35,16 @@ from minisgl.server.calls.openai_answer import (
     EndReason,
     PromptLogprobs,
     PromptLogprobsField,
+    SglExt,
     Shown,
     UsageAnswer,
     encode,
     failure,
+    id_text,
 )
 from minisgl.server.calls.output_format import OutputFields
 from minisgl.server.calls.tool_fields import ToolFields, tools_of
-from minisgl.server.http.bodies import Body, Condition, FieldIs
+from minisgl.server.http.bodies import Body, Condition, FieldIs, missing
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -91,6 +95,11 @@ class ChatFields(Struct, frozen=True):
     top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
+    """Default: true, without continue_final_message."""
+    continue_final_message: bool | None = None
+    """The model continues the last message instead of answering it."""
+    echo: bool | None = None
+    """The answer's content begins with that of the last message, if that is the assistant's."""
     reasoning_effort: Effort | None = None
     """Sets the chat template's variables for it; a 400 if it has none."""
     include_reasoning: bool | None = None
@@ -107,9 +116,25 @@ CHAT = Body(
             "top_logprobs is only allowed with logprobs: true",
             (FieldIs("top_logprobs", (None, 0)), FieldIs("logprobs", (True,))),
         ),
+        Condition(
+            "logprob_token_ids",
+            "logprob_token_ids is only allowed with logprobs: true",
+            (missing("logprob_token_ids"), FieldIs("logprobs", (True,))),
+        ),
+        Condition(
+            "continue_final_message",
+            "continue_final_message can't go with add_generation_prompt: true; leave one of them out",
+            (
+                FieldIs("continue_final_message", (True,), negated=True),
+                FieldIs("add_generation_prompt", (True,), negated=True),
+            ),
+        ),
     ),
     IGNORED
+    | OTHER_SERVERS
     | {
+        "add_special_tokens": (False,),
+        "chat_template": (),
         "functions": ([],),
         "function_call": ("none",),
         "modalities": (["text"],),
@@ -129,6 +154,7 @@ class ChatCall(NamedTuple):
     options: CallOptions
     shown: Shown = Shown()
     include_reasoning: bool = True
+    echoed: str = ""  # begins the content of the answer
     prompt_field: str = "messages"
     num_prompts: int = 1
 
@@ -154,12 +180,21 @@ def parse_chat(body: bytes, model: ServedModel) -> ChatCall:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     asked = tools_of(tools)
     variables = effort_variables(chat.reasoning_effort, model) | (chat.chat_template_kwargs or {})
-    add_generation_prompt = chat.add_generation_prompt is not False
+    last = messages[-1]
+    conversation = Conversation(
+        messages,
+        asked,
+        variables,
+        chat.add_generation_prompt is not False,
+        truncation=truncation(call),
+        continue_final_message=bool(chat.continue_final_message),
+    )
     return ChatCall(
-        Conversation(messages, asked, variables, add_generation_prompt),
+        conversation,
         call_options(call, sampling, output, model, min(limits, default=None), logprobs, thought),
         shown_in_answer(call),
         chat.include_reasoning is not False,
+        last["content"] if chat.echo and last["role"] == "assistant" else "",
     )
 
 
@@ -211,6 +246,8 @@ class ChatChoice(Struct, forbid_unknown_fields=True):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: EndReason | Literal["tool_calls"]
+    stop_reason: str | int | None
+    """The stop string or the id in stop_token_ids that ended the answer."""
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -221,6 +258,7 @@ class ChatAnswer(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageAnswer
+    sglext: SglExt | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -253,6 +291,7 @@ class ChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -263,6 +302,7 @@ class ChatChunk(Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: UsageAnswer | UnsetType | None = UNSET
+    sglext: SglExt | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -278,7 +318,9 @@ class ChatFormat:
             ID_PREFIX, context, call.shown, self._num_reasoning if plan.reasons else None
         )
         self._include_reasoning = call.include_reasoning
-        self._num_top = options.params.logprobs
+        self._num_top = None if options.params.logprobs is None else options.params.num_top_logprobs
+        self._tokens_as_ids = call.shown.tokens_as_ids
+        self._echoed = call.echoed
         self._prompt_ids = list(prompt_ids) if call.shown.token_ids else None
         self._prompt_logprobs: PromptLogprobsField | None = None
         if options.params.prompt_logprobs is not None:
@@ -290,12 +332,14 @@ class ChatFormat:
 
     def whole(self, choices: Sequence[Delta]) -> bytes:
         """The answer of `stream: false`."""
+        ids = UNSET if self._prompt_ids is None else self._prompt_ids
         made = [
             ChatChoice(
                 index,
                 self._message(collect(self._readers[index].read(choice))),
                 self._logprobs(choice),
                 cast(EndReason, self._finish_reason(choice)),
+                choice.stop_reason,
                 self._token_ids(choice),
             )
             for index, choice in enumerate(choices)
@@ -306,15 +350,27 @@ class ChatFormat:
                 object="chat.completion",
                 choices=made,
                 usage=self._writer.whole_usage(),
+                sglext=self._writer.sglext(),
+                prompt_token_ids=ids,
                 **self._prompt_fields(choices[0]),
             )
         )
 
     def opening(self, num_choices: int) -> bytes:
-        """For each choice, an event with the role."""
-        return b"".join(
-            self._event(ChunkChoice(index, ChatDelta("assistant", "", None))) for index in range(num_choices)
-        )
+        """For each choice, an event with the role, and one with the text to echo, if requested. The first one
+        has the prompt's ids, if requested.
+        """
+        usage, events = self._writer.chunk_usage(has_output=False), b""
+        for index in range(num_choices):
+            ids = UNSET if self._prompt_ids is None or index else self._prompt_ids
+            for delta in (ChatDelta("assistant", "", None), ChatDelta(content=self._echoed)):
+                if delta.role is UNSET and not self._echoed:
+                    continue
+                choice = ChunkChoice(index, delta)
+                chunk = ChatChunk(**self._writer.head, choices=[choice], usage=usage, prompt_token_ids=ids)
+                events += sse(encode(chunk))
+                ids = UNSET
+        return events
 
     def piece(self, delta: Delta) -> bytes:
         """Events for new text, thoughts, calls and details, and one for the end of the choice."""
@@ -331,7 +387,8 @@ class ChatFormat:
             events += self._event(choice, **fields)
         if delta.finish_reason is not None:
             reason = self._finish_reason(delta)
-            events += self._event(ChunkChoice(delta.choice, ChatDelta(), finish_reason=reason))
+            end = ChunkChoice(delta.choice, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+            events += self._event(end, sglext=self._writer.sglext())
         return events
 
     def ending(self) -> bytes:
@@ -348,7 +405,7 @@ class ChatFormat:
             AnswerCall(new_call_id(), "function", CalledFunction(call.name, call.arguments))
             for call in reply.calls
         ]
-        content = None if calls and not reply.content else reply.content
+        content = None if calls and not self._echoed + reply.content else self._echoed + reply.content
         return AnswerMessage("assistant", content, None, thought, thought, calls or UNSET)
 
     def _delta(self, event: Event) -> ChatDelta | None:
@@ -376,18 +433,16 @@ class ChatFormat:
     def _num_reasoning(self) -> int:
         return sum(reader.num_reasoning_tokens for reader in self._readers)
 
-    def _event(self, choice: ChunkChoice, **prompt_fields: Any) -> bytes:
+    def _event(self, choice: ChunkChoice, **fields: Any) -> bytes:
         usage = self._writer.chunk_usage()
-        return sse(encode(ChatChunk(**self._writer.head, choices=[choice], usage=usage, **prompt_fields)))
+        return sse(encode(ChatChunk(**self._writer.head, choices=[choice], usage=usage, **fields)))
 
     def _prompt_fields(self, delta: Delta) -> dict[str, Any]:
-        """The fields about the prompt, with the first delta of the first choice."""
+        """The prompt's log probabilities, with the first delta of the first choice."""
         fields: dict[str, Any] = {}
         if delta.choice != 0 or self._has_prompt_fields:
             return fields
         self._has_prompt_fields = True
-        if self._prompt_ids is not None:
-            fields["prompt_token_ids"] = self._prompt_ids
         if self._prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._prompt_logprobs.logprobs(delta.prompt_logprobs)
         return fields
@@ -407,4 +462,5 @@ class ChatFormat:
 
     def _token(self, token_id: int, logprob: float) -> TopLogprob:
         data = self._tokenizer.token_bytes(token_id)
-        return TopLogprob(data.decode("utf-8", "replace"), logprob, list(data))
+        text = id_text(token_id) if self._tokens_as_ids else data.decode("utf-8", "replace")
+        return TopLogprob(text, logprob, list(data))

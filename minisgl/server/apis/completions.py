@@ -5,7 +5,7 @@ Promise: every generated token that counts has a log probability, if requested, 
 as the whole answer; each comes with the text of its step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from minisgl.errors import RequestError
 from minisgl.fields import convert_value, json_type_name
-from minisgl.replies.conversation import EncodedCall
+from minisgl.replies.conversation import EncodedCall, Truncation
 from minisgl.replies.plan import ReplyPlan
 from minisgl.request import (
     NumLogprobs,
@@ -28,10 +28,12 @@ from minisgl.server.calls.call import CallContext, CallOptions, sse
 from minisgl.server.calls.call_fields import (
     CONDITIONS,
     IGNORED,
+    OTHER_SERVERS,
     CallFields,
     call_options,
     check_token_ids,
     shown_in_answer,
+    truncation,
 )
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import (
@@ -39,13 +41,15 @@ from minisgl.server.calls.openai_answer import (
     EndReason,
     PromptLogprobs,
     PromptLogprobsField,
+    SglExt,
     Shown,
     UsageAnswer,
     encode,
     failure,
+    id_text,
 )
 from minisgl.server.calls.output_format import OutputFields
-from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given
+from minisgl.server.http.bodies import DOCUMENTED_AS, Body, Condition, FieldIs, given, missing
 from minisgl.server.http.errors import Fault
 from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
@@ -103,8 +107,13 @@ COMPLETION = Body(
             "max_tokens must be at least 1; 0 is for echo and prompt_logprobs, which read the prompt only",
             (FieldIs("max_tokens", (0,), negated=True), FieldIs("echo", (True,)), given("prompt_logprobs")),
         ),
+        Condition(
+            "logprob_token_ids",
+            "logprob_token_ids is only allowed with logprobs",
+            (missing("logprob_token_ids"), given("logprobs")),
+        ),
     ),
-    IGNORED | {"best_of": (1,), "suffix": ("",)},
+    IGNORED | OTHER_SERVERS | {"add_special_tokens": (True,), "best_of": (1,), "suffix": ("",)},
 )
 
 
@@ -117,6 +126,7 @@ class CompletionCall(NamedTuple):
     echo: bool = False
     prompt_logprobs: int | None = None  # as given; `options.params` may have more, for `echo`
     prompt_field: str = "prompt"
+    truncation: Truncation | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -126,7 +136,10 @@ class CompletionCall(NamedTuple):
     def encode(self, model: ServedModel, max_context_tokens: int) -> EncodedCall:
         """See `Call`."""
         params = self.options.params
-        prompts = [encode_prompt(prompt, params, model, max_context_tokens) for prompt in self.prompts]
+        prompts = [
+            encode_prompt(prompt, params, model, max_context_tokens, self.truncation)
+            for prompt in self.prompts
+        ]
         return EncodedCall(prompts, ReplyPlan(params))
 
     def answer_format(self, encoded: EncodedCall, context: CallContext) -> "CompletionFormat":
@@ -137,8 +150,10 @@ class CompletionCall(NamedTuple):
         if self.echo:
             skip = self.options.params.skip_special_tokens
             texts = [
-                prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=skip)
-                for prompt in self.prompts
+                given
+                if isinstance(given, str) and self.truncation is None
+                else tokenizer.decode(list(ids), skip_special_tokens=skip)
+                for given, ids in zip(self.prompts, prompts, strict=True)
             ]
         details = [PromptDetails(tokenizer, self, *one) for one in zip(prompts, texts, strict=True)]
         return CompletionFormat(self, details, context)
@@ -163,19 +178,33 @@ def parse_completion(body: bytes, model: ServedModel) -> CompletionCall:
     if completion.echo and completion.logprobs is not None:
         num_top = max(completion.logprobs, prompt_logprobs or 0)
         options = options._replace(params=msgspec.structs.replace(options.params, prompt_logprobs=num_top))
-    return CompletionCall(prompts, options, shown_in_answer(call), bool(completion.echo), prompt_logprobs)
+    return CompletionCall(
+        prompts,
+        options,
+        shown_in_answer(call),
+        bool(completion.echo),
+        prompt_logprobs,
+        truncation=truncation(call),
+    )
 
 
 def encode_prompt(
-    prompt: str | list[int], params: SamplingParams, model: ServedModel, max_context_tokens: int
+    prompt: str | list[int],
+    params: SamplingParams,
+    model: ServedModel,
+    max_context_tokens: int,
+    truncation: Truncation | None = None,
 ) -> list[int]:
     """The token ids of a prompt.
 
     Raises:
         RequestError: 400 if it is empty or too long.
     """
+    limit = max_context_tokens if truncation is None else None
     is_text = isinstance(prompt, str)
-    prompt_ids = model.tokenizer.encode(prompt, True, max_tokens=max_context_tokens) if is_text else prompt
+    prompt_ids = model.tokenizer.encode(prompt, True, max_tokens=limit) if is_text else prompt
+    if truncation is not None:
+        prompt_ids = truncation.cut(prompt_ids, params, max_context_tokens)
     fit_to_context(len(prompt_ids), params, max_context_tokens)
     return prompt_ids
 
@@ -241,10 +270,13 @@ class ChoiceFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class CompletionChoice(ChoiceFields, kw_only=True, forbid_unknown_fields=True):
     finish_reason: EndReason
+    stop_reason: str | int | None
+    """The stop string or the id in stop_token_ids that ended the choice."""
 
 
 class ChunkChoice(ChoiceFields, kw_only=True):
     finish_reason: EndReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
 
 
 class CompletionChunk(Struct, kw_only=True):
@@ -254,6 +286,7 @@ class CompletionChunk(Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: UsageAnswer | UnsetType | None = UNSET
+    sglext: SglExt | UnsetType = UNSET
 
 
 class CompletionAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -263,6 +296,7 @@ class CompletionAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     choices: list[CompletionChoice]
     usage: UsageAnswer
+    sglext: SglExt | UnsetType = UNSET
 
 
 NOT_ECHOED = CompletionLogprobs([], [], [], [])
@@ -279,6 +313,7 @@ class PromptDetails:
         self, tokenizer: Tokenizer, call: CompletionCall, prompt_ids: Sequence[int], text: str
     ) -> None:
         self._tokenizer = tokenizer
+        self._token_text = _token_texts(tokenizer, call)
         self._call = call
         self._echoed: CompletionLogprobs | None = None
         self._logprobs: PromptLogprobsField | None = None
@@ -294,12 +329,12 @@ class PromptDetails:
     def echoed(self, packed: PackedLogprobs | None) -> CompletionLogprobs:
         """The prompt's tokens with their log probabilities. The caller must not change the lists."""
         if self._echoed is None:
-            tokenizer, num_top = self._tokenizer, self._call.options.params.logprobs or 0
+            text, num_top = self._token_text, self._call.options.params.logprobs or 0
             entries = [] if packed is None else packed.unpack()
             # Entry by entry, because encoding a large list at once would hold up other threads.
-            top = [msgspec.Raw(encode(_top_logprobs(tokenizer, entry, num_top))) for entry in entries]
+            top = [msgspec.Raw(encode(_top_logprobs(text, entry, num_top))) for entry in entries]
             self._echoed = CompletionLogprobs(
-                [_token_text(tokenizer, token_id) for token_id in self.prompt_ids],
+                [text(token_id) for token_id in self.prompt_ids],
                 [None, *(entry.logprob for entry in entries)],
                 [None, *cast("list[dict[str, float]]", top)],
                 self._offsets(),
@@ -322,7 +357,7 @@ class ChoiceWriter:
     """Makes the fields of one choice while its tokens arrive."""
 
     def __init__(self, tokenizer: Tokenizer, call: CompletionCall, prompt: PromptDetails) -> None:
-        self._tokenizer = tokenizer
+        self._token_text = _token_texts(tokenizer, call)
         self._options = call.options
         self._shows_token_ids = call.shown.token_ids
         self._echo = call.echo
@@ -351,15 +386,15 @@ class ChoiceWriter:
 
     def _logprobs(self, echoed: CompletionLogprobs, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """The echoed prompt's log probabilities, then the new ones."""
-        tokenizer, num_top = self._tokenizer, self._options.params.logprobs or 0
+        text, num_top = self._token_text, self._options.params.num_top_logprobs
         offsets = []
         for entry in entries:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([entry.token_id]))
         return CompletionLogprobs(
-            echoed.tokens + [_token_text(tokenizer, entry.token_id) for entry in entries],
+            echoed.tokens + [text(entry.token_id) for entry in entries],
             echoed.token_logprobs + [entry.logprob for entry in entries],
-            echoed.top_logprobs + [_top_logprobs(tokenizer, entry, num_top) for entry in entries],
+            echoed.top_logprobs + [_top_logprobs(text, entry, num_top) for entry in entries],
             echoed.text_offset + offsets,
         )
 
@@ -384,12 +419,15 @@ class CompletionFormat:
             CompletionChoice(
                 index=choice.choice,
                 finish_reason=cast(EndReason, choice.finish_reason),
+                stop_reason=choice.stop_reason,
                 **self._fields(choice),
             )
             for choice in choices
         ]
-        head, usage = self._writer.head, self._writer.whole_usage()
-        return encode(CompletionAnswer(**head, object="text_completion", choices=made, usage=usage))
+        head, usage, sglext = self._writer.head, self._writer.whole_usage(), self._writer.sglext()
+        return encode(
+            CompletionAnswer(**head, object="text_completion", choices=made, usage=usage, sglext=sglext)
+        )
 
     def opening(self, num_choices: int) -> bytes:
         """No events."""
@@ -400,9 +438,13 @@ class CompletionFormat:
         if not delta.text and not self.is_slow and delta.finish_reason is None:
             return b""
         finish_reason = cast("EndReason | None", delta.finish_reason)
-        choice = ChunkChoice(index=delta.choice, finish_reason=finish_reason, **self._fields(delta))
+        stop_reason = UNSET if finish_reason is None else delta.stop_reason
+        choice = ChunkChoice(
+            index=delta.choice, finish_reason=finish_reason, stop_reason=stop_reason, **self._fields(delta)
+        )
         usage = self._writer.chunk_usage()
-        return sse(encode(CompletionChunk(**self._writer.head, choices=[choice], usage=usage)))
+        sglext = UNSET if finish_reason is None else self._writer.sglext()
+        return sse(encode(CompletionChunk(**self._writer.head, choices=[choice], usage=usage, sglext=sglext)))
 
     def ending(self) -> bytes:
         """The chunk with the usage, if requested, then [DONE]."""
@@ -427,10 +469,15 @@ def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _top_logprobs(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+def _token_texts(tokenizer: Tokenizer, call: CompletionCall) -> Callable[[int], str]:
+    """How the call's log probabilities name tokens."""
+    return id_text if call.shown.tokens_as_ids else partial(_token_text, tokenizer)
+
+
+def _top_logprobs(text: Callable[[int], str], entry: TokenLogprobs, num_top: int) -> dict[str, float]:
     """Text -> log probability, of the top tokens and the token itself. Of equal texts, the likelier wins."""
     found = {}
     for token_id, logprob in zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True):
-        found.setdefault(_token_text(tokenizer, token_id), logprob)
-    found.setdefault(_token_text(tokenizer, entry.token_id), entry.logprob)
+        found.setdefault(text(token_id), logprob)
+    found.setdefault(text(entry.token_id), entry.logprob)
     return found

@@ -1,4 +1,7 @@
-"""POST /generate, as in mini-sglang: greedy decoding, streamed as plain text."""
+"""POST /generate, with the bodies of mini-sglang (`prompt`) and of SGLang (`text` or `input_ids`).
+
+Promise: a body is one of the two. SGLang's answers are in `native_generate`; mini-sglang's are plain text.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,13 +13,21 @@ from minisgl.replies.conversation import EncodedCall
 from minisgl.replies.plan import ReplyPlan
 from minisgl.request import SamplingParams
 from minisgl.server.apis.completions import Text, encode_prompt
+from minisgl.server.apis.native_generate import (
+    EITHER_BODY,
+    NATIVE_OTHERS,
+    NativeAnswer,
+    NativeCall,
+    NativeFields,
+    native_call,
+)
 from minisgl.server.calls.call import CallContext, CallOptions, sse
 from minisgl.server.calls.call_fields import AtLeastOne
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.openai_answer import DONE, failure
 from minisgl.server.http.bodies import Body
 from minisgl.server.http.errors import Fault
-from minisgl.server.http.routes import EVENTS, Answer, Route
+from minisgl.server.http.routes import EVENTS, JSON, Answer, Route
 from minisgl.server.open_choices import Delta
 from minisgl.server.served_model import ServedModel
 
@@ -27,23 +38,31 @@ def routes(completer: Completer) -> list[Route]:
         Route(
             "POST",
             "/generate",
-            "Continue a text, greedily, as a stream of text.",
+            "Continue a text: SGLang's fields, or mini-sglang's prompt, max_tokens and ignore_eos.",
             partial(completer.answer, parse=parse_generate),
-            Answer("One event for each new piece of text, then [DONE].", media_types=(EVENTS,)),
+            Answer(
+                "Of text or input_ids: the answer, or its events when stream is true. Of a prompt: one event "
+                "for each new piece of text, then [DONE].",
+                NativeAnswer,
+                (JSON, EVENTS),
+                or_list=True,
+            ),
             GENERATE,
         )
     ]
 
 
 class GenerateFields(Struct, frozen=True):
-    """POST /generate, as in mini-sglang."""
+    """POST /generate, as in mini-sglang: a `prompt`, continued greedily and streamed as plain text."""
 
-    prompt: Text
-    max_tokens: AtLeastOne
+    prompt: Text | None = None
+    max_tokens: AtLeastOne | None = None
+    """Only with a prompt, which needs it."""
     ignore_eos: bool | None = None
+    """Only with a prompt."""
 
 
-GENERATE = Body("GenerateBody", (GenerateFields,))
+GENERATE = Body("GenerateBody", (GenerateFields, NativeFields), EITHER_BODY, NATIVE_OTHERS)
 
 
 class GenerateCall(NamedTuple):
@@ -65,13 +84,15 @@ class GenerateCall(NamedTuple):
         return PlainTextFormat()
 
 
-def parse_generate(body: bytes, model: ServedModel) -> GenerateCall:
+def parse_generate(body: bytes, model: ServedModel) -> GenerateCall | NativeCall:
     """Parse a body of POST /generate.
 
     Raises:
         RequestError: 400 that names the invalid field.
     """
-    fields: GenerateFields = GENERATE.read(body)[0]
+    fields, native = GENERATE.read(body)
+    if fields.prompt is None:
+        return native_call(native, model)
     params = SamplingParams(max_tokens=fields.max_tokens, temperature=0.0, ignore_eos=bool(fields.ignore_eos))
     return GenerateCall(fields.prompt, CallOptions(params, stream=True))
 

@@ -23,7 +23,7 @@ from minisgl.replies.tools import MAX_TOOLS, AskedTools, Tool, ask_tools
 from minisgl.request import SamplingParams, WatchedText
 from minisgl.server.apis.messages_answer import ERRORS, MessageAnswer, MessagesFormat, TokenCount
 from minisgl.server.calls.call import CallContext, CallOptions
-from minisgl.server.calls.call_fields import AtLeastOne, sampling_params
+from minisgl.server.calls.call_fields import OTHER_SERVERS, AtLeastOne, CacheSalt, sampling_params
 from minisgl.server.calls.completer import Completer
 from minisgl.server.calls.turns import Turns
 from minisgl.server.http.bodies import DOCUMENTED_AS, Body
@@ -185,6 +185,7 @@ class MessagesFields(Struct, frozen=True):
     max_tokens: AtLeastOne
     stream: bool | None = None
     stop_sequences: Annotated[list[WatchedText], Meta(max_length=16)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 COUNT_IGNORED: dict[str, Neutral] = {"cache_control": None, "context_management": None}
@@ -199,7 +200,7 @@ IGNORED: dict[str, Neutral] = {
     "speed": ("standard",),
 }
 COUNT = Body("CountTokensBody", (PromptFields,), (), COUNT_IGNORED)
-MESSAGES = Body("MessagesBody", (MessagesFields, PromptFields, MessagesSampling), (), IGNORED)
+MESSAGES = Body("MessagesBody", (MessagesFields, PromptFields, MessagesSampling), (), OTHER_SERVERS | IGNORED)
 
 
 class MessagesCall(NamedTuple):
@@ -240,7 +241,9 @@ def parse_messages(body: bytes, model: ServedModel) -> MessagesCall:
         thinking_token_budget=budget,
     )
     shows_thoughts = thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
-    options = CallOptions(params, model=prompt.model, stream=bool(fields.stream))
+    options = CallOptions(
+        params, model=prompt.model, stream=bool(fields.stream), cache_salt=fields.cache_salt or ""
+    )
     return MessagesCall(conversation, options, shows_thoughts)
 
 

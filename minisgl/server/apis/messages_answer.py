@@ -175,8 +175,8 @@ class MessagesFormat:
         if last is not None and last.finish_reason == "length":
             is_asked = self._context.usage().completion_tokens >= self._max_tokens
             return "max_tokens" if is_asked else "model_context_window_exceeded", None
-        if last is not None and last.stop_string is not None:
-            return "stop_sequence", last.stop_string
+        if last is not None and isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
         return "tool_use" if self._reader.ends_in_calls else "end_turn", None
 
     def _read(self, delta: Delta) -> None:

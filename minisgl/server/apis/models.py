@@ -17,6 +17,8 @@ class ModelCard(Struct, forbid_unknown_fields=True):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """Where the server has the model from: a folder, a file or a hub's name."""
     max_model_len: int | None
     """null until the engine is ready."""
 
@@ -68,4 +70,5 @@ class ModelApi:
 
     def _card(self) -> ModelCard:
         max_tokens = self._streams.max_context_tokens or None
-        return ModelCard(self._model.name, "model", self._model.created, "minisgl", max_tokens)
+        model = self._model
+        return ModelCard(model.name, "model", model.created, "minisgl", model.root, max_tokens)

@@ -20,7 +20,9 @@ from minisgl.replies.tools import MAX_TOOLS, NO_PARAMETERS, AskedTools, Tool, as
 from minisgl.server.apis.responses_answer import ResponseAnswer, ResponsesFormat
 from minisgl.server.calls.call import CallContext, CallOptions
 from minisgl.server.calls.call_fields import (
+    OTHER_SERVERS,
     AtLeastOne,
+    CacheSalt,
     TemplateVariables,
     ThoughtFields,
     check_template_variables,
@@ -155,6 +157,7 @@ class ResponseFields(Struct, frozen=True):
     user: str | None = None
     include: list[str] | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    cache_salt: CacheSalt | None = None
 
 
 HARMLESS_INCLUDES = (
@@ -186,7 +189,9 @@ UNSUPPORTED: dict[str, Neutral] = {
     "prompt_cache_retention": None,
     "client_metadata": None,
 }
-RESPONSE = Body("ResponseBody", (ResponseFields, ResponseSampling, ThoughtFields), (), UNSUPPORTED)
+RESPONSE = Body(
+    "ResponseBody", (ResponseFields, ResponseSampling, ThoughtFields), (), OTHER_SERVERS | UNSUPPORTED
+)
 
 
 class ResponseCall(NamedTuple):
@@ -250,7 +255,9 @@ def parse_response(body: bytes, model: ServedModel) -> ResponseCall:
         "top_p": params.top_p,
         "user": fields.user,
     }
-    options = CallOptions(params, model=fields.model, stream=bool(fields.stream))
+    options = CallOptions(
+        params, model=fields.model, stream=bool(fields.stream), cache_salt=fields.cache_salt or ""
+    )
     conversation = Conversation(turns.messages(), asked, variables, field="input")
     return ResponseCall(conversation, options, echo)
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from minisgl.errors import RequestError
-from minisgl.replies.plan import check_callable
+from minisgl.replies.conversation import Conversation
 from minisgl.replies.tools import read_tools
 from minisgl.request import TokenId
 from minisgl.server.calls.call_fields import (
@@ -19,7 +19,7 @@ from minisgl.server.calls.call_fields import (
     check_token_ids,
 )
 from minisgl.server.calls.tool_fields import GivenTools
-from minisgl.server.http.bodies import Body, Condition, given, missing
+from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import Answer, Route
 from minisgl.server.http.uploads import Uploads
@@ -38,7 +38,9 @@ class TokenizeFields(Struct, frozen=True):
     add_special_tokens: bool | None = None
     """Default: true for a prompt; false for messages, whose template adds them itself."""
     add_generation_prompt: bool | None = None
-    """Only with messages; default true."""
+    """Only with messages; default true, without continue_final_message."""
+    continue_final_message: bool | None = None
+    """Only with messages."""
     chat_template_kwargs: TemplateVariables | None = None
     """Only with messages."""
     tools: GivenTools | None = None
@@ -51,6 +53,17 @@ class TokenizeAnswer(Struct):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class TokenizerInfo(Struct):
+    """tokenizer_config.json as the model has it, with what the server uses instead."""
+
+    tokenizer_class: str
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
 
 
 class DetokenizeFields(Struct, frozen=True):
@@ -74,7 +87,15 @@ TOKENIZE = Body(
         Condition("prompt", "give either prompt or messages", (missing("prompt"), missing("messages"))),
         *(
             Condition(name, f"{name} is only allowed with messages", (missing(name), given("messages")))
-            for name in ("add_generation_prompt", "chat_template_kwargs", "tools")
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        ),
+        Condition(
+            "continue_final_message",
+            "continue_final_message can't go with add_generation_prompt: true; leave one of them out",
+            (
+                FieldIs("continue_final_message", (True,), negated=True),
+                FieldIs("add_generation_prompt", (True,), negated=True),
+            ),
         ),
     ),
 )
@@ -109,6 +130,13 @@ class TokenApi:
                 Answer("The text.", DetokenizeAnswer),
                 DETOKENIZE,
             ),
+            Route(
+                "GET",
+                "/tokenizer_info",
+                "The model's tokenizer_config.json, special tokens and chat template.",
+                self.tokenizer_info,
+                Answer("They.", TokenizerInfo),
+            ),
         ]
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -121,6 +149,19 @@ class TokenApi:
         async with self._uploads.body(request) as body:
             return json_answer(await self._threads.run(len(body), lambda: self._detokenize(body)))
 
+    async def tokenizer_info(self, _: web.Request) -> web.Response:
+        """GET /tokenizer_info."""
+        model = self._model
+        names = [field.name for field in msgspec.structs.fields(TokenizerInfo)]
+        used = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **model.tokenizer_config,
+            **dict.fromkeys(names[2:]),
+            **model.tokenizer.special_tokens,
+            "chat_template": model.template.source,
+        }
+        return json_answer(msgspec.json.encode(used))
+
     def _tokenize(self, data: bytes) -> bytes:
         body: TokenizeFields = TOKENIZE.read(data)[0]
         self._model.check_name(body.model)
@@ -130,15 +171,14 @@ class TokenApi:
         else:
             check_template_variables(body.chat_template_kwargs)
             asked = read_tools(body.tools, None)
-            check_callable(self._model, asked)
-            text = self._model.template.render(
+            conversation = Conversation(
                 normalize_messages(body.messages),
-                body.add_generation_prompt is not False,
+                asked,
                 body.chat_template_kwargs or {},
-                asked.for_template,
+                body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
             )
-            special = bool(body.add_special_tokens)
-            ids = tokenizer.encode(text, special, max_tokens=limit, param="messages")
+            _, ids = conversation.render(self._model, limit, bool(body.add_special_tokens))
         texts = [tokenizer.token_text(one) for one in ids] if body.return_token_strs else None
         return msgspec.json.encode(TokenizeAnswer(len(ids), limit, ids, texts))
 

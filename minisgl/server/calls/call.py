@@ -23,6 +23,7 @@ class CallOptions(NamedTuple):
     stream: bool = False
     n: int = 1
     priority: int = 0
+    cache_salt: str = ""
 
 
 class Usage(NamedTuple):

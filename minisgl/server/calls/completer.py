@@ -122,7 +122,13 @@ class Completer:
             facts = facts_of(request)
             num_choices = call.num_prompts * options.n
             stream = open_streams.enter_context(
-                self._streams.open(num_choices, facts.request_id, facts.caller.key)
+                self._streams.open(
+                    num_choices,
+                    facts.request_id,
+                    facts.caller.key,
+                    n=options.n,
+                    prompt_field=call.prompt_field,
+                )
             )
             counter = UsageCounter(num_choices, options.n, facts)
             context = CallContext(self._model.tokenizer, self._model.name, facts.request_id, counter.usage)
@@ -142,7 +148,13 @@ class Completer:
         if params.bad_words:
             params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
         prepared = stream.prepare(
-            prompts, params, options.n, call.prompt_field, options.priority, encoded.plan.kept_special
+            prompts,
+            params,
+            options.n,
+            call.prompt_field,
+            options.priority,
+            encoded.plan.kept_special,
+            options.cache_salt,
         )
         return prepared, call.answer_format(encoded._replace(prompts=prompts), context)
 

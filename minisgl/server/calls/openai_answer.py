@@ -51,13 +51,31 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of the prompt, a dict by token id; null for the first token."""
 
 
+class CachedDetails(Struct, forbid_unknown_fields=True):
+    """Where cached tokens of the prompts were found."""
+
+    device: int
+    host: int = 0
+
+
+class SglExt(Struct, forbid_unknown_fields=True):
+    """SGLang's own part of an answer."""
+
+    cached_tokens_details: CachedDetails
+
+
 class Shown(NamedTuple):
     """What an answer shows besides its choices' texts, where a call asks for it."""
 
     usage: bool = False
     """In a stream: at its end."""
     continuous_usage: bool = False
+    """In each chunk, too."""
     token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log probabilities name tokens by their ids."""
+    cached_details: bool = False
+    """`SglExt`."""
 
 
 class AnswerWriter:
@@ -85,10 +103,10 @@ class AnswerWriter:
         self._shown = shown
         self._num_reasoning_tokens = num_reasoning_tokens
 
-    def chunk_usage(self) -> UsageAnswer | UnsetType | None:
-        """The field `usage` of a chunk that is not the last."""
+    def chunk_usage(self, has_output: bool = True) -> UsageAnswer | UnsetType | None:
+        """The field `usage` of a chunk that is not the last; without output: of one before all tokens."""
         if self._shown.continuous_usage:
-            return self.whole_usage()
+            return self.whole_usage() if has_output else usage_answer(Usage(self._usage().prompt_tokens))
         return None if self._shown.usage else UNSET
 
     def ending(self, usage_chunk: Callable[..., Struct]) -> bytes:
@@ -96,6 +114,10 @@ class AnswerWriter:
         if not self._shown.usage:
             return DONE
         return sse(encode(usage_chunk(**self.head, choices=[], usage=self.whole_usage()))) + DONE
+
+    def sglext(self) -> SglExt | UnsetType:
+        """The field `sglext` of an answer or a choice's last chunk, if requested."""
+        return SglExt(CachedDetails(self._usage().cached_tokens)) if self._shown.cached_details else UNSET
 
     def whole_usage(self) -> UsageAnswer:
         """The field `usage` of a whole answer."""
@@ -137,6 +159,11 @@ class PromptLogprobsField:
             )
             for token_id, (rank, logprob) in known.items()
         }
+
+
+def id_text(token_id: int) -> str:
+    """How a token is named where `Shown.tokens_as_ids` asks for ids."""
+    return f"token_id:{token_id}"
 
 
 def failure(fault: Fault) -> bytes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from minisgl.errors import RequestError
-from minisgl.fields import Neutral, convert, refuse_unknown
+from minisgl.fields import Neutral, convert, refuse_unknown, shorten
 from minisgl.grammar.spec import (
     GrammarSpec,
     choice_spec,
@@ -128,7 +128,7 @@ def _of_response_format(given: dict[str, Any] | None) -> GrammarSpec | None:
             return structural_tag_spec(given, where)
         case other:
             message = (
-                f"{where}.type must be text, json_object, json_schema or structural_tag, got {other!r:.60}"
+                f"{where}.type must be text, json_object, json_schema or structural_tag, got {shorten(other)}"
             )
             raise RequestError(400, "invalid_value", message, f"{where}.type")
 

@@ -4,7 +4,9 @@ Promise: no field that could change the answer is ignored. It is honoured, or th
 400 that names it. An unsupported field may only have its neutral value (null, `n: 1`, `tools: []`).
 """
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -114,6 +116,7 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 DECODER = msgspec.json.Decoder(float_hook=number)
 
 
@@ -128,9 +131,27 @@ def decode_object(data: bytes) -> dict[str, Any]:
     try:
         fields = DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        lone = _lone_surrogate(data)
+        if lone is not None:
+            raise RequestError(
+                400,
+                "invalid_unicode",
+                f"the body has the lone surrogate \\u{ord(lone):04x}, which is half of a character; send "
+                "both halves of it, or leave it out",
+            ) from None
         raise RequestError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise RequestError(
             400, "invalid_json", f"the body must be a JSON object, got {json_type_name(fields)}"
         )
     return fields
+
+
+def _lone_surrogate(data: bytes) -> str | None:
+    """The first lone surrogate in a body that is valid JSON but for these; None: there is none."""
+    try:
+        fields = json.loads(data.decode("utf-8", "surrogatepass"))
+        found = SURROGATE.search(json.dumps(fields, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return None
+    return found[0] if found else None

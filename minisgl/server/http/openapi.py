@@ -68,8 +68,9 @@ def _operation(route: Route) -> dict[str, Any]:
 
 def _response(answer: Answer) -> dict[str, Any]:
     """OpenAPI's response object of an answer."""
+    whole: dict[str, Any] = {"type": "object"} if answer.kind is None else _ref(answer.kind.__name__)
     schemas = {
-        JSON: {"type": "object"} if answer.kind is None else _ref(answer.kind.__name__),
+        JSON: {"anyOf": [whole, {"type": "array", "items": whole}]} if answer.or_list else whole,
         EVENTS: EVENT,
         TEXT: {"type": "string"},
     }

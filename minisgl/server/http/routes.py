@@ -21,6 +21,8 @@ class Answer(NamedTuple):
     kind: type[Any] | None = None
     """The struct of its JSON; None = an object with any fields."""
     media_types: tuple[str, ...] = (JSON,)
+    or_list: bool = False
+    """Some answers are a list of `kind`."""
 
 
 class Route(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from minisgl.errors import RequestError
+from minisgl.fields import shorten
 from minisgl.text.formats.tools import JSON_TYPES, resolve
 
 TEXT_KEYWORDS_REFUSED = ("pattern", "format", "contentEncoding", "contentMediaType")
@@ -83,7 +84,7 @@ def properties(schema: Any, root: Mapping[str, Any], where: str) -> list[Propert
     found, required = schema.get("properties") or {}, schema.get("required") or []
     for key in required:
         if key not in found:
-            raise refusal(f"{where}.required", f"{key!r} is not among the properties")
+            raise refusal(f"{where}.required", f"{shorten(key)} is not among the properties")
     return [
         Property(key, inner, key in required, f"{where}.properties.{key}")
         for key, inner in found.items()
