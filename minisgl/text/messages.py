@@ -21,6 +21,9 @@ UNSUPPORTED_IN_MESSAGES: dict[str, Neutral] = {
     "refusal": (),
     "audio": (),
     "annotations": ([],),
+    # What clients add to the answers that they get, and send back with them: openai for Node, litellm.
+    "parsed": None,
+    "provider_specific_fields": None,
 }
 
 
@@ -132,7 +135,9 @@ def _normalize_call(given: object, where: str) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     function = given.get("function")
     if isinstance(function, Mapping):
-        refuse_unknown(function, FunctionCall.__struct_fields__, {}, f"{where}.function.")
+        refuse_unknown(
+            function, FunctionCall.__struct_fields__, {"parsed_arguments": None}, f"{where}.function."
+        )
         convert(dict(function), FunctionCall, f"{where}.function.")
     call: ToolCall = convert(given, ToolCall, f"{where}.")
     arguments = arguments_text(call.function.arguments, f"{where}.function.arguments")

@@ -21,6 +21,15 @@ def test_parts_are_joined_and_a_developer_is_the_system() -> None:
     assert normalize_messages(tuple(messages)) == normalize_messages(messages)
 
 
+def test_what_clients_add_to_an_answer_may_come_back_with_it() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function}
+    answer: dict[str, Any] = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    added = {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}, "annotations": []}
+    calls = [{**call, "index": 0, "function": {**function, "parsed_arguments": {}}}]
+    assert normalize_messages([{**answer, **added, "tool_calls": calls}]) == normalize_messages([answer])
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
