@@ -76,8 +76,8 @@ for kind in ("chat", "responses"):
         with dspy.context(lm=scripted, adapter=adapter):
             made = dspy.Predict(Ask)(task=say(two), tools=[dspy.Tool(weather)]).tool_calls.tool_calls
         assert [(one.name, one.args["city"]) for one in made] == [("weather", "Rome"), ("weather", "Oslo")]
-        with dspy.context(lm=scripted, adapter=dspy.JSONAdapter()):
-            react = dspy.ReAct("question -> answer", tools=[weather])
-            ended = react(question=say(*(json.dumps(step) for step in STEPS)))
-        assert (ended.answer, ended.trajectory["observation_0"]) == ("sunny", "Rome: sunny"), ended
+    with dspy.context(lm=scripted, adapter=dspy.JSONAdapter()):
+        react = dspy.ReAct("question -> answer", tools=[weather])
+        ended = react(question=say(*(json.dumps(step) for step in STEPS)))
+    assert (ended.answer, ended.trajectory["observation_0"]) == ("sunny", "Rome: sunny"), ended
     print(f"ok: native calls of tools, ReAct, by {kind}")
