@@ -1,13 +1,14 @@
 """Real clients against a running server, each in an environment of its own.
 
-    minisgl serve --dtype float32 &
+    minisgl serve --dtype float32 --chat-template docs/tools.jinja &
     python bench/clients/run.py --model-folder ~/.cache/minisgl/models/smollm2-135m
 
 The environments (a venv with pip, or npm) are made once, in --folder; the first run installs some hundred
-packages. Each client's script beside this file checks what it gets and prints a line per check. The table has
-the client's version, its checks, and how long it took; exit code 1 when one failed. Without --model-folder,
-lm-eval and guidellm are left out: they need its tokenizer, and lm-eval's log-likelihoods are compared with
-transformers' on the same model.
+packages. Each client's script beside this file checks what it gets and prints a line per check. What the
+served model is too small for is asked of a second server, with an engine that says given replies
+(scripted_engine.py). The table has the client's version, its checks, and how long it took; exit code 1 when
+one failed. Without --model-folder, lm-eval and guidellm are left out: they need its tokenizer, and lm-eval's
+log-likelihoods are compared with transformers' on the same model.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from scripted_engine import scripted_server
 
 from minisgl.benchmark.reports.report import make_report, write_report
 from minisgl.ipc.child_process import module_command
@@ -40,14 +44,19 @@ PYTHON = (
     Client("openai", "openai_python.py"),
     Client("openai", "openai_responses.py"),
     Client("anthropic", "anthropic_python.py"),
-    Client("litellm", "litellm_client.py"),
+    Client("litellm", "litellm_client.py", ("mcp",)),  # it imports mcp where a call has tools
     Client("langchain-openai", "langchain_client.py"),
+    Client("instructor", "instructor_client.py", ("instructor[anthropic]",)),
+    Client("openai-agents", "openai_agents_client.py"),
+    Client("pydantic-ai-slim", "pydantic_ai_client.py", ("pydantic-ai-slim[anthropic,openai]",)),
+    Client("dspy", "dspy_client.py"),
     Client("llm", "llm_client.py"),
     Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]", "transformers")),
     Client("guidellm", "guidellm_client.py"),
 )
 NEED_FOLDER = ("lm_eval", "guidellm")
-NODE = Client("openai (npm)", "openai_node.mjs")
+AI_SDK = ("@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")
+NODE = (Client("openai", "openai_node.mjs", ("zod",)), Client("ai", "ai_sdk_node.mjs", AI_SDK))
 
 
 class Outcome(NamedTuple):
@@ -76,15 +85,17 @@ def python_command(client: Client, folder: Path) -> tuple[list[str], str]:
     return [str(python), str(HERE / client.script)], version
 
 
-def node_command(folder: Path) -> tuple[list[str], str]:
+def node_command(client: Client, folder: Path) -> tuple[list[str], str]:
     """The same for npm; its script has to lie where the package is."""
-    home = folder / "npm"
-    if not (home / "node_modules" / "openai").exists():
+    home = folder / f"npm-{client.package}"
+    if not (home / "complete").exists():
         home.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "install", "--silent", "openai"], cwd=home, check=True, stdout=sys.stderr)
-    (home / NODE.script).write_bytes((HERE / NODE.script).read_bytes())
-    package = json.loads((home / "node_modules" / "openai" / "package.json").read_text())
-    return ["node", str(home / NODE.script)], package["version"]
+        install = ["npm", "install", "--silent", "--prefix", ".", client.package, *client.beside]
+        subprocess.run(install, cwd=home, check=True, stdout=sys.stderr)
+        (home / "complete").touch()
+    (home / client.script).write_bytes((HERE / client.script).read_bytes())
+    package = json.loads((home / "node_modules" / client.package / "package.json").read_text())
+    return ["node", str(home / client.script)], package["version"]
 
 
 def expected_loglikelihoods(model_folder: Path, file: Path) -> None:
@@ -138,16 +149,19 @@ def main() -> int:
     environ["OPENAI_API_KEY"] = environ.get("OPENAI_API_KEY", "none")
 
     outcomes = []
-    for client in (*PYTHON, NODE):
-        if arguments.only and client.package not in arguments.only:
-            continue
-        if client.package in NEED_FOLDER:
-            if model_folder is None:
+    with tempfile.TemporaryDirectory() as scripted_folder, scripted_server(Path(scripted_folder)) as scripted:
+        environ["SCRIPTED_URL"] = scripted.ready().url("/v1")
+        for client in (*PYTHON, *NODE):
+            name = f"{client.package} (npm)" if client in NODE else client.package
+            if arguments.only and name not in arguments.only:
                 continue
-            if client.package == "lm_eval":
-                expected_loglikelihoods(model_folder, expected)
-        command, version = node_command(folder) if client is NODE else python_command(client, folder)
-        outcomes.append(try_client(client.package, command, version, environ))
+            if client.package in NEED_FOLDER:
+                if model_folder is None:
+                    continue
+                if client.package == "lm_eval":
+                    expected_loglikelihoods(model_folder, expected)
+            command, version = (node_command if client in NODE else python_command)(client, folder)
+            outcomes.append(try_client(name, command, version, environ))
     if arguments.out:
         rows = [
             {

@@ -223,6 +223,8 @@ class _Grammars:
     def whole(self, answer: GrammarSpec | None) -> GrammarSpec | None:
         """The grammar of a reply: a thought, then calls or what `answer` says."""
         asked, form = self._asked, self._form
+        if asked.choice == "required" and answer is not None and answer.kind == "json_schema":
+            answer = None  # the reply is calls only, so the schema has no text to hold
         if isinstance(form, ResponseTemplate):
             return self._by_template(form, answer)
         # A format without calls has a structure of its own thought and any other's calls, which are not used.

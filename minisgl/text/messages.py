@@ -24,7 +24,7 @@ UNSUPPORTED_IN_MESSAGES: dict[str, Neutral] = {
         (
             *("id", "type", "object", "status", "created", "created_at", "timestamp", "metadata"),
             *("annotations", "cache_control", "thinking_blocks", "reasoning_details"),
-            *("provider_specific_fields", "extra_content"),
+            *("parsed", "provider_specific_fields", "extra_content"),
         )
     ),
 }
@@ -153,7 +153,9 @@ def _normalize_call(given: object, where: str) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     function = given.get("function")
     if isinstance(function, Mapping):
-        refuse_unknown(function, FunctionCall.__struct_fields__, {}, f"{where}.function.")
+        refuse_unknown(
+            function, FunctionCall.__struct_fields__, {"parsed_arguments": None}, f"{where}.function."
+        )
         convert(dict(function), FunctionCall, f"{where}.function.")
     call: ToolCall = convert(given, ToolCall, f"{where}.")
     arguments = arguments_text(call.function.arguments, f"{where}.function.arguments")

@@ -107,7 +107,7 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_text_becomes_one_block(server: RunningServer) -> None:
     answer = whole(server, "@say hello world")
-    assert answer["content"] == [{"type": "text", "text": "hello world", "citations": None}]
+    assert answer["content"] == [{"type": "text", "text": "hello world"}]
     assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "tiny")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
     assert whole(server, "@say ")["content"] == []

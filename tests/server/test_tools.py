@@ -411,8 +411,21 @@ def test_calls_and_an_answer_by_schema_go_together_where_they_differ_at_once(ser
     assert [name for name, _ in grammar.around] == ["reply", "calls"]
     llama = served._replace(reply_format=load_format(served, "llama3_json"))
     assert refused(llama, tools=TOOLS, **schema).param == "response_format"
-    assert refused(served, tools=TOOLS, tool_choice="required", **schema).param == "response_format"
     assert refused(served, tools=TOOLS, regex="a+").param == "regex"
+
+
+def test_calls_that_must_be_made_leave_a_schema_of_the_answer_nothing_to_hold(served: ServedModel) -> None:
+    inner: dict[str, Any] = {"name": "a", "schema": {}}
+    schema = {"response_format": {"type": "json_schema", "json_schema": inner}}
+    named = {"type": "function", "function": {"name": "get_time"}}
+    for name in ("hermes", "llama3_json"):
+        one = served._replace(reply_format=load_format(served, name))
+        for choice in ("required", named):
+            calls = encoded(one, tools=TOOLS, tool_choice=choice).plan.params.grammar
+            assert encoded(one, tools=TOOLS, tool_choice=choice, **schema).plan.params.grammar == calls
+    inner["schema"] = {"uniqueItems": True}
+    assert "uniqueItems" in refused(served, tools=TOOLS, tool_choice="required", **schema).message
+    assert refused(served, tools=TOOLS, tool_choice="required", regex="a+").param == "regex"
 
 
 RESPONSE_TEMPLATE = {

@@ -34,6 +34,15 @@ def test_what_clients_send_back_with_an_answer_is_taken_or_ignored() -> None:
         normalize_messages([{**refused, "role": "user"}])
 
 
+def test_what_clients_add_to_an_answer_may_come_back_with_it() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function}
+    answer: dict[str, Any] = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    added = {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}, "annotations": []}
+    calls = [{**call, "index": 0, "function": {**function, "parsed_arguments": {}}}]
+    assert normalize_messages([{**answer, **added, "tool_calls": calls}]) == normalize_messages([answer])
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [

@@ -58,7 +58,6 @@ ERRORS = ErrorFormat(MessagesError, error_body)
 
 class TextContent(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
-    citations: None = None
 
 
 class ThinkingContent(Struct, tag_field="type", tag="thinking", forbid_unknown_fields=True):

@@ -326,6 +326,12 @@ def _add_item(turns: Turns, given: Any, where: str) -> None:
         raise RequestError(400, "invalid_type", message, where)
     # A null type counts as absent; so do fields that do not belong to the item's type.
     kind = given.get("type") or "message"
+    if kind == "item_reference":
+        message = (
+            f"{where} refers to an item of an earlier answer, and answers are not stored: send the item "
+            "itself (clients do so with store: false)"
+        )
+        raise RequestError(400, "unsupported_parameter", message, where)
     used = NEEDED.get(kind, ("type",)) if isinstance(kind, str) else ("type",)
     used = (*used, "content") if kind == "reasoning" else used
     item: InputItem = convert(
