@@ -25,14 +25,13 @@ from minisgl.engine.inputs import (
 )
 from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.rows import Rows
+from minisgl.engine.sample_extras import RowMasks, sample_with_extras
 from minisgl.engine.step_timeline import UsedGraphs
 from minisgl.engine.steps import (
     DecodeStep,
     RowLogits,
-    RowMasks,
     prefill_logits,
     prefill_step,
-    sample_with_extras,
 )
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks

@@ -2,7 +2,7 @@
 
 Promise: both read the row tables, compute, sample, and write the new tokens and lengths back. So the host can
 launch the next step before it has seen this step's tokens. A step with extras (rules, log probabilities,
-masks) is a plain step whose rows are sampled once more, by `sample_with_extras`.
+masks) is a plain step whose rows are sampled once more, by `sample_extras`.
 
 R rows of the batch, T new tokens, N targets, V vocabulary, k top tokens.
 """
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs, JoinedDecodes
 from minisgl.engine.inputs import PrefillBatch
-from minisgl.engine.logits import SLICE_ROWS, LogitTables, pack_logprobs
+from minisgl.engine.logits import SLICE_ROWS, pack_logprobs
 from minisgl.engine.rows import Rows
 from minisgl.models.decoder import Decoder, RunBlock, call_block
-from minisgl.scheduler.plan import NONE_ALLOWED, LogitExtras
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals
 from triton_kernels.read_rows import RowState
-from triton_kernels.token_mask import token_mask
 
 
 class RowLogits(NamedTuple):
@@ -71,7 +69,7 @@ class DecodeStep(nn.Module):
     def run(self, row_ids: Tensor) -> StepOutput:
         """As `forward`, with what the tokens are sampled from."""
         state, found = self._logits(row_ids)
-        return StepOutput(_sample_plain(self.rows, state, found), found)
+        return StepOutput(sample_plain(self.rows, state, found), found)
 
     def logits(self, row_ids: Tensor) -> RowLogits:
         """The step without its sampling."""
@@ -96,7 +94,7 @@ def prefill_step(
     Ignore the token of a chunk that does not end its prompt.
     """
     found, _ = prefill_logits(model, rows, batch, run_block=run_block)
-    return StepOutput(_sample_plain(rows, rows.read(batch.row_ids), found), found)
+    return StepOutput(sample_plain(rows, rows.read(batch.row_ids), found), found)
 
 
 def prefill_logits(
@@ -176,7 +174,8 @@ def most_kv_heads(model: Decoder) -> int:
     return max(layer.num_kv_heads for layer in model.attention_layers())
 
 
-def _sample_plain(rows: Rows, state: RowState, found: RowLogits) -> Tensor:
+def sample_plain(rows: Rows, state: RowState, found: RowLogits) -> Tensor:
+    """`sample_and_advance` from the logits of a step."""
     return sample_and_advance(rows, found.row_ids, state, found.logits, found.context_len)
 
 
@@ -195,50 +194,3 @@ def sample_and_advance(
     )
     advance_rows(row_ids, token_ids, context_len, rows.last_token, rows.context_len, rows.max_rows)
     return token_ids
-
-
-class RowMasks(NamedTuple):
-    """The masks of a batch; see `token_mask`."""
-
-    mask_of: Tensor  # int32 [R], -1 = the row has none
-    masks: Tensor  # int32 [M, W]
-
-
-def sample_with_extras(
-    rows: Rows,
-    found: RowLogits,
-    counted: Tensor,
-    extras: LogitExtras,
-    tables: LogitTables | None,
-    masks: RowMasks | None = None,
-) -> Tensor:
-    """Sample a token for each row after rules and masks, in place of the one that its plain step sampled.
-
-    Args:
-        counted: bool [R], the rows whose token belongs to their output.
-        tables: needed if `extras` has rules.
-
-    Returns:
-        int32 [R, 1] (the tokens), or with log probabilities int32 [R, 1 + 2 + 2 * k] (the token, then
-        `pack_logprobs` of the model's own logits).
-    """
-    row_ids, context_len, logits = found
-    changed = logits
-    if extras.rules:
-        assert tables is not None
-        changed = tables.apply_rules(changed, row_ids, context_len)
-    if masks is not None:
-        changed = token_mask(changed, masks.mask_of, masks.masks)
-    token_ids = _sample_plain(rows, rows.read(row_ids), found._replace(logits=changed))
-    if extras.rules:
-        assert tables is not None
-        tables.add_tokens(row_ids, token_ids, counted)
-    if extras.rules or masks is not None:
-        # If a logit is NaN, the model is at fault, not the request: the maximum is NaN, which compares False.
-        by_request = (token_ids < 0) & (logits.amax(1) > float("-inf"))
-        token_ids = token_ids.masked_fill(by_request, NONE_ALLOWED)
-    result = token_ids[:, None]
-    if not extras.logprobs:
-        return result
-    asked = tables.asked_logprobs(row_ids) if extras.rules and tables is not None else None
-    return torch.cat([result, pack_logprobs(logits, token_ids, asked)], 1)

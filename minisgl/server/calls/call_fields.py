@@ -116,7 +116,7 @@ OTHER_SERVERS: dict[str, Neutral] = {
     ),
     **dict.fromkeys(("logits_processors", "prompt_embeds", "documents"), ([],)),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs", "kv_transfer_params"), ({},)),
-    **dict.fromkeys(("ec_transfer_params", "repetition_detection", "thinking_token_budget"), ()),
+    **dict.fromkeys(("ec_transfer_params", "repetition_detection"), ()),
     "length_penalty": (1,),
     "return_mm_kwargs": (True,),
     "routed_experts_prompt_start": (0,),
