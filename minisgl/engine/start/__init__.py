@@ -1,0 +1,1 @@
+"""Building an engine: devices, memory, weights, stages of the start."""
