@@ -33,10 +33,10 @@ import transformers
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import PrefillBucket
 from minisgl.engine.inputs import NO_DECODES, Decodes, build_prefill
+from minisgl.engine.start.build import build_engine
 from minisgl.engine.steps import prefill_step
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams

@@ -21,8 +21,8 @@ import numpy as np
 
 from minisgl.benchmark.model_configs import model_folder
 from minisgl.config import EngineConfig, with_cache_dir
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams
 from minisgl.weights.progress import no_progress

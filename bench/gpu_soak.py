@@ -34,8 +34,8 @@ from minisgl.benchmark.reports.report import (
 )
 from minisgl.benchmark.settings import OutputSettings
 from minisgl.config import EngineConfig, with_cache_dir
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.errors import MinisglError
 from minisgl.ipc.messages import AddRequest, Status
 from minisgl.request import FinishReason, RequestOutput, SamplingParams

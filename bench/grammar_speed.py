@@ -19,8 +19,8 @@ import numpy as np
 
 from minisgl.benchmark.reports.report import make_report, write_report
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams
 

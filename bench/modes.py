@@ -29,8 +29,8 @@ from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
 from minisgl.benchmark.steps.offline import make_workload, measure_offline
 from minisgl.benchmark.steps.step import Points, measure_steps
 from minisgl.config import EngineConfig, with_cache_dir
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams

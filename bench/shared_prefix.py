@@ -20,8 +20,8 @@ import torch
 
 from minisgl.benchmark.model_configs import model_folder
 from minisgl.config import EngineConfig, with_cache_dir
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import SamplingParams

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from minisgl.benchmark.reports.report import make_report, write_report
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.errors import RequestError
 from minisgl.grammar.compiler import GrammarCompiler
 from minisgl.grammar.matcher import Grammar

@@ -29,8 +29,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minisgl.config import EngineConfig, with_cache_dir
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.errors import EngineDeadError
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import RequestOutput, SamplingParams

@@ -91,7 +91,7 @@ class LLM:
         prepared = time.perf_counter()
         on_stage("find model, read tokenizer", 1e3 * (prepared - started))
         # Imported here because torch takes seconds to import and the errors above should come before.
-        from minisgl.engine.build import build_engine
+        from minisgl.engine.start.build import build_engine
 
         on_stage("import torch and engine", 1e3 * (time.perf_counter() - prepared))
         stop_strings = lru_cache(maxsize=8)(StopStrings)  # requests of a batch share one table

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, SamplingParams
 from minisgl.weights.sources import resolve_model_folder

@@ -224,7 +224,7 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
     cpu = {"name": "cpu", "kind": platform.processor() or platform.machine(), "memory": _cpu_memory()}
     if torch is None:
         return [cpu], DeviceFacts(has_cuda=False)
-    from minisgl.engine.device import find_device_facts  # lazy: it imports torch
+    from minisgl.engine.start.device import find_device_facts  # lazy: it imports torch
 
     facts = find_device_facts()
     if facts.cpu_has_bf16:

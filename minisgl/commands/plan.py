@@ -1,7 +1,7 @@
 """`minisgl plan`: computes how many requests of a model fit on a GPU, from its config.json alone.
 
-Promise: the arithmetic is the engine's own (`minisgl/engine/memory.py`). Only activations, which the engine
-measures, are estimated here. The GPU's memory comes from a table or from the user.
+Promise: the arithmetic is the engine's own (`minisgl/engine/start/memory.py`). Only activations, which the
+engine measures, are estimated here. The GPU's memory comes from a table or from the user.
 """
 
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.memory import (
+from minisgl.engine.rows import Rows
+from minisgl.engine.start.memory import (
     MemoryBudget,
     check_weights_fit,
     estimate_activation_bytes,
@@ -19,7 +20,6 @@ from minisgl.engine.memory import (
     module_bytes,
     plan_memory,
 )
-from minisgl.engine.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model

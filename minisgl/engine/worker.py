@@ -21,7 +21,7 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
-from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import ConfigError, MinisglError, ModelError
 from minisgl.grammar.limits import MAX_QUEUED
 from minisgl.ipc.messages import (
@@ -108,7 +108,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
     with pause_then_freeze_gc():
         # Lazy: importing torch takes seconds, which this stage counts.
-        from minisgl.engine.build import build_engine
+        from minisgl.engine.start.build import build_engine
 
         on_stage("import torch", (time.perf_counter() - started) * 1e3)
         engine = build_engine(

@@ -17,8 +17,8 @@ from minisgl.benchmark.steps.startup import with_caches_in
 from minisgl.benchmark.steps.workload import Item, check_offline_settings, random_workload, read_prompts
 from minisgl.cli import main
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import resolve_model_folder

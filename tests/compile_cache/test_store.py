@@ -339,7 +339,7 @@ def test_what_torch_sets_when_it_compiles_is_no_choice_of_the_users(published: P
 
 def test_what_importing_the_engine_sets_is_no_choice_of_the_users(tmp_path: Path) -> None:
     code = (
-        "import os, pathlib, minisgl.engine.build\n"
+        "import os, pathlib, minisgl.engine.start.build\n"
         "from compile_cache.store import open_cache\n"
         f"cache = open_cache(pathlib.Path({str(tmp_path)!r}), {FACTS!r})\n"
         "print(cache is not None, os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"

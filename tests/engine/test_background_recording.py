@@ -16,7 +16,6 @@ from test_decode_graphs import BUCKETS, CPU, Graphs, Step
 from test_step_timeline import started
 
 from minisgl.config import ResolvedConfig, resolve_engine_config
-from minisgl.engine import build
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import background_recording, decode_graphs, recording
 from minisgl.engine.graphs.background_recording import BackgroundRecorder
@@ -24,6 +23,7 @@ from minisgl.engine.graphs.buckets import decode_buckets, prefill_buckets, start
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs, KernelCompilations
 from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
+from minisgl.engine.start import build
 from minisgl.engine.worker import IDLE_WAIT_MS, _serve
 from minisgl.ipc.messages import AddRequest, Ping, Shutdown
 from minisgl.models.decoder import call_block

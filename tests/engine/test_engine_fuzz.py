@@ -22,8 +22,8 @@ from tiny_models import VOCAB_SIZE, logits_of, random_model
 from transformers import PreTrainedModel
 
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
+from minisgl.engine.start.build import build_engine
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit, TokenLogprobs

@@ -12,8 +12,8 @@ import torch
 from compile_cache.manifest import CacheError
 from compile_cache.store import OpenCache
 from minisgl.config import EngineConfig
-from minisgl.engine import build_rank as rank
-from minisgl.engine.build import build_engine
+from minisgl.engine.start import build_rank as rank
+from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError
 
 MODEL = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 
 
 class Node:

@@ -18,12 +18,12 @@ from test_step_timeline import MODEL, started
 
 from minisgl.attention.backends import select
 from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine import build
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import recording
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.model_runner import LaunchedStep
+from minisgl.engine.start import build
 from minisgl.engine.step_timeline import UsedGraphs
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.logits import LogitTables, pack_logprobs
-from minisgl.engine.memory import (
+from minisgl.engine.start.memory import (
     check_weights_fit,
     logit_extras_bytes,
     page_bytes,

@@ -13,9 +13,9 @@ import torch
 
 from minisgl.config import EngineConfig
 from minisgl.engine import profiler
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.engine.profiler import MAX_PART_STEPS, PAUSE_S, StepProfiler, join_traces, steps_of_next_part
+from minisgl.engine.start.build import build_engine
 from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
 from minisgl.errors import ConfigError
 from minisgl.ipc.messages import AddRequest

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
+from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.families import FAMILIES
 from minisgl.model_config.rope_config import ROPE_TYPES

@@ -25,9 +25,9 @@ from transformers.generation.logits_process import (
 )
 
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs
+from minisgl.engine.start.build import build_engine
 from minisgl.engine.steps import DecodeStep, StepOutput
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs

@@ -21,10 +21,10 @@ from test_ranks import LIMIT_S, _gone, add, alive, build, run_to_the_end
 from tiny_models import random_model
 
 from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import node_link
 from minisgl.engine.ranks.node_link import Hello, NodeListener, RankEnded, Welcome, connect
+from minisgl.engine.start.device import find_device_facts
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_config import read_model_config

@@ -25,9 +25,9 @@ from tiny_models import VOCAB_SIZE, random_model
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.benchmark.steps.step import Points, measure_steps
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import follower_link, rank_processes
+from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
@@ -255,7 +255,7 @@ def test_a_rank_that_can_not_start_is_the_starts_error(folder: Path, monkeypatch
 REFUSER = """
 import sys
 from minisgl import errors
-from minisgl.engine import build
+from minisgl.engine.start import build
 from minisgl.engine.ranks import follower
 def refuse(*arguments, **settings):
     raise {error}

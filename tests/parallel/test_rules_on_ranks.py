@@ -13,10 +13,10 @@ from tiny_models import random_model
 
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine import model_runner
-from minisgl.engine.build import build_follower
-from minisgl.engine.build_rank import Rendezvous
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import recording
+from minisgl.engine.start.build import build_follower
+from minisgl.engine.start.build_rank import Rendezvous
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.graphs.decode_graphs import compiled_block
-from minisgl.engine.memory import module_bytes
+from minisgl.engine.start.memory import module_bytes
 from minisgl.layers.attention import Attention
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.decoder import Decoder

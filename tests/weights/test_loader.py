@@ -229,7 +229,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from minisgl.engine.device import peak_host_bytes
+from minisgl.engine.start.device import peak_host_bytes
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.weights import loader

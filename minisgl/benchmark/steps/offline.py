@@ -37,9 +37,9 @@ from minisgl.benchmark.steps.workload import (
     random_workload,
 )
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
 from minisgl.engine.engine import Engine
-from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.start.build import build_engine
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.ipc.messages import AddRequest, Status
 from minisgl.request import FinishReason, SamplingParams

@@ -12,7 +12,7 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
-from minisgl.engine.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import MinisglError
 
 PROMPT_TOKENS = 16
@@ -66,7 +66,7 @@ def _start(order: StartOrder, arrived_at: float) -> None:
     with pause_then_freeze_gc():  # as a server's engine starts
         import numpy as np
 
-        from minisgl.engine.build import build_engine
+        from minisgl.engine.start.build import build_engine
         from minisgl.ipc.messages import AddRequest
         from minisgl.request import SamplingParams
 

@@ -34,12 +34,12 @@ from minisgl.benchmark.reports.report import (
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
 from minisgl.benchmark.steps.step_measure import StepMeasurements
 from minisgl.config import EngineConfig
-from minisgl.engine.build import build_engine
-from minisgl.engine.device import find_device_facts, peak_host_bytes
 from minisgl.engine.engine import Engine
-from minisgl.engine.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.ranks.follower_link import Started
-from minisgl.engine.startup_stages import load_ms
+from minisgl.engine.start.build import build_engine
+from minisgl.engine.start.device import find_device_facts, peak_host_bytes
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.start.startup_stages import load_ms
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_config import read_model_config

@@ -28,7 +28,7 @@ from minisgl.engine.graphs.graph_recorder import GraphRecorder
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.rows import Rows
-from minisgl.engine.startup_stages import StartupStages
+from minisgl.engine.start.startup_stages import StartupStages
 from minisgl.engine.steps import DecodeStep, prefill_step
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import Decoder

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from compile_cache.bytecode import keep_bytecode
-from minisgl.engine.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.ranks.follower_link import (
     Checksum,
     Failed,
@@ -25,6 +24,7 @@ from minisgl.engine.ranks.follower_link import (
     Started,
     TokenChecksum,
 )
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.worker import exit_with_parent, fatal_message
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.ipc.transport import FollowerSocket
@@ -64,10 +64,10 @@ def _run(config: FollowerConfig, socket: FollowerSocket) -> None:
     stages: dict[str, float] = {}
     with pause_then_freeze_gc():
         # Lazy: importing torch takes seconds, and `main` reports an error of the import to rank 0.
-        from minisgl.engine.build import build_follower
-        from minisgl.engine.build_rank import Rendezvous
-        from minisgl.engine.device import peak_host_bytes
-        from minisgl.engine.startup_stages import load_ms
+        from minisgl.engine.start.build import build_follower
+        from minisgl.engine.start.build_rank import Rendezvous
+        from minisgl.engine.start.device import peak_host_bytes
+        from minisgl.engine.start.startup_stages import load_ms
 
         engine = build_follower(
             config.engine,

@@ -18,10 +18,10 @@ from minisgl.config import (
     attention_environment,
     resolve_engine_config,
 )
-from minisgl.engine.build_rank import Rendezvous, build_rank
-from minisgl.engine.device import find_device_facts
 from minisgl.engine.engine import Engine
-from minisgl.engine.startup_stages import OnStage, StartupStages
+from minisgl.engine.start.build_rank import Rendezvous, build_rank
+from minisgl.engine.start.device import find_device_facts
+from minisgl.engine.start.startup_stages import OnStage, StartupStages
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_config import read_model_config

@@ -22,7 +22,6 @@ from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_planner import AttentionPlanner
-from minisgl.engine.device import free_host_bytes, peak_host_bytes
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.graphs.decode_graphs import KernelCompilations, import_compiler
@@ -30,7 +29,10 @@ from minisgl.engine.graphs.dry_runs import Peaks, measure_peaks
 from minisgl.engine.graphs.rank_compile_cache import open_rank_compile_cache, publish_compile_cache
 from minisgl.engine.graphs.recording import record_steps
 from minisgl.engine.inputs import HostPageTable, Stager
-from minisgl.engine.memory import (
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.rows import Rows
+from minisgl.engine.start.device import free_host_bytes, peak_host_bytes
+from minisgl.engine.start.memory import (
     MemoryBudget,
     check_weights_fit,
     estimate_activation_bytes,
@@ -39,10 +41,8 @@ from minisgl.engine.memory import (
     module_bytes,
     plan_memory,
 )
-from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.replace_kernels import replace_kernels
-from minisgl.engine.rows import Rows
-from minisgl.engine.startup_stages import StartupStages
+from minisgl.engine.start.replace_kernels import replace_kernels
+from minisgl.engine.start.startup_stages import StartupStages
 from minisgl.errors import ConfigError
 from minisgl.grammar.pending import PendingGrammars
 from minisgl.kvcache.manager import KVCacheManager
