@@ -64,6 +64,7 @@ class Engine:
         self._followers = followers
         self._grammars = grammars
         self._launched: deque[LaunchedStep] = deque()
+        self._unsampled: LaunchedStep | None = None  # the newest launched step, if it waits for its masks
         self.timeline = StepTimeline()
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
         self.num_broken_counts = 0  # how often `check_at_idle` found lost pages
@@ -146,6 +147,7 @@ class Engine:
             raise cause from (error if cause is not error else None)
 
     def _step(self) -> list[RequestOutput]:
+        self._sample_waiting()
         for request_id in self._scheduler.grammars.take_abandoned():
             self._grammars.cancel(request_id)
         for request_id, grammar in self._grammars.take_compiled():
@@ -159,11 +161,12 @@ class Engine:
             launched_s = time.perf_counter()
             self.timeline.record_launch(plan, step.graphs, begin_s, planned_s, launched_s)
             if plan.masked:
-                # The device computes this step's logits while the tokens that its masks need are applied.
+                # The device computes this step's logits while the tokens that its masks need are applied, and
+                # these leave the engine before the masks are filled.
+                self._unsampled = step
                 self._apply_until(1)
-                masking_s = time.perf_counter()
-                self._sample(step, self._scheduler.masks(plan, self._grammars.fill_masks))
-                self.timeline.record_masks(masking_s, time.perf_counter())
+                if not self.config.overlap:
+                    self._sample_waiting()
             if self._recorded.background.is_due:
                 self.record_graph()  # the device is busy with the launched step meanwhile
         elif not self._launched:
@@ -184,11 +187,17 @@ class Engine:
             self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
             self.profiler.count_step()
 
-    def _sample(self, step: LaunchedStep, masks: TokenMasks) -> None:
-        """Queue the second half of a step with masks on all ranks."""
+    def _sample_waiting(self) -> None:
+        """If a step waits for its masks, queue its second half on all ranks."""
+        step, self._unsampled = self._unsampled, None
+        if step is None:
+            return
+        masking_s = time.perf_counter()
+        masks = self._scheduler.masks(step.plan, self._grammars.fill_masks)
         if self._followers is not None:
             self._followers.send_masks(masks)
         self.runner.sample(step, masks)
+        self.timeline.record_masks(masking_s, time.perf_counter())
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step on all ranks. The scheduler does not learn of it: use `step` for serving."""
@@ -316,7 +325,7 @@ class Engine:
         """
         try:
             while self._launched:
-                self.runner.collect(self._launched.popleft())
+                self._launched.popleft().wait()
             self.profiler.close()
             self._grammars.close()
         finally:

@@ -153,8 +153,7 @@ class ModelRunner:
         graphs = UsedGraphs(
             decode_bucket, choice.bucket.tokens if choice.bucket is not None else 0, choice.joined
         )
-        done = None if plan.masked else self._event()
-        return LaunchedStep(plan, graphs, batches, done, prompt_logprobs)
+        return LaunchedStep(plan, graphs, batches, self._event(), prompt_logprobs)
 
     @torch.inference_mode()
     def sample(self, step: LaunchedStep, masks: TokenMasks) -> None:

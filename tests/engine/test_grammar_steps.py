@@ -289,3 +289,24 @@ def test_without_a_tokenizer_file_a_grammar_is_refused(engine: Engine) -> None:
     for output in outputs:
         answer.take(output)
     assert answer.end[2] == "no_grammar"
+
+
+def test_a_token_leaves_before_the_mask_behind_it_is_filled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
+    num_filled = num_tokens = 0
+    fill = engine._grammars.fill_masks
+
+    def count(rows: Any, masks: np.ndarray) -> Any:
+        nonlocal num_filled
+        num_filled += len(rows)
+        return fill(rows, masks)
+
+    monkeypatch.setattr(engine._grammars, "fill_masks", count)
+    engine.add(constrained(0, max_tokens=9))
+    while engine.has_work:
+        for output in engine.step():
+            num_tokens += len(output.token_ids)
+            assert num_filled == num_tokens
+    assert num_tokens > 1
