@@ -40,6 +40,7 @@ CHATS: list[list[tuple[str, str]]] = [
     [("user", LONG_TEXT * 9 + "Summarise the text in one sentence.")],
     [("user", "   \n\tspaces   and\ttabs\n\n\nmatter  ")],
     [("user", "List five animals, one per line.")],
+    [("user", "What is the capital of Japan?")],  # the line that a server prints
 ]
 TEXTS = ["Once upon a time", "import numpy as np\n\ndef softmax(x):\n", "1, 2, 3, 5, 8, 13,", "The", "Ω≈ç√∫ "]
 

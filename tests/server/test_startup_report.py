@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, waterfall
 
-GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_golden.json"
+GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_more_golden.json"
 """What the built-in model answers; tests/test_golden.py asks the engine."""
 
 
@@ -44,5 +44,6 @@ def test_the_curl_line_asks_what_the_built_in_model_answers_well() -> None:
     body = json.loads(shlex.split(curl_line("http://x", "smollm2-135m", chat=True))[-1])
     assert body["temperature"] == 0
     cases = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
-    (answer,) = [case["float32"] for case in cases if case.get("messages") == body["messages"]]
-    assert (answer["text"], answer["finish"]) == ("The capital of France is Paris.", "stop")
+    (answer,) = [case for case in cases if case.get("messages") == body["messages"]]
+    assert answer["text"] == "The capital of Japan is Tokyo."
+    assert answer["min_margin"] > 0.5, "another processor's rounding could choose another token"
