@@ -147,8 +147,10 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
     assert (only_prompt.token_ids, only_prompt.text) == ((), "")
     assert only_prompt.prompt_logprobs is not None
     first, second = llm.generate([[504, 3575]], SamplingParams(max_tokens=1, prompt_logprobs=1), n=2)
-    assert first.prompt_logprobs == second.prompt_logprobs == only_prompt.prompt_logprobs
-    assert only_prompt.prompt_logprobs[0].logprob == pytest.approx(reply.prompt_logprobs[0].logprob, abs=1e-3)
+    assert first.prompt_logprobs == second.prompt_logprobs
+    assert first.prompt_logprobs is not None
+    found = [values[0].logprob for values in (only_prompt.prompt_logprobs, first.prompt_logprobs)]
+    assert found == pytest.approx([reply.prompt_logprobs[0].logprob] * 2, abs=1e-3)
 
 
 def test_bad_words_do_not_come(llm: LLM) -> None:

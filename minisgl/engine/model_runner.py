@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs.prefill_graphs import UNCAPTURED, PrefillChoice
 from minisgl.engine.graphs.recording import RecordedSteps
+from minisgl.engine.host_tokens import HostTokens, join_logprobs
 from minisgl.engine.inputs import (
     NO_DECODES,
     HostPageTable,
@@ -39,24 +40,6 @@ from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResu
 MASK_BUFFERS = 1
 """Pinned host buffers for masks: a step's masks are made when the step before is over, and so is its copy.
 The buffer has at most 2 * rows * ceil(vocabulary / 32) int32: 9.7 MB for 256 rows of 151,936 tokens."""
-
-
-class HostTokens(NamedTuple):
-    """Results of rows, copied to the host, and the places of those that count."""
-
-    results: Tensor  # int32 [R] tokens, or [R, columns] with log probabilities (see `sample_with_extras`)
-    places: list[int]
-
-    def read(self) -> list[int]:
-        """The tokens. Call it only after the copy has ended."""
-        token_ids = (self.results if self.results.dim() == 1 else self.results[:, 0]).tolist()
-        return [token_ids[place] for place in self.places]
-
-    def logprobs(self) -> np.ndarray | None:
-        """Log probabilities, int32 [places, 2 + 2 * k], or None. Call it only after the copy has ended."""
-        if self.results.dim() == 1 or self.results.shape[1] == 1:
-            return None
-        return self.results[:, 1:].numpy()[self.places]
 
 
 class UnsampledRows(NamedTuple):
@@ -192,7 +175,7 @@ class ModelRunner:
         if step.prompt_logprobs is not None:
             ends = np.cumsum([len(chunk.targets) // 4 for chunk in step.plan.chunks])
             prompt_logprobs = tuple(np.split(step.prompt_logprobs.numpy(), ends[:-1]))
-        return StepResult(token_ids, _join_logprobs(batches), prompt_logprobs)
+        return StepResult(token_ids, join_logprobs(batches), prompt_logprobs)
 
     def _choose_prefill(self, plan: StepPlan) -> PrefillChoice:
         """Choose how the plan's chunks run, and whether its decodes join their batch."""
@@ -309,17 +292,3 @@ def _pack_targets(chunks: tuple[Chunk, ...]) -> list[np.ndarray]:
         begin += chunk.num_new_tokens
     target_ids = np.frombuffer(b"".join(chunk.targets for chunk in chunks), dtype="<i4")
     return [np.concatenate(places), target_ids]
-
-
-def _join_logprobs(parts: list[HostTokens]) -> np.ndarray | None:
-    """Join the log probabilities of all parts. Parts without any get zeros. None if no part has any."""
-    lines = [part.logprobs() for part in parts]
-    width = max((part.shape[1] for part in lines if part is not None), default=0)
-    if not width:
-        return None
-    return np.concatenate(
-        [
-            np.zeros((len(part.places), width), dtype=np.int32) if found is None else found
-            for part, found in zip(parts, lines, strict=True)
-        ]
-    )

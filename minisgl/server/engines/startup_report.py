@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 
 QUESTION = "What is the capital of Japan?"
-"""The built-in model answers it correctly, in one sentence. Its best token is always ahead by a logit of 0.96,
-so that bfloat16 gives the same answer on every processor (for France it is 0.1)."""
+"""The built-in model answers it correctly, in one sentence. Its best token is ahead by a logit of at least
+0.96, so that bfloat16 gives the same answer on every processor (for France it is 0.1)."""
 TEXT = "The capital of Japan is"
 NAME_WIDTH = 44
 BAR_WIDTH = 30
