@@ -31,7 +31,8 @@ from minisgl.engine.graphs.dry_runs import (
 from minisgl.engine.inputs import HostPageTable
 from minisgl.engine.logits import LogitTables
 from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep, RowMasks, StepOutput, prefill_step, sample_with_extras
+from minisgl.engine.sample_extras import RowMasks, sample_with_extras
+from minisgl.engine.steps import DecodeStep, StepOutput, prefill_step
 from minisgl.model_config.config import ExpertsConfig, ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
