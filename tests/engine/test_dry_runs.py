@@ -14,7 +14,7 @@ import minisgl.engine.logits
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine import steps
+from minisgl.engine import sample_extras
 from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs import dry_runs
 from minisgl.engine.graphs.dry_runs import (
@@ -128,7 +128,7 @@ def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(
     note(minisgl.engine.logits, "logit_rules")
     note(minisgl.engine.logits, "count_tokens")
     note(dry_runs, "token_mask")
-    note(steps, "token_mask")
+    note(sample_extras, "token_mask")
     model = small_model(replace(CONFIG, experts=None, architecture="Qwen3ForCausalLM"))
     rows, planner = tables()
     asked = EngineConfig(device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64)
