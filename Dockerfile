@@ -6,6 +6,16 @@
 #   docker run --rm -p 8000:8000 -v minisgl-cache:/cache minisgl --model smollm2-135m   (CPU)
 
 ARG PYTHON_VERSION=3.12
+# The image has what the wheel has, and nothing else of the sources.
+FROM python:${PYTHON_VERSION}-slim-bookworm AS wheel
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY minisgl minisgl
+COPY triton_kernels triton_kernels
+COPY compile_cache compile_cache
+RUN pip wheel --no-deps --wheel-dir /dist .
+
 FROM python:${PYTHON_VERSION}-slim-bookworm AS build
 ARG TORCH=torch==2.13.0
 ARG TRITON=triton==3.6.0
@@ -15,12 +25,8 @@ ENV PATH=/opt/minisgl/bin:$PATH
 # The large layer first: it changes only with the pins. Triton only where torch brings none (CPU builds).
 RUN pip install "${TORCH}" \
  && if ! pip show -q triton; then pip install "${TRITON}"; fi
-WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
-COPY minisgl minisgl
-COPY triton_kernels triton_kernels
-COPY compile_cache compile_cache
-RUN pip install .
+COPY --from=wheel /dist /dist
+RUN pip install /dist/minisgl-*.whl
 
 FROM python:${PYTHON_VERSION}-slim-bookworm
 # Triton and inductor compile small C and C++ files at run time.

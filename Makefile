@@ -4,6 +4,7 @@
 #   make test PYTHON=python3.11       another interpreter (3.10 or newer)
 #   make serve TORCH=torch==2.11.0    another torch (a GPU and a CPU build both serve)
 #   make test PYTEST_FLAGS="-n 0 -k radix"     some tests, in one process
+#   make dist BUILD_FLAGS=--no-isolation       with the setuptools of .venv, without the network
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -11,6 +12,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+BUILD_FLAGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -29,7 +31,7 @@ COUNT_TESTS = import sys, xml.etree.ElementTree as tree; \
 	print(ran, "tests ran"); sys.exit(ran < 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format clean distclean
+.PHONY: help serve test lint format dist clean distclean
 
 help:  ## Show what make can do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +54,13 @@ lint: $(VENV)/.installed-dev  ## Lint, formatting and types, nothing else
 format: $(VENV)/.installed-dev  ## Let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The wheel is built from the source archive, so both are complete. This needs no torch.
+dist: | $(BIN)/python  ## Build the wheel and the source archive into dist/
+	rm -rf build dist
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	@$(BIN)/python -c 'import build' 2>/dev/null || $(PIP) "build>=1.2"
+	$(BIN)/python -m build --outdir dist $(BUILD_FLAGS) .
 
 clean:  ## Remove what builds and tests leave behind (the virtual environment stays)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(VENV)/test-report.xml

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minisgl.errors import (
         ConfigError,
+        DeviceFaultError,
         EngineDeadError,
         MinisglError,
         ModelError,
@@ -25,6 +26,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Delta",
+    "DeviceFaultError",
     "EngineDeadError",
     "FinishReason",
     "MinisglError",
@@ -43,6 +45,7 @@ _HOME = {
     "FinishReason": "minisgl.request",
     "SamplingParams": "minisgl.request",
     "ConfigError": "minisgl.errors",
+    "DeviceFaultError": "minisgl.errors",
     "EngineDeadError": "minisgl.errors",
     "MinisglError": "minisgl.errors",
     "ModelError": "minisgl.errors",

@@ -3,7 +3,8 @@
 `commands/parser.py` has the flags, and COMMANDS at the end of this file the function of each command.
 
 Promise: importing this module, `minisgl --help` and `minisgl serve` load no torch. A user's mistake gives one
-line on stderr and exit code 2, Ctrl-C gives exit code 130, and neither shows a traceback.
+line on stderr and exit code 2, an engine that dies 1 or, of a GPU fault, 74, and Ctrl-C 130, all without a
+traceback.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from minisgl.config import (
     check_server_config,
     with_cache_dir,
 )
-from minisgl.errors import ConfigError, EngineDeadError, MinisglError, RequestError
+from minisgl.errors import ConfigError, DeviceFaultError, EngineDeadError, MinisglError, RequestError
 from minisgl.log import LEVELS, setup_logging
 from minisgl.request import SamplingParams
 
@@ -70,6 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has exited, as in `minisgl generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except EngineDeadError as error:
+        print(f"minisgl: error: {error}", file=sys.stderr)
+        if isinstance(error, DeviceFaultError):
+            from minisgl.engine.device_faults import exit_after_device_fault
+
+            exit_after_device_fault()
         return EXIT_FAILED
     except MinisglError as error:
         print(f"minisgl: error: {error}", file=sys.stderr)
@@ -127,11 +135,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     if engine.node_rank:
         from minisgl.engine.ranks.node import run_node
 
-        try:
-            run_node(engine, folder, lambda line: print(line, file=sys.stderr, flush=True))
-        except EngineDeadError as error:
-            print(f"minisgl: error: {error}", file=sys.stderr)
-            return EXIT_FAILED
+        run_node(engine, folder, lambda line: print(line, file=sys.stderr, flush=True))
         return EXIT_OK
     return run_server(server, engine, folder, started_at=started_at)
 

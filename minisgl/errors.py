@@ -21,6 +21,14 @@ class EngineDeadError(MinisglError):
     """The engine ended, broke or stopped answering while requests were open."""
 
 
+class DeviceFaultError(EngineDeadError):
+    """The GPU reported an error after which the process can't use it any more; a new process may."""
+
+
+DEVICE_FAULT_EXIT_CODE = 74
+"""Exit code of every process of minisgl that a GPU fault ends (EX_IOERR of sysexits.h)."""
+
+
 class RequestError(MinisglError):
     """One request can't be served; the engine is fine.
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minisgl.errors import EngineDeadError, MinisglError, RequestError
+from minisgl.errors import DeviceFaultError, EngineDeadError, MinisglError, RequestError
 from minisgl.ipc.messages import AddRequest, add_requests
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
 from minisgl.seeds import base_seed
@@ -188,6 +188,7 @@ class OfflineDriver:
         self._to_abort: deque[int] = deque()
         self._next_id = 0
         self._failure: str | None = None
+        self._failure_kind = EngineDeadError
 
     def submit(
         self,
@@ -280,11 +281,18 @@ class OfflineDriver:
         if self._engine is None:
             raise MinisglError(CLOSED)
         if self._failure is not None:
-            raise EngineDeadError(f"the engine broke earlier ({self._failure}); make a new LLM")
+            what_to_do = "make a new LLM"
+            if self._failure_kind is DeviceFaultError:
+                what_to_do += " in a new process"
+            raise self._failure_kind(f"the engine broke earlier ({self._failure}); {what_to_do}")
         return self._engine
 
     def _step(self, engine: StepEngine) -> None:
-        """Run one engine step and deliver its outputs. The caller holds the lock."""
+        """Run one engine step and deliver its outputs. The caller holds the lock.
+
+        Raises:
+            DeviceFaultError: the GPU can't be used by this process any more.
+        """
         with interrupts_deferred():
             try:
                 self._send_aborts(engine)
@@ -293,8 +301,10 @@ class OfflineDriver:
                 self._send_aborts(engine)
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
+                if isinstance(error, DeviceFaultError):
+                    self._failure_kind = DeviceFaultError
                 for reply in list(self._open.values()):
-                    reply.fail(EngineDeadError(f"the engine broke ({self._failure})"))
+                    reply.fail(self._failure_kind(f"the engine broke ({self._failure})"))
                 self._open.clear()
                 raise
 

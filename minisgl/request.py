@@ -478,11 +478,8 @@ class Request:
     @property
     def needs_mask(self) -> bool:
         """Whether a mask must choose the token that its newest planned step samples."""
-        if self.has_grammar:
-            return True
-        return self.thought is not None and self.thought.may_restrict(
-            self.num_planned_tokens - len(self.prompt)
-        )
+        place = self.num_planned_tokens - len(self.prompt)
+        return self.has_grammar or (self.thought is not None and self.thought.may_restrict(place))
 
     def tokens(self) -> np.ndarray:
         """Prompt and output, int32 [tokens]."""

@@ -81,7 +81,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("commands", "compile_cache"): {"compile_cache.entries", "compile_cache.manifest"},
     ("commands.parser", "benchmark"): {"minisgl.benchmark.settings"},
     ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
-    ("cli", "engine"): {"minisgl.engine.ranks.node"},
+    ("cli", "engine"): {"minisgl.engine.device_faults", "minisgl.engine.ranks.node"},
     ("cli", "weights"): {
         "minisgl.weights.builtin_models",
         "minisgl.weights.sources",

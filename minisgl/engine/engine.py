@@ -1,7 +1,7 @@
 """The engine: its function `step` drives the scheduler and the model runner.
 
 Promise: `step` returns a final output for every added request, also for refused and aborted ones. Serial and
-overlapped execution run the same code and give the same tokens.
+overlapped execution run the same code and give the same tokens. After a GPU fault nothing here calls CUDA.
 """
 
 import logging
@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from compile_cache.store import OpenCache
 from minisgl.config import ResolvedConfig
+from minisgl.engine.device_faults import DeviceUse
 from minisgl.engine.graphs.rank_compile_cache import publish_compile_cache
 from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from minisgl.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class Engine:
@@ -69,6 +68,7 @@ class Engine:
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
         self.num_broken_counts = 0  # how often `check_at_idle` found lost pages
         self._num_published = self._num_compiled
+        self._device = DeviceUse(followers)
 
     @property
     def max_context_tokens(self) -> int:
@@ -99,7 +99,7 @@ class Engine:
         prompts = [np.frombuffer(prompt_ids, dtype="<i4").astype(np.int32) for prompt_ids in data]
         if request.params.needs_tables:
             try:
-                self.runner.allocate_logit_tables()
+                self._device.run(lambda: self.runner.allocate_logit_tables())
             except torch.OutOfMemoryError:
                 refusal = RequestError(
                     503,
@@ -131,20 +131,10 @@ class Engine:
         """Plan and launch a step, collect this step (with overlap: the one before), and return its outputs.
 
         Raises:
+            DeviceFaultError: this GPU, or another rank's, can't be used any more.
             EngineDeadError: another rank has ended.
         """
-        return self._run_checking_ranks(self._step)
-
-    def _run_checking_ranks(self, work: Callable[[], Result]) -> Result:
-        """Call `work`. If it fails because another rank was lost, raise that loss instead."""
-        if self._followers is None:
-            return work()
-        try:
-            self._followers.raise_if_lost()
-            return work()
-        except Exception as error:
-            cause = self._followers.cause_of(error)
-            raise cause from (error if cause is not error else None)
+        return self._device.run(self._step)
 
     def _step(self) -> list[RequestOutput]:
         self._sample_waiting()
@@ -168,7 +158,7 @@ class Engine:
                 if not self.config.overlap:
                     self._sample_waiting()
             if self._recorded.background.is_due:
-                self.record_graph()  # the device is busy with the launched step meanwhile
+                self._recorded.background.record_one()  # the device is busy with the launched step meanwhile
         elif not self._launched:
             self._grammars.wait()
         # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
@@ -234,7 +224,7 @@ class Engine:
 
     def record_graph(self) -> None:
         """Record one of the missing graphs. It takes tens of milliseconds, so call it while nothing runs."""
-        self._recorded.background.record_one()
+        self._device.run(lambda: self._recorded.background.record_one())
 
     def record_graphs(self) -> None:
         """Record all missing graphs, so that no recording disturbs a measurement."""
@@ -322,23 +312,36 @@ class Engine:
         """Wait for launched steps, then release the graphs, the ranks and the compile cache.
 
         Open requests get no output. `close` may be called twice.
+
+        Raises:
+            DeviceFaultError: the launched steps show that the GPU has failed.
         """
         try:
-            while self._launched:
-                self._launched.popleft().wait()
-            self.profiler.close()
-            self._grammars.close()
+            self._device.finish(self._finish_steps)
         finally:
+            try:
+                self._grammars.close()
+            finally:
+                self._release()
+
+    def _finish_steps(self) -> None:
+        while self._launched:
+            self._launched.popleft().wait()
+        self.profiler.close()
+
+    def _release(self) -> None:
+        """Let go of the ranks and the compile cache; after a GPU fault without any call of CUDA."""
+        if not self._device.has_failed:
             if self._ranks is not None:
                 self._recorded.release()  # NCCL waits for the end of graphs that hold its kernels
             if self._followers is not None:
                 self._followers.stop()
             if self._ranks is not None:
                 self._ranks.leave()  # the other ranks leave at the same time
-            if self._followers is not None:
-                self._followers.close()
-            compile_cache, self._compile_cache = self._compile_cache, None
-            if compile_cache is not None:
-                if self._num_compiled > self._num_published:
-                    publish_compile_cache(compile_cache)
-                compile_cache.close()
+        if self._followers is not None:
+            self._followers.close()  # ranks that were not told to stop are killed
+        compile_cache, self._compile_cache = self._compile_cache, None
+        if compile_cache is not None:
+            if not self._device.has_failed and self._num_compiled > self._num_published:
+                publish_compile_cache(compile_cache)
+            compile_cache.close()

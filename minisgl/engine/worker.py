@@ -21,8 +21,15 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
+from minisgl.engine.device_faults import device_fault_of, exit_after_device_fault
 from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
-from minisgl.errors import ConfigError, MinisglError, ModelError
+from minisgl.errors import (
+    DEVICE_FAULT_EXIT_CODE,
+    ConfigError,
+    DeviceFaultError,
+    MinisglError,
+    ModelError,
+)
 from minisgl.grammar.limits import MAX_QUEUED
 from minisgl.ipc.messages import (
     AbortRequest,
@@ -66,7 +73,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 
 def main() -> int:
-    """Run until told to stop. Returns exit code 0, or 1 after a failure."""
+    """Run until told to stop. Returns exit code 0, or 1 after a failure; a GPU fault ends the process."""
     started = time.perf_counter()
     line = sys.stdin.buffer.readline()
     if not line:
@@ -82,9 +89,13 @@ def main() -> int:
         _run(config, socket, started)
         return 0
     except Exception as error:
-        if not isinstance(error, MinisglError):
+        fatal = fatal_message(error)
+        if fatal.is_device_fault or not isinstance(error, MinisglError):
             logger.exception("the engine failed")
-        socket.send(fatal_message(error))
+        socket.send(fatal)
+        if fatal.is_device_fault:
+            socket.close()
+            exit_after_device_fault()
         return 1
     finally:
         socket.close()
@@ -93,8 +104,15 @@ def main() -> int:
 def fatal_message(error: Exception) -> Fatal:
     """The message that tells the server which error ends this process."""
     if not isinstance(error, MinisglError):
-        return Fatal(f"the engine failed: {type(error).__name__}: {error}")
-    return Fatal(str(error), is_user_error=isinstance(error, ConfigError | ModelError))
+        fault = device_fault_of(error)
+        if fault is None:
+            return Fatal(f"the engine failed: {type(error).__name__}: {error}")
+        error = fault
+    return Fatal(
+        str(error),
+        is_user_error=isinstance(error, ConfigError | ModelError),
+        is_device_fault=isinstance(error, DeviceFaultError),
+    )
 
 
 def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
@@ -180,12 +198,13 @@ def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnsw
         return DebugAnswer(sequence, b"", str(error))
 
 
-def _exit_soon(reason: str) -> None:
+def _exit_soon(reason: str, is_device_fault: bool) -> None:
     """End this process soon after a rank is lost.
 
     The main thread normally reports the loss first. It can't if it waits for a GPU.
     """
-    timer = threading.Timer(EXIT_DEADLINE_S, os._exit, (1,))
+    code = DEVICE_FAULT_EXIT_CODE if is_device_fault else 1
+    timer = threading.Timer(EXIT_DEADLINE_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
 

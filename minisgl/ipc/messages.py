@@ -201,6 +201,8 @@ class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
     message: str
     is_user_error: bool = False
     """True = the settings or the model can't work; False = the engine broke."""
+    is_device_fault: bool = False
+    """The engine broke because its GPU, or another rank's, can't be used any more."""
 
 
 class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):

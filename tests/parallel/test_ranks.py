@@ -210,7 +210,7 @@ def test_tokens_that_differ_between_ranks_are_noticed(
     config = resolve_engine_config(
         EngineConfig(device="cpu", tp=2), read_model_config(folder), DeviceFacts(has_cuda=False)
     )
-    link = follower_link.FollowerLink(config, folder, ipc_dir=None, on_lost=lambda reason: None)
+    link = follower_link.FollowerLink(config, folder, ipc_dir=None, on_lost=lambda *_: None)
     try:
         link.wait_for_all()
         for step in range(follower_link.CHECKED_STEPS):
@@ -234,7 +234,7 @@ def test_rank_0_no_longer_waits_in_the_store_when_another_rank_has_ended(
     )
     for joins_before in (True, False):
         ranks = Mock(lost=threading.Event())
-        link = follower_link.FollowerLink(config, folder, ipc_dir=None, on_lost=lambda reason: None)
+        link = follower_link.FollowerLink(config, folder, ipc_dir=None, on_lost=lambda *_: None)
         try:
             if joins_before:
                 link.set_ranks(ranks)

@@ -14,6 +14,7 @@ A prompt with `@word rest` is a command; any other is answered with "ok":
   @crash         dies at once (SIGKILL)
   @freeze        stops answering anything (SIGSTOP)
   @fatal         says Fatal and exits
+  @fault TEXT    says Fatal with TEXT and exits, as after a GPU fault; without TEXT it only exits
 
 SIGUSR1 does what @go does, for tests that may not send a request any more.
 
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from minisgl.engine.worker import exit_with_parent
+from minisgl.errors import DEVICE_FAULT_EXIT_CODE
 from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -182,6 +184,11 @@ class FakeEngine:
             self.socket.send(Fatal("out of memory; lower --memory-fraction"))
             self.socket.close()
             sys.exit(1)
+        elif word == "fault":
+            if text:
+                self.socket.send(Fatal(text, is_device_fault=True))
+            self.socket.close()
+            sys.exit(DEVICE_FAULT_EXIT_CODE)
         elif word == "refuse":
             self.extra.append(
                 RequestOutput(request_id, [], FinishReason.ERROR, 0, 422, "refused", "this engine will not")

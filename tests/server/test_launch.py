@@ -243,6 +243,30 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_its_words(
 
 
 @pytest.mark.parametrize("api_workers", [1, 2])
+def test_a_gpu_fault_ends_streams_and_server_with_an_exit_code_of_its_own(
+    folder: Path, api_workers: int
+) -> None:
+    with RunningServer(folder, api_workers=api_workers) as server:
+        server.ready()
+        streams = [open_stream(server) for _ in range(3)]
+        streams.append(OpenStream(server, "@fault GPU fault: the memory lost data"))
+        for stream in streams:
+            error = json.loads(stream.result()[-1])["error"]
+            assert (error["code"], error["type"]) == ("engine_dead", "server_error")
+            assert "GPU fault: the memory lost data" in error["message"]
+        assert exit_code(server) == 74
+        assert server.ipc_dirs() == []
+    assert "the engine died: GPU fault: the memory lost data" in server.errors.read_text()
+    assert "Traceback" not in server.errors.read_text()
+
+
+def test_an_engine_that_cannot_report_its_gpu_fault_is_known_by_its_exit_code(server: RunningServer) -> None:
+    error = json.loads(OpenStream(server, "@fault").result()[-1])["error"]
+    assert "exit code 74, a GPU fault" in error["message"]
+    assert exit_code(server) == 74
+
+
+@pytest.mark.parametrize("api_workers", [1, 2])
 def test_settings_that_the_engine_refuses_at_its_start_are_one_line_as_any_mistake(
     tmp_path: Path, api_workers: int
 ) -> None:

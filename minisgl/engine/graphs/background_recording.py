@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from minisgl.engine.device_faults import device_fault_of
 from minisgl.engine.graphs.decode_graphs import KernelCompilations
 from minisgl.engine.graphs.graph_table import GraphTable
 
@@ -68,7 +69,7 @@ class BackgroundRecorder:
         """Record the next missing graph. There must be one.
 
         Raises:
-            Exception: the recording failed, if `strict`.
+            Exception: the recording failed, if `strict`, or because of a GPU fault.
         """
         self._record_one(strict=self._strict)
 
@@ -79,8 +80,8 @@ class BackgroundRecorder:
         before = self._kernels.count if self._kernels is not None else 0
         try:
             table.record_next()
-        except Exception:
-            if strict:
+        except Exception as error:
+            if strict or device_fault_of(error) is not None:
                 raise
             table.give_up()
             logger.warning(

@@ -15,6 +15,7 @@ import torch
 
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_planner import AttentionPlanner
+from minisgl.engine.device_faults import device_fault_of
 from minisgl.engine.graphs.background_recording import BackgroundRecorder
 from minisgl.engine.graphs.buckets import PrefillBucket, buckets_of, startup_prefills, startup_sizes
 from minisgl.engine.graphs.decode_graphs import (
@@ -142,7 +143,7 @@ def _record_decode(
     try:
         return _record_graphs(config, step, planner, recorder, config.compile_mode, buckets, device, ranks)
     except Exception as error:
-        if config.must_compile or config.compile_mode == "off" or isinstance(error, torch.OutOfMemoryError):
+        if config.must_compile or config.compile_mode == "off" or _ends_the_start(error):
             raise
         _fall_back_together(ranks, "compile the decode step", "--compile-mode off", error)
         logger.warning(
@@ -205,7 +206,7 @@ def _record_prefill(
     try:
         graphs.warm_up(startup_prefills(buckets), minimum_over_ranks=int if ranks is None else ranks.minimum)
     except Exception as error:
-        if config.strict_compile or isinstance(error, torch.OutOfMemoryError):
+        if config.strict_compile or _ends_the_start(error):
             raise
         _fall_back_together(ranks, "record prefill", "--max-graph-tokens 0", error)
         logger.warning(
@@ -215,6 +216,11 @@ def _record_prefill(
         )
         return None
     return graphs
+
+
+def _ends_the_start(error: Exception) -> bool:
+    """Whether other graphs, or none, would fail as well."""
+    return isinstance(error, torch.OutOfMemoryError) or device_fault_of(error) is not None
 
 
 def _fall_back_together(ranks: "Ranks | None", what: str, instead: str, error: Exception) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from compile_cache.bytecode import keep_bytecode
+from minisgl.engine.device_faults import exit_after_device_fault
 from minisgl.engine.ranks.follower_link import (
     Checksum,
     Failed,
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run until told to stop. Returns exit code 0, or 1 after a failure."""
+    """Run until told to stop. Returns exit code 0, or 1 after a failure; a GPU fault ends the process."""
     line = sys.stdin.buffer.readline()
     if not line:
         return 1  # the parent has ended already
@@ -49,10 +50,14 @@ def main() -> int:
         _run(config, socket)
         return 0
     except Exception as error:
-        if not isinstance(error, MinisglError):
-            logger.exception("the rank failed")
         fatal = fatal_message(error)
-        socket.send(msgspec.msgpack.encode(Failed(config.rank, fatal.message, fatal.is_user_error)))
+        if fatal.is_device_fault or not isinstance(error, MinisglError):
+            logger.exception("the rank failed")
+        failed = Failed(config.rank, fatal.message, fatal.is_user_error, fatal.is_device_fault)
+        socket.send(msgspec.msgpack.encode(failed))
+        if fatal.is_device_fault:
+            socket.close()
+            exit_after_device_fault()
         return 1
     finally:
         socket.close()

@@ -13,14 +13,20 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from minisgl.config import ResolvedConfig, split_rdzv
 from minisgl.engine.ranks.node_link import NodeListener, NodeRank, RankEnded, Welcome
 from minisgl.engine.ranks.rank_processes import RankProcesses
-from minisgl.errors import ConfigError, EngineDeadError, MinisglError
+from minisgl.errors import (
+    DEVICE_FAULT_EXIT_CODE,
+    ConfigError,
+    DeviceFaultError,
+    EngineDeadError,
+    MinisglError,
+)
 from minisgl.ipc.transport import LeaderSocket, RankAddresses, make_ipc_dir
 from minisgl.scheduler.plan import StepPlan, TokenMasks
 
@@ -72,6 +78,7 @@ class Failed(msgspec.Struct, tag=2, array_like=True, frozen=True):
     message: str
     is_user_error: bool = False
     """The user can mend it, as in `messages.Fatal`."""
+    is_device_fault: bool = False
 
 
 class Checksum(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -96,6 +103,14 @@ class Started(msgspec.Struct, tag=4, array_like=True, frozen=True):
 FromFollower = Joining | Failed | Checksum | Started
 
 
+class Loss(NamedTuple):
+    """The end of a rank that was not told to end."""
+
+    rank: int
+    reason: str
+    is_device_fault: bool
+
+
 class TokenChecksum:
     """A running checksum of the tokens that a rank sampled."""
 
@@ -116,8 +131,8 @@ class FollowerLink:
     Args:
         ipc_dir: a private directory for the sockets, which the caller removes. None: this object makes and
             removes one.
-        on_lost: called with the reason when a rank has ended, from another thread. The main thread may be
-            waiting for that rank on the device.
+        on_lost: called with the reason, and whether it is a GPU fault, when a rank has ended, from another
+            thread. The main thread may be waiting for that rank on the device.
     """
 
     def __init__(
@@ -126,7 +141,7 @@ class FollowerLink:
         model_folder: Path,
         *,
         ipc_dir: Path | None,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, bool], None],
     ) -> None:
         self._config = config
         self._owns_ipc_dir = ipc_dir is None
@@ -134,7 +149,7 @@ class FollowerLink:
         self._lock = threading.Lock()
         self._closing = False  # the end of a rank is no loss from now on
         self._closed = False
-        self._lost: tuple[int, str] | None = None  # the lost rank, and how it ended
+        self._lost: Loss | None = None
         self._lost_event = threading.Event()
         self._reports: dict[int, Failed] = {}
         self._starts: dict[int, Started] = {}
@@ -249,21 +264,28 @@ class FollowerLink:
 
         Raises:
             ConfigError: a rank has ended because of a setting or the model.
+            DeviceFaultError: a rank has ended because of a fault of its GPU.
             EngineDeadError: a rank has ended for another reason. The message says which one and why.
         """
         if self._lost is not None:
-            rank, reason = self._lost
+            rank, reason, is_device_fault = self._lost
             if rank not in self._reports:
                 self._receive(LAST_REPORT_MS)
             report = self._reports.get(rank)
-            if report is None:
-                raise EngineDeadError(reason)
-            kind = ConfigError if report.is_user_error else EngineDeadError
-            raise kind(f"rank {rank} of --tp: {report.message}")
+            kind = EngineDeadError
+            if is_device_fault or (report is not None and report.is_device_fault):
+                kind = DeviceFaultError
+            elif report is not None and report.is_user_error:
+                kind = ConfigError
+            raise kind(reason if report is None else f"rank {rank} of --tp: {report.message}")
 
     def cause_of(self, error: Exception) -> Exception:
-        """The exception to raise for an error of rank 0: the loss of a rank if one was lost, else `error`."""
-        if isinstance(error, MinisglError) or not self._lost_event.wait(REASON_S):
+        """The exception to raise for an error of rank 0: the loss of a rank if one was lost, else `error`.
+
+        Rank 0's GPU fails, too, when a kernel reads the memory of a rank that has ended.
+        """
+        is_settled = isinstance(error, MinisglError) and not isinstance(error, DeviceFaultError)
+        if is_settled or not self._lost_event.wait(REASON_S):
             return error
         try:
             self.raise_if_lost()
@@ -313,21 +335,22 @@ class FollowerLink:
     def _on_node_ended(self, node: int, ended: RankEnded | None) -> None:
         """Handle the end of a node or of one of its ranks. Called from a thread."""
         if ended is None:
-            self._handle_loss(node * self._config.ranks_per_node, f"node {node} of --nnodes is gone")
+            loss = Loss(node * self._config.ranks_per_node, f"node {node} of --nnodes is gone", False)
         else:
-            self._handle_loss(ended.rank, f"rank {ended.rank} of --tp ended ({ended.how})")
+            loss = Loss(ended.rank, f"rank {ended.rank} of --tp ended ({ended.how})", ended.is_device_fault)
+        self._handle_loss(loss)
 
     def _on_rank_ended(self, rank: int, code: int, how: str) -> None:
         """Handle the end of a rank of this node. Called from a thread, as rank 0 may wait for the device."""
-        self._handle_loss(rank, f"rank {rank} of --tp ended ({how})")
+        self._handle_loss(Loss(rank, f"rank {rank} of --tp ended ({how})", code == DEVICE_FAULT_EXIT_CODE))
 
-    def _handle_loss(self, rank: int, reason: str) -> None:
+    def _handle_loss(self, loss: Loss) -> None:
         with self._lock:
             if self._closing or self._lost is not None:
                 return
-            self._lost = (rank, reason)
-        logger.error("%s; all ranks end", reason)
-        self._on_lost(reason)
+            self._lost = loss
+        logger.error("%s; all ranks end", loss.reason)
+        self._on_lost(loss.reason, loss.is_device_fault)
         self._processes.kill()
         if self._nodes is not None:
             self._nodes.close(0)

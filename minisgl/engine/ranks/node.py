@@ -19,7 +19,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.ranks.follower_link import START_TIMEOUT_S, FollowerConfig
 from minisgl.engine.ranks.node_link import Connection, Hello, RankEnded, Welcome, connect, model_digest
 from minisgl.engine.ranks.rank_processes import RankProcesses
-from minisgl.errors import EngineDeadError
+from minisgl.errors import DEVICE_FAULT_EXIT_CODE, DeviceFaultError, EngineDeadError
 from minisgl.model_config.hf_config import read_model_config
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> 
     Raises:
         ConfigError: node 0 refuses this node.
         ModelError: `folder` has no model.
+        DeviceFaultError: a GPU of this host failed.
         EngineDeadError: node 0 did not answer, or the engine ended with an error.
     """
     assert config.rdzv is not None  # checked
@@ -83,6 +84,7 @@ def _follow(num_ranks: int, connection: Connection, events: Events) -> None:
     """Wait until all ranks have ended with exit code 0.
 
     Raises:
+        DeviceFaultError: a rank ended because of a fault of its GPU.
         EngineDeadError: a rank failed, or node 0 has ended.
     """
     while num_ranks:
@@ -91,8 +93,10 @@ def _follow(num_ranks: int, connection: Connection, events: Events) -> None:
             raise EngineDeadError("node 0 has ended, and so do this node's ranks")
         rank, code, how = event
         if code != 0:
-            connection.send(RankEnded(rank, how))
-            raise EngineDeadError(f"rank {rank} of --tp ended ({how}); all ranks end")
+            is_device_fault = code == DEVICE_FAULT_EXIT_CODE
+            connection.send(RankEnded(rank, how, is_device_fault))
+            kind = DeviceFaultError if is_device_fault else EngineDeadError
+            raise kind(f"rank {rank} of --tp ended ({how}); all ranks end")
         num_ranks -= 1
 
 

@@ -65,6 +65,7 @@ class RankEnded(msgspec.Struct, frozen=True):
 
     rank: int
     how: str
+    is_device_fault: bool = False
 
 
 class Connection:

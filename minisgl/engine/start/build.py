@@ -36,7 +36,7 @@ def build_engine(
     on_stage: OnStage,
     *,
     ipc_dir: Path | None = None,
-    on_lost_rank: Callable[[str], None] = lambda reason: None,
+    on_lost_rank: Callable[[str, bool], None] = lambda reason, is_device_fault: None,
     max_queued_grammars: int | None = None,
 ) -> Engine:
     """Build an engine that is ready to serve the model in `folder`, and report each stage to `on_stage`.
@@ -46,14 +46,15 @@ def build_engine(
     Args:
         ipc_dir: a private directory for the ranks' sockets, which the caller removes. None: the engine makes
             and removes one.
-        on_lost_rank: called with the reason, from another thread, when a rank has ended. The next `step`
-            raises. A `step` that is running may hang until this process ends.
+        on_lost_rank: called with the reason, and whether it is a GPU fault, from another thread, when a rank
+            has ended. The next `step` raises. A `step` that is running may hang until this process ends.
         max_queued_grammars: grammars that may wait to be compiled; a request with one more gets a 429. None:
             any number, for callers who send only their own requests.
 
     Raises:
         ConfigError: a setting is impossible, or there is too little memory.
         ModelError: the folder's model can't be loaded.
+        DeviceFaultError: the GPU failed, or another rank's.
         EngineDeadError: another rank could not start.
     """
     if config.node_rank:

@@ -22,6 +22,7 @@ from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
 from minisgl.config import ResolvedConfig
 from minisgl.engine.attention_planner import AttentionPlanner
+from minisgl.engine.device_faults import device_fault_of, name_device_faults
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.graphs.decode_graphs import KernelCompilations, import_compiler
@@ -84,6 +85,7 @@ class _Hardware(NamedTuple):
     """Memory that the engine may use."""
 
 
+@name_device_faults()
 def build_rank(
     config: ResolvedConfig,
     folder: Path,
@@ -103,6 +105,7 @@ def build_rank(
     Raises:
         ConfigError: a setting is impossible, or there is too little memory.
         ModelError: the folder's model can't be loaded.
+        DeviceFaultError: the GPU failed.
     """
     # RoPE's table has one row per position of the longest context. LongRoPE chooses its factors by that.
     model_config = replace(model_config, max_position=config.max_context_tokens)
@@ -157,7 +160,7 @@ def build_rank(
             stages.finish("compile cache")
         return engine
     except BaseException as error:
-        if ranks is not None:
+        if ranks is not None and device_fault_of(error) is None:  # after a fault, this could hang
             ranks.leave()
         if cache is not None:
             cache.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from minisgl.errors import ConfigError, EngineDeadError
+from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError
 from minisgl.ipc.messages import (
     AskProfile,
     AskTimeline,
@@ -58,6 +58,8 @@ class EngineLink:
         self.died: asyncio.Future[str] = self._loop.create_future()
         self.is_user_mistake = False
         """Whether the engine ended before it was ready because settings or model are unusable; see `died`."""
+        self.is_device_fault = False
+        """Whether the engine ended because of a GPU fault; known when `died` is."""
         self.status: Status | None = None
         self._rank = rank
         self._heard_at = time.monotonic()
@@ -162,6 +164,7 @@ class EngineLink:
                         self.ready.set_result(message)
                 elif isinstance(message, Fatal):
                     self.is_user_mistake = message.is_user_error and not self.ready.done()
+                    self.is_device_fault = message.is_device_fault
                     self.declare_dead(message.message)
                 await asyncio.sleep(0)  # other tasks must run even if messages arrive without pause
         except Exception as error:
@@ -261,6 +264,9 @@ class EngineProcess:
     def _after_exit(self, code: int) -> None:
         self.exited.set()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == DEVICE_FAULT_EXIT_CODE:  # it, or another rank, may not have been able to say more
+            self._link.is_device_fault = True
+            how += ", a GPU fault"
         # Its last messages (step outputs, a Fatal) may not have been read yet.
         self._loop.call_later(LAST_MESSAGES_S, self._link.declare_dead, f"its process ended ({how})")
 

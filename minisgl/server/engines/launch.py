@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minisgl.config import EngineConfig, ServerConfig, check_engine_config, check_server_config
-from minisgl.errors import ConfigError, EngineDeadError, RequestError
+from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError, RequestError
 from minisgl.ipc.child_process import module_command
 from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.transport import make_ipc_dir
@@ -228,7 +228,8 @@ async def _supervise(parts: ServerParts) -> int:
         _fail_open_requests(parts, link.died.result())
         raise ConfigError(link.died.result())
     if link.died.done():
-        return _fail(parts, f"the engine died: {link.died.result()}")
+        code = DEVICE_FAULT_EXIT_CODE if link.is_device_fault else EXIT_ENGINE_DIED
+        return _fail(parts, f"the engine died: {link.died.result()}", code)
     return _fail(parts, workers.failed.result())
 
 
@@ -264,11 +265,11 @@ async def _all_empty(http_server: HttpServer, workers: ApiWorkers) -> None:
     await workers.all_empty()
 
 
-def _fail(parts: ServerParts, reason: str) -> int:
+def _fail(parts: ServerParts, reason: str, exit_code: int = EXIT_ENGINE_DIED) -> int:
     """Handle the failure of the engine or of a server process; returns the exit code."""
     log.error("%s", reason)
     _fail_open_requests(parts, reason)
-    return EXIT_ENGINE_DIED
+    return exit_code
 
 
 def _fail_open_requests(parts: ServerParts, reason: str) -> None:
