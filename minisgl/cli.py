@@ -328,6 +328,23 @@ def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     return EXIT_FAILED if report.problems else EXIT_OK
 
 
+def _verify(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.benchmark.model_configs import model_folder
+    from minisgl.benchmark.reports.report import output_path
+    from minisgl.commands.verify import run_verify
+    from minisgl.weights.progress import progress_on
+
+    engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    check_engine_config(engine)
+    out = output_path("--out", arguments.out)
+    _start_log("warning", "verify")
+    directory = cache_dir(environ)
+    engine = with_cache_dir(engine, directory)
+    with model_folder(engine, cache_dir=directory, progress=progress_on(sys.stderr)) as folder:
+        passed = run_verify(engine, folder, out, sys.stdout, sys.stderr)
+    return EXIT_OK if passed else EXIT_FAILED
+
+
 def _cache_list(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     _cache_verify(arguments, environ, started_at)
     return EXIT_OK
@@ -481,6 +498,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Mapping[str, str], float], int
     "cache export": _cache_export,
     "cache import": _cache_import,
     "cache clear": _cache_clear,
+    "verify": _verify,
     "doctor": _doctor,
 }
 """The function of each command that `commands/parser.py` knows. Arguments: the parsed command line, the
