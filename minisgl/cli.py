@@ -329,19 +329,12 @@ def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
 
 
 def _verify(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
-    from minisgl.benchmark.model_configs import model_folder
-    from minisgl.benchmark.reports.report import output_path
     from minisgl.commands.verify import run_verify
-    from minisgl.weights.progress import progress_on
 
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_engine_config(engine)
-    out = output_path("--out", arguments.out)
     _start_log("warning", "verify")
-    directory = cache_dir(environ)
-    engine = with_cache_dir(engine, directory)
-    with model_folder(engine, cache_dir=directory, progress=progress_on(sys.stderr)) as folder:
-        passed = run_verify(engine, folder, out, sys.stdout, sys.stderr)
+    passed = run_verify(engine, arguments.out, cache_dir(environ), sys.stdout, sys.stderr)
     return EXIT_OK if passed else EXIT_FAILED
 
 

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "commands.reply_printer": "offline text",
         "verification": "errors config ipc request model_config scheduler engine attention layers "
         "models text",
-        "commands.verify": "config benchmark verification",
+        "commands.verify": "config benchmark verification weights",
         "commands.chat": "errors request replies text offline llm commands.reply_printer",
         "commands": "errors config attention.choice model_config parallel models weights engine "
         "compile_cache __init__",
@@ -76,7 +76,11 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("replies", "grammar"): {"minisgl.grammar.spec"},
     ("server", "grammar"): {"minisgl.grammar.spec"},
     ("layers", "attention"): {"minisgl.attention.interface"},
-    ("commands.verify", "benchmark"): {"minisgl.benchmark.reports.report"},
+    ("commands.verify", "benchmark"): {
+        "minisgl.benchmark.model_configs",
+        "minisgl.benchmark.reports.report",
+    },
+    ("commands.verify", "weights"): {"minisgl.weights.progress"},
     ("weights", "ipc"): {"minisgl.ipc.child_process"},
     ("offline", "ipc"): {"minisgl.ipc.messages"},
     ("benchmark", "compile_cache"): {"compile_cache.bytecode"},

@@ -4,40 +4,48 @@ import math
 from pathlib import Path
 from typing import Any, TextIO
 
+from minisgl.benchmark.model_configs import model_folder
 from minisgl.benchmark.reports.report import (
     Cell,
     Report,
     engine_arguments,
     format_table,
     make_report,
+    output_path,
     write_report,
 )
-from minisgl.config import GIB, EngineConfig
+from minisgl.config import GIB, EngineConfig, with_cache_dir
 from minisgl.verification.compare import PlaceError
 from minisgl.verification.verify import Verification, verify_model
+from minisgl.weights.progress import progress_on
 
 
-def run_verify(config: EngineConfig, folder: Path, out: Path | None, stdout: TextIO, stderr: TextIO) -> bool:
-    """Verify the model in `folder`, print what was found, and return whether it passed.
+def run_verify(
+    config: EngineConfig, out: str | None, cache_dir: Path, stdout: TextIO, stderr: TextIO
+) -> bool:
+    """Verify the model that `config` names, print what was found, and return whether it passed.
 
-    Progress goes to `stderr`; the last line on `stdout` is the verdict.
+    A model that is not here is fetched. Progress goes to `stderr`; the last line on `stdout` is the verdict.
 
     Args:
         out: file for the report as JSON; None: no file.
 
     Raises:
-        MinisglError: as `verify_model`; or the report can't be written.
+        MinisglError: as `verify_model`; there is no such model; the report can't be written.
     """
+    path = output_path("--out", out)
+    config = with_cache_dir(config, cache_dir)
 
     def say(line: str) -> None:
         stderr.write(f"{line}\n")
         stderr.flush()
 
-    found = verify_model(config, folder, say)
+    with model_folder(config, cache_dir=cache_dir, progress=progress_on(stderr)) as folder:
+        found = verify_model(config, folder, say)
     stdout.write(f"{as_text(found)}\n")
     stdout.flush()
-    if out is not None:
-        write_report(out, as_report(found))
+    if path is not None:
+        write_report(path, as_report(found))
     return found.passed
 
 

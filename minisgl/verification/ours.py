@@ -6,7 +6,6 @@ model and kernels in one uncaptured prefill. One rank.
 T tokens, K kept positions, V vocabulary.
 """
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,14 +37,22 @@ from minisgl.verification.traces import (
 
 
 def generate(
-    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, steps_between: int = 0
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    steps_between: int = 0,
+    *,
+    ignore_eos: bool = False,
 ) -> list[list[int]]:
-    """Greedy tokens of all prompts, which come with so many steps between them; no token ends them.
+    """Greedy tokens of all prompts, which come with so many steps between them.
 
     A prompt whose logits were not finite, or that the engine refused, has fewer than `max_tokens`.
+
+    Args:
+        ignore_eos: answers go on behind an end-of-sequence token.
     """
     got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
     def step() -> None:
         for output in engine.step():
@@ -93,8 +100,6 @@ def free_memory(engine: Engine) -> None:
     if engine.config.device == "cuda":
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.untyped_storage().resize_(0)
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _run_blocks(engine: Engine, tokens: list[int]) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ Promise: engine and transformers are never in memory together. What is wrong wit
 what is wrong with the settings an error.
 """
 
+import gc
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -200,15 +201,20 @@ def _run_engine(
 def _answers(engine: Engine, prompts: list[Prompt]) -> list[tuple[Prompt, str, list[int]]]:
     """All prompts at once, then one by one from the prefix cache; the second answer only where it differs."""
     ids = [prompt.token_ids for prompt in prompts]
-    together = generate(engine, ids, NEW_TOKENS)
-    alone = [generate(engine, [one], NEW_TOKENS)[0] for one in ids]
+    together = generate(engine, ids, NEW_TOKENS, ignore_eos=True)
+    alone = [generate(engine, [one], NEW_TOKENS, ignore_eos=True)[0] for one in ids]
     found = [(prompt, "together", answer) for prompt, answer in zip(prompts, together, strict=True)]
     again = zip(prompts, alone, together, strict=True)
     return found + [(prompt, "again, alone", answer) for prompt, answer, first in again if answer != first]
 
 
 def _free_memory(device: str) -> Memory:
-    device_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    """What can be allocated, once what nobody refers to any more is given back."""
+    gc.collect()
+    device_bytes = 0
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        device_bytes = torch.cuda.mem_get_info()[0]
     return Memory(device_bytes, free_host_bytes())
 
 
