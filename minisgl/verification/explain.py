@@ -78,6 +78,25 @@ def find_overflow(traces: Sequence[Traces], dtype: str) -> Finding | None:
     return None
 
 
+def find_no_reference(traces: Sequence[Traces], peer_dtype: str) -> Finding | None:
+    """Why there is nothing to compare with: transformers' own values are not finite.
+
+    Without this, their distance would be an infinite bar, under which everything passes.
+    """
+    computed = (("float32", [one.precise for one in traces]), (peer_dtype, [one.coarse for one in traces]))
+    for name, theirs in computed:
+        for place in places_in_order(theirs):
+            if all(bool(torch.isfinite(trace[place]).all()) for trace in theirs):
+                continue
+            what = f"transformers in {name} computes values that are infinite or NaN"
+            if name == "float32":
+                likely = "damaged weights: download the model again"
+            else:
+                likely = f"the model needs a wider range than {name}'s: use --dtype bfloat16 or float32"
+            return Finding("reference", place.layer, name_of(place), what, likely)
+    return None
+
+
 def find_difference(
     errors: Sequence[PlaceError], traces: Sequence[Traces], bars: Bars, config: ModelConfig
 ) -> Finding | None:

@@ -23,7 +23,13 @@ from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.verification.compare import Bars, LogitErrors, PlaceError, logit_errors, place_errors
 from minisgl.verification.end_ids import EndIds, check_end_ids, find_end_ids
-from minisgl.verification.explain import Finding, Traces, find_difference, find_overflow
+from minisgl.verification.explain import (
+    Finding,
+    Traces,
+    find_difference,
+    find_no_reference,
+    find_overflow,
+)
 from minisgl.verification.ours import free_memory, generate, our_trace
 from minisgl.verification.prompts import NEW_TOKENS, Prompt, context_needed, make_prompts
 from minisgl.verification.reference import Computed, Memory, Tokens, reference_traces
@@ -170,6 +176,11 @@ def _run_engine(
     try:
         engine.record_graphs()
         prompts = make_prompts(folder, model, engine.max_context_tokens)
+        if not prompts:
+            raise ConfigError(
+                f"requests may have {engine.max_context_tokens} tokens here and minisgl verify needs at "
+                f"least {NEW_TOKENS + 2}; raise --num-pages or --max-context-tokens"
+            )
         say(f"{len(prompts)} prompts, greedy")
         sequences = _answers(engine, prompts)
         say("engine: logits and hidden states")
@@ -238,7 +249,7 @@ def _judge(
     ]
     places = place_errors(ours.traces, precise.traces, coarse.traces)
     errors = [one.errors for one in results]
-    findings = _find(results, errors, places, traces, bars, model)
+    findings = _find(results, errors, places, traces, bars, peer_dtype, model)
     wrong_ends, notes = check_end_ids(end_ids, model.vocab_size)
     return Verification(
         config=ours.config,
@@ -252,8 +263,16 @@ def _judge(
         ),
         layer_by_layer=precise.layer_by_layer,
         findings=findings + wrong_ends,
-        notes=notes,
+        notes=notes + _untested_windows(tokens, model),
     )
+
+
+def _untested_windows(tokens: list[Tokens], model: ModelConfig) -> list[str]:
+    longest = max(len(one.token_ids) for one in tokens)
+    windows = sorted({window for window in model.windows if window >= longest})
+    if not windows:
+        return []
+    return [f"no prompt is longer than the sliding window of {windows[-1]} tokens, so it was not tested"]
 
 
 def _find(
@@ -262,11 +281,12 @@ def _find(
     places: list[PlaceError],
     traces: list[Traces],
     bars: Bars,
+    peer_dtype: str,
     model: ModelConfig,
 ) -> list[Finding]:
-    overflow = find_overflow(traces, bars.dtype)
-    if overflow is not None:
-        return [overflow]
+    unusable = find_overflow(traces, bars.dtype) or find_no_reference(traces, peer_dtype)
+    if unusable is not None:
+        return [unusable]
     found: list[Finding] = []
     worst = max(errors, key=lambda one: one.ours)
     bar = bars.logits_bar(errors)

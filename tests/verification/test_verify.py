@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from minisgl.errors import ConfigError
 from minisgl.layers.rotary import make_cos_sin
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.verification import reference, verify
+from minisgl.verification.traces import LOGITS, Place
 from minisgl.verification.verify import Verification, verify_model
 
 HEAD_DIM = 8
@@ -169,6 +171,56 @@ def test_float16_that_is_too_narrow_for_the_model_is_no_fault_of_ours(tmp_path: 
     assert finding.check == "overflow"
     assert finding.part in ("the MLP of layer 1", "the output of layer 1")
     assert "transformers in 16 bits overflows, too" in finding.likely
+
+
+def test_a_wrong_end_of_sequence_id_fails_though_all_numbers_are_right(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = replace(read_model_config(llama), eos_token_ids=(5,))
+    monkeypatch.setattr(verify, "read_model_config", lambda folder: wrong)
+    found = run(llama)
+    (finding,) = found.findings
+    assert finding.check == "end of sequence"
+    assert found.verdict().startswith("FAILED: end of sequence: transformers ends an answer at [2]")
+
+
+def test_a_checkpoint_with_nan_is_no_pass(tmp_path: Path) -> None:
+    model: Any = random_model(num_hidden_layers=3)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    (finding,) = run(tmp_path, "float32").findings
+    assert (finding.check, finding.part) == ("reference", "attention of layer 1")
+    assert "download the model again" in finding.likely
+
+
+def test_where_transformers_alone_overflows_there_is_no_bar_and_no_pass(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = verify.reference_traces
+
+    def overflowing(*args: Any, dtype: str, **options: Any) -> reference.Computed:
+        computed = right(*args, dtype=dtype, **options)
+        if dtype == "bfloat16":
+            computed.traces[0][Place(3, LOGITS)][0, 0] = float("inf")
+        return computed
+
+    monkeypatch.setattr(verify, "reference_traces", overflowing)
+    (finding,) = run(llama).findings
+    assert finding.check == "reference"
+    assert "transformers in bfloat16" in finding.what
+
+
+def test_a_pool_without_room_for_any_prompt_is_an_error(llama: Path) -> None:
+    config = EngineConfig(model=str(llama), device="cpu", num_pages=2, max_context_tokens=64)
+    with pytest.raises(ConfigError, match="--num-pages"):
+        verify_model(config, llama, lambda line: None)
+
+
+def test_a_window_that_no_prompt_leaves_is_noted(gemma: Path) -> None:
+    assert run(gemma).notes == []
+    notes = run(gemma, max_context_tokens=32).notes
+    assert notes == ["no prompt is longer than the sliding window of 40 tokens, so it was not tested"]
 
 
 def test_wrong_tokens_beside_right_logits_are_blamed_on_the_steps(
