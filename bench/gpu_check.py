@@ -31,47 +31,17 @@ import numpy as np
 import torch
 import transformers
 
-from minisgl.attention.interface import AttentionInputs
 from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import PrefillBucket
 from minisgl.engine.inputs import NO_DECODES, Decodes, build_prefill
 from minisgl.engine.start.build import build_engine
 from minisgl.engine.steps import prefill_step
-from minisgl.ipc.messages import AddRequest
-from minisgl.request import SamplingParams
-from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
+from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
+from minisgl.verification.compare import gap, relative_error
+from minisgl.verification.ours import generate, our_logits
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "data" / "smollm2_golden.json"
-
-
-def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((ours.double() - reference.double()).norm() / reference.double().norm())
-
-
-def gap(logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor) -> float:
-    """How far the worst of the chosen tokens [T] lies below the best logit [T]."""
-    return float((best - logits.gather(1, chosen[:, None])[:, 0]).max())
-
-
-def generate(
-    engine: Engine, prompts: list[list[int]], max_tokens: int, steps_between: int = 0
-) -> list[list[int]]:
-    """Greedy tokens of all prompts, which come with so many steps between them."""
-    got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-
-    def step() -> None:
-        for output in engine.step():
-            got[output.request_id] += output.token_ids
-
-    for index, prompt in enumerate(prompts):
-        engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
-        for _ in range(steps_between):
-            step()
-    while engine.has_work:
-        step()
-    return list(got.values())
 
 
 def generate_joined(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], int]:
@@ -82,32 +52,6 @@ def generate_joined(engine: Engine, prompts: list[list[int]], max_tokens: int) -
     with unittest.mock.patch.object(decode, "duration_us", return_value=1e9):
         answers = generate(engine, prompts, max_tokens, steps_between=2)
     return answers, sum(record.graphs.joined for record in engine.timeline.records)
-
-
-@torch.inference_mode()
-def our_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
-    """[T, V] of the engine's own model, in its pool, as one prefill into row 0."""
-    runner, page_size = engine.runner, engine.config.page_size
-    num_pages = -(-len(tokens) // page_size)
-    plan = StepPlan(
-        step_id=0,
-        row_inits=(RowInit(0, 0.0, 0, 1.0, 0.0, 0),),
-        page_updates=(PageUpdate(0, 0, np.arange(1, num_pages + 1, dtype="<i4").tobytes()),),
-        decode_rows=(),
-        chunks=(Chunk(0, 0, np.asarray(tokens, dtype="<i4").tobytes(), True),),
-        sampled_rows=(0,),
-    )
-    runner.collect(runner.launch(plan))
-    batch = build_prefill(plan.chunks, runner.pages, runner.stager)
-    inputs = AttentionInputs(
-        runner.rows.page_table,
-        batch.row_ids,
-        batch.context_len,
-        batch.slot_mapping,
-        batch.row_start,
-        batch.max_query_len,
-    )
-    return runner.model(batch.token_ids, batch.positions, inputs)
 
 
 @torch.inference_mode()

@@ -332,6 +332,16 @@ def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     return EXIT_FAILED if report.problems else EXIT_OK
 
 
+def _verify(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.commands.verify import run_verify
+
+    engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    check_engine_config(engine)
+    _start_log("warning", "verify")
+    passed = run_verify(engine, arguments.out, cache_dir(environ), sys.stdout, sys.stderr)
+    return EXIT_OK if passed else EXIT_FAILED
+
+
 def _cache_list(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     _cache_verify(arguments, environ, started_at)
     return EXIT_OK
@@ -485,6 +495,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Mapping[str, str], float], int
     "cache export": _cache_export,
     "cache import": _cache_import,
     "cache clear": _cache_clear,
+    "verify": _verify,
     "doctor": _doctor,
 }
 """The function of each command that `commands/parser.py` knows. Arguments: the parsed command line, the

@@ -89,6 +89,7 @@ FLAGS = {
     "bench plot": set(),
     "cache": set(),
     **{f"cache {what}": {"--compile-cache"} for what in ("ls", "verify", "export", "import", "clear")},
+    "verify": {"--out", *ENGINE.split()} - {"--model"},
     "doctor": {"--json", *ENGINE.split()},
 }
 

@@ -56,13 +56,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "commands.flags": "errors",
         "commands.parser": "log request config commands.flags benchmark __init__",
         "commands.reply_printer": "offline text",
+        "verification": "errors config ipc request model_config scheduler engine attention layers "
+        "models text",
+        "commands.verify": "config benchmark verification weights",
         "commands.chat": "errors request replies text offline llm commands.reply_printer",
         "commands": "errors config attention.choice model_config parallel models weights engine "
         "compile_cache __init__",
         "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
         "text server triton_kernels compile_cache __init__",
         "cli": "errors log request replies config commands commands.flags commands.parser commands.chat "
-        "server llm weights engine benchmark",
+        "commands.verify server llm weights engine benchmark",
         "__init__": "errors request offline llm",
         "__main__": "cli",
     }.items()
@@ -73,6 +76,11 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("replies", "grammar"): {"minisgl.grammar.spec"},
     ("server", "grammar"): {"minisgl.grammar.spec"},
     ("layers", "attention"): {"minisgl.attention.interface"},
+    ("commands.verify", "benchmark"): {
+        "minisgl.benchmark.model_configs",
+        "minisgl.benchmark.reports.report",
+    },
+    ("commands.verify", "weights"): {"minisgl.weights.progress"},
     ("weights", "ipc"): {"minisgl.ipc.child_process"},
     ("offline", "ipc"): {"minisgl.ipc.messages"},
     ("benchmark", "compile_cache"): {"compile_cache.bytecode"},
@@ -92,7 +100,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
 
 LOADS_TORCH = {
     *("triton_kernels", "compile_cache", "parallel", "attention", "layers", "models", "weights", "engine"),
-    *("llm", "commands", "benchmark"),
+    *("llm", "commands", "commands.verify", "verification", "benchmark"),
 }
 TORCH_FREE = MAY_IMPORT.keys() - LOADS_TORCH
 HEAVY = {"torch", "transformers", "triton"}

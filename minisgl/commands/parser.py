@@ -145,6 +145,15 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     )
     action("cache clear", "Delete all entries that no engine is using.")
 
+    verify = command(
+        "verify", "Compare a model on this machine with transformers; exit code 1 if it differs."
+    )
+    verify.add_argument("model", nargs="?", default=environ.get("MINISGL_MODEL", EngineConfig.model),
+        help="What to compare: as --model of serve (default: %(default)s).",
+    )  # fmt: skip
+    verify.add_argument("--out", metavar="FILE", help="Write the report as JSON to this file.")
+    add_flags(verify, "engine", EngineConfig, environ, skip=("seed", "model"))
+
     doctor = command("doctor", "Show what is installed, which settings serve would choose, and why.")
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")
     _add_engine_flags(doctor, environ)
