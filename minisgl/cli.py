@@ -9,7 +9,6 @@ traceback.
 
 import argparse
 import io
-import json
 import os
 import re
 import sys
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from minisgl.benchmark.settings import (
     CompareSettings,
@@ -30,6 +29,7 @@ from minisgl.benchmark.settings import (
     StepBenchSettings,
     TuneSettings,
 )
+from minisgl.commands.files import read_file, read_tools_file
 from minisgl.commands.flags import values_of
 from minisgl.commands.parser import REPLY_FLAGS, build_parser
 from minisgl.config import (
@@ -39,7 +39,7 @@ from minisgl.config import (
     check_server_config,
     with_cache_dir,
 )
-from minisgl.errors import ConfigError, DeviceFaultError, EngineDeadError, MinisglError, RequestError
+from minisgl.errors import ConfigError, DeviceFaultError, EngineDeadError, MinisglError
 from minisgl.log import LEVELS, setup_logging
 from minisgl.request import SamplingParams
 
@@ -145,7 +145,7 @@ def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
 
     params = _sampling_params(arguments, environ)
     _check_utf8("--system", arguments.system or "")
-    tools = _read_tools(Path(arguments.tools)) if arguments.tools is not None else []
+    tools = read_tools_file(Path(arguments.tools)) if arguments.tools is not None else []
     with _make_llm(arguments, environ, started_at) as llm:
         return run_chat(
             llm,
@@ -397,35 +397,8 @@ def _fetch_model(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
 def _sampling_params(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:
     values = values_of(SamplingParams, arguments, environ)
     if arguments.json_schema is not None:
-        values["json_schema"] = _read_file("--json-schema", Path(arguments.json_schema))
+        values["json_schema"] = read_file("--json-schema", Path(arguments.json_schema))
     return SamplingParams(**values)
-
-
-def _read_file(flag: str, file: Path) -> str:
-    try:
-        return file.expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {file} can't be read: {error}") from None
-
-
-def _read_tools(file: Path) -> list[dict[str, Any]]:
-    """The tools in a JSON file.
-
-    Raises:
-        ConfigError: it can't be read, or holds no list of tools.
-    """
-    from minisgl.replies.tools import read_tools
-
-    try:
-        tools = json.loads(_read_file("--tools", file))
-        if not isinstance(tools, list):
-            raise ConfigError(f"--tools {file} must hold a JSON list of tools")
-        read_tools(tools, None)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--tools {file} is no JSON: {error}") from None
-    except RequestError as error:
-        raise ConfigError(f"--tools {file}: {error.message}") from None
-    return tools
 
 
 def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> "LLM":
