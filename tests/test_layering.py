@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "llm": "errors config request replies text offline engine weights",
         # the user's door
         "commands.flags": "errors",
+        "commands.files": "errors replies",
         "commands.parser": "log request config commands.flags benchmark __init__",
         "commands.reply_printer": "offline text",
         "verification": "errors config ipc request model_config scheduler engine attention layers "
@@ -64,8 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "compile_cache __init__",
         "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
         "text server triton_kernels compile_cache __init__",
-        "cli": "errors log request replies config commands commands.flags commands.parser commands.chat "
-        "commands.verify server llm weights engine benchmark",
+        "cli": "errors log request config commands commands.files commands.flags commands.parser "
+        "commands.chat commands.verify server llm weights engine benchmark",
         "__init__": "errors request offline llm",
         "__main__": "cli",
     }.items()
