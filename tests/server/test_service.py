@@ -275,6 +275,10 @@ def test_all_processes_drain_and_end_on_a_signal(folder: Path) -> None:
             server.process.send_signal(signal.SIGTERM)
             while (await loop.run_in_executor(None, server.health))[0] == 200:
                 pass
+            while (
+                "stopping" not in server.errors.read_text()
+            ):  # the processes are asked for their requests first
+                await asyncio.sleep(0)
             os.kill(engine, signal.SIGUSR1)  # the engine ends what runs
             return await asyncio.wait_for(waiting, LIMIT_S)
 
