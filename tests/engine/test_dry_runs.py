@@ -10,7 +10,6 @@ import torch
 from test_prefill_graphs import CONFIG as DENSE
 from torch import Tensor, nn
 
-import minisgl.engine.logits
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
@@ -29,7 +28,6 @@ from minisgl.engine.graphs.dry_runs import (
     warm_up_sizes,
 )
 from minisgl.engine.inputs import HostPageTable
-from minisgl.engine.logits import LogitTables
 from minisgl.engine.rows import Rows
 from minisgl.engine.sample_extras import RowMasks, sample_with_extras
 from minisgl.engine.steps import DecodeStep, StepOutput, prefill_step
@@ -38,7 +36,6 @@ from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
 from minisgl.scheduler.plan import LogitExtras
 from triton_kernels.launch import align_up
-from triton_kernels.logit_rules import RuleTables
 from triton_kernels.token_mask import num_mask_words
 
 CPU = torch.device("cpu")
@@ -108,27 +105,21 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
         torch.testing.assert_close(now, then, rtol=0, atol=0)
 
 
-def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Triton compiles another kernel for other dtypes, and for other sizes of tables and vocabulary."""
-    seen: dict[str, set[tuple[object, ...]]] = {}
+def test_the_kernel_of_masks_is_compiled_before_anybody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles another kernel for other dtypes, and for other sizes of the vocabulary."""
+    seen: set[tuple[object, ...]] = set()
 
-    def note(module: ModuleType, name: str) -> None:
-        function = getattr(module, name)
+    def note(module: ModuleType) -> None:
+        function: Any = vars(module)["token_mask"]
 
-        def noted(*arguments: Any) -> Any:
-            flat = [one for some in arguments for one in (some if isinstance(some, RuleTables) else [some])]
-            variant = tuple((one.dtype, one.shape[1:]) for one in flat)
-            seen.setdefault(name, set()).add(variant)
+        def noted(*arguments: Tensor) -> Tensor:
+            seen.add(tuple((one.dtype, one.shape[1:]) for one in arguments))
             return function(*arguments)
 
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(module, "token_mask", noted)
 
-    note(minisgl.engine.logits, "logit_rules")
-    note(minisgl.engine.logits, "count_tokens")
-    note(dry_runs, "token_mask")
-    note(sample_extras, "token_mask")
+    note(dry_runs)
+    note(sample_extras)
     model = small_model(replace(CONFIG, experts=None, architecture="Qwen3ForCausalLM"))
     rows, planner = tables()
     asked = EngineConfig(device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64)
@@ -136,15 +127,14 @@ def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with torch.inference_mode():
         warm_up_prefill(config, model, rows, planner, CPU)
-        compiled = {name: set(variants) for name, variants in seen.items()}
-        assert compiled.keys() == {"logit_rules", "count_tokens", "token_mask"}
+        compiled = set(seen)
+        assert len(compiled) == 1
         compile_ahead(config, DecodeStep(model, rows), planner, CPU)
         row_ids = torch.arange(3, dtype=torch.int32)
         logits = DecodeStep(model, rows).logits(row_ids)
         words = torch.full((2, num_mask_words(CONFIG.vocab_size)), -1, dtype=torch.int32)
         masks = RowMasks(torch.tensor([-1, 1, 0], dtype=torch.int32), words)
-        logit_tables = LogitTables(rows.max_rows, CONFIG.vocab_size, CPU)
-        sample_with_extras(rows, logits, row_ids < 2, LogitExtras(rules=True), logit_tables, masks)
+        sample_with_extras(rows, logits, row_ids < 2, LogitExtras(masks=True), None, masks)
     assert seen == compiled
 
 

@@ -26,7 +26,6 @@ from triton_kernels import (
     fused_moe,
     linear_few,
     linear_many,
-    logit_rules,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -45,7 +44,6 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.bool: "*i1",
 }
 
 
@@ -169,23 +167,6 @@ def prefill_hopper(heads: int, kv_heads: int, head_dim: int, page: int, **option
     return lambda: paged_prefill_hopper.paged_prefill_hopper(*inputs, ints(65), 512, 0.1, **options)
 
 
-def rule_tables(vocab_size: int) -> logit_rules.RuleTables:
-    floats = functools.partial(empty, dtype=torch.float32)
-    return logit_rules.RuleTables(
-        empty(257, dtype=torch.bool),
-        ints(257),
-        floats(257),
-        floats(257),
-        floats(257),
-        ints(257, 1024),
-        floats(257, 1024),
-        ints(257, 128, 15),
-        ints(257, 128),
-        ints(257, 15),
-        ints(257, vocab_size),
-    )
-
-
 def cases():
     bf16 = torch.bfloat16
     yield "rms_norm 4096", lambda: rms_norm.rms_norm_triton(empty(64, 4096), empty(4096), 1e-5)
@@ -263,22 +244,6 @@ def cases():
                 empty(64, 151936, dtype=dtype), ints(64), ints(40, 4748)
             ),
         )
-        yield (
-            f"logit_rules {dtype}",
-            lambda dtype=dtype: logit_rules.logit_rules_triton(
-                empty(64, 151936, dtype=dtype), ints(64), ints(64), rule_tables(151936)
-            ),
-        )
-    yield (
-        "logit_rules 300",
-        lambda: logit_rules.logit_rules_triton(empty(64, 300), ints(64), ints(64), rule_tables(300)),
-    )
-    yield (
-        "count_tokens",
-        lambda: logit_rules.count_tokens_triton(
-            ints(64), ints(64), empty(64, dtype=torch.bool), ints(257, 15), ints(257, 151936)
-        ),
-    )
     pool = empty(4096, 16, 8, 128)
     yield (
         "rope_store 32/8/128",
