@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from test_step_timeline import MODEL
 
 from minisgl.config import EngineConfig
 from minisgl.engine import worker
@@ -29,16 +30,6 @@ from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
 
 
 def cuda_error(text: str, code: int | None = None) -> Exception:

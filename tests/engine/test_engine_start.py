@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from test_step_timeline import MODEL
 
 from compile_cache.manifest import CacheError
 from compile_cache.store import OpenCache
@@ -16,16 +17,6 @@ from minisgl.engine.start import build_rank as rank
 from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
 ENGINE = EngineConfig(device="cpu", dtype="float32", dummy_weights=True, num_pages=9)
 
 
