@@ -309,7 +309,8 @@ def serve(
     """Greedy answers to prompts of many lengths that share beginnings, and how long the start took.
 
     Args:
-        logprobs_of: every so many requests ask for log probabilities, whose rows are sampled once more behind the graph.
+        logprobs_of: every so many requests ask for log probabilities, whose rows are sampled once
+            more behind the graph.
     """
     generator = np.random.default_rng(0)
     prefix = generator.integers(0, 10_000, 90)
