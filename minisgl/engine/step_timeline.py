@@ -66,12 +66,14 @@ class StepTimeline:
         """Record that the newest step in flight has its masks."""
         self._in_flight[-1] = self._in_flight[-1]._replace(masking_s=masking_s, masked_s=masked_s)
 
-    def record_end(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
-        """Record the end of the oldest step in flight."""
+    def record_end(
+        self, waiting_s: float, collected_s: float, applied_s: float
+    ) -> tuple[StepRecord, StepRecord]:
+        """Record the end of the oldest step in flight; returns its record and that of the newest launch."""
         record = self._in_flight.popleft()
-        self._records.append(
-            record._replace(waiting_s=waiting_s, collected_s=collected_s, applied_s=applied_s)
-        )
+        record = record._replace(waiting_s=waiting_s, collected_s=collected_s, applied_s=applied_s)
+        self._records.append(record)
+        return record, self._in_flight[-1] if self._in_flight else record
 
     def to_trace(self) -> bytes:
         """The records as JSON in Chrome's trace format, which Perfetto reads too (ui.perfetto.dev).

@@ -35,6 +35,7 @@ from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
     AskProfile,
+    AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
@@ -182,6 +183,9 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
                     socket.send(CacheFlushed(sequence, engine.flush_prefix_cache()), server)
                 case AskTimeline(sequence, server):
                     socket.send(DebugAnswer(sequence, engine.timeline.to_trace()), server)
+                case AskRequests():
+                    answer = DebugAnswer(message.sequence, engine.watch.answer(message))
+                    socket.send(answer, message.server)
                 case AskProfile(sequence, server, num_steps):
                     socket.send(_start_profile(engine, sequence, num_steps), server)
                 case Shutdown():
