@@ -1,8 +1,8 @@
 """What does watching cost? Times notes, lives and pace beside the host's work for a step, at 256 rows.
 
 python bench/watch.py --out bench/results/cpu/watch.json
-Bar: under 1 % of a step's CPU. The step here is plan, apply and the encoding of its outputs, without launching
-and collecting, so the share of a real step is smaller.
+Bar: under 1 % of a step's CPU while rows decode. The step here is plan, apply and the encoding of its
+outputs, without launching and collecting, so the share of a real step is smaller.
 """
 
 import argparse

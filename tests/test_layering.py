@@ -45,8 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "layers": "errors model_config attention triton_kernels",
         "models": "errors model_config parallel layers attention triton_kernels",
         "weights": "errors ipc model_config parallel",
-        "engine": "errors lives log request grammar config ipc attention.choice model_config kvcache scheduler "
-        "parallel layers attention models weights triton_kernels compile_cache __init__",
+        "engine": "errors lives log request grammar config ipc attention.choice model_config kvcache "
+        "scheduler parallel layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
         "text": "errors fields request",
         "replies": "errors fields grammar request text",

@@ -134,7 +134,7 @@ class Lives:
         if call is not None:
             call_id = call.call_id
             then_us = int(call.arrived_s * 1e6)
-            if now_us - LONGEST_SERVER_US < then_us < now_us:
+            if max(now_us - LONGEST_SERVER_US, 0) < then_us < now_us:
                 arrived_us = then_us
         return RecordedLife(number, call_id, arrived_us, added)
 

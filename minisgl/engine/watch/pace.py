@@ -67,7 +67,7 @@ class Pace:
 
     Args:
         moments: gets the slow steps.
-        read_counts: reads the engine's counters. This is called for slow steps and by `refresh`, not for each.
+        read_counts: reads the engine's counters; called for slow steps and by `refresh`, not for each step.
     """
 
     def __init__(self, moments: Moments, read_counts: Callable[[], StepCounts]) -> None:

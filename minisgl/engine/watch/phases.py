@@ -17,6 +17,8 @@ class Folded(msgspec.Struct, frozen=True, gc=False):
     """Takes the place of a life's older events, where it has very many."""
 
     num_preemptions: int
+    num_output_tokens: int
+    """When they began."""
 
 
 Event = tuple[int, Note | Folded, Mark | None]
@@ -59,9 +61,9 @@ def phases_of(
             num_fed = note.num_fed_tokens
             if not note.is_last:
                 continue
-        if isinstance(note, Preempted) and now.kind == "decoding":
-            now.figures = {"tokens": note.num_output_tokens - num_told}
-        if isinstance(note, Preempted):
+        if isinstance(note, Preempted | Folded):
+            if now.kind == "decoding":
+                now.figures = {"tokens": note.num_output_tokens - num_told}
             num_told = note.num_output_tokens
         if at_us > arrived_us or now.kind != "server":
             phases.append(now.told(arrived_us, at_us, at_mark))
@@ -96,20 +98,17 @@ def fold(events: list[Event]) -> None:
     places = [index for index, event in enumerate(kept) if isinstance(event[1], Preempted | Folded)]
     if len(places) >= 4:
         begin, end = places[0], places[len(places) // 2]
-        notes = [note for _, note, _ in kept[begin:end]]
-        num = sum(one.num_preemptions if isinstance(one, Folded) else 1 for one in notes if _is_loss(one))
-        kept[begin:end] = [(kept[begin][0], Folded(num), kept[begin][2])]
+        at_us, first, mark = kept[begin]
+        assert isinstance(first, Preempted | Folded)
+        folded = Folded(num_preemptions(kept[begin:end]), first.num_output_tokens)
+        kept[begin:end] = [(at_us, folded, mark)]
     events[:] = kept
 
 
 def num_preemptions(events: Sequence[Event]) -> int:
     """How often the request lost its row."""
-    notes = [note for _, note, _ in events]
-    return sum(one.num_preemptions if isinstance(one, Folded) else 1 for one in notes if _is_loss(one))
-
-
-def _is_loss(note: Note | Folded) -> bool:
-    return isinstance(note, Preempted | Folded)
+    losses = [note for _, note, _ in events if isinstance(note, Preempted | Folded)]
+    return sum(one.num_preemptions if isinstance(one, Folded) else 1 for one in losses)
 
 
 class _Now:

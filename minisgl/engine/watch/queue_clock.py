@@ -35,7 +35,7 @@ class QueueClock:
         self._level: int | None = None  # priority of the queue's first request; None = the queue is empty
         self._sums: Sums = {}
         self._by_level: dict[int, Sums] = {}  # at most 2 * MAX_PRIORITY + 1
-        self._top_level = -MAX_PRIORITY  # the highest of them
+        self._levels: list[int] = []  # the same, the one that held the queue last comes first
         self._figures: Figures = {}
         self._last: tuple[int, int, Mark] | None = None  # time, priority, mark: many come together
 
@@ -55,14 +55,10 @@ class QueueClock:
         """From now on, the queue is held as the note says."""
         self._reason = note.reason
         level = self._level = max(-MAX_PRIORITY, min(note.priority, MAX_PRIORITY))
-        if level not in self._by_level:
-            self._by_level[level] = {}
-            self._top_level = max(self._top_level, level)
-        self._figures = {
-            **self._figures,
-            note.reason: note.figures,
-            "priority": {"first": note.request_id, "priority_of_first": level},
-        }
+        if not self._levels or self._levels[0] != level:
+            self._by_level.setdefault(level, {})
+            self._levels = [level, *(one for one in self._levels if one != level)]
+        self._figures = {**self._figures, note.reason: note.figures}
         self._last = None
 
     def release(self) -> None:
@@ -74,17 +70,21 @@ class QueueClock:
         last = self._last
         if last is not None and last[0] == self._now_us and last[1] == priority:
             return last[2]
-        behind_higher = _NONE if self._top_level <= priority else self._behind_higher(priority)
-        mark = Mark(self._sums.copy(), behind_higher, self._figures)
+        behind_higher, figures = _NONE, self._figures
+        if len(self._levels) > 1 or (self._levels and self._levels[0] > priority):
+            higher = [level for level in self._levels if level > priority]
+            if higher:
+                behind_higher = self._behind(higher)
+                figures = {**figures, "priority": {"priority_of_first": higher[0]}}
+        mark = Mark(self._sums.copy(), behind_higher, figures)
         self._last = (self._now_us, priority, mark)
         return mark
 
-    def _behind_higher(self, priority: int) -> Sums:
+    def _behind(self, levels: list[int]) -> Sums:
         sums: Sums = {}
-        for level, of_level in self._by_level.items():
-            if level > priority:
-                for reason, sum_us in of_level.items():
-                    sums[reason] = sums.get(reason, 0) + sum_us
+        for level in levels:
+            for reason, sum_us in self._by_level[level].items():
+                sums[reason] = sums.get(reason, 0) + sum_us
         return sums
 
 
