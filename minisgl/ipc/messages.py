@@ -175,6 +175,8 @@ class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
     device: str
     startup_ms: dict[str, float]
     """Stage -> milliseconds, in order; the sum is the engine's start-up time."""
+    choices: list[tuple[str, str, str]] = []
+    """Settings that the engine runs with: flag, value, and why."""
 
 
 class StartupStage(msgspec.Struct, tag=17, array_like=True, frozen=True):

@@ -75,7 +75,8 @@ class QueueClock:
             higher = [level for level in self._levels if level > priority]
             if higher:
                 behind_higher = self._behind(higher)
-                figures = {**figures, "priority": {"priority_of_first": higher[0]}}
+                figures = figures.copy()
+                figures["priority"] = {"priority_of_first": higher[0]}
         mark = Mark(self._sums.copy(), behind_higher, figures)
         self._last = (self._now_us, priority, mark)
         return mark
