@@ -1,10 +1,10 @@
 """A median that follows a stream of values, in two floats."""
 
-LAST_STEP = 0.02
+LAST_STEP = 0.01
 
 
 class RunningMedian:
-    """Moves by 2 % towards each value, whatever its distance, so half of the values end up on each side."""
+    """Moves by 1 % towards each value, whatever its distance, so half of the values end up on each side."""
 
     __slots__ = ("_step", "value")
 

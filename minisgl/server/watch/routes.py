@@ -165,7 +165,7 @@ class Watch:
             startup_ms=stages if ready is None else ready.startup_ms,
             choices=[] if ready is None else [ChosenSetting(*choice) for choice in ready.choices],
             settings=dataclasses.asdict(self._engine),
-            sample=self.ticker.history.last,
+            sample=await self.ticker.last_sample(),
             counters=None if status is None else msgspec.structs.asdict(status),
         )
         return _json(EnginesAnswer(time=_now(), version=__version__, model=self._model_name, engines=[view]))

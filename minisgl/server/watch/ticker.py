@@ -21,7 +21,7 @@ from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.stats import total
 from minisgl.server.watch.advice import advice_on
-from minisgl.server.watch.history import NAMES, Counted, History
+from minisgl.server.watch.history import NAMES, Counted, History, Sample
 from minisgl.server.watch.refusals import Refusals
 from minisgl.server.watch.views import EngineEvent, EngineState, Event, MomentView
 
@@ -97,6 +97,11 @@ class Ticker:
             return {name: [] for name in NAMES}
         whole = msgspec.json.decode(answer, type=dict[str, list[float | None]])
         return {name: values[-seconds:] for name, values in whole.items()}
+
+    async def last_sample(self) -> Sample | None:
+        """The newest sample; of the process that samples."""
+        found = {name: values[-1] for name, values in (await self.columns(1)).items() if values}
+        return msgspec.convert(found, Sample) if found else None
 
     async def send_events(self, request: web.Request) -> web.StreamResponse:
         """Answer with a stream of events, until the client leaves or the server stops.
