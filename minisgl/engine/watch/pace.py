@@ -19,6 +19,8 @@ from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, StepReason
 SLOW_FACTOR = 3.0
 SLOW_S = 0.05
 LONG_GC_S = 0.001
+MANY_PROMPT_TOKENS = 16
+"""Fewer do not make a step slow."""
 LARGE_PART = 1 / 3
 """A part of a slow step that takes this share of it is its reason."""
 _BOUNDS_S = tuple(bound / 1e3 for bound in STEP_BOUNDS_MS)
@@ -185,7 +187,7 @@ def slow_reason(
         return "preemption" if now.num_preemptions > before.num_preemptions else "planning"
     if other_ms > large_ms:
         return "messages"
-    if record.num_prompt_tokens and wait_ms + launch_ms > large_ms:
+    if record.num_prompt_tokens >= MANY_PROMPT_TOKENS and wait_ms + launch_ms > large_ms:
         return "prompt"
     if now.num_graph_misses > before.num_graph_misses:
         return "graph_miss"

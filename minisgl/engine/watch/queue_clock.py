@@ -4,7 +4,7 @@ Promise: at any time exactly one reason counts, so the parts of a wait add up to
 same whatever the number of requests that wait. Times are whole microseconds.
 """
 
-from typing import NamedTuple
+import msgspec
 
 from minisgl.lives import Wait, WaitReason
 from minisgl.scheduler.journal import Held
@@ -16,7 +16,7 @@ Figures = dict[WaitReason, dict[str, int]]
 _NONE: Sums = {}
 
 
-class Mark(NamedTuple):
+class Mark(msgspec.Struct, frozen=True):
     """The state of the clock at some time, as far as a request of some priority needs it. Never changed."""
 
     all: Sums

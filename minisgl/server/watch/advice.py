@@ -3,6 +3,8 @@
 Promise: pure functions of figures. A knob is a flag of `minisgl serve`, or a field of the request.
 """
 
+from collections import defaultdict
+
 import msgspec
 
 from minisgl.lives import Moment
@@ -24,7 +26,7 @@ def advice_on(moment: Moment) -> Advice:
         times = "a request was" if moment.count == 1 else f"{moment.count} requests were"
         return Advice(f"{times} refused: {why}", list(knobs))
     if moment.kind == "first_token":
-        why, knobs = FIRST_TOKENS.get(moment.reason, (f"most of it was {moment.reason}", ()))
+        why, knobs = FIRST_TOKENS.get(moment.reason, (f"for the reason {moment.reason}", ()))
         times = "a first token took" if moment.count == 1 else f"{moment.count} first tokens took up to"
         usual = f", usually {duration(moment.usual_ms)}" if moment.usual_ms else ""
         part = f"{duration(figures.get('reason_ms', 0.0))} of it {why}"
@@ -32,9 +34,10 @@ def advice_on(moment: Moment) -> Advice:
     why, knobs = STEPS.get(moment.reason, ("", ()))
     times = "a step took" if moment.count == 1 else f"{moment.count} steps took up to"
     usual = f", usually {duration(moment.usual_ms)}" if moment.usual_ms else ""
-    words = why.format(
-        **{name: f"{value:.0f}" for name, value in figures.items()}, help=f"; {_or(knobs)}" if knobs else ""
-    )
+    figures = figures | {"device_ms": figures.get("launch_ms", 0.0) + figures.get("wait_ms", 0.0)}
+    shown = defaultdict(lambda: "some", {name: f"{value:.0f}" for name, value in figures.items()})
+    shown["help"] = f"; {_or(knobs)}" if knobs else ""
+    words = why.format_map(shown)
     return Advice(f"{times} {duration(moment.worst_ms)}{usual}: {words}", list(knobs))
 
 
@@ -60,26 +63,30 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "planning": ("planning took {plan_ms} ms, as when many requests come at once{help}", ("n",)),
     "profile": ("torch's profiler was on", ()),
     "device": (
-        "the device took {wait_ms} ms longer than the plan explains; other work on it, or its clock",
+        "launching it and waiting for the device took {device_ms} ms, for which nothing in the plan is a "
+        "reason; something else may use the device or the processor, or the device's clock fell",
         (),
     ),
 }
 """By `lives.StepReason`."""
 
 FIRST_TOKENS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "step": ("it waited for the running step", ("--mixed-step-tokens",)),
-    "rows": ("it waited for a row; a higher --max-running-requests", ("--max-running-requests",)),
-    "pages": ("it waited for pages; a higher --memory-fraction or --num-pages", MORE_PAGES),
+    "step": ("waiting for the running step", ("--mixed-step-tokens",)),
+    "rows": ("waiting for a row; a higher --max-running-requests", ("--max-running-requests",)),
+    "pages": ("waiting for pages; a higher --memory-fraction or --num-pages", MORE_PAGES),
     "budget": (
-        "it waited for prompts in front; a lower --chunk-tokens shares the steps between prompts",
+        "waiting for prompts in front; a lower --chunk-tokens shares the steps between prompts",
         ("--chunk-tokens", *LARGER_STEPS),
     ),
-    "rules": ("it waited for the logit rules of others; shorter lists", ("logit_bias", "allowed_token_ids")),
-    "priority": ("it waited behind requests of a higher priority", ("priority", "--max-running-requests")),
-    "grammar": ("its grammar was compiled; the next request with it finds it ready", ("response_format",)),
-    "server": ("it was on its way through the server process; more --api-workers", ("--api-workers",)),
-    "prompt": ("its prompt was computed; a higher --mixed-step-tokens needs fewer steps", LARGER_STEPS),
-    "preempted": ("it was preempted; a higher --memory-fraction or --num-pages", MORE_PAGES),
+    "rules": ("waiting for the logit rules of others; shorter lists", ("logit_bias", "allowed_token_ids")),
+    "priority": ("waiting behind requests of a higher priority", ("priority", "--max-running-requests")),
+    "grammar": (
+        "while its grammar was compiled; the next request with the same response_format finds it ready",
+        ("response_format",),
+    ),
+    "server": ("on its way through the server process; more --api-workers", ("--api-workers",)),
+    "prompt": ("computing its prompt; a higher --mixed-step-tokens needs fewer steps", LARGER_STEPS),
+    "preempted": ("preempted; a higher --memory-fraction or --num-pages", MORE_PAGES),
 }
 """By what took the most of the time."""
 
@@ -97,6 +104,7 @@ REFUSALS: dict[str, tuple[str, tuple[str, ...]]] = {
         "too many connections were open; raise the limit on open files (ulimit -Hn)",
         ("ulimit -Hn",),
     ),
+    "too_many_streams": ("too many streams of /debug/events were open; close those that nobody reads", ()),
     "too_many_uploads": (
         "too many bytes of bodies were being read; a higher --max-upload-bytes",
         ("--max-upload-bytes",),
