@@ -184,8 +184,8 @@ class Engine:
             collected_s = time.perf_counter()
             result = self.collect(step)
             self._scheduler.apply(step.plan, *result)
-            ended = self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
-            self.watch.count_step(*ended)
+            record = self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
+            self.watch.count_step(record, self.timeline.newest)
             self.profiler.count_step()
 
     def _step_counts(self) -> StepCounts:

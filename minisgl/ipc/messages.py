@@ -162,6 +162,8 @@ class AskRequests(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """Most requests in the answer, the newest first."""
     ended_after: float = 0.0
     """Only requests that are open, or ended after this Unix time."""
+    skip: int = 0
+    """Leave out this many of the newest."""
 
 
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):

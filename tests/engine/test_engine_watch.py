@@ -113,7 +113,7 @@ def test_steps_far_beyond_the_median_are_moments_and_close_ones_are_one_moment()
     now_s = 100.0
     lengths = [0.01] * 100 + [0.2, 0.3, 0.2] + [0.01] * 200 + [0.25] + [0.01] * 5
     for length_s in lengths:
-        pace.count(record(now_s, length_s), record(now_s, length_s))
+        pace.count(record(now_s, length_s), None)
         now_s += length_s
     pace.gc.close()
     first, second = moments.told(1000.0)
@@ -132,8 +132,7 @@ def test_time_without_requests_is_no_slow_step() -> None:
     pace = Pace(moments, StepCounts)
     for begin_s in (0.0, 10.0, 20.0):
         for place in range(50):
-            one = record(1 + begin_s + 0.01 * place, 0.01)
-            pace.count(one, one)
+            pace.count(record(1 + begin_s + 0.01 * place, 0.01), None)
         pace.rest()
     pace.gc.close()
     assert moments.told(0.0) == []

@@ -190,7 +190,10 @@ class FakeEngine:
             figures={"prompt_tokens": 512.0, "decodes": 3.0},
         )
         answer = LivesAnswer(
-            requests=told[: ask.limit], num_open=len(self.running), num_ended=4, moments=[moment]
+            requests=told[ask.skip : ask.skip + ask.limit],
+            num_open=len(self.running),
+            num_ended=4,
+            moments=[moment],
         )
         return msgspec.msgpack.encode(answer)
 

@@ -69,6 +69,18 @@ def test_a_call_is_found_by_its_id_its_answers_id_and_its_number(server: Running
     eventually(lambda: server.call("/debug/requests")[1]["engines"][0]["num_open"] == 0, "it is aborted")
 
 
+def test_the_newest_come_first_and_no_more_than_asked_for(server: RunningServer) -> None:
+    calls = [Open(server, f"of-many-{number}") for number in range(4)]
+    for limit in (0, 1, 3, 4, 100):
+        (engine,) = ask(server, f"/debug/requests?limit={limit}", RequestsAnswer).engines
+        numbers = [one.number for one in engine.requests]
+        assert numbers == sorted(set(numbers), reverse=True)
+        assert len(numbers) == min(limit, 4)
+    for call in calls:
+        call.close()
+    eventually(lambda: server.call("/debug/requests")[1]["engines"][0]["num_open"] == 0, "they are aborted")
+
+
 @pytest.mark.parametrize("by_number", [False, True])
 def test_a_call_is_aborted_by_its_id_or_number(server: RunningServer, by_number: bool) -> None:
     one = Open(server, "to-end")

@@ -7,13 +7,16 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from watched_scheduler import WatchedScheduler
 
 from minisgl.commands.flags import fields_of
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.lives import Moment, PhaseKind, StepReason, WaitReason
+from minisgl.ipc.messages import AskRequests
+from minisgl.lives import LivesAnswer, Moment, PhaseKind, StepReason, WaitReason
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.watch import advice, words
 from minisgl.server.watch.advice import FIRST_TOKENS, REFUSALS, STEPS, advice_on
+from minisgl.server.watch.routes import ASKED_AT_ONCE, Watch
 from minisgl.server.watch.ticker import MAX_SKIPPED, Ticker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +126,30 @@ def test_a_slow_reader_of_events_is_skipped_and_in_the_end_dropped() -> None:
         await asyncio.wait_for(tasks[1], 1)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("there", "limit"), [(0, 10), (99, 100), (100, 100), (250, 1000), (250, 201), (3, 0)]
+)
+def test_a_long_list_comes_whole_though_the_engine_answers_in_parts(there: int, limit: int) -> None:
+    watched = WatchedScheduler(num_pages=4000)
+    for number in range(there):
+        watched.add(number, 3)
+    asked: list[int] = []
+
+    async def ask_requests(which: AskRequests, limit_s: float) -> LivesAnswer:
+        asked.append(which.limit)
+        requests, queue = watched.scheduler.open_requests()
+        return watched.lives.tell(which, int(watched.now_ms * 1e3), 0.0, requests, queue)
+
+    def is_done(done: bool) -> Any:
+        return SimpleNamespace(done=lambda: done)
+
+    link: Any = SimpleNamespace(ready=is_done(True), died=is_done(False), ask_requests=ask_requests)
+    siblings = Siblings(NOTHING, NOTHING, NOTHING)
+    watch = Watch("tiny", NOTHING, link, siblings, NOTHING, (NOTHING, NOTHING), 1, 0)
+    answer = asyncio.run(watch._ask(AskRequests(0, limit=limit)))
+    assert answer is not None
+    numbers = [life.number for life in answer.requests]
+    assert numbers == sorted(range(there), reverse=True)[:limit]
+    assert max(asked) <= ASKED_AT_ONCE

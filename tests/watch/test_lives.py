@@ -98,6 +98,7 @@ def test_states_counts_and_filters_are_those_of_the_scheduler() -> None:
     assert [life.number for life in watched.tell(state="running")] == [1, 0]
     assert [life.number for life in watched.tell(id="call-2")] == [2]
     assert [life.number for life in watched.tell(limit=1)] == [3]
+    assert [life.number for life in watched.tell(limit=2, skip=1)] == [2, 1]
     assert watched.life(0).output_tokens == 2
     watched.run()
     ended_at = watched.now_ms / 1e3

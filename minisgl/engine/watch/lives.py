@@ -122,7 +122,7 @@ class Lives:
         return LivesAnswer(
             requests=[
                 self._told(life, now_us, unix_offset_s, requests.get(life.number), places.get(life.number))
-                for life in found[: ask.limit]
+                for life in found[ask.skip : ask.skip + ask.limit]
             ],
             num_open=len(self._open),
             num_ended=self.num_ended,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from minisgl.engine.step_timeline import StepRecord
+from minisgl.engine.step_timeline import StepInFlight, StepRecord
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.running_median import RunningMedian
 from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, StepReason
@@ -104,14 +104,14 @@ class Pace:
         """The engine has nothing to do, so the time until the next step counts for none."""
         self._last_applied_s = 0.0
 
-    def count(self, record: StepRecord, newest: StepRecord) -> None:
+    def count(self, record: StepRecord, newest: StepInFlight | None) -> None:
         """Count a step that was applied.
 
         Its length is the time since the step before it was applied, or since its plan began if the engine was
         idle: the pause between two tokens of a request.
 
         Args:
-            newest: the step launched last, which may be another one (overlap).
+            newest: the step in flight that was launched last, if there is one (overlap).
         """
         applied_s = record.applied_s
         length_s = applied_s - (self._last_applied_s or record.begin_s)
@@ -130,11 +130,12 @@ class Pace:
         if length_s > 0:
             self._median_ms.add(length_s * 1e3)
 
-    def _add_moment(self, record: StepRecord, newest: StepRecord, length_s: float) -> None:
+    def _add_moment(self, record: StepRecord, newest: StepInFlight | None, length_s: float) -> None:
+        launched = newest or record  # with overlap, the next step was launched since the last one ended
         parts_s = [
-            newest.planned_s - newest.begin_s,
-            newest.launched_s - newest.planned_s,
-            newest.masked_s - newest.masking_s,
+            launched.planned_s - launched.begin_s,
+            launched.launched_s - launched.planned_s,
+            launched.masked_s - launched.masking_s,
             record.collected_s - record.waiting_s,
             record.applied_s - record.collected_s,
         ]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from minisgl.engine.step_timeline import StepRecord
+from minisgl.engine.step_timeline import StepInFlight, StepRecord
 from minisgl.engine.watch.lives import Lives
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.pace import Pace, StepCounts
@@ -32,7 +32,7 @@ class EngineWatch:
         if self._journal.notes:
             self.lives.record(self._journal.take(), int(now_s * 1e6), call)
 
-    def count_step(self, record: StepRecord, newest: StepRecord) -> None:
+    def count_step(self, record: StepRecord, newest: StepInFlight | None) -> None:
         """Count a step whose results were applied; see `Pace.count`."""
         self.record(record.applied_s)
         self.pace.count(record, newest)

@@ -47,6 +47,8 @@ from minisgl.server.watch.words import SlowClient, causes_of
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_LISTED = 1000
+ASKED_AT_ONCE = 100
+"""Requests in one answer of the engine, which its next step waits for (a millisecond)."""
 WORDS_AT_ONCE = 50
 """Requests that get their words before other tasks run."""
 CLIENTS_PATH = "/watch/clients"
@@ -238,7 +240,17 @@ class Watch:
         """Ask the engine; None = it does not run, or does not answer."""
         if not self._link.ready.done() or self._link.died.done():
             return None
-        return await self._link.ask_requests(which, ANSWER_TIMEOUT_S)
+        requests: dict[int, Life] = {}
+        while True:
+            limit = min(which.limit - len(requests), ASKED_AT_ONCE)
+            part = msgspec.structs.replace(which, skip=len(requests), limit=limit)
+            answer = await self._link.ask_requests(part, ANSWER_TIMEOUT_S)
+            if answer is None:
+                return None
+            known = len(requests)
+            requests |= {life.number: life for life in answer.requests}
+            if len(answer.requests) < limit or len(requests) in (known, which.limit):
+                return msgspec.structs.replace(answer, requests=list(requests.values()))
 
     async def _answer(self, which: AskRequests) -> web.Response:
         return await self._told(await self._ask(which))
