@@ -26,16 +26,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors": "",
         "log": "",
         "seeds": "",
+        "lives": "",
         "fields": "errors",
         "grammar": "errors fields",
         "request": "errors fields grammar",
         "model_config": "errors",
         "attention.choice": "errors",
         "config": "errors log attention.choice model_config",
-        "ipc": "errors seeds request",
+        "ipc": "errors lives seeds request",
         # what decides: no torch
         "kvcache": "errors",
-        "scheduler": "errors request kvcache",
+        "scheduler": "errors lives request kvcache",
         # what computes
         "triton_kernels": "",
         "compile_cache": "",
@@ -44,12 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "layers": "errors model_config attention triton_kernels",
         "models": "errors model_config parallel layers attention triton_kernels",
         "weights": "errors ipc model_config parallel",
-        "engine": "errors log request grammar config ipc attention.choice model_config kvcache scheduler "
-        "parallel layers attention models weights triton_kernels compile_cache __init__",
+        "engine": "errors lives log request grammar config ipc attention.choice model_config kvcache "
+        "scheduler parallel layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
         "text": "errors fields request",
         "replies": "errors fields grammar request text",
-        "server": "errors log seeds fields grammar request replies config ipc text __init__",
+        "server": "errors lives log seeds fields grammar request replies config ipc text __init__",
         "offline": "errors seeds request ipc text",
         "llm": "errors config request replies text offline engine weights",
         # the user's door

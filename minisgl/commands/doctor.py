@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 
 from compile_cache.entries import list_entries
 from minisgl import __version__
-from minisgl.attention.choice import FLASHINFER, NAMES, TRITON, choose, parse, reason_unavailable
+from minisgl.attention.choice import FLASHINFER, NAMES, choose, parse, reason_unavailable
 from minisgl.config import (
     GIB,
     MIB,
+    ChosenSetting,
     DeviceFacts,
     EngineConfig,
     ResolvedConfig,
     attention_environment,
+    chosen_settings,
     resolve_engine_config,
     with_cache_dir,
 )
@@ -51,14 +53,6 @@ REQUIRED = (
 )
 OPTIONAL = ("flashinfer-python", "openai")
 NVIDIA_SMI_TIMEOUT_S = 20.0
-
-
-class ChosenSetting(NamedTuple):
-    """One setting that the engine would choose, with the reason."""
-
-    flag: str
-    value: str
-    why: str
 
 
 class Report(NamedTuple):
@@ -362,36 +356,7 @@ def _choices(
         problems.append(str(error))
     if on_cuda and facts.num_gpus < resolved.tp:
         problems.append(f"--tp {resolved.tp} needs {resolved.tp} GPUs and torch sees {facts.num_gpus}")
-    seen = f"torch sees a CUDA GPU ({facts.cuda_name})" if facts.has_cuda else "torch sees no CUDA GPU"
-    dtype_reason = f"the checkpoint's own ({model.checkpoint_dtype})"
-    if not on_cuda:
-        ability = "multiplies" if facts.cpu_has_bf16 else "has no instructions for"
-        dtype_reason = f"checkpoint in {model.checkpoint_dtype}; this processor {ability} bfloat16"
-    reasons = {
-        "device": seen,
-        "dtype": dtype_reason,
-        "attention_backend": _why_this_attention(resolved),
-        "compile_mode": "one compiled block, in a CUDA graph per batch size"
-        if resolved.compile_mode == "layers"
-        else "graphs need a GPU and a kernel for decode; on a CPU the first answer comes sooner",
-        "max_context_tokens": "the model's own limit",
-        "max_running_requests": f"default on {resolved.device}",
-        "max_step_tokens": f"default on {resolved.device}",
-    }
-    choices = []
-    for name, reason in reasons.items():
-        asked = getattr(config, name) is not None
-        why = "asked for" if asked else reason
-        choices.append(ChosenSetting("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
-    return choices
-
-
-def _why_this_attention(resolved: ResolvedConfig) -> str:
-    if resolved.device == "cpu":
-        return "plain torch; the kernels need a GPU"
-    if parse(resolved.attention_backend).decode == TRITON:
-        return "our kernels, with nothing to plan; decode and short prompts are recorded"
-    return f"{TRITON} can't run here; see below"
+    return chosen_settings(config, resolved, model, facts)
 
 
 def _cache(cache_dir: Path, problems: list[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 - `engine.py`: `EngineConfig` (as given, `None` means "auto") and `ResolvedConfig` (every "auto" decided).
 - `resolve.py`: `resolve_engine_config` makes the second from the first, before anything starts.
+- `reasons.py`: why each of the second has its value.
 - `server.py`: `ServerConfig`.
 - `engine_checks.py`, `field_checks.py`: what is refused.
 
@@ -12,12 +13,14 @@ the command line are generated from the fields and their docstrings (`minisgl/co
 from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig, with_cache_dir
 from minisgl.config.engine_checks import check_engine_config, split_rdzv
 from minisgl.config.field_checks import GIB, MIB
+from minisgl.config.reasons import ChosenSetting, chosen_settings
 from minisgl.config.resolve import attention_environment, auto_mixed_tokens, resolve_engine_config
 from minisgl.config.server import ServerConfig, check_server_config
 
 __all__ = [
     "GIB",
     "MIB",
+    "ChosenSetting",
     "DeviceFacts",
     "EngineConfig",
     "ResolvedConfig",
@@ -26,6 +29,7 @@ __all__ = [
     "auto_mixed_tokens",
     "check_engine_config",
     "check_server_config",
+    "chosen_settings",
     "resolve_engine_config",
     "split_rdzv",
     "with_cache_dir",

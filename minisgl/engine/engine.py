@@ -22,6 +22,8 @@ from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.step_timeline import StepTimeline
+from minisgl.engine.watch.pace import StepCounts
+from minisgl.engine.watch.watch import EngineWatch
 from minisgl.errors import RequestError
 from minisgl.grammar.pending import PendingGrammars
 from minisgl.ipc.messages import AddRequest, Status
@@ -65,6 +67,7 @@ class Engine:
         self._launched: deque[LaunchedStep] = deque()
         self._unsampled: LaunchedStep | None = None  # the newest launched step, if it waits for its masks
         self.timeline = StepTimeline()
+        self.watch = EngineWatch(scheduler, self._step_counts)
         self.profiler = StepProfiler(Path(config.profile_dir).expanduser() if config.profile_dir else None)
         self.num_broken_counts = 0  # how often `check_at_idle` found lost pages
         self._num_published = self._num_compiled
@@ -109,6 +112,7 @@ class Engine:
                 )
                 for rank in range(len(prompts) * request.num_choices):
                     self._scheduler.refuse(request.request_id + rank, refusal)
+                self.watch.record(time.perf_counter(), request)
                 return
         self._scheduler.add_call(
             request.request_id,
@@ -120,6 +124,7 @@ class Engine:
             request.seeds,
             request.cache_salt,
         )
+        self.watch.record(time.perf_counter(), request)
         if request.params.grammar is not None and request.request_id in self._scheduler.grammars:
             self._grammars.compile(request.request_id, request.params.grammar)
 
@@ -145,6 +150,7 @@ class Engine:
         begin_s = time.perf_counter()
         plan = self._scheduler.plan()
         planned_s = time.perf_counter()
+        self.watch.record(planned_s)
         if plan is not None:
             step = self.launch(plan)
             self._launched.append(step)
@@ -159,11 +165,15 @@ class Engine:
                     self._sample_waiting()
             if self._recorded.background.is_due:
                 self._recorded.background.record_one()  # the device is busy with the launched step meanwhile
+                self.watch.pace.recorded_at_s = time.perf_counter()
         elif not self._launched:
             self._grammars.wait()
         # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
         self._apply_until(1 if self.config.overlap and plan is not None else 0)
-        return self._scheduler.take_outputs()
+        outputs = self._scheduler.take_outputs()
+        if plan is None or not self._scheduler.has_work:
+            self.watch.pace.rest()
+        return outputs
 
     def _apply_until(self, num_in_flight: int) -> None:
         """Collect and apply the oldest launched steps, until this many are left."""
@@ -174,8 +184,18 @@ class Engine:
             collected_s = time.perf_counter()
             result = self.collect(step)
             self._scheduler.apply(step.plan, *result)
-            self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
+            record = self.timeline.record_end(waiting_s, collected_s, time.perf_counter())
+            self.watch.count_step(record, self.timeline.newest)
             self.profiler.count_step()
+
+    def _step_counts(self) -> StepCounts:
+        decode = self._recorded.decode
+        return StepCounts(
+            self._num_recompiles,
+            decode.num_graph_misses if decode else 0,
+            self._scheduler.stats.num_preemptions,
+            self.profiler.is_running,
+        )
 
     def _sample_waiting(self) -> None:
         """If a step waits for its masks, queue its second half on all ranks."""
@@ -251,7 +271,8 @@ class Engine:
     def status(self, sequence: int) -> Status:
         """The answer to a ping."""
         stats = self._scheduler.stats
-        decode, kernels = self._recorded.decode, self._recorded.kernels
+        decode, pace = self._recorded.decode, self.watch.pace
+        pace.refresh()
         return Status(
             sequence,
             num_steps=stats.num_steps,
@@ -260,7 +281,7 @@ class Engine:
             num_free_pages=self.cache.num_free_pages,
             num_cached_pages=self.cache.num_cached_pages,
             num_preemptions=stats.num_preemptions,
-            num_recompiles=(decode.num_recompiles if decode else 0) + (kernels.count if kernels else 0),
+            num_recompiles=self._num_recompiles,
             num_graph_misses=decode.num_graph_misses if decode else 0,
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
@@ -272,6 +293,11 @@ class Engine:
             num_held_rows=self._scheduler.num_held_rows,
             num_without_logits=stats.num_without_logits,
             num_without_token=stats.num_without_token,
+            step_counts=pace.step_counts,
+            step_part_s=pace.part_s,
+            gc_s=pace.gc.seconds,
+            num_ended=self.watch.lives.num_ended,
+            num_moments=self.watch.moments.num,
         )
 
     def prepare_grammars(self) -> None:
@@ -303,6 +329,12 @@ class Engine:
         return self.cache.flush()
 
     @property
+    def _num_recompiles(self) -> int:
+        """Compilations since the end of the start."""
+        decode, kernels = self._recorded.decode, self._recorded.kernels
+        return (decode.num_recompiles if decode else 0) + (kernels.count if kernels else 0)
+
+    @property
     def _num_compiled(self) -> int:
         """Number of compilations so far, both in the published compile cache and not yet in it."""
         decode, kernels = self._recorded.decode, self._recorded.kernels
@@ -316,6 +348,7 @@ class Engine:
         Raises:
             DeviceFaultError: the launched steps show that the GPU has failed.
         """
+        self.watch.close()
         try:
             self._device.finish(self._finish_steps)
         finally:

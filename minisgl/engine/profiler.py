@@ -98,6 +98,11 @@ class StepProfiler:
         )
         self._joining.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the next step is profiled."""
+        return self._profile is not None
+
     def close(self) -> None:
         """Drop an incomplete profile. Wait up to `CLOSE_S` for a complete one to be joined."""
         if self._profile is not None:

@@ -42,11 +42,35 @@ class StepRecord(NamedTuple):
     masked_s: float = 0.0  # the second half of the step, which samples, is launched
 
 
+class StepInFlight:
+    """What is known of a step between its launch and its end; see `StepRecord`."""
+
+    __slots__ = ("begin_s", "counts", "graphs", "launched_s", "masked_s", "masking_s", "planned_s", "step_id")
+
+    def __init__(
+        self,
+        step_id: int,
+        begin_s: float,
+        planned_s: float,
+        launched_s: float,
+        counts: tuple[int, int, int],
+        graphs: UsedGraphs,
+    ) -> None:
+        self.step_id = step_id
+        self.begin_s = begin_s
+        self.planned_s = planned_s
+        self.launched_s = launched_s
+        self.counts = counts  # decodes, chunks, prompt tokens
+        self.graphs = graphs
+        self.masking_s = 0.0
+        self.masked_s = 0.0
+
+
 class StepTimeline:
     """A ring buffer of step records. Steps must end in the order of their launch."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._in_flight: deque[StepRecord] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._records: deque[StepRecord] = deque(maxlen=capacity)
 
     @property
@@ -54,24 +78,42 @@ class StepTimeline:
         """The steps that have ended, oldest first."""
         return list(self._records)
 
+    @property
+    def newest(self) -> StepInFlight | None:
+        """The step launched last; None = no step is in flight."""
+        return self._in_flight[-1] if self._in_flight else None
+
     def record_launch(
         self, plan: StepPlan, graphs: UsedGraphs, begin_s: float, planned_s: float, launched_s: float
     ) -> None:
         """Record the launch of a step."""
-        num_prompt_tokens = plan.num_new_tokens - len(plan.decode_rows)
-        counts = (len(plan.decode_rows), len(plan.chunks), num_prompt_tokens)
-        self._in_flight.append(StepRecord(plan.step_id, begin_s, planned_s, launched_s, *counts, graphs))
+        num_decodes = len(plan.decode_rows)
+        counts = (num_decodes, len(plan.chunks), plan.num_new_tokens - num_decodes if plan.chunks else 0)
+        self._in_flight.append(StepInFlight(plan.step_id, begin_s, planned_s, launched_s, counts, graphs))
 
     def record_masks(self, masking_s: float, masked_s: float) -> None:
         """Record that the newest step in flight has its masks."""
-        self._in_flight[-1] = self._in_flight[-1]._replace(masking_s=masking_s, masked_s=masked_s)
+        step = self._in_flight[-1]
+        step.masking_s, step.masked_s = masking_s, masked_s
 
-    def record_end(self, waiting_s: float, collected_s: float, applied_s: float) -> None:
+    def record_end(self, waiting_s: float, collected_s: float, applied_s: float) -> StepRecord:
         """Record the end of the oldest step in flight."""
-        record = self._in_flight.popleft()
-        self._records.append(
-            record._replace(waiting_s=waiting_s, collected_s=collected_s, applied_s=applied_s)
+        step = self._in_flight.popleft()
+        record = StepRecord(
+            step.step_id,
+            step.begin_s,
+            step.planned_s,
+            step.launched_s,
+            *step.counts,
+            step.graphs,
+            waiting_s,
+            collected_s,
+            applied_s,
+            step.masking_s,
+            step.masked_s,
         )
+        self._records.append(record)
+        return record
 
     def to_trace(self) -> bytes:
         """The records as JSON in Chrome's trace format, which Perfetto reads too (ui.perfetto.dev).

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
     AskProfile,
+    AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
@@ -126,7 +128,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
     with pause_then_freeze_gc():
         # Lazy: importing torch takes seconds, which this stage counts.
-        from minisgl.engine.start.build import build_engine
+        from minisgl.engine.start.build import build_engine, reasons_for_settings
 
         on_stage("import torch", (time.perf_counter() - started) * 1e3)
         engine = build_engine(
@@ -138,7 +140,8 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             max_queued_grammars=MAX_QUEUED,
         )
     try:
-        _serve(engine, socket, stages)
+        choices = reasons_for_settings(config.engine, engine.config, Path(config.model_folder))
+        _serve(engine, socket, stages, [(one.flag, one.value, one.why) for one in choices])
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to report
             engine.close()
@@ -146,7 +149,12 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
     engine.close()
 
 
-def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> None:
+def _serve(
+    engine: "Engine",
+    socket: EngineSocket,
+    stages: dict[str, float],
+    choices: Sequence[tuple[str, str, str]] = (),
+) -> None:
     """Report that the engine is ready, then step and answer messages until told to stop."""
     socket.send(
         Ready(
@@ -156,6 +164,7 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
             max_rows=engine.config.max_running_requests,
             device=engine.config.device,
             startup_ms=stages,
+            choices=list(choices),
         )
     )
     next_check = time.monotonic() + CHECK_INTERVAL_S
@@ -182,6 +191,9 @@ def _serve(engine: "Engine", socket: EngineSocket, stages: dict[str, float]) -> 
                     socket.send(CacheFlushed(sequence, engine.flush_prefix_cache()), server)
                 case AskTimeline(sequence, server):
                     socket.send(DebugAnswer(sequence, engine.timeline.to_trace()), server)
+                case AskRequests():
+                    answer = DebugAnswer(message.sequence, engine.watch.answer(message))
+                    socket.send(answer, message.server)
                 case AskProfile(sequence, server, num_steps):
                     socket.send(_start_profile(engine, sequence, num_steps), server)
                 case Shutdown():

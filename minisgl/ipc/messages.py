@@ -43,6 +43,10 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """One seed for each request, in the order of their ids; () = `params` has a seed or is greedy."""
     cache_salt: str = ""
     """The requests share cached pages only with others of the same salt."""
+    call_id: str = ""
+    """The call's X-Request-Id, by which its requests are found; empty = none."""
+    arrived_s: float = 0.0
+    """When the call arrived, by `time.monotonic` of this host; 0 = unknown."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -65,6 +69,8 @@ def add_requests(
     priority: int = 0,
     streamed: bool = True,
     cache_salt: str = "",
+    call_id: str = "",
+    arrived_s: float = 0.0,
 ) -> Iterator[AddRequest]:
     """The messages that start the requests of a call, in the order of their ids.
 
@@ -95,6 +101,8 @@ def add_requests(
             more_prompts=tuple(data[1:]),
             seeds=seeds,
             cache_salt=cache_salt,
+            call_id=call_id,
+            arrived_s=arrived_s,
         )
         start += len(data)
 
@@ -139,6 +147,25 @@ class AskProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
     num_steps: ProfiledSteps = 1
 
 
+class AskRequests(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Server -> engine: tell of requests. The answer is a `DebugAnswer` with a `lives.LivesAnswer`."""
+
+    sequence: int
+    server: int = 0
+    state: str = ""
+    """A `lives.State`, or "open", "waiting" or "running"; empty = all."""
+    id: str = ""
+    """Only the requests of the call with this id."""
+    number: int = -1
+    """Only the request with this number."""
+    limit: int = 100
+    """Most requests in the answer, the newest first."""
+    ended_after: float = 0.0
+    """Only requests that are open, or ended after this Unix time."""
+    skip: int = 0
+    """Leave out this many of the newest."""
+
+
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
     """Engine -> server, once: start-up is over and the engine takes requests."""
 
@@ -150,6 +177,8 @@ class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
     device: str
     startup_ms: dict[str, float]
     """Stage -> milliseconds, in order; the sum is the engine's start-up time."""
+    choices: list[tuple[str, str, str]] = []
+    """Settings that the engine runs with: flag, value, and why."""
 
 
 class StartupStage(msgspec.Struct, tag=17, array_like=True, frozen=True):
@@ -193,6 +222,16 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     """Requests that ended because the model gave no finite logits; 0 with a sound checkpoint and dtype."""
     num_without_token: int = 0
     """Requests that ended because their own rules banned every token."""
+    step_counts: list[int] = []
+    """Steps by length: a bucket for each of `lives.STEP_BOUNDS_MS`, and one for longer ones."""
+    step_part_s: list[float] = []
+    """Seconds of all steps by `lives.STEP_PARTS`."""
+    gc_s: float = 0.0
+    """Seconds that Python's garbage collection took."""
+    num_ended: int = 0
+    """Requests that have ended, refused ones included."""
+    num_moments: int = 0
+    """Slow moments (`lives.Moment`)."""
 
 
 class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
@@ -214,7 +253,7 @@ class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):
 
 
 class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
-    """Engine -> server: the answer to `AskTimeline` and `AskProfile`."""
+    """Engine -> server: the answer to `AskTimeline`, `AskProfile` and `AskRequests`."""
 
     sequence: int
     body: bytes
@@ -222,5 +261,5 @@ class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
     """Why the call failed, and what to do; empty = it succeeded."""
 
 
-ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache | AskTimeline | AskProfile
+ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache | AskTimeline | AskProfile | AskRequests
 ToServer = Ready | StartupStage | StepOutput | Status | Fatal | CacheFlushed | DebugAnswer

@@ -3,8 +3,14 @@
 Promise: the error says whether the model or the request is at fault, and what to do.
 """
 
+import logging
+
 from minisgl.errors import RequestError
 from minisgl.request import FinishReason, Request, RequestOutput
+from minisgl.scheduler.plan import NO_LOGITS
+from minisgl.scheduler.stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
 
 
 def error_output(request_id: int, error: RequestError, num_cached_tokens: int = 0) -> RequestOutput:
@@ -19,6 +25,18 @@ def error_output(request_id: int, error: RequestError, num_cached_tokens: int = 
         error_message=error.message,
         error_param=error.param,
     )
+
+
+def why_no_token(request: Request, no_token: int, stats: SchedulerStats) -> RequestError:
+    """The error of a request whose step gave NO_LOGITS or NONE_ALLOWED, not a token. It is counted."""
+    if no_token != NO_LOGITS:
+        stats.num_without_token += 1
+        return no_token_left(request)
+    error = no_finite_logits()
+    if not stats.num_without_logits:
+        logger.warning("a request ends (later ones are counted in /metrics): %s", error)
+    stats.num_without_logits += 1
+    return error
 
 
 def no_finite_logits() -> RequestError:

@@ -26,6 +26,14 @@ class TableUpdates(NamedTuple):
     page_updates: tuple[PageUpdate, ...]
 
 
+class Lacking(NamedTuple):
+    """Why a request did not fit."""
+
+    needed_pages: int = 0  # of its own, beside its cached prefix
+    reserved_pages: int = 0  # that the running requests still need
+    available_pages: int = 0
+
+
 class Holdings:
     """Hands out rows and pages. It alone writes a request's row, lease and decode_limit.
 
@@ -46,11 +54,18 @@ class Holdings:
         """Cost of writing the collected rules (`LogitRules.cost_tokens`)."""
         self.num_with_extras = 0
         """Requests with a row that need more than plain sampling (`Request.has_extras`)."""
+        self.lacking = Lacking()
+        """What the last request that did not fit lacked."""
 
     @property
     def num_rows(self) -> int:
         """Rows that requests hold now."""
         return self._max_rows - len(self._free_rows)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that requests can use."""
+        return self._cache.num_usable_pages
 
     @property
     def has_free_row(self) -> bool:
@@ -220,8 +235,10 @@ class Holdings:
             matchable, earlier=found, is_shareable=not request.is_isolated, salt=request.cache_salt
         )
         if pages_still_needed is not None:
-            needed = pages_still_needed + self._pages_still_needed(request, 0, len(lease.page_ids))
-            if needed > self.num_available_pages:
+            own = self._pages_still_needed(request, 0, len(lease.page_ids))
+            available = self.num_available_pages
+            if pages_still_needed + own > available:
+                self.lacking = Lacking(own, pages_still_needed, available)
                 self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
                 return None
         return lease

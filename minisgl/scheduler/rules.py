@@ -3,13 +3,13 @@
 Promise: the rules made here name only token ids of the vocabulary, and do not ban every token.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from minisgl.errors import RequestError
 from minisgl.request import MAX_BAD_WORD_TOKENS, Request, SamplingParams
-from minisgl.scheduler.plan import LogitExtras, LogitRules
+from minisgl.scheduler.plan import PLAIN, LogitExtras, LogitRules
 
 MAX_RULES_COST_PER_STEP = 1 << 16
 """A step admits no further request when its new rules cost this much (`LogitRules.cost_tokens`). Rules that
@@ -79,6 +79,22 @@ def extras_of(sampled: Collection[Request]) -> LogitExtras:
         logprobs=any(request.wants_logprobs for request in sampled),
         masks=any(request.needs_mask for request in sampled),
     )
+
+
+def extras_of_step(
+    sampled: Sequence[Request], num_decodes: int
+) -> tuple[LogitExtras, LogitExtras, tuple[int, ...]]:
+    """The extras of a step's decodes, those of its chunks, and the places in `sampled` that need a mask.
+
+    `sampled` has the decodes first.
+    """
+    if not sampled:
+        return PLAIN, PLAIN, ()
+    of_decodes, of_chunks = extras_of(sampled[:num_decodes]), extras_of(sampled[num_decodes:])
+    masked: tuple[int, ...] = ()
+    if of_decodes.masks or of_chunks.masks:
+        masked = tuple([place for place, request in enumerate(sampled) if request.needs_mask])
+    return of_decodes, of_chunks, masked
 
 
 def _packed(token_ids: Collection[int]) -> np.ndarray:

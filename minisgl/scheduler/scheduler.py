@@ -5,10 +5,9 @@ exactly once, in `_retire_or_requeue`, when no launched step uses them. `plan()`
 (overlap); steps are applied in the order they were planned.
 """
 
-import logging
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -19,18 +18,17 @@ from minisgl.errors import RequestError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.scheduler.failures import error_output, no_finite_logits, no_token_left
+from minisgl.scheduler.failures import error_output, why_no_token
 from minisgl.scheduler.grammars import CompiledGrammar, FillMasks, Grammars, advance
 from minisgl.scheduler.holdings import Holdings
+from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
-from minisgl.scheduler.plan import NO_LOGITS, PLAIN, Chunk, StepPlan, TokenMasks
+from minisgl.scheduler.plan import NO_LOGITS, Chunk, StepPlan, TokenMasks
 from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP, by_seniority, prefill_budget_tokens
 from minisgl.scheduler.request_factory import RequestFactory
-from minisgl.scheduler.rules import extras_of
+from minisgl.scheduler.rules import extras_of_step
 from minisgl.scheduler.stats import SchedulerStats
 from minisgl.scheduler.waiting import WaitingQueue
-
-logger = logging.getLogger(__name__)
 
 _num_planned_tokens = attrgetter("num_planned_tokens")
 
@@ -51,6 +49,7 @@ class Scheduler:
         assert config.max_context_tokens <= pool_tokens, f"the pool holds only {pool_tokens} tokens"
         self.config = config
         self.stats = SchedulerStats()
+        self.journal = Journal()
         self._factory = RequestFactory(
             max_context_tokens=config.max_context_tokens,
             vocab_size=config.vocab_size,
@@ -144,6 +143,7 @@ class Scheduler:
             for request in requests:
                 self._prompt_logprobs.start(request)
                 self._requests[request.request_id] = request
+                self.journal.added(request)
                 if request.has_grammar:
                     self.grammars.add(request_id, request)
                 else:
@@ -156,6 +156,7 @@ class Scheduler:
         """
         for request in self.grammars.take(request_id):
             self._waiting.add(request)
+            self.journal.grammar_ready(request)
             if isinstance(grammar, RequestError):
                 self._outputs.append(self._end_with_error(request, grammar))
             else:
@@ -176,6 +177,7 @@ class Scheduler:
 
     def refuse(self, request_id: int, error: RequestError) -> None:
         """Answer a request that was not queued."""
+        self.journal.refused(request_id, error.code)
         self._outputs.append(error_output(request_id, error))
 
     def abort(self, request_id: int) -> None:
@@ -184,6 +186,10 @@ class Scheduler:
         if request is not None:
             self._prompt_logprobs.forget(request_id)
             self._outputs.append(self._finish(request, FinishReason.ABORT, []))
+
+    def open_requests(self) -> tuple[Mapping[int, Request], Sequence[Request]]:
+        """The requests that have not ended, by id, and the queue of those that wait for a row; to read."""
+        return self._requests, list(self._waiting)
 
     def take_outputs(self) -> list[RequestOutput]:
         """All outputs since the last call, in order."""
@@ -226,17 +232,17 @@ class Scheduler:
                         break
                     budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
                     still_needed += self._holdings.pages_still_needed([request])
+            if self._waiting:
+                reason = self._waiting.held_by or ("step" if budget > 0 else "budget")
+                self.journal.held(self._waiting.head, reason, self._holdings, self._running, chunks)
+        if not self._waiting:
+            self.journal.released()
 
         if not decode_rows and not chunks:
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
             return None
-        decode_extras = chunk_extras = PLAIN
-        masked: tuple[int, ...] = ()
-        if self._holdings.num_with_extras:
-            decode_extras = extras_of(sampled[: len(decode_rows)])
-            chunk_extras = extras_of(sampled[len(decode_rows) :])
-            if decode_extras.masks or chunk_extras.masks:
-                masked = tuple([place for place, request in enumerate(sampled) if request.needs_mask])
+        extras = self._holdings.num_with_extras
+        decode_extras, chunk_extras, masked = extras_of_step(sampled if extras else (), len(decode_rows))
         updates = self._holdings.drain_updates()
         plan = StepPlan(
             step_id=self._num_plans,
@@ -325,7 +331,7 @@ class Scheduler:
             self._isolate(request)
             return None
         if token == NO_LOGITS or (token < 0 and request.max_new_tokens):
-            return self._fail(request, token)
+            return self._end_with_error(request, why_no_token(request, token, self.stats))
         if not request.max_new_tokens:  # the caller wants only the prompt's log probabilities
             return self._finish(request, FinishReason.LENGTH, [])
         ends = token in request.stop_ids
@@ -357,7 +363,7 @@ class Scheduler:
             if self._num_awaiting_release:  # a launched step will release pages, so preempt nobody
                 return False
             victim = self._running[-1]
-            self._preempt(victim)
+            self._preempt(victim, request)
             if victim is request:
                 return False
         return True
@@ -404,6 +410,7 @@ class Scheduler:
         if request is None:
             return None
         insort(self._running, request, key=by_seniority)
+        self.journal.admitted(request)
         if not request.was_admitted:  # False when it returns after a preemption
             request.was_admitted = True
             request.num_cached_tokens = request.num_planned_tokens
@@ -415,6 +422,7 @@ class Scheduler:
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """Book a computed chunk: put its full pages into the tree, or use the tree's for equal tokens."""
         sampled_too = num_fed == len(request.feed)
+        self.journal.computed(request, num_fed)
         if not sampled_too:
             request.steps_in_flight -= 1
         if request.state is not RequestState.FINISHED and not request.is_preempting:
@@ -422,8 +430,11 @@ class Scheduler:
         if not sampled_too:
             self._retire_or_requeue(request)
 
-    def _finish(self, request: Request, reason: FinishReason, token_ids: list[int]) -> RequestOutput:
+    def _finish(
+        self, request: Request, reason: FinishReason, tokens: list[int], code: str = ""
+    ) -> RequestOutput:
         """The only place where a request ends. Its row and pages are released now, or with its last step."""
+        self.journal.ended(request, reason, code)
         del self._requests[request.request_id]
         if request.state is RequestState.WAITING:
             if not self.grammars.remove(request):
@@ -437,28 +448,16 @@ class Scheduler:
                 self._num_awaiting_release += 1
             request.is_preempting = False
             self._retire_or_requeue(request)
-        return RequestOutput(request.request_id, token_ids, reason, request.num_cached_tokens)
-
-    def _fail(self, request: Request, no_token: int) -> RequestOutput:
-        """End a request whose step gave NO_LOGITS or NONE_ALLOWED instead of a token."""
-        if no_token == NO_LOGITS:
-            error = no_finite_logits()
-            if not self.stats.num_without_logits:
-                logger.warning("a request ends (later ones are counted in /metrics): %s", error)
-            self.stats.num_without_logits += 1
-        else:
-            error = no_token_left(request)
-            self.stats.num_without_token += 1
-        return self._end_with_error(request, error)
+        return RequestOutput(request.request_id, tokens, reason, request.num_cached_tokens)
 
     def _end_with_error(self, request: Request, error: RequestError) -> RequestOutput:
         self._prompt_logprobs.forget(request.request_id)
-        self._finish(request, FinishReason.ERROR, [])
+        self._finish(request, FinishReason.ERROR, [], error.code)
         return error_output(request.request_id, error, request.num_cached_tokens)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, by: Request) -> None:
         """Take row and pages from a running request, which waits again and resumes from its cached prefix."""
-        logger.debug("request %d is preempted at %d tokens", request.request_id, request.num_planned_tokens)
+        self.journal.preempted(request, by)
         self.stats.num_preemptions += 1
         self._requeue(request)
 
@@ -471,6 +470,7 @@ class Scheduler:
         if request.is_preempting:
             self._retire_or_requeue(request)
         else:
+            self.journal.preempted(request, None)
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:

@@ -11,6 +11,7 @@ from itertools import takewhile
 import numpy as np
 
 from minisgl.kvcache.radix_tree import Match
+from minisgl.lives import WaitReason
 from minisgl.request import Request
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs
@@ -43,16 +44,28 @@ class WaitingQueue:
         self._requests.remove(request)
 
     @property
-    def may_admit(self) -> bool:
-        """Whether a waiting request may get a row in this step.
+    def head(self) -> Request:
+        """The first request; there must be one."""
+        return self._requests[0]
 
-        False if the first one did not fit and no page came free since, or if the new rules cost enough.
+    @property
+    def held_by(self) -> WaitReason | None:
+        """What keeps the first request from a row in this step; None = nothing that is known before a try.
+
+        Pages do if it did not fit and none came free since; rules do if the step's new ones cost enough.
         """
-        if not self._requests or not self._holdings.has_free_row:
-            return False
+        if not self._holdings.has_free_row:
+            return "rows"
+        if self._blocked == (self._requests[0].request_id, self._holdings.num_available_pages):
+            return "pages"
         if self._holdings.new_rules_cost_tokens >= MAX_RULES_COST_PER_STEP:
-            return False
-        return self._blocked != (self._requests[0].request_id, self._holdings.num_available_pages)
+            return "rules"
+        return None
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a waiting request may get a row in this step."""
+        return bool(self._requests) and self.held_by is None
 
     def admit_next(self, pages_still_needed: int | None) -> Request | None:
         """Take out the next request, with a row and its cached prefix; None = none can be admitted.

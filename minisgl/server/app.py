@@ -18,6 +18,7 @@ from minisgl.server.http.middleware import Gate, json_answer
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.routes import Answer, Route
 from minisgl.server.served_model import ServedModel
+from minisgl.server.watch.routes import Watch
 from minisgl.text.messages import UNSUPPORTED_IN_MESSAGES, Message
 
 MESSAGE = Body("Message", (Message,), (), UNSUPPORTED_IN_MESSAGES)
@@ -25,7 +26,7 @@ MESSAGE = Body("Message", (Message,), (), UNSUPPORTED_IN_MESSAGES)
 
 
 def all_routes(
-    completer: Completer, tokens: TokenApi, models: ModelApi, admin: Admin, debug: Debug
+    completer: Completer, tokens: TokenApi, models: ModelApi, admin: Admin, debug: Debug, watch: Watch
 ) -> list[Route]:
     """The routes of all APIs."""
     return [
@@ -38,6 +39,7 @@ def all_routes(
         *models.routes(),
         *admin.routes(),
         *debug.routes(),
+        *watch.routes(),
     ]
 
 

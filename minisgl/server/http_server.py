@@ -32,6 +32,9 @@ from minisgl.server.http.uploads import Uploads
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
+from minisgl.server.watch.refusals import Refusals
+from minisgl.server.watch.routes import Watch
+from minisgl.server.watch.ticker import Ticker
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class HttpServer:
         runner: web.AppRunner,
         connections: Connections,
         listener: Listener,
+        ticker: Ticker,
     ) -> None:
         self.model = model
         self.streams = streams
@@ -75,6 +79,7 @@ class HttpServer:
         self._runner = runner
         self._connections = connections
         self._listener = listener
+        self._ticker = ticker
 
     async def num_open(self) -> int:
         """Open requests of all server processes that reply."""
@@ -83,6 +88,7 @@ class HttpServer:
     async def close(self) -> None:
         """Stop listening, and give clients `LAST_ANSWERS_S` to read the end of their answers."""
         await self._listener.close()
+        await self._ticker.close()
         await self._runner.cleanup()
         self._connections.close()
         await self._siblings.close()
@@ -126,6 +132,17 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     connections = Connections(connections_that_fit(), server.keep_alive_timeout_s)
     uploads = Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s)
     siblings = Siblings(streams, uploads, settings.ipc_dir, rank, server.api_workers)
+    refusals = Refusals(rank)
+    watch = Watch(
+        model.name,
+        streams,
+        link,
+        siblings,
+        refusals,
+        (server, settings.engine),
+        settings.engine_pid,
+        rank,
+    )
     app = make_app(
         all_routes(
             Completer(model, streams, threads, uploads, server.request_timeout_s),
@@ -133,6 +150,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             ModelApi(model, streams),
             Admin(model, streams, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
             Debug(link),
+            watch,
         ),
         model,
         Gate(
@@ -143,6 +161,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             server.access_log,
             streams.stats.responses,
             lambda: connections.is_full,
+            refusals.add,
         ),
     )
     connections.install(app)
@@ -156,13 +175,14 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     )
     await runner.setup()
     await siblings.start()
+    watch.ticker.start()
     assert runner.server is not None  # made by setup
     listener = Listener(sock, connections, runner.server, tls, server.keep_alive_timeout_s)
     # All of this lives as long as the process. Unfrozen, each full collection would hold the event loop 20 to
     # 40 ms, and a call with many choices is enough to start one.
     gc.collect()
     gc.freeze()
-    return HttpServer(model, streams, siblings, threads, runner, connections, listener)
+    return HttpServer(model, streams, siblings, threads, runner, connections, listener, watch.ticker)
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, StepOutput, ToEngine, add_requests
@@ -41,6 +41,8 @@ class Stream:
         self.opened_at = time.monotonic()
         self.request_ids = range(0)  # of all choices; empty until the call is sent
         self.num_sent = 0  # requests that the engine was sent, in the order of their ids
+        self.transport: asyncio.WriteTransport | None = None  # of a streamed answer, once it is sent
+        self.taken_at = self.opened_at  # time.monotonic() when the reader last took a delta
         self._streams = streams
         self._unread: deque[Delta | MinisglError] = deque()
         self._has_unread = asyncio.Event()
@@ -53,6 +55,11 @@ class Stream:
     def limit_silence(self, limit_s: float, act: Callable[[], None]) -> SilenceLimit:
         """Call `act` once no delta has arrived for `limit_s` seconds (the first: since the call began)."""
         return SilenceLimit(limit_s, lambda: self._last_delta_at, act)
+
+    @property
+    def num_unread(self) -> int:
+        """Deltas that the reader has not taken."""
+        return len(self._unread)
 
     @property
     def is_over(self) -> bool:
@@ -112,6 +119,7 @@ class Stream:
                 self._has_unread.clear()
                 await self._has_unread.wait()
             item = self._unread.popleft()
+            self.taken_at = time.monotonic()
             if isinstance(item, MinisglError):
                 raise item.with_traceback(None)
             yield item
@@ -189,6 +197,11 @@ class Streams:
     def num_open(self) -> int:
         """Requests whose stream is open, including those whose prompt is still being tokenized."""
         return self._num_open
+
+    @property
+    def open_streams(self) -> Collection[Stream]:
+        """The streams whose call has not been answered to its end; to read."""
+        return self._open_streams
 
     @property
     def num_running(self) -> int:
@@ -301,6 +314,8 @@ class Streams:
             base_seed=self._base_seed,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            call_id=stream.name,
+            arrived_s=stream.opened_at,
         )
         for message in messages:
             if stream.num_sent:

@@ -27,9 +27,11 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from minisgl.engine.worker import exit_with_parent
@@ -38,6 +40,7 @@ from minisgl.ipc.messages import (
     AbortRequest,
     AddRequest,
     AskProfile,
+    AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
@@ -51,6 +54,7 @@ from minisgl.ipc.messages import (
     StepOutput,
 )
 from minisgl.ipc.transport import EngineSocket
+from minisgl.lives import Life, LivesAnswer, Moment, Phase, Wait
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 
@@ -97,6 +101,7 @@ class FakeEngine:
         self.seen: dict[str, Any] = {"added": 0, "aborted": 0, "params": []}
         self.extra: list[RequestOutput] = []
         self.num_steps = 0
+        self.names: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -130,6 +135,8 @@ class FakeEngine:
                         "" if message.num_steps < 9 else "too many",
                     )
                     self.socket.send(DebugAnswer(message.sequence, path.encode(), refusal), message.server)
+                elif isinstance(message, AskRequests):
+                    self.socket.send(DebugAnswer(message.sequence, self.lives(message)), message.server)
                 elif isinstance(message, FlushCache):
                     self.socket.send(CacheFlushed(message.sequence, 5), message.server)
                 elif isinstance(message, AddRequest):
@@ -141,6 +148,54 @@ class FakeEngine:
                     if self.running.pop(message.request_id, None) is not None:
                         self.extra.append(RequestOutput(message.request_id, [], FinishReason.ABORT))
             self.step()
+
+    def lives(self, ask: AskRequests) -> bytes:
+        """Running requests, the newest first, all of which decode."""
+        told = [
+            Life(
+                number=number,
+                id=self.names[number],
+                state="decoding",
+                arrived_at=time.time() - 1,
+                total_ms=1000.0,
+                first_token_ms=400.0,
+                prompt_tokens=3,
+                cached_tokens=0,
+                output_tokens=answer.num_given,
+                priority=0,
+                num_preemptions=0,
+                ahead=None,
+                end=None,
+                error_code="",
+                phases=[
+                    Phase("queued", 0.0, 300.0, [Wait("rows", 300.0, {"rows": 8})]),
+                    Phase("prompt", 300.0, 400.0, [], [(400.0, 3)], {"tokens": 3, "cached_tokens": 0}),
+                    Phase("decoding", 400.0),
+                ],
+            )
+            for number, answer in sorted(self.running.items(), reverse=True)
+        ]
+        told = [one for one in told if ask.id in ("", one.id) and ask.number in (-1, one.number)]
+        if ask.state not in ("", "open", "running", "decoding"):
+            told = []
+        moment = Moment(
+            number=1,
+            kind="step",
+            reason="prompt",
+            at=time.time() - 2,
+            until=time.time() - 1,
+            count=2,
+            worst_ms=90.0,
+            usual_ms=5.0,
+            figures={"prompt_tokens": 512.0, "decodes": 3.0},
+        )
+        answer = LivesAnswer(
+            requests=told[ask.skip : ask.skip + ask.limit],
+            num_open=len(self.running),
+            num_ended=4,
+            moments=[moment],
+        )
+        return msgspec.msgpack.encode(answer)
 
     def step(self) -> None:
         outputs, self.extra = self.extra, []
@@ -166,6 +221,7 @@ class FakeEngine:
     def add(self, request: AddRequest, request_id: int, prompt: bytes) -> None:
         """One of the requests of a call."""
         self.seen["added"] += 1
+        self.names[request_id] = request.call_id
         self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
         self.seen["seed"] = request.params.seed
         self.seen["priority"] = request.priority

@@ -9,7 +9,9 @@ from minisgl.server.apis.tokenize import TokenApi
 from minisgl.server.app import all_routes
 from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
+from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.routes import Route
+from minisgl.server.watch.routes import Watch
 
 NOTHING: Any = None
 
@@ -34,4 +36,7 @@ def served_routes() -> list[Route]:
         ModelApi(tiny, NOTHING),
         Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
         Debug(NOTHING),
+        Watch(
+            "tiny", NOTHING, NOTHING, Siblings(NOTHING, NOTHING, NOTHING), NOTHING, (NOTHING, NOTHING), 1, 0
+        ),
     )

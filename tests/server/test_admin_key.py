@@ -17,6 +17,11 @@ ADMIN_ONLY = [
     ("POST", "/flush_cache", None),
     ("GET", "/debug/timeline", None),
     ("POST", "/debug/profile?steps=3", None),
+    ("GET", "/debug/engines", None),
+    ("GET", "/debug/requests", None),
+    ("POST", "/debug/requests/x/abort", None),
+    ("GET", "/debug/moments", None),
+    ("GET", "/debug/history", None),
     ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 9, "priority": 1}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "priority": 1}),
 ]
@@ -71,6 +76,12 @@ def test_what_concerns_others_needs_the_admin_key(
     assert ask(server, None, method, path, body)[0] == 401
     for one in (server, public):
         assert ask(one, ADMIN, method, path, body)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/debug/events", "/debug/requests/x"])
+def test_events_and_single_requests_need_it_too(server: RunningServer, path: str) -> None:
+    assert ask(server, ALICE, "GET", path)[1]["error"]["code"] == "admin_key_required"
+    assert ask(server, None, "GET", path)[0] == 401
 
 
 def test_a_refused_priority_names_its_field_and_running_later_needs_no_key(server: RunningServer) -> None:

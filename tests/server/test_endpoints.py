@@ -278,10 +278,11 @@ def test_too_many_queued_tokens_get_a_429_until_there_is_room(server: RunningSer
 def test_the_document_of_the_api_names_every_route_and_field(server: RunningServer) -> None:
     document = server.call("/openapi.json")[1]
     assert document["openapi"].startswith("3.1")
+    elsewhere = {"/debug/requests/{id}", "/debug/events"}  # unknown, and without an end (test_watch.py)
     for path, operations in document["paths"].items():
-        for method in {"get", "post"} & operations.keys():
+        for method in {"get", "post"} & operations.keys() if path not in elsewhere else ():
             status = (
-                server.call(path.replace("{model}", "tiny"), None, method.upper())[0]
+                server.call(path.replace("{model}", "tiny").replace("{id}", "x"), None, method.upper())[0]
                 if path != "/metrics"
                 else 200
             )

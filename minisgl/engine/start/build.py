@@ -12,10 +12,12 @@ import torch
 
 from minisgl.attention.choice import TRITON, reason_unavailable
 from minisgl.config import (
+    ChosenSetting,
     DeviceFacts,
     EngineConfig,
     ResolvedConfig,
     attention_environment,
+    chosen_settings,
     resolve_engine_config,
 )
 from minisgl.engine.engine import Engine
@@ -81,6 +83,11 @@ def build_engine(
         cause = followers.cause_of(error) if isinstance(error, Exception) else error
         followers.close()
         raise cause from (error if cause is not error else None)
+
+
+def reasons_for_settings(config: EngineConfig, resolved: ResolvedConfig, folder: Path) -> list[ChosenSetting]:
+    """The settings of an engine that was built of `config`, and why it has them."""
+    return chosen_settings(config, resolved, read_model_config(folder), find_device_facts())
 
 
 def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous, on_stage: OnStage) -> Engine:

@@ -181,6 +181,7 @@ class Completer:
         transport = request.transport
         if transport is None:
             return response  # the client has left
+        stream.transport = transport
         cut = stream.limit_silence(self._timeout_s + WRITE_GRACE_S, transport.abort)
         try:
             async for delta in stream.deltas():

@@ -16,9 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError
 from minisgl.ipc.messages import (
     AskProfile,
+    AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
@@ -33,6 +36,7 @@ from minisgl.ipc.messages import (
     ToEngine,
 )
 from minisgl.ipc.transport import ServerSocket
+from minisgl.lives import LivesAnswer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,6 +65,8 @@ class EngineLink:
         self.is_device_fault = False
         """Whether the engine ended because of a GPU fault; known when `died` is."""
         self.status: Status | None = None
+        self.stages: list[StartupStage] = []
+        """The stages of the start that are over."""
         self._rank = rank
         self._heard_at = time.monotonic()
         self._sequence = 0
@@ -105,6 +111,15 @@ class EngineLink:
         question = AskProfile(self._sequence, self._rank, num_steps)
         answer = await self._ask(self._sequence, question, limit_s)
         return answer if isinstance(answer, DebugAnswer) else None
+
+    async def ask_requests(self, which: AskRequests, limit_s: float) -> LivesAnswer | None:
+        """The requests that `which` asks for; None without an answer within `limit_s`."""
+        self._sequence += 1
+        question = msgspec.structs.replace(which, sequence=self._sequence, server=self._rank)
+        answer = await self._ask(self._sequence, question, limit_s)
+        if not isinstance(answer, DebugAnswer):
+            return None
+        return msgspec.msgpack.decode(answer.body, type=LivesAnswer)
 
     def listen(
         self, on_output: Callable[[StepOutput], None], on_stage: Callable[[StartupStage], None]
@@ -158,6 +173,7 @@ class EngineLink:
                 elif isinstance(message, CacheFlushed | DebugAnswer):
                     self._resolve_answer(message)
                 elif isinstance(message, StartupStage):
+                    self.stages.append(message)
                     _call(on_stage, message)
                 elif isinstance(message, Ready):
                     if not self.ready.done():

@@ -6,7 +6,7 @@ does not answer within `SIBLING_TIMEOUT_S` is left out, with a warning in the lo
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -34,6 +34,11 @@ class Siblings:
         self._rank = rank
         self._others = [other for other in range(num_servers) if other != rank]
         self._runner: web.AppRunner | None = None
+        self._offers: dict[str, Callable[[], bytes]] = {}
+
+    def offer(self, path: str, give: Callable[[], bytes]) -> None:
+        """Give the other processes what `give` makes when they ask for `path`. Call it before `start`."""
+        self._offers[path] = give
 
     async def start(self) -> None:
         """Listen for calls of the other processes, if there are any."""
@@ -42,6 +47,8 @@ class Siblings:
         app = web.Application()
         app.router.add_get("/stats", self._give_stats)
         app.router.add_post("/abort", self._take_abort)
+        for path in self._offers:
+            app.router.add_get(path, self._give_offer)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._path(self._rank))).start()
@@ -54,16 +61,29 @@ class Siblings:
     async def stats(self) -> list[ServerStats]:
         """The statistics of every process that answers, in the order of the ranks."""
         answers = await self._ask_all("GET", "/stats", None)
-        parts = [(self._rank, self._own_stats())]
+        parts = [(self._rank, self.own_stats())]
         parts += [(rank, msgspec.json.decode(data, type=ServerStats)) for rank, data in answers]
         return [stats for _, stats in sorted(parts, key=lambda part: part[0])]
+
+    async def ask_all(self, path: str) -> list[bytes]:
+        """What every process that answers offers at `path`, this one's first."""
+        answers = await self._ask_all("GET", path, None)
+        return [self._offers[path](), *(data for _, data in answers)]
+
+    async def ask_first(self, path: str) -> bytes | None:
+        """What the process of rank 0 offers at `path`; None = it does not answer."""
+        if self._rank == 0:
+            return self._offers[path]()
+        answer = await self._ask(0, "GET", path, None)
+        return None if answer is None else answer[1]
 
     async def abort(self, name: str | None, key: int | None = None) -> int:
         """End the calls of this name and API key (None = any) in all processes; returns how many requests."""
         answers = await self._ask_all("POST", "/abort", msgspec.json.encode((name, key)))
         return self._streams.abort_calls(name, key) + sum(msgspec.json.decode(data) for _, data in answers)
 
-    def _own_stats(self) -> ServerStats:
+    def own_stats(self) -> ServerStats:
+        """The statistics of this process."""
         stats = self._streams.stats
         stats.num_upload_bytes = self._uploads.num_bytes
         return stats
@@ -71,8 +91,11 @@ class Siblings:
     def _path(self, rank: int) -> Path:
         return self._ipc_dir / f"server.{rank}"
 
+    async def _give_offer(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._offers[request.path]())
+
     async def _give_stats(self, _: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self._own_stats()))
+        return web.Response(body=msgspec.json.encode(self.own_stats()))
 
     async def _take_abort(self, request: web.Request) -> web.Response:
         name, key = msgspec.json.decode(await request.read(), type=tuple[str | None, int | None])

@@ -103,6 +103,7 @@ class Gate:
         write_log: whether to log every call as a line of JSON.
         responses: counts answers by "METHOD route status".
         is_full: tells whether calls must be refused because too many connections are open.
+        on_refusal: is told the code of every error that asks to come again later (429, 503).
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Gate:
         write_log: bool = False,
         responses: dict[str, int] | None = None,
         is_full: Callable[[], bool] = lambda: False,
+        on_refusal: Callable[[str], None] = lambda code: None,
     ) -> None:
         self._api_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
@@ -122,6 +124,7 @@ class Gate:
         self._write_log = write_log
         self._responses = {} if responses is None else responses
         self._is_full = is_full
+        self._on_refusal = on_refusal
         self._error_formats: Mapping[str, ErrorFormat] = {}
 
     def install(
@@ -208,6 +211,8 @@ class Gate:
                 log.exception("%s %s failed in the server", request.method, request.path)
             fault = fault_of(error)
             headers = _headers_of(error, fault.status)
+        if fault.status in RETRYABLE:
+            self._on_refusal(fault.code or "")
         return json_answer(self._error_format(request.path).body(fault), fault.status, headers)
 
     def _error_format(self, path: str) -> ErrorFormat:

@@ -1,0 +1,319 @@
+"""The routes that say what the server does and why, as JSON and as a stream of events.
+
+Promise: counts, times and ids only; no text and no tokens. With an admin key, all of them need it. An engine
+that does not answer has an empty list and its state, not an error, so that a page can show that.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from minisgl import __version__
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.errors import RequestError
+from minisgl.fields import convert_value
+from minisgl.ipc.messages import AskRequests
+from minisgl.lives import Life, LivesAnswer
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.siblings import Siblings
+from minisgl.server.http.middleware import json_answer, require_admin
+from minisgl.server.http.routes import EVENTS, Answer, Route
+from minisgl.server.streams import Streams
+from minisgl.server.watch.clients import slow_clients
+from minisgl.server.watch.history import CAPACITY
+from minisgl.server.watch.refusals import Refusals
+from minisgl.server.watch.ticker import INTERVAL_S, Ticker, moment_view
+from minisgl.server.watch.views import (
+    Aborted,
+    ChosenSetting,
+    EngineHistory,
+    EngineMoments,
+    EngineRequests,
+    EnginesAnswer,
+    EngineState,
+    EngineView,
+    HistoryAnswer,
+    MomentsAnswer,
+    RequestsAnswer,
+    RequestView,
+)
+from minisgl.server.watch.words import SlowClient, causes_of
+
+ANSWER_TIMEOUT_S = 5.0
+MAX_LISTED = 1000
+ASKED_AT_ONCE = 100
+"""Requests in one answer of the engine, which its next step waits for (a millisecond)."""
+WORDS_AT_ONCE = 50
+"""Requests that get their words before other tasks run."""
+CLIENTS_PATH = "/watch/clients"
+STATES = ("open", "waiting", "running", "grammar", "queued", "prompt", "decoding", "preempted", "ended")
+ANSWER_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""What stands before a call's X-Request-Id in the ids of answers."""
+
+Limit = Annotated[int, Meta(ge=0, le=MAX_LISTED)]
+Seconds = Annotated[int, Meta(ge=1, le=CAPACITY)]
+
+
+class Watch:
+    """The request handlers.
+
+    Args:
+        settings: the server's and the engine's settings, as given by the user.
+        engine_pid: process id of the engine.
+        rank: of this server process.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        streams: Streams,
+        link: EngineLink,
+        siblings: Siblings,
+        refusals: Refusals,
+        settings: tuple[ServerConfig, EngineConfig],
+        engine_pid: int,
+        rank: int,
+    ) -> None:
+        self._model_name = model_name
+        self._streams = streams
+        self._link = link
+        self._siblings = siblings
+        self._server, self._engine = settings
+        self._engine_pid = engine_pid
+        self.ticker = Ticker(link, siblings, refusals, rank, self._state)
+        siblings.offer(CLIENTS_PATH, lambda: msgspec.json.encode(slow_clients(streams.open_streams)))
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        states = {"name": "state", "in": "query", "schema": {"enum": list(STATES)}}
+        limit = _query("limit", Limit, 100)
+        after = {"name": "ended_after", "in": "query", "schema": {"type": "number", "minimum": 0}}
+        one = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        list_summary = "The last requests: what each does, did and waited for."
+        return [
+            Route("GET", "/debug/engines", "What runs, and why.", self.engines, Answer("It.", EnginesAnswer)),
+            Route(
+                "GET",
+                "/debug/requests",
+                list_summary,
+                self.requests,
+                Answer("They.", RequestsAnswer),
+                parameters=(states, limit, after),
+            ),
+            Route(
+                "GET",
+                "/debug/requests/{id}",
+                "The requests of one call, in words.",
+                self.request,
+                Answer("They.", RequestsAnswer),
+                parameters=(one,),
+            ),
+            Route(
+                "POST",
+                "/debug/requests/{id}/abort",
+                "End a call.",
+                self.abort,
+                Answer("What was done.", Aborted),
+                parameters=(one,),
+            ),
+            Route(
+                "GET",
+                "/debug/moments",
+                "When the server was slow or refused calls, and why.",
+                self.moments,
+                Answer("They.", MomentsAnswer),
+            ),
+            Route(
+                "GET",
+                "/debug/history",
+                "The figures of the last ten minutes.",
+                self.history,
+                Answer("They.", HistoryAnswer),
+                parameters=(_query("seconds", Seconds, CAPACITY),),
+            ),
+            Route(
+                "GET",
+                "/debug/events",
+                "The figures of each second, as they come.",
+                self.events,
+                Answer("Events named sample.", None, (EVENTS,)),
+            ),
+        ]
+
+    async def engines(self, request: web.Request) -> web.Response:
+        """GET /debug/engines."""
+        require_admin(request, "/debug/engines")
+        ready = self._link.ready.result() if self._link.ready.done() else None
+        status = self._link.status
+        refusal = self._streams.refusal
+        stages = {stage.name: stage.duration_ms for stage in self._link.stages}
+        view = EngineView(
+            id=0,
+            state=self._state(),
+            reason=None if refusal is None else str(refusal),
+            pid=self._engine_pid,
+            silent_s=round(self._link.silent_s, 3),
+            device=ready and ready.device,
+            num_pages=ready and ready.num_pages,
+            page_size=ready and ready.page_size,
+            max_rows=ready and ready.max_rows,
+            max_context_tokens=ready and ready.max_context_tokens,
+            startup_ms=stages if ready is None else ready.startup_ms,
+            choices=[] if ready is None else [ChosenSetting(*choice) for choice in ready.choices],
+            settings=dataclasses.asdict(self._engine),
+            sample=await self.ticker.last_sample(),
+            counters=None if status is None else msgspec.structs.asdict(status),
+        )
+        return _json(EnginesAnswer(time=_now(), version=__version__, model=self._model_name, engines=[view]))
+
+    async def requests(self, request: web.Request) -> web.Response:
+        """GET /debug/requests?state=&limit=&ended_after=."""
+        require_admin(request, "/debug/requests")
+        state = request.query.get("state", "")
+        if state and state not in STATES:
+            raise RequestError(400, "invalid_value", f"state must be one of {', '.join(STATES)}", "state")
+        ended_after = _number(request, "ended_after", float, 0.0)
+        limit = _number(request, "limit", Limit, 100)
+        return await self._answer(AskRequests(0, state=state, limit=limit, ended_after=ended_after))
+
+    async def request(self, request: web.Request) -> web.Response:
+        """GET /debug/requests/{id}: by the call's X-Request-Id, its answer's id, or a request's number."""
+        require_admin(request, "/debug/requests/{id}")
+        name = request.match_info["id"]
+        asked = await self._ask(AskRequests(0, id=call_id_of(name), limit=MAX_LISTED))
+        if not (asked and asked.requests) and name.isascii() and name.isdigit() and len(name) < 18:
+            asked = await self._ask(AskRequests(0, number=int(name), limit=1))
+        if not (asked and asked.requests):
+            message = f"no request of the call {name[:128]!r} is known; the last 1000 that ended are"
+            raise RequestError(404, "not_found", message)
+        return await self._told(asked)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """POST /debug/requests/{id}/abort: end a call, whose client gets an error as after POST /abort."""
+        require_admin(request, "/debug/requests/{id}/abort")
+        name = request.match_info["id"]
+        aborted = await self._siblings.abort(call_id_of(name))
+        if not aborted and name.isascii() and name.isdigit() and len(name) < 18:
+            asked = await self._ask(AskRequests(0, number=int(name), limit=1))
+            if asked and asked.requests and asked.requests[0].id:
+                aborted = await self._siblings.abort(asked.requests[0].id)
+        return _json(Aborted(aborted))
+
+    async def moments(self, request: web.Request) -> web.Response:
+        """GET /debug/moments."""
+        require_admin(request, "/debug/moments")
+        asked = await self._ask(AskRequests(0, limit=0))
+        moments = [] if asked is None else [moment_view(one) for one in asked.moments]
+        refused = [moment_view(one) for one in await self.ticker.refused()]
+        engine = EngineMoments(id=0, state=self._state(), moments=moments)
+        return _json(MomentsAnswer(time=_now(), engines=[engine], refused=refused))
+
+    async def history(self, request: web.Request) -> web.Response:
+        """GET /debug/history?seconds=N."""
+        require_admin(request, "/debug/history")
+        columns = await self.ticker.columns(_number(request, "seconds", Seconds, CAPACITY))
+        engine = EngineHistory(id=0, state=self._state(), columns=columns)
+        return _json(HistoryAnswer(time=_now(), interval_s=INTERVAL_S, engines=[engine]))
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """GET /debug/events."""
+        require_admin(request, "/debug/events")
+        return await self.ticker.send_events(request)
+
+    def _state(self) -> EngineState:
+        if self._link.died.done():
+            return "dead"
+        if not self._link.ready.done():
+            return "starting"
+        refusal = self._streams.refusal
+        if isinstance(refusal, RequestError) and refusal.code == "shutting_down":
+            return "stopping"
+        return "silent" if self._link.silent_s > self._server.heartbeat_timeout_s else "serving"
+
+    async def _ask(self, which: AskRequests) -> LivesAnswer | None:
+        """Ask the engine; None = it does not run, or does not answer."""
+        if not self._link.ready.done() or self._link.died.done():
+            return None
+        requests: dict[int, Life] = {}
+        while True:
+            limit = min(which.limit - len(requests), ASKED_AT_ONCE)
+            part = msgspec.structs.replace(which, skip=len(requests), limit=limit)
+            answer = await self._link.ask_requests(part, ANSWER_TIMEOUT_S)
+            if answer is None:
+                return None
+            known = len(requests)
+            requests |= {life.number: life for life in answer.requests}
+            if len(answer.requests) < limit or len(requests) in (known, which.limit):
+                return msgspec.structs.replace(answer, requests=list(requests.values()))
+
+    async def _answer(self, which: AskRequests) -> web.Response:
+        return await self._told(await self._ask(which))
+
+    async def _told(self, asked: LivesAnswer | None) -> web.Response:
+        """The answer with words, which other tasks do not wait for."""
+        asked = asked or LivesAnswer(requests=[], num_open=0, num_ended=0, moments=[])
+        clients = {one.id: one for one in await self._slow_clients()}
+        views: list[RequestView] = []
+        for place, life in enumerate(asked.requests):
+            views.append(_view(life, clients.get(life.id)))
+            if place % WORDS_AT_ONCE == WORDS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        engine = EngineRequests(
+            id=0, state=self._state(), num_open=asked.num_open, num_ended=asked.num_ended, requests=views
+        )
+        return _json(RequestsAnswer(time=_now(), engines=[engine]))
+
+    async def _slow_clients(self) -> Sequence[SlowClient]:
+        answers = await self._siblings.ask_all(CLIENTS_PATH)
+        return [one for answer in answers for one in msgspec.json.decode(answer, type=list[SlowClient])]
+
+
+def call_id_of(name: str) -> str:
+    """A call's X-Request-Id, from it or from the id of its answer."""
+    for prefix in ANSWER_ID_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _view(life: Life, client: SlowClient | None) -> RequestView:
+    causes = causes_of(life, client)
+    fields = {name: getattr(life, name) for name in Life.__struct_fields__}
+    return RequestView(**fields, why=causes[0].words if causes else "", causes=causes, client=client)
+
+
+def _json(answer: msgspec.Struct) -> web.Response:
+    return json_answer(msgspec.json.encode(answer))
+
+
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+def _query(name: str, kind: Any, default: int) -> dict[str, Any]:
+    """OpenAPI's object of a query parameter that is a whole number."""
+    return {"name": name, "in": "query", "schema": msgspec.json.schema(kind) | {"default": default}}
+
+
+def _number(request: web.Request, name: str, kind: Any, default: Any) -> Any:
+    """A number in the query.
+
+    Raises:
+        RequestError: 400 that names it.
+    """
+    text = request.query.get(name)
+    if text is None:
+        return default
+    is_plain = text.isascii() and text.replace(".", "", 1).isdigit() and len(text) < 24
+    if kind is float:
+        if not is_plain:
+            raise RequestError(
+                400, "invalid_type", f"{name} must be a number of seconds, got {text[:60]!r}", name
+            )
+        return float(text)
+    return convert_value(int(text) if is_plain and text.isdigit() and len(text) < 10 else text, kind, name)
