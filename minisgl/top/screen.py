@@ -9,7 +9,7 @@ from rich.text import Text
 
 from minisgl.server.watch.history import Sample
 from minisgl.server.watch.views import EngineView, RequestView
-from minisgl.top.state import HELP, State
+from minisgl.top.state import State
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOOKS = {
@@ -103,6 +103,7 @@ def _figures(parts: Sequence[tuple[str, str, str]]) -> Text:
     for name, value, unit in parts:
         line.append(f"{name} ", "bright_black")
         line.append(f"{value}{' ' + unit if unit else ''}   ")
+    line.rstrip()
     return line
 
 
@@ -152,8 +153,8 @@ def _foot(state: State) -> Text:
     if state.confirms is not None:
         asked = f"End {_name(state.confirms)}? Its client gets an error. y = yes, any other key = no"
         return Text(f"\n{asked}", "bold red")
-    left = f"sorted by {state.sort}, {state.filter}"
-    return Text.assemble("\n", (state.message or f"{HELP}   {left}", "bright_black"), no_wrap=True)
+    keys = f"↑↓ choose  ⏎ why  s sort: {state.sort}  f show: {state.filter}  a abort  e engine  q quit"
+    return Text.assemble("\n", (state.message or keys, "bright_black"), no_wrap=True)
 
 
 def _name(one: RequestView, most: int = 16) -> str:

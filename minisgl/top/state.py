@@ -23,7 +23,6 @@ FILTERS: dict[str, Callable[[RequestView], bool]] = {
     "open": lambda one: one.state != "ended",
     "waiting": lambda one: one.state in ("grammar", "queued", "preempted"),
 }
-HELP = "↑↓ choose  enter why  s sort  f filter  a abort  e engine  q quit"
 
 
 @dataclass

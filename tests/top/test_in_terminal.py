@@ -86,7 +86,7 @@ def test_the_screen_says_what_the_server_says_and_keys_work(server: MadeUpServer
     terminal.press(b"\x1b[B\r")
     terminal.until(lambda text: "helps: --memory-fraction" in text, "explained it")
     terminal.press(b"\rs")
-    terminal.until(lambda text: "sorted by time" in text, "sorted it")
+    terminal.until(lambda text: "sort: time" in text, "sorted it")
     terminal.press(b"a")
     terminal.until(lambda text: "End call-3?" in text, "asked")
     terminal.press(b"y")
