@@ -2,8 +2,11 @@
 
 import uPlot from "../vendor/uplot.js";
 import { h } from "../shared/dom.js";
+import { timeOfDay } from "../shared/format.js";
 
 const HEIGHT = 150;
+const STALE = 5;
+/** Seconds after which a value is no longer told as the newest. */
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -46,7 +49,7 @@ export class Chart {
     const raw = series.map(([name]) => columns[name]);
     const shown = stacked ? piled(raw) : raw;
     raw.forEach((values, place) => {
-      this._values[place].textContent = format(values.at(-1) ?? null);
+      this._values[place].textContent = format(newest(values));
     });
     const texts = series.map(([, label], place) => `${label} ${this._values[place].textContent}`);
     this._place.setAttribute("role", "img");
@@ -82,17 +85,23 @@ export class Chart {
         height: HEIGHT,
         legend: { show: false },
         cursor: { show: false },
+        padding: [10, 6, 0, 0],
         scales: { y: { range: (_, low, high) => [0, max ?? Math.max(high * 1.1, 1e-3)] } },
         series: [{}, ...(stacked ? lines.reverse() : lines)],
         axes: [
-          { ...axis, space: 90 },
-          { ...axis, size: 58, space: 36, values: (_, ticks) => ticks.map((tick) => format(tick)) },
+          { ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map((tick) => timeOfDay(1000 * tick)) },
+          { ...axis, size: 62, space: 36, values: (_, ticks) => ticks.map((tick) => (tick ? format(tick) : "0")) },
         ],
       },
       [[], ...series.map(() => [])],
       this._place,
     );
   }
+}
+
+/** The newest known value of the last seconds; null = none is known. */
+export function newest(values) {
+  return values.slice(-STALE).findLast((value) => value !== null) ?? null;
 }
 
 /** Sums of each list and those before it; null where a value is unknown. */

@@ -4,7 +4,7 @@ import { count, duration, percent, rate } from "../shared/format.js";
 import { h } from "../shared/dom.js";
 import { getJson } from "../shared/server.js";
 import { Watch } from "../shared/watch.js";
-import { Chart } from "./charts.js";
+import { Chart, newest } from "./charts.js";
 
 const CHARTS = [
   {
@@ -137,7 +137,7 @@ export class EngineView {
     const { columns } = this._watch.engines.get(this._id);
     if (!columns.time.length) return;
     TILES.forEach(([, name, format], place) => {
-      this._tiles[place].textContent = format(columns[name].at(-1) ?? null);
+      this._tiles[place].textContent = format(newest(columns[name]));
     });
     for (const chart of this._charts) chart.draw(columns);
   }
