@@ -61,3 +61,7 @@ def visitor(browser: Browser) -> Iterator[Visitor]:
     )
     yield Visitor(context)
     context.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", help="the folder to write pictures of the page to")

@@ -2,6 +2,7 @@
 
 import { count, duration, percent, rate } from "../shared/format.js";
 import { h } from "../shared/dom.js";
+import { Problem } from "../shared/problem.js";
 import { getJson } from "../shared/server.js";
 import { Watch } from "../shared/watch.js";
 import { Chart, newest } from "./charts.js";
@@ -96,14 +97,17 @@ export class EngineView {
     this._tiles = TILES.map(() => h("dd"));
     this._charts = CHARTS.map((what) => new Chart(what));
     this._choice = h("div.choice", { role: "group", "aria-label": "Engines", hidden: true });
-    this._problem = h("p.problem", { role: "alert" });
+    this._problem = new Problem(() => {
+      this.hide();
+      this.show();
+    });
     this._facts = h("section.facts", { "aria-label": "What the engine runs with" });
     root.append(
       h(
         "div.page",
         {},
         this._choice,
-        this._problem,
+        this._problem.element,
         h("dl.tiles", {}, ...TILES.map(([label], place) => h("div.tile", {}, h("dt", {}, label), this._tiles[place]))),
         h("div.charts", {}, ...this._charts.map((chart) => chart.element)),
         this._facts,
@@ -129,7 +133,7 @@ export class EngineView {
   }
 
   _draw() {
-    this._problem.textContent = this._watch.problem ? `No figures: ${this._watch.problem}.` : "";
+    this._problem.show(this._watch.problem, "No figures");
     const ids = [...this._watch.engines.keys()];
     if (!ids.length) return;
     if (!ids.includes(this._id)) this._id = ids[0];
@@ -158,9 +162,8 @@ export class EngineView {
     let answer;
     try {
       answer = await getJson("debug/engines");
-    } catch (error) {
-      this._facts.replaceChildren(h("p.problem", {}, error.message));
-      return;
+    } catch {
+      return; // the figures, which come the same way, say why
     }
     const engine = answer.engines.find(({ id }) => id === this._id) ?? answer.engines[0];
     const rows = engine.choices.map(({ flag, value, why }) =>

@@ -2,6 +2,7 @@
 
 import { announce, h } from "../shared/dom.js";
 import { count, duration, plural, timeOfDay } from "../shared/format.js";
+import { Problem } from "../shared/problem.js";
 import { call, getJson, pause } from "../shared/server.js";
 import { Watch } from "../shared/watch.js";
 import { lifeBar, lifeLegend, phaseText } from "./life_bar.js";
@@ -47,7 +48,10 @@ export class RequestsView {
   }
 
   _build(root) {
-    this._problem = h("p.problem", { role: "alert" });
+    this._problem = new Problem(() => {
+      this.hide();
+      this.show(this._chosen);
+    });
     this._count = h("span.faint");
     this._body = h("tbody");
     this._details = h("aside.details", { "aria-label": "The chosen request", hidden: true });
@@ -60,12 +64,12 @@ export class RequestsView {
         h("button", { type: "button", "aria-pressed": String(name === "all"), "data-filter": name, onclick: () => this._setFilter(name) }, name),
       ),
     );
-    const heads = ["Arrived", "Request", "Life", "Took", "First token", "Prompt", "Cached", "Output", "End"];
+    const heads = ["Arrived", "Request", "State", "Life", "Took", "First token", "Prompt", "Cached", "Output"];
     root.append(
       h(
         "div.page",
         {},
-        this._problem,
+        this._problem.element,
         h("div.bar-row", {}, this._filters, this._count, lifeLegend()),
         h(
           "div.split",
@@ -90,11 +94,11 @@ export class RequestsView {
         const answer = await getJson(`debug/requests?limit=${MOST}&ended_after=${since}`, signal);
         since = Math.max(0, answer.time - OVERLAP_S);
         this._take(answer);
-        this._problem.textContent = "";
+        this._problem.show(null);
         this._draw();
       } catch (error) {
         if (signal.aborted) return;
-        this._problem.textContent = `No requests: ${error.message}.`;
+        this._problem.show(error, "No requests");
         since = 0;
       }
       await pause(EVERY_MS);
@@ -160,13 +164,13 @@ export class RequestsView {
       { "data-key": life.key, onclick: () => (location.hash = `#requests/${life.key}`) },
       h("td.number", {}, timeOfDay(1000 * life.arrived_at)),
       h("td", {}, h("a.id", { href: `#requests/${life.key}`, title: name }, name.length > 14 ? `${name.slice(0, 13)}…` : name)),
+      h("td", {}, life.state === "ended" ? h(`span.end.${life.end}`, {}, life.error_code || life.end) : h("span.end.open", {}, life.state)),
       h("td.life-cell", {}, lifeBar(life)),
       h("td.number", {}, duration(life.total_ms)),
       h("td.number", {}, duration(life.first_token_ms)),
       h("td.number", {}, count(life.prompt_tokens)),
       h("td.number", {}, count(life.cached_tokens)),
       h("td.number", {}, count(life.output_tokens)),
-      h("td", {}, life.state === "ended" ? h(`span.end.${life.end}`, {}, life.error_code || life.end) : h("span.end.open", {}, life.state)),
     );
   }
 
@@ -177,7 +181,8 @@ export class RequestsView {
     const signature = `${life.key} ${life.total_ms} ${life.state}`;
     if (this._details.dataset.signature === signature) return;
     this._details.dataset.signature = signature;
-    const causes = life.causes.map(({ words, knobs }) =>
+    // The first says the most; parts of less than a millisecond explain nothing.
+    const causes = life.causes.filter(({ ms }, place) => !place || ms >= 1).map(({ words, knobs }) =>
       h("li", {}, words, knobs.length > 0 && h("span.knobs", {}, ...knobs.map((knob) => h("code", {}, knob)))),
     );
     const abort = () => this._abort(life);
@@ -207,7 +212,7 @@ export class RequestsView {
       await call(`debug/requests/${encodeURIComponent(life.id || life.number)}/abort`, { method: "POST", body: {} });
       announce("The request was ended.");
     } catch (error) {
-      this._problem.textContent = `Not aborted: ${error.message}.`;
+      this._problem.show(error, "Not aborted");
     }
   }
 

@@ -34,5 +34,5 @@ export function plural(number, word) {
 
 /** The time of day of a moment in milliseconds since 1970. */
 export function timeOfDay(ms) {
-  return new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+  return new Date(ms).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 }

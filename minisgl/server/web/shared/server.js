@@ -51,6 +51,11 @@ export async function getJson(path, signal) {
   return (await call(path, { signal })).json();
 }
 
+/** Ask for another key, because the one in use may not do what is wanted. Rejects if none is given. */
+export function changeKey() {
+  return askForKey(true);
+}
+
 async function errorOf(response) {
   let error = {};
   try {
@@ -69,7 +74,7 @@ function askForKey(wasRefused) {
     const input = document.getElementById("key");
     if (wasRefused) {
       document.getElementById("key-title").textContent = "The server refused the key";
-      document.getElementById("key-reason").textContent = "It may have expired or been replaced. Give another one.";
+      document.getElementById("key-reason").textContent = "It may have expired, or may not do this. Give another one.";
     }
     input.value = "";
     dialog.returnValue = "";

@@ -17,6 +17,7 @@ export class Watch {
     /** Engine id -> {state, columns}. */
     this.moments = new Map();
     /** "engine/number" or "refused/number" -> a moment. */
+    /** Why there are no new figures: an Error; null = there are. */
     this.problem = null;
   }
 
@@ -41,13 +42,13 @@ export class Watch {
           this._take(JSON.parse(data));
           this._onChange();
         }
-        this.problem = "the stream of figures ended";
+        this.problem = new Error("the stream of figures ended");
       } catch (error) {
         if (signal.aborted) return;
-        this.problem = error.message;
+        this.problem = error;
       }
       this._onChange();
-      await pause(2000);
+      await pause(this.problem.status === 403 ? 10000 : 2000);
     }
   }
 
