@@ -119,7 +119,7 @@ def test_a_phone_shows_all_views_without_scrolling_sideways(start: Start, browse
         expect(page.locator(f"#{view}")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") == 390, view
     page.evaluate("location.hash = '#chat'")
-    page.get_by_label("Conversations", exact=True).first.click()
+    page.get_by_role("button", name="Conversations", exact=True).click()
     expect(page.get_by_role("button", name="New conversation")).to_be_visible()
     context.close()
 
