@@ -15,13 +15,14 @@ from served_model import Served
 from visitor import Visitor
 
 SIZES = {"wide": (1280, 860), "phone": (390, 844)}
-NUM_REQUESTS = 14
+NUM_REQUESTS = 10
 QUESTION = "What is the capital of Japan?"
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with Served("--max-running-requests", "4", "--dtype", "float32") as one:
+        put_load(one.url)
         yield one
 
 
@@ -31,7 +32,7 @@ def put_load(url: str) -> None:
             "messages": [{"role": "user", "content": f"Tell me about the number {number}. " * (number % 5 + 1)}],
             "max_tokens": 8 + 3 * number, "temperature": 1.0, "seed": number,
         }  # fmt: skip
-        urllib.request.urlopen(f"{url}/v1/chat/completions", json.dumps(body).encode(), timeout=120).read()
+        urllib.request.urlopen(f"{url}/v1/chat/completions", json.dumps(body).encode(), timeout=250).read()
 
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         list(pool.map(ask, range(NUM_REQUESTS)))
@@ -70,7 +71,6 @@ def test_pictures_of_all_views(served: Served, browser: Browser, pictures: Path,
     article.locator(".tokens span").nth(3).hover()
     expect(article.locator(".alternatives td").first).to_contain_text("%")
     page.screenshot(path=pictures / f"chat-{size}-{scheme}.png")
-    put_load(served.url)
     page.evaluate("location.hash = '#engine'")
     expect(page.locator(".chart canvas")).to_have_count(8)
     expect(page.locator(".facts tr").first).to_be_visible()
