@@ -16,7 +16,7 @@ function colour(name) {
  * One chart in a frame with a title, a legend and the newest values.
  *
  * @param {{title: string, series: [string, string, string][], format: function(number): string,
- *   stacked?: boolean, max?: number, hint?: string}} what
+ *   stacked?: boolean, sparse?: boolean, max?: number, hint?: string}} what
  *   `series`: (name of the sample's field, label, name of the CSS colour)
  */
 export class Chart {
@@ -69,14 +69,15 @@ export class Chart {
   }
 
   _make(width) {
-    const { series, stacked, format, max } = this._what;
+    const { series, stacked, sparse, format, max } = this._what;
     const lines = series.map(([, label, name]) => ({
       label,
       stroke: colour(name),
       width: stacked ? 0.5 : 1.6,
       fill: stacked ? colour(name) : undefined,
-      points: { show: false },
-      spanGaps: false,
+      // A figure that is measured now and then is a dot, and a line to the next one.
+      points: { show: Boolean(sparse), size: 5, fill: colour(name) },
+      spanGaps: Boolean(sparse),
     }));
     const axis = { stroke: colour("--faint"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     return new uPlot(

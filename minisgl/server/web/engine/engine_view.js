@@ -36,12 +36,14 @@ const CHARTS = [
   },
   {
     title: "Prompt tokens found in the cache",
+    sparse: true,
     format: percent,
     max: 1,
     series: [["hit_rate", "hit rate", "--c2"]],
   },
   {
     title: "Time to the first token",
+    sparse: true,
     format: duration,
     series: [
       ["first_token_p50_ms", "p50", "--c1"],

@@ -19,6 +19,7 @@ export function count(number) {
 /** A rate with three digits at least: "7.42", "153", "12 345". */
 export function rate(number) {
   if (number === null || number === undefined || !Number.isFinite(number)) return "–";
+  if (number === 0) return "0";
   return number < 10 ? number.toFixed(2) : number < 100 ? number.toFixed(1) : count(number);
 }
 
