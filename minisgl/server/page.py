@@ -5,9 +5,7 @@ Content-Security-Policy says, too. It needs no API key; the calls that it makes 
 """
 
 import hashlib
-import mimetypes
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import NamedTuple
 
 from aiohttp import web
@@ -52,7 +50,7 @@ def is_page(path: str) -> bool:
 
 def add_page(app: web.Application) -> None:
     """Add the page's routes to `app`. All files are read now."""
-    contents = _read(files("minisgl.server") / "web", "")
+    contents = _read()
 
     async def send(request: web.Request) -> web.Response:
         file = contents.get(request.match_info.get("name", "index.html"))
@@ -70,17 +68,16 @@ def add_page(app: web.Application) -> None:
     app.router.add_get(ROOT + "{name:.+}", send)
 
 
-def _read(folder: Traversable, prefix: str) -> dict[str, PageFile]:
-    """All files of a folder and its folders, by their path below it."""
+def _read() -> dict[str, PageFile]:
+    """All files of the page, by their path below its folder."""
+    folder = Path(__file__).with_name("web")
+    # Python reads the system's list of types, where .js may be anything.
+    known = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
     found: dict[str, PageFile] = {}
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found |= _read(entry, f"{prefix}{entry.name}/")
-            continue
-        body = entry.read_bytes()
-        # Python reads the system's list of types, where .js may be anything.
-        known = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "html": "text/html"}
-        guessed = mimetypes.guess_type(entry.name)[0] or "text/plain"
-        media_type = known.get(entry.name.rpartition(".")[2], guessed)
-        found[prefix + entry.name] = PageFile(body, media_type, hashlib.sha256(body).hexdigest()[:16])
+    for path in sorted(folder.rglob("*.*")):
+        body = path.read_bytes()
+        media_type = known.get(path.suffix, "text/plain")
+        found[path.relative_to(folder).as_posix()] = PageFile(
+            body, media_type, hashlib.sha256(body).hexdigest()[:16]
+        )
     return found

@@ -136,8 +136,8 @@ def explanation(one: RequestView) -> RenderableType:
     lines = [
         Text.assemble("\n", (_name(one, 128), "bold"), "  ", (one.end or one.state, _look(one))),
         Text(
-            f"{one.prompt_tokens} prompt tokens, {one.cached_tokens} of them cached; {one.output_tokens} output "
-            f"tokens; {_ms(one.total_ms)} in all, the first token after {_ms(one.first_token_ms)}\n"
+            f"{one.prompt_tokens} prompt tokens, {one.cached_tokens} of them cached; "
+            f"{one.output_tokens} output tokens; {_ms(one.total_ms)} in all, the first token after {_ms(one.first_token_ms)}\n"
         ),
     ]
     for cause in one.causes:
@@ -172,7 +172,8 @@ def _sparkline(values: Sequence[float | None], width: int) -> str:
     if most <= 0:
         return "·" * len(last)
     return "".join(
-        "·" if value is None else BLOCKS[min(len(BLOCKS) - 1, int(value / most * len(BLOCKS)))] for value in last
+        "·" if value is None else BLOCKS[min(len(BLOCKS) - 1, int(value / most * len(BLOCKS)))]
+        for value in last
     )
 
 

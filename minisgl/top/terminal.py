@@ -45,12 +45,12 @@ class Keyboard:
             os.close(self._wake_write)
 
     def wake(self) -> None:
-        """End the wait of `keys`."""
+        """End the `wait`."""
         with self._lock:
             if not self._is_closed:
                 os.write(self._wake_write, b"!")
 
-    def keys(self) -> list[str]:
+    def wait(self) -> list[str]:
         """Wait for keys or `wake`, and return the keys: their names, or the characters."""
         ready, _, _ = select.select([self._fd, self._wake_read], [], [])
         if self._wake_read in ready:

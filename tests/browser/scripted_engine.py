@@ -1,13 +1,13 @@
 """An engine that says what a test of the page needs, at the pace it needs; otherwise as fake_engine.py.
 
-  @flow RATE COUNT   COUNT tokens of Markdown at RATE tokens a second
+@flow RATE COUNT   COUNT tokens of Markdown at RATE tokens a second
 """
 
 import time
 from typing import Any
 
 import numpy as np
-from fake_engine import FakeEngine, run_engine
+from fake_engine import FakeEngine
 
 from minisgl.ipc.messages import AddRequest
 
@@ -61,4 +61,3 @@ class ScriptedEngine(FakeEngine):
             return most
         rate, began_at = self.flows[request_id]
         return int(rate * (time.monotonic() - began_at)) - self.running[request_id].num_given
-

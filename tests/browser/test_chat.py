@@ -25,7 +25,8 @@ def test_an_answer_is_shown_as_markdown_with_its_figures(start: Start, visitor: 
     expect(article.locator(".stats")).to_contain_text("first token after")
     expect(article.locator(".stats")).to_contain_text("tokens/s")
     expect(article.locator(".stats")).to_contain_text("401 tokens")
-    assert visitor.complaints == [] and visitor.strayed == []
+    assert visitor.complaints == []
+    assert visitor.strayed == []
 
 
 def test_what_was_shown_while_it_grew_is_what_the_whole_text_gives(start: Start, visitor: Visitor) -> None:
@@ -34,8 +35,8 @@ def test_what_was_shown_while_it_grew_is_what_the_whole_text_gives(start: Start,
         """async () => {
             const { GrowingMarkdown } = await import("/web/chat/markdown.js");
             const text = [
-                "# One", "", "a *b*", "c", "", "- x", "- y", "", "  still y", "", "1. n", "   - m", "", "```py",
-                "a = 1", "", "b = '```'", "```", "~~~", "open", "", "~~~", "", "| a | b |", "|---|--:|",
+                "# One", "", "a *b*", "c", "", "- x", "- y", "", "  still y", "", "1. n", "   - m", "",
+                "```py", "a = 1", "", "b = '```'", "```", "~~~", "open", "", "~~~", "", "| a | b |", "|---|--:|",
                 "| 1 | 2 |", "", "> q", "> r", "", "para", "===", "", "    code", "", "<b>raw</b>", "", "end",
             ].join("\\n");
             const differing = [];

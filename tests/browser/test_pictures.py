@@ -1,6 +1,6 @@
 """Takes the pictures of the docs: the three views with the built-in model, light and dark, wide and phone.
 
-    make test-browser          writes docs/images
+make test-browser          writes docs/images
 """
 
 import json
@@ -29,7 +29,7 @@ def served() -> Iterator[Served]:
 def put_load(url: str) -> None:
     def ask(number: int) -> None:
         body = {
-            "messages": [{"role": "user", "content": f"Tell me about the number {number}. " * (number % 5 + 1)}],
+            "messages": [{"role": "user", "content": f"Tell me about number {number}. " * (1 + number % 5)}],
             "max_tokens": 8 + 3 * number, "temperature": 1.0, "seed": number,
         }  # fmt: skip
         urllib.request.urlopen(f"{url}/v1/chat/completions", json.dumps(body).encode(), timeout=250).read()
@@ -48,7 +48,9 @@ def pictures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_pictures_of_all_views(served: Served, browser: Browser, pictures: Path, size: str, scheme: str) -> None:
+def test_pictures_of_all_views(
+    served: Served, browser: Browser, pictures: Path, size: str, scheme: str
+) -> None:
     width, height = SIZES[size]
     context = browser.new_context(
         viewport={"width": width, "height": height},
@@ -79,5 +81,6 @@ def test_pictures_of_all_views(served: Served, browser: Browser, pictures: Path,
     page.locator(".requests tbody tr").nth(2).click()
     expect(page.locator(".details .why")).to_be_visible()
     page.screenshot(path=pictures / f"requests-{size}-{scheme}.png")
-    assert visitor.complaints == [] and visitor.strayed == []
+    assert visitor.complaints == []
+    assert visitor.strayed == []
     context.close()

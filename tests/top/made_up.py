@@ -6,7 +6,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
-
 from minisgl.server.watch.history import Sample
 from minisgl.server.watch.views import (
     EngineHistory,
@@ -21,6 +20,7 @@ from minisgl.server.watch.views import (
     RequestView,
 )
 from minisgl.server.watch.words import Cause
+
 from minisgl.top.client import Snapshot
 
 NOW = 1_700_000_000.0
@@ -30,12 +30,12 @@ KEY = "admin-key"
 def made_request(number: int, **changes: Any) -> RequestView:
     """A request that decodes."""
     cause = Cause("pages", 312.0, "312 ms for pages: 12 needed, 3 free", ["--memory-fraction"])
-    fields: dict[str, Any] = dict(
-        number=number, id=f"call-{number}", state="decoding", arrived_at=NOW + number, total_ms=1000.0 + number,
-        first_token_ms=40.0, prompt_tokens=100 + number, cached_tokens=64, output_tokens=7, priority=0,
-        num_preemptions=0, ahead=None, end=None, error_code="", phases=[], why=cause.words, causes=[cause],
-        client=None,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "number": number, "id": f"call-{number}", "state": "decoding", "arrived_at": NOW + number,
+        "total_ms": 1000.0 + number, "first_token_ms": 40.0, "prompt_tokens": 100 + number, "cached_tokens": 64,
+        "output_tokens": 7, "priority": 0, "num_preemptions": 0, "ahead": None, "end": None, "error_code": "",
+        "phases": [], "why": cause.words, "causes": [cause], "client": None,
+    }  # fmt: skip
     return RequestView(**{**fields, **changes})
 
 
@@ -50,6 +50,7 @@ def made_snapshot(requests: list[RequestView], num_engines: int = 1) -> Snapshot
         figures={}, words="a step took 90 ms, usually 8 ms", knobs=["--max-graph-batch"],
     )  # fmt: skip
     ids = range(num_engines)
+    columns: dict[str, list[float | None]] = {"output_tokens_per_s": [0.0, 50.0, 100.0]}
     return Snapshot(
         EnginesAnswer(
             time=NOW, version="0", model="made-up",
@@ -64,13 +65,14 @@ def made_snapshot(requests: list[RequestView], num_engines: int = 1) -> Snapshot
         ),
         HistoryAnswer(
             time=NOW, interval_s=1.0,
-            engines=[EngineHistory(id=one, state="serving", columns={"output_tokens_per_s": [0.0, 50.0, 100.0]})
-                     for one in ids],
+            engines=[EngineHistory(id=one, state="serving", columns=columns) for one in ids],
         ),
         RequestsAnswer(
             time=NOW,
-            engines=[EngineRequests(id=one, state="serving", num_open=1, num_ended=0, requests=requests if not one else [])
-                     for one in ids],
+            engines=[
+                EngineRequests(id=one, state="serving", num_open=1, num_ended=0, requests=[] if one else requests)
+                for one in ids
+            ],
         ),
         MomentsAnswer(time=NOW, engines=[EngineMoments(id=0, state="serving", moments=[moment])], refused=[]),
     )  # fmt: skip

@@ -26,7 +26,8 @@ def test_s_goes_through_all_orders() -> None:
         state.take("s")
     by_arrival, by_time, by_first, by_prompt, by_output = orders
     assert (by_arrival, by_time, by_output) == ([3, 2, 1], [2, 3, 1], [3, 1, 2])
-    assert by_first == by_arrival and by_prompt == [3, 2, 1]
+    assert by_first == by_arrival
+    assert by_prompt == [3, 2, 1]
     assert numbers(state) == by_arrival
 
 
@@ -45,7 +46,8 @@ def test_the_choice_stays_with_its_request_when_the_order_changes() -> None:
     state.take("down")
     state.take("down")
     chosen = state.chosen_request()
-    assert chosen is not None and chosen.number == 2
+    assert chosen is not None
+    assert chosen.number == 2
     state.take("s")
     assert state.chosen == 2
     state.take("up")
@@ -65,11 +67,13 @@ def test_moving_stops_at_both_ends() -> None:
 def test_abort_asks_first_and_only_y_means_yes() -> None:
     state = state_of_three()
     state.take("a")
-    assert state.confirms is None and "choose" in state.message
+    assert state.confirms is None
+    assert "choose" in state.message
     state.chosen = 1
     state.take("a")
     state.take("n")
-    assert state.aborts == [] and state.confirms is None
+    assert state.aborts == []
+    assert state.confirms is None
     state.take("a")
     state.take("y")
     assert [one.number for one in state.aborts] == [1]
@@ -79,7 +83,8 @@ def test_an_ended_request_is_not_aborted() -> None:
     state = state_of_three()
     state.chosen = 3
     state.take("a")
-    assert state.confirms is None and state.message == "it has ended"
+    assert state.confirms is None
+    assert state.message == "it has ended"
 
 
 def test_q_leaves_but_not_while_a_question_is_open() -> None:
