@@ -137,7 +137,8 @@ def explanation(one: RequestView) -> RenderableType:
         Text.assemble("\n", (_name(one, 128), "bold"), "  ", (one.end or one.state, _look(one))),
         Text(
             f"{one.prompt_tokens} prompt tokens, {one.cached_tokens} of them cached; "
-            f"{one.output_tokens} output tokens; {_ms(one.total_ms)} in all, the first token after {_ms(one.first_token_ms)}\n"
+            f"{one.output_tokens} output tokens; {_ms(one.total_ms)} in all, "
+            f"the first token after {_ms(one.first_token_ms)}\n"
         ),
     ]
     for cause in one.causes:

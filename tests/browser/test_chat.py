@@ -36,8 +36,8 @@ def test_what_was_shown_while_it_grew_is_what_the_whole_text_gives(start: Start,
             const { GrowingMarkdown } = await import("/web/chat/markdown.js");
             const text = [
                 "# One", "", "a *b*", "c", "", "- x", "- y", "", "  still y", "", "1. n", "   - m", "",
-                "```py", "a = 1", "", "b = '```'", "```", "~~~", "open", "", "~~~", "", "| a | b |", "|---|--:|",
-                "| 1 | 2 |", "", "> q", "> r", "", "para", "===", "", "    code", "", "<b>raw</b>", "", "end",
+                "```py", "a = 1", "", "b = '```'", "```", "~~~", "open", "", "~~~", "",
+                "| a | b |", "|---|--:|", "| 1 | 2 |", "", "> q", "> r", "", "para", "===", "", "    code", "", "<b>raw</b>", "", "end",
             ].join("\\n");
             const differing = [];
             for (let step = 1; step < 9; step++) {

@@ -32,8 +32,8 @@ def made_request(number: int, **changes: Any) -> RequestView:
     cause = Cause("pages", 312.0, "312 ms for pages: 12 needed, 3 free", ["--memory-fraction"])
     fields: dict[str, Any] = {
         "number": number, "id": f"call-{number}", "state": "decoding", "arrived_at": NOW + number,
-        "total_ms": 1000.0 + number, "first_token_ms": 40.0, "prompt_tokens": 100 + number, "cached_tokens": 64,
-        "output_tokens": 7, "priority": 0, "num_preemptions": 0, "ahead": None, "end": None, "error_code": "",
+        "total_ms": 1000.0 + number, "first_token_ms": 40.0, "prompt_tokens": 100 + number,
+        "cached_tokens": 64, "output_tokens": 7, "priority": 0, "num_preemptions": 0, "ahead": None, "end": None, "error_code": "",
         "phases": [], "why": cause.words, "causes": [cause], "client": None,
     }  # fmt: skip
     return RequestView(**{**fields, **changes})
@@ -70,7 +70,9 @@ def made_snapshot(requests: list[RequestView], num_engines: int = 1) -> Snapshot
         RequestsAnswer(
             time=NOW,
             engines=[
-                EngineRequests(id=one, state="serving", num_open=1, num_ended=0, requests=[] if one else requests)
+                EngineRequests(
+                    id=one, state="serving", num_open=1, num_ended=0, requests=[] if one else requests
+                )
                 for one in ids
             ],
         ),
