@@ -37,7 +37,8 @@ def test_what_was_shown_while_it_grew_is_what_the_whole_text_gives(start: Start,
             const text = [
                 "# One", "", "a *b*", "c", "", "- x", "- y", "", "  still y", "", "1. n", "   - m", "",
                 "```py", "a = 1", "", "b = '```'", "```", "~~~", "open", "", "~~~", "",
-                "| a | b |", "|---|--:|", "| 1 | 2 |", "", "> q", "> r", "", "para", "===", "", "    code", "", "<b>raw</b>", "", "end",
+                "| a | b |", "|---|--:|", "| 1 | 2 |", "", "> q", "> r", "", "para", "===", "",
+                "    code", "", "<b>raw</b>", "", "end",
             ].join("\\n");
             const differing = [];
             for (let step = 1; step < 9; step++) {

@@ -33,8 +33,8 @@ def made_request(number: int, **changes: Any) -> RequestView:
     fields: dict[str, Any] = {
         "number": number, "id": f"call-{number}", "state": "decoding", "arrived_at": NOW + number,
         "total_ms": 1000.0 + number, "first_token_ms": 40.0, "prompt_tokens": 100 + number,
-        "cached_tokens": 64, "output_tokens": 7, "priority": 0, "num_preemptions": 0, "ahead": None, "end": None, "error_code": "",
-        "phases": [], "why": cause.words, "causes": [cause], "client": None,
+        "cached_tokens": 64, "output_tokens": 7, "priority": 0, "num_preemptions": 0, "ahead": None,
+        "end": None, "error_code": "", "phases": [], "why": cause.words, "causes": [cause], "client": None,
     }  # fmt: skip
     return RequestView(**{**fields, **changes})
 
