@@ -53,7 +53,7 @@ def _watch(settings: TopSettings, console: Console) -> None:
             client.start()
             while True:
                 live.update(draw(state, console.width, console.height), refresh=True)
-                if not all(state.take(key) for key in keyboard):
+                if not all(state.take(key) for key in keyboard.wait()):
                     break
                 while not inbox.empty():
                     _apply(state, inbox.get())
