@@ -1,4 +1,4 @@
-"""What do people who look on cost? CPU of an idle server, and the time between tokens with 20 streams of events.
+"""What do people who look on cost? CPU of an idle server, and time between tokens with 20 streams of events.
 
     python bench/page_cost.py --out bench/results/cpu/page-cost.json
 
@@ -9,7 +9,6 @@ time between tokens. Rounds with and without streams alternate, and their median
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,9 @@ def gaps_ms(server: Server, num_tokens: int) -> list[float]:
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(ask).encode(), {"Content-Type": "application/json"}
     )
-    times = []
     with urllib.request.urlopen(request, timeout=300) as answer:
-        for line in answer:
-            if re.match(rb"data: \{", line):
-                times.append(time.perf_counter())
-    return [1000 * (later - earlier) for earlier, later in zip(times, times[1:], strict=False)]
+        times = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
+    return [1000 * (later - earlier) for earlier, later in pairwise(times)]
 
 
 def idle_share(server: Server, seconds: float) -> float:
