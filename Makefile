@@ -31,10 +31,10 @@ COUNT_TESTS = import sys, xml.etree.ElementTree as tree; \
 	print(ran, "tests ran"); sys.exit(ran < 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format dist clean distclean
+.PHONY: help serve test test-browser lint format dist clean distclean
 
 help:  ## Show what make can do
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.installed  ## Install what is missing, fetch the default model once, start the server
 	$(BIN)/minisgl serve $(ARGS)
@@ -45,6 +45,14 @@ test: $(VENV)/.installed-dev  ## Lint, then run every test (fails when none ran)
 	$(BIN)/minisgl pull smollm2-135m
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --junitxml=$(VENV)/test-report.xml $(PYTEST_FLAGS)
 	@$(BIN)/python -c '$(COUNT_TESTS)' $(VENV)/test-report.xml
+
+test-browser: $(VENV)/.installed-dev | $(BIN)/python  ## Drive the page in Chromium, and take its pictures for the docs
+	@command -v chromium chromium-browser google-chrome >/dev/null || { apt-get update && apt-get install -y chromium; } \
+		|| { echo "this needs Chromium; install your system's package and run it again"; exit 1; }
+	$(PIP) -e ".[dev,browser]"
+	$(BIN)/minisgl pull smollm2-135m
+	$(BIN)/python -m pytest -q --junitxml=$(VENV)/browser-report.xml tests/browser --pictures docs/images $(PYTEST_FLAGS)
+	@$(BIN)/python -c '$(COUNT_TESTS)' $(VENV)/browser-report.xml
 
 lint: $(VENV)/.installed-dev  ## Lint, formatting and types, nothing else
 	$(BIN)/ruff check .

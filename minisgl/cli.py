@@ -42,6 +42,7 @@ from minisgl.config import (
 from minisgl.errors import ConfigError, DeviceFaultError, EngineDeadError, MinisglError
 from minisgl.log import LEVELS, setup_logging
 from minisgl.request import SamplingParams
+from minisgl.top.settings import TopSettings
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM
@@ -332,6 +333,13 @@ def _doctor(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     return EXIT_FAILED if report.problems else EXIT_OK
 
 
+def _top(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.top.top import run_top
+
+    run_top(TopSettings(**values_of(TopSettings, arguments, environ)))
+    return EXIT_OK
+
+
 def _verify(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     from minisgl.commands.verify import run_verify
 
@@ -468,6 +476,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Mapping[str, str], float], int
     "cache export": _cache_export,
     "cache import": _cache_import,
     "cache clear": _cache_clear,
+    "top": _top,
     "verify": _verify,
     "doctor": _doctor,
 }

@@ -56,8 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         # the user's door
         "commands.flags": "errors",
         "commands.files": "errors replies",
-        "commands.parser": "log request config commands.flags benchmark __init__",
+        "commands.parser": "log request config commands.flags benchmark top __init__",
         "commands.reply_printer": "offline text",
+        "top": "errors server",
         "verification": "errors config ipc request model_config scheduler engine attention layers "
         "models text",
         "commands.verify": "config benchmark verification weights",
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
         "text server triton_kernels compile_cache __init__",
         "cli": "errors log request config commands commands.files commands.flags commands.parser "
-        "commands.chat commands.verify server llm weights engine benchmark",
+        "commands.chat commands.verify server llm weights engine benchmark top",
         "__init__": "errors request offline llm",
         "__main__": "cli",
     }.items()
@@ -78,6 +79,8 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("replies", "grammar"): {"minisgl.grammar.spec"},
     ("server", "grammar"): {"minisgl.grammar.spec"},
     ("layers", "attention"): {"minisgl.attention.interface"},
+    ("commands.parser", "top"): {"minisgl.top.settings"},
+    ("top", "server"): {"minisgl.server.watch.history", "minisgl.server.watch.views"},
     ("commands.verify", "benchmark"): {
         "minisgl.benchmark.model_configs",
         "minisgl.benchmark.reports.report",

@@ -24,6 +24,7 @@ from minisgl.commands.flags import add_flags, fields_of
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.log import LEVELS
 from minisgl.request import SamplingParams
+from minisgl.top.settings import TopSettings
 
 EPILOG = """\
 Every flag may also be given as an environment variable: --max-step-tokens as MINISGL_MAX_STEP_TOKENS;
@@ -144,6 +145,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         "A .tar.gz that 'minisgl cache export' wrote.",
     )
     action("cache clear", "Delete all entries that no engine is using.")
+
+    top = command("top", "Watch a running server in the terminal: its requests, and why they wait.")
+    add_flags(top, "watching", TopSettings, environ)
 
     verify = command(
         "verify", "Compare a model on this machine with transformers; exit code 1 if it differs."

@@ -17,6 +17,7 @@ from minisgl.server.http.errors import OPENAI
 from minisgl.server.http.middleware import Gate, json_answer
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.routes import Answer, Route
+from minisgl.server.page import add_page
 from minisgl.server.served_model import ServedModel
 from minisgl.server.watch.routes import Watch
 from minisgl.text.messages import UNSUPPORTED_IN_MESSAGES, Message
@@ -57,5 +58,6 @@ def make_app(routes: Sequence[Route], model: ServedModel, gate: Gate) -> web.App
     gate.install(app, {route.path: route.errors for route in whole if route.errors is not OPENAI})
     for route in whole:
         route.add_to(app)
+    add_page(app)
     add_refusals(app)
     return app

@@ -29,6 +29,7 @@ from minisgl.server.http.connections import Connections, connections_that_fit
 from minisgl.server.http.listener import Listener
 from minisgl.server.http.middleware import Gate, start_access_log
 from minisgl.server.http.uploads import Uploads
+from minisgl.server.page import is_page
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
@@ -162,6 +163,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             streams.stats.responses,
             lambda: connections.is_full,
             refusals.add,
+            is_page,
         ),
     )
     connections.install(app)

@@ -1,6 +1,6 @@
 """An engine process without a model: it speaks the real protocol and does what the prompt says.
 
-A prompt with `@word rest` is a command; any other is answered with "ok":
+A prompt's last `@word rest` is a command; one without is answered with "ok":
   @say TEXT      TEXT, one token a step, then end-of-sequence
   @burst TEXT    the same in one step
   @chars TEXT    the same, a token for each byte of text that no special token is
@@ -117,8 +117,7 @@ class FakeEngine:
 
     def run(self) -> None:
         while True:
-            busy = any(answer.token_ids for answer in self.running.values())
-            for message in self.socket.receive(0 if busy else 100):
+            for message in self.socket.receive(self.patience_ms()):
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Ping):
@@ -197,11 +196,15 @@ class FakeEngine:
         )
         return msgspec.msgpack.encode(answer)
 
+    def patience_ms(self) -> int:
+        """How long to wait for a message."""
+        return 0 if any(answer.token_ids for answer in self.running.values()) else 100
+
     def step(self) -> None:
         outputs, self.extra = self.extra, []
         for request_id, answer in list(self.running.items()):
             most = 10_000 if request_id in self.bursts else 1
-            output = answer.step(request_id, self.eos, most)
+            output = answer.step(request_id, self.eos, self.due(request_id, most))
             if output is None and answer.fails:
                 error = (0, 500, "no_finite_logits", "all NaN")
                 output = RequestOutput(request_id, [], FinishReason.ERROR, *error)
@@ -213,10 +216,19 @@ class FakeEngine:
             self.num_steps += 1
             self.socket.send_outputs(StepOutput(outputs))
 
+    def due(self, request_id: int, most: int) -> int:
+        """How many tokens a request gets in this step."""
+        return most
+
     def go(self) -> None:
         for answer in self.running.values():
             if answer.waits:
                 answer.token_ids += [*self.encode("!"), self.eos]
+
+    def command(self, prompt_ids: list[int]) -> tuple[str, str]:
+        """The word and the text of the prompt's last command."""
+        found = COMMAND.findall(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
+        return found[-1] if found else ("say", "ok")
 
     def add(self, request: AddRequest, request_id: int, prompt: bytes) -> None:
         """One of the requests of a call."""
@@ -230,8 +242,7 @@ class FakeEngine:
         own = grammar and [grammar.kind, grammar.where, len(grammar.around)]
         self.seen["grammars"] = [*self.seen.get("grammars", [])[-1:], own]
         prompt_ids = np.frombuffer(prompt, "<i4").tolist()
-        found = COMMAND.search(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
-        word, text = (found[1], found[2]) if found else ("say", "ok")
+        word, text = self.command(prompt_ids)
         if word == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
         elif word == "freeze":

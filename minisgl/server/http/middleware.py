@@ -104,6 +104,7 @@ class Gate:
         responses: counts answers by "METHOD route status".
         is_full: tells whether calls must be refused because too many connections are open.
         on_refusal: is told the code of every error that asks to come again later (429, 503).
+        needs_no_key: tells of a path whether it is for everyone.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Gate:
         responses: dict[str, int] | None = None,
         is_full: Callable[[], bool] = lambda: False,
         on_refusal: Callable[[str], None] = lambda code: None,
+        needs_no_key: Callable[[str], bool] = lambda path: False,
     ) -> None:
         self._api_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
@@ -125,6 +127,7 @@ class Gate:
         self._responses = {} if responses is None else responses
         self._is_full = is_full
         self._on_refusal = on_refusal
+        self._needs_no_key = needs_no_key
         self._error_formats: Mapping[str, ErrorFormat] = {}
 
     def install(
@@ -166,11 +169,11 @@ class Gate:
         if self._origins and request.method == "OPTIONS" and "Origin" in request.headers:
             return web.Response(status=204)
         caller = self._caller(request)
-        if caller is None:
+        if caller is None and not self._needs_no_key(request.path):
             raise RequestError(
                 401, "invalid_api_key", "send one of the server's API keys as 'Authorization: Bearer KEY'"
             )
-        facts_of(request).caller = caller
+        facts_of(request).caller = caller or Caller()
         return await handler(request)
 
     def _caller(self, request: web.Request) -> Caller | None:

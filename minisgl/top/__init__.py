@@ -1,0 +1,1 @@
+"""`minisgl top`: a running server in the terminal."""
