@@ -2,7 +2,7 @@
 
 python bench/watch.py --out bench/results/cpu/watch.json
 Bar: under 1 % of a step's CPU while rows decode. The step here is plan, apply and the encoding of its
-outputs, without launching and collecting, so the share of a real step is smaller.
+outputs, without launching and collecting, so the share of a real step is smaller. Steps are in processor time.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import numpy as np
 from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
 from minisgl.engine.watch.pace import StepCounts
 from minisgl.engine.watch.watch import EngineWatch
-from minisgl.ipc.messages import AddRequest, AskRequests, StepOutput
+from minisgl.ipc.messages import AddRequest, StepOutput
+from minisgl.ipc.questions import AskRequests
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
@@ -148,10 +149,10 @@ def measure(
     whole, watched = [], []
     for _ in range(num_steps):
         load.watch_s = 0.0
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         load.add()
         load.step()
-        whole.append((time.perf_counter() - began_s) * 1e6)
+        whole.append((time.thread_time() - began_s) * 1e6)
         watched.append(load.watch_s * 1e6)
     notes_us = notes / num_steps * one_note_us
     step_us, watch_us = typical(whole), typical(watched) + notes_us

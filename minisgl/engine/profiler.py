@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from minisgl.errors import ConfigError
-from minisgl.ipc.messages import MAX_PROFILED_STEPS
+from minisgl.ipc.questions import MAX_PROFILED_STEPS
 
 logger = logging.getLogger(__name__)
 

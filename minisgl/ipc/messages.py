@@ -1,15 +1,24 @@
 """The messages between the server processes and the engine process: tagged msgspec structs as msgpack.
 
 Promise: plain data only (no pickle, no tensors). Structs are positional: new fields are only appended and
-have defaults, so that old and new versions can talk.
+have defaults, so that old and new versions can talk. `questions.py` has those that ask and answer.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from minisgl.ipc.questions import (
+    AskProfile,
+    AskRequests,
+    AskTimeline,
+    CacheFlushed,
+    DebugAnswer,
+    FlushCache,
+    Ping,
+    Status,
+)
 from minisgl.request import RequestOutput, SamplingParams, without_stop_strings
 from minisgl.seeds import request_seed
 
@@ -19,9 +28,6 @@ SLICE_REQUESTS = 128
 """A message adds at most about this many requests: adding them takes either process 1 to 2 ms."""
 SLICE_BYTES = 1 << 19
 """A message has at most about this many bytes of prompts, for the same reason."""
-MAX_PROFILED_STEPS = 1000
-"""A trace of more steps is too large for trace viewers."""
-ProfiledSteps = Annotated[int, msgspec.Meta(ge=1, le=MAX_PROFILED_STEPS)]
 
 
 class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -113,57 +119,8 @@ class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):
     request_id: int
 
 
-class Ping(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Server -> engine: a heartbeat. The engine's own loop answers with `Status`."""
-
-    sequence: int
-    server: int = 0
-    """Rank of the asking server process, which gets the answer."""
-
-
 class Shutdown(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Server -> engine: shut down."""
-
-
-class FlushCache(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Server -> engine: evict every cached page that no request uses. The answer is `CacheFlushed`."""
-
-    sequence: int
-    server: int = 0
-
-
-class AskTimeline(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """Server -> engine: send the last steps' timeline. The answer is a `DebugAnswer` with a JSON trace."""
-
-    sequence: int
-    server: int = 0
-
-
-class AskProfile(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """Server -> engine: profile the next steps. A `DebugAnswer` with the file's path comes at once."""
-
-    sequence: int
-    server: int = 0
-    num_steps: ProfiledSteps = 1
-
-
-class AskRequests(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """Server -> engine: tell of requests. The answer is a `DebugAnswer` with a `lives.LivesAnswer`."""
-
-    sequence: int
-    server: int = 0
-    state: str = ""
-    """A `lives.State`, or "open", "waiting" or "running"; empty = all."""
-    id: str = ""
-    """Only the requests of the call with this id."""
-    number: int = -1
-    """Only the request with this number."""
-    limit: int = 100
-    """Most requests in the answer, the newest first."""
-    ended_after: float = 0.0
-    """Only requests that are open, or ended after this Unix time."""
-    skip: int = 0
-    """Leave out this many of the newest."""
 
 
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
@@ -194,46 +151,6 @@ class StepOutput(msgspec.Struct, tag=18, array_like=True, frozen=True):
     outputs: list[RequestOutput]
 
 
-class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
-    """Engine -> server: the answer to `Ping`."""
-
-    sequence: int
-    num_steps: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    num_free_pages: int = 0
-    num_cached_pages: int = 0
-    num_preemptions: int = 0
-    num_recompiles: int = 0
-    """Compilations after warm-up; 0 in a healthy service."""
-    num_graph_misses: int = 0
-    """Decode steps without a recorded graph; 0 in a healthy service. Prefills that have none by design (large
-    ones, many short chunks) do not count."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_broken_counts: int = 0
-    """Times the page counts did not add up while no request ran; 0 unless there is a bug."""
-    num_held_pages: int = 0
-    """Pages that requests hold; 0 while no request runs."""
-    num_held_rows: int = 0
-    """Rows of the device tables that requests hold; 0 while no request runs."""
-    num_without_logits: int = 0
-    """Requests that ended because the model gave no finite logits; 0 with a sound checkpoint and dtype."""
-    num_without_token: int = 0
-    """Requests that ended because their own rules banned every token."""
-    step_counts: list[int] = []
-    """Steps by length: a bucket for each of `lives.STEP_BOUNDS_MS`, and one for longer ones."""
-    step_part_s: list[float] = []
-    """Seconds of all steps by `lives.STEP_PARTS`."""
-    gc_s: float = 0.0
-    """Seconds that Python's garbage collection took."""
-    num_ended: int = 0
-    """Requests that have ended, refused ones included."""
-    num_moments: int = 0
-    """Slow moments (`lives.Moment`)."""
-
-
 class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
     """Engine -> server, the last message: start-up or a step failed. It says what the user should do."""
 
@@ -242,23 +159,6 @@ class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
     """True = the settings or the model can't work; False = the engine broke."""
     is_device_fault: bool = False
     """The engine broke because its GPU, or another rank's, can't be used any more."""
-
-
-class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):
-    """Engine -> server: the answer to `FlushCache`."""
-
-    sequence: int
-    num_pages: int
-    """Pages that the flush freed."""
-
-
-class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
-    """Engine -> server: the answer to `AskTimeline`, `AskProfile` and `AskRequests`."""
-
-    sequence: int
-    body: bytes
-    error: str = ""
-    """Why the call failed, and what to do; empty = it succeeded."""
 
 
 ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache | AskTimeline | AskProfile | AskRequests

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from minisgl.errors import EngineDeadError, RequestError
 from minisgl.fields import convert_value
-from minisgl.ipc.messages import DebugAnswer, ProfiledSteps
+from minisgl.ipc.questions import DebugAnswer, ProfiledSteps
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.http.middleware import require_admin
 from minisgl.server.http.routes import Answer, Route

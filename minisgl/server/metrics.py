@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from minisgl.ipc.messages import Ready, Status
+from minisgl.ipc.messages import Ready
+from minisgl.ipc.questions import Status
 from minisgl.server.stats import Histogram, ServerStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -18,7 +18,8 @@ from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.pace import GcClock, Pace, StepCounts, slow_reason
 from minisgl.engine.watch.running_median import RunningMedian
 from minisgl.grammar.spec import GrammarSpec
-from minisgl.ipc.messages import AddRequest, AskRequests
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, Life, LivesAnswer
 from minisgl.request import SamplingParams
 

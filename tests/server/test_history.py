@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.ipc.messages import Ready, Status
+from minisgl.ipc.messages import Ready
+from minisgl.ipc.questions import Status
 from minisgl.lives import MAX_MOMENTS, STEP_BOUNDS_MS, STEP_PARTS
 from minisgl.server.stats import ServerStats
 from minisgl.server.watch.clients import MIN_UNSENT_BYTES, slow_clients

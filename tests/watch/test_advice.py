@@ -11,7 +11,7 @@ from watched_scheduler import WatchedScheduler
 
 from minisgl.commands.flags import fields_of
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.ipc.messages import AskRequests
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import LivesAnswer, Moment, PhaseKind, StepReason, WaitReason
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.watch import advice, words

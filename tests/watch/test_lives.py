@@ -12,7 +12,7 @@ from watched_scheduler import STEP_MS, WatchedScheduler
 
 from minisgl.engine.watch.lives import MAX_EVENTS, Lives
 from minisgl.engine.watch.moments import Moments
-from minisgl.ipc.messages import AskRequests
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import MAX_ENDED, MAX_MOMENTS, LivesAnswer
 from minisgl.request import FinishReason
 from minisgl.scheduler.journal import Added, Admitted, Computed, Ended, Held, Note, Preempted, Released

@@ -7,7 +7,8 @@ from scheduler_rig import build
 
 from minisgl.engine.watch.lives import Lives
 from minisgl.engine.watch.moments import Moments
-from minisgl.ipc.messages import AddRequest, AskRequests
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import StepPlan

@@ -12,7 +12,8 @@ from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.phases import Event, fold, num_preemptions, phases_of, state_of
 from minisgl.engine.watch.queue_clock import QueueClock
 from minisgl.engine.watch.running_median import RunningMedian
-from minisgl.ipc.messages import AddRequest, AskRequests
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import MAX_ENDED, Life, LivesAnswer, State
 from minisgl.request import Request
 from minisgl.scheduler.journal import Added, Admitted, Computed, Ended, Held, Note, Released

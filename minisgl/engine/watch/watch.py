@@ -13,7 +13,8 @@ from minisgl.engine.step_timeline import StepInFlight, StepRecord
 from minisgl.engine.watch.lives import Lives
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.pace import Pace, StepCounts
-from minisgl.ipc.messages import AddRequest, AskRequests
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import AskRequests
 from minisgl.scheduler.scheduler import Scheduler
 
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from minisgl.ipc.messages import Ready, Status
+from minisgl.ipc.messages import Ready
+from minisgl.ipc.questions import Status
 from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS
 from minisgl.server.stats import Histogram, ServerStats
 

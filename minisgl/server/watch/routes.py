@@ -18,7 +18,7 @@ from minisgl import __version__
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import RequestError
 from minisgl.fields import convert_value
-from minisgl.ipc.messages import AskRequests
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life, LivesAnswer
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings

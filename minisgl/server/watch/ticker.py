@@ -15,7 +15,8 @@ import msgspec
 from aiohttp import web
 
 from minisgl.errors import RequestError
-from minisgl.ipc.messages import AskRequests, Ready, Status
+from minisgl.ipc.messages import Ready
+from minisgl.ipc.questions import AskRequests, Status
 from minisgl.lives import Moment
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings

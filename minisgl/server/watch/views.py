@@ -114,7 +114,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None
     """The newest second of the history."""
     counters: dict[str, Any] | None
-    """The engine's counters since its start (`ipc.messages.Status`)."""
+    """The engine's counters since its start (`ipc.questions.Status`)."""
 
 
 class EnginesAnswer(msgspec.Struct, frozen=True, kw_only=True):
