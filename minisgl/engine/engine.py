@@ -119,6 +119,7 @@ class Engine:
             request.streamed,
             request.seeds,
             request.cache_salt,
+            request.user,
         )
         if request.params.grammar is not None and request.request_id in self._scheduler.grammars:
             self._grammars.compile(request.request_id, request.params.grammar)

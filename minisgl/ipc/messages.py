@@ -43,6 +43,8 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """One seed for each request, in the order of their ids; () = `params` has a seed or is greedy."""
     cache_salt: str = ""
     """The requests share cached pages only with others of the same salt."""
+    user: str = ""
+    """Whose they are: users share the engine (scheduler/shares.py). Any text; "" is a user, too."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -65,6 +67,7 @@ def add_requests(
     priority: int = 0,
     streamed: bool = True,
     cache_salt: str = "",
+    user: str = "",
 ) -> Iterator[AddRequest]:
     """The messages that start the requests of a call, in the order of their ids.
 
@@ -95,6 +98,7 @@ def add_requests(
             more_prompts=tuple(data[1:]),
             seeds=seeds,
             cache_salt=cache_salt,
+            user=user,
         )
         start += len(data)
 
