@@ -111,8 +111,15 @@ def goes_first(heads: Sequence[Request]) -> Request:
 
 
 def goes_before(head: Request, request: Request) -> bool:
-    """Whether a waiting request's prompt is computed before what is left of a running one's."""
-    return head.priority >= request.priority and head.account.service < request.account.service
+    """Whether a waiting request's prompt is computed before what is left of another user's running one.
+
+    Equal service is enough: a user that asked for nothing was lifted to what the other one has now.
+    """
+    return (
+        head.account is not request.account
+        and head.priority >= request.priority
+        and head.account.service <= request.account.service
+    )
 
 
 def _service(request: Request) -> int:
