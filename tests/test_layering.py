@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         # the user's door
         "commands.flags": "errors",
         "commands.files": "errors replies",
+        "commands.api_key": "errors config",
         "commands.parser": "log request config commands.flags benchmark __init__",
         "commands.reply_printer": "offline text",
         "verification": "errors config ipc request model_config scheduler engine attention layers "
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
         "text server triton_kernels compile_cache __init__",
         "cli": "errors log request config commands commands.files commands.flags commands.parser "
-        "commands.chat commands.verify server llm weights engine benchmark",
+        "commands.api_key commands.chat commands.verify server llm weights engine benchmark",
         "__init__": "errors request offline llm",
         "__main__": "cli",
     }.items()

@@ -277,6 +277,7 @@ def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones_of_another_user() -
     scheduler, executor, _ = build(num_pages=400, max_step_tokens=16, chunk_tokens=16, prefix_cache=False)
     scheduler.add(0, np.arange(300, dtype=np.int32) % 50, params_for(1), user="long")
     ends: list[int] = []
+    number = 0
     for number in range(1, 200):
         scheduler.add(number, np.arange(16, dtype=np.int32), params_for(1), user="short")
         plan = scheduler.plan()
