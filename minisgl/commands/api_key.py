@@ -5,8 +5,7 @@ from typing import TextIO
 
 import msgspec
 
-from minisgl.config.api_keys import KeyEntry, append_api_key, hash_of, new_key
-from minisgl.errors import ConfigError
+from minisgl.config.api_keys import append_api_key, hash_of, key_entry, new_key
 
 
 def run_api_key(fields: dict[str, object], file: Path | None, stdout: TextIO, stderr: TextIO) -> None:
@@ -19,10 +18,7 @@ def run_api_key(fields: dict[str, object], file: Path | None, stdout: TextIO, st
         ConfigError: a field is wrong, or the file can't be used.
     """
     key = new_key()
-    try:
-        entry = msgspec.convert({**fields, "key_sha256": hash_of(key)}, KeyEntry)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"the key can't be as you ask: {error}") from None
+    entry = key_entry({**fields, "key_sha256": hash_of(key)})
     if file is None:
         stdout.write(msgspec.json.encode(entry).decode() + "\n")
         stderr.write(f"the key of {entry.name}, which is shown only now: {key}\n")

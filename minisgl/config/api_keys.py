@@ -44,6 +44,18 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Has the rights of --admin-key."""
 
 
+def key_entry(fields: dict[str, object]) -> KeyEntry:
+    """An entry with these fields.
+
+    Raises:
+        ConfigError: a field is missing, unknown or wrong; the message names it.
+    """
+    try:
+        return msgspec.convert(fields, KeyEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"no API key can be as you ask: {_in_words(error)}") from None
+
+
 def hash_of(key: str) -> str:
     """The `key_sha256` of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
