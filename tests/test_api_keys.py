@@ -141,7 +141,7 @@ def test_a_broken_file_is_not_added_to(tmp_path: Path) -> None:
 def test_a_file_of_keys_goes_with_one_server_process() -> None:
     with pytest.raises(ConfigError, match="--api-keys-file needs --api-workers 1, got 2"):
         check_server_config(ServerConfig(api_keys_file="keys.jsonl", api_workers=2))
-    for empty in ({"api_keys_file": ""}, {"usage_log": ""}):
+    for empty in (ServerConfig(api_keys_file=""), ServerConfig(usage_log="")):
         with pytest.raises(ConfigError, match="the name of a file"):
-            check_server_config(ServerConfig(**empty))
+            check_server_config(empty)
     check_server_config(ServerConfig(api_keys_file="keys.jsonl", usage_log="usage.jsonl"))
