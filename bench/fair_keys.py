@@ -84,6 +84,7 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "return_cached_tokens_details": True,
+            "return_token_ids": True,  # an event for every token, also for one without text
             "stream_options": {"include_usage": True},
         }
         headers = {"Authorization": f"Bearer {self.served.keys[name]}"}
@@ -114,7 +115,8 @@ class Client:
         times = []
         for _ in range(self.arguments.requests):
             times.append(await self.ask(QUIET, self.arguments.prompt, self.arguments.output))
-            await asyncio.sleep(float(self.rng.uniform(0, 0.2)))  # at any moment of the flood's steps
+            # At any moment of the flood's steps.
+            await asyncio.sleep(self.arguments.pause_s * float(self.rng.uniform(0.5, 1.5)))
         return times
 
     async def flood(self) -> None:
@@ -199,6 +201,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=17, help="of the quiet key, in each phase")
     parser.add_argument("--prompt", type=int, default=400, help="prompt tokens of the quiet key's requests")
     parser.add_argument("--output", type=int, default=8)
+    parser.add_argument("--pause-s", type=float, default=2.5, help="mean pause between two of its requests")
     parser.add_argument("--flood-open", type=int, default=48)
     parser.add_argument("--flood-prompt", type=int, default=64)
     parser.add_argument("--flood-output", type=int, default=256)

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +30,11 @@ def read(tmp_path: Path, *lines: str, taken: tuple[str, ...] = ()) -> list[KeyEn
 
 
 def test_a_file_has_a_key_a_line_and_may_have_comments_and_empty_lines(tmp_path: Path) -> None:
-    limits = {"requests_per_minute": 60, "tokens_per_minute": 9000, "max_concurrent_requests": 4}
+    limits: dict[str, Any] = {
+        "requests_per_minute": 60,
+        "tokens_per_minute": 9000,
+        "max_concurrent_requests": 4,
+    }
     found = read(
         tmp_path, "# team one", line(**limits, priority=-3, admin=True), "", "  ", line("bob@x.org", B)
     )
@@ -112,7 +117,12 @@ def test_the_command_adds_lines_to_a_file_that_the_server_reads(
     file.write_text(file.read_text().rstrip("\n"))  # as an editor may leave it
     assert main(["api-key", "bob", "--file", str(file)]) == 0
     second = capsys.readouterr().out.strip()
-    limits = {"requests_per_minute": 60, "max_concurrent_requests": 4, "priority": 2, "admin": True}
+    limits: dict[str, Any] = {
+        "requests_per_minute": 60,
+        "max_concurrent_requests": 4,
+        "priority": 2,
+        "admin": True,
+    }
     assert read_api_keys(file) == [
         KeyEntry(name="alice", key_sha256=hash_of(first), **limits),
         KeyEntry(name="bob", key_sha256=hash_of(second)),

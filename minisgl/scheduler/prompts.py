@@ -41,8 +41,7 @@ class PromptPlanner:
     ) -> None:
         """Plan chunks of up to `budget` tokens: of running requests first, then of new ones.
 
-        If users compete, the one with the least service goes first, so that another user's long prompt does
-        not delay it.
+        If users compete, a new request of one with less service goes before the rest of another one's prompt.
 
         Args:
             running: by seniority; admitted requests are added.
@@ -51,7 +50,7 @@ class PromptPlanner:
             sampled: gets the requests whose prompt ends in this step.
         """
         prefilling = [r for r in running if r.state is RequestState.PREFILL and not r.is_preempting]
-        prefilling = self._shares.least_served_first(prefilling)
+        prefilling = self._shares.shortest_first(prefilling)
 
         def plan_chunk(request: Request) -> int:
             """Plan the next chunk of a prompt; returns its length in tokens, 0 if there is no room."""

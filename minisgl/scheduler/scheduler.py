@@ -66,7 +66,7 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
         self._shares = Shares()
-        self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs)
+        self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs, self._shares)
         self._prompts = PromptPlanner(
             config.chunk_tokens,
             self._holdings,

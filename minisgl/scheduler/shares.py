@@ -12,18 +12,24 @@ from collections.abc import Iterable, Sequence
 from minisgl.request import Request
 from minisgl.scheduler.policy import by_seniority
 
-OUTPUT_COST = 2
-"""What an output token costs. A computed prompt token costs 1, one that was found in the cache nothing."""
+OUTPUT_COST = 4
+"""What an output token costs, as most services price it; the paper's own runs use 2. A computed prompt token
+costs 1, one that was found in the cache nothing."""
+
+
+SPARE_FROM_ROWS = 16
+"""With at least as many rows, the last free one is not for a user that has half of them (`may_take_row`)."""
 
 
 class Account:
     """How much service a user has had. Users without requests don't save it up (`lift`)."""
 
-    __slots__ = ("service", "user")
+    __slots__ = ("num_rows", "service", "user")
 
     def __init__(self, user: str) -> None:
         self.user = user
         self.service = 0
+        self.num_rows = 0  # that its requests hold; `Holdings` counts them
 
     def lift(self, service: int) -> None:
         """Count at least this much, because others had it while this user asked for nothing."""
@@ -57,9 +63,20 @@ class Shares:
             for request in requests:
                 request.account.service += OUTPUT_COST
 
-    def least_served_first(self, requests: list[Request]) -> list[Request]:
-        """The requests by the service of their users; those of one user keep their order."""
-        return sorted(requests, key=_service) if self.compete else requests
+    def may_take_row(self, request: Request, num_free: int, max_rows: int) -> bool:
+        """Whether a waiting request may get one of the free rows.
+
+        A user that has half of the rows leaves the last one to others, so that these start at once. The row
+        of a request that is preempted comes only with the end of a launched step.
+        """
+        has_half = 2 * request.account.num_rows >= max_rows
+        return num_free > (1 if self.compete and has_half and max_rows >= SPARE_FROM_ROWS else 0)
+
+    def shortest_first(self, requests: list[Request]) -> list[Request]:
+        """The requests by how much of their prompts is left. All were admitted when it was their users' turn,
+        and so none is held up by the rest of a long prompt.
+        """
+        return sorted(requests, key=_tokens_left) if self.compete else requests
 
     def victim(self, running: Sequence[Request], request: Request) -> Request:
         """Who is preempted so that `request` can grow: it, or one that is less senior.
@@ -124,6 +141,10 @@ def goes_before(head: Request, request: Request) -> bool:
 
 def _service(request: Request) -> int:
     return request.account.service
+
+
+def _tokens_left(request: Request) -> int:
+    return len(request.feed) - request.num_planned_tokens
 
 
 def _turn(request: Request) -> tuple[int, tuple[int, int]]:

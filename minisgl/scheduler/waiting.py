@@ -17,14 +17,15 @@ from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs
 from minisgl.scheduler.policy import PREFIX_WINDOW, by_seniority, choose_waiting
 from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP
-from minisgl.scheduler.shares import Account, goes_first
+from minisgl.scheduler.shares import Account, Shares, goes_first
 
 
 class WaitingQueue:
     """The waiting requests. It writes a request's `num_times_skipped` and lifts accounts, nothing else."""
 
-    def __init__(self, holdings: Holdings, prompt_logprobs: PromptLogprobs) -> None:
+    def __init__(self, holdings: Holdings, prompt_logprobs: PromptLogprobs, shares: Shares) -> None:
         self._holdings = holdings
+        self._shares = shares
         self._prompt_logprobs = prompt_logprobs
         # Of each user that has any, the most senior first.
         self._queues: dict[Account, list[Request]] = {}
@@ -68,7 +69,7 @@ class WaitingQueue:
     @property
     def has_no_room(self) -> bool:
         """Whether the next request has to wait until a running one leaves or a page comes free."""
-        return bool(self._queues) and (not self._holdings.has_free_row or self._is_blocked)
+        return bool(self._queues) and (not self._has_row or self._is_blocked)
 
     @property
     def may_admit(self) -> bool:
@@ -76,11 +77,17 @@ class WaitingQueue:
 
         False if the next one did not fit and no page came free since, or if the new rules cost enough.
         """
-        if not self._queues or not self._holdings.has_free_row:
+        if not self._queues or not self._has_row:
             return False
         if self._holdings.new_rules_cost_tokens >= MAX_RULES_COST_PER_STEP:
             return False
         return not self._is_blocked
+
+    @property
+    def _has_row(self) -> bool:
+        """Whether there is a row for the next request."""
+        num_free = self._holdings.num_free_rows
+        return num_free > 0 and self._shares.may_take_row(self.head, num_free, self._holdings.max_rows)
 
     @property
     def _is_blocked(self) -> bool:

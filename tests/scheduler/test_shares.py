@@ -218,6 +218,29 @@ def test_a_user_with_nothing_running_gets_a_row_from_a_user_that_has_them_all(ov
         assert one.token_ids[: len(expected)] == expected, "who was preempted goes on where it was"
 
 
+def test_a_user_with_half_of_the_rows_leaves_the_last_one_to_others() -> None:
+    scheduler, executor, _ = build(max_rows=16, num_pages=400, max_step_tokens=64)
+    for user in (QUIET, FLOOD):  # both are known, and idle
+        scheduler.add(0, prompt_of(1), params_for(1), user=user)
+        drain(scheduler, executor)
+
+    def run(steps: int) -> Counter[str]:
+        for _ in range(steps):
+            plan = scheduler.plan()
+            assert plan is not None
+            scheduler.apply(plan, executor.execute(plan))
+            scheduler.check_invariants()
+        return Counter(request.account.user for request in scheduler._running)
+
+    for number in range(1, 40):
+        scheduler.add(number, prompt_of(1, number), params_for(80), user=FLOOD)
+    assert run(3) == {FLOOD: 15}
+    scheduler.add(100, prompt_of(9), params_for(3), user=QUIET)
+    assert run(1) == {FLOOD: 15, QUIET: 1}
+    assert run(3) == {FLOOD: 15}
+    assert scheduler.stats.num_preemptions == 0
+
+
 def test_rows_move_until_both_users_have_as_many_and_never_back() -> None:
     scheduler, executor, _ = build(max_rows=8, num_pages=400)
     for number in range(20):
@@ -368,3 +391,40 @@ def test_requests_of_competing_users_get_the_tokens_of_the_model(overlap: bool) 
         )
         assert one.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
     assert cache.num_free_pages + cache.num_cached_pages == cache.num_usable_pages
+
+
+def first_token_p99_ms(with_flood: bool, flood_user: str = FLOOD) -> float:
+    """The quiet user's 99th percentile of the time to the first token, in the simulator's virtual time."""
+    rng = np.random.default_rng(1)
+    scheduler, executor, _ = build(
+        max_rows=16,
+        num_pages=1500,
+        page_size=16,
+        max_step_tokens=1024,
+        chunk_tokens=1024,
+        mixed_step_tokens=1024,
+    )
+    arrivals = [
+        Arrival(
+            100.0 + 250.0 * number + float(rng.integers(0, 120)),
+            rng.integers(0, 50, int(rng.integers(200, 800))).astype(np.int32),
+            params_for(20),
+            0,
+            QUIET,
+        )
+        for number in range(20)
+    ]
+    if with_flood:
+        for _ in range(250):
+            prompt = rng.integers(0, 50, int(rng.integers(50, 150))).astype(np.int32)
+            arrivals.append(Arrival(0.0, prompt, params_for(int(rng.integers(40, 120))), 0, flood_user))
+    served = simulate(scheduler, executor, arrivals, join_decodes=True)
+    if with_flood:
+        assert max(one.finished_ms for one in served[20:]) > arrivals[19].at_ms, "the flood ended too early"
+    return float(np.percentile([one.token_ms[0] - one.arrived_ms for one in served[:20]], 99))
+
+
+def test_beside_a_flood_a_quiet_users_first_tokens_take_less_than_twice_their_time() -> None:
+    alone = first_token_p99_ms(False)
+    assert first_token_p99_ms(True) < 2 * alone
+    assert first_token_p99_ms(True, flood_user=QUIET) > 10 * alone, "without users the flood would be felt"

@@ -35,7 +35,7 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def user_with(clock: Clock, **limits: int) -> User:
+def user_with(clock: Clock, **limits: Any) -> User:
     user = User("alice", clock)
     user.set_limits(KeyEntry(name="alice", key_sha256="0" * 64, **limits))
     return user
@@ -187,7 +187,7 @@ def keys_file(tmp_path: Path, *entries: KeyEntry) -> Path:
     return file
 
 
-def entry(name: str, key: str, **fields: int) -> KeyEntry:
+def entry(name: str, key: str, **fields: Any) -> KeyEntry:
     return KeyEntry(name=name, key_sha256=digest(key).hex(), **fields)
 
 
