@@ -128,7 +128,7 @@ class Client:
         """The same beside the flood, once requests of it wait for a row."""
         flood = [asyncio.ensure_future(self.flood()) for _ in range(self.arguments.flood_open)]
         try:
-            while (await self.load())["waiting"] < self.arguments.flood_open - 2 * self.arguments.rows:
+            while ((await self.load())["waiting"] or 0) < self.arguments.flood_open - 2 * self.arguments.rows:
                 await asyncio.sleep(0.05)
             return await self.quiet_phase()
         finally:

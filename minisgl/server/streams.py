@@ -15,8 +15,8 @@ from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, StepOutput, ToEngine, add_requests
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.seeds import base_seed
-from minisgl.server.keys.limits import LimitReachedError
 from minisgl.server.keys.meter import CallMeter
+from minisgl.server.keys.room import check_queued_tokens, check_requests
 from minisgl.server.open_choices import Delta, OpenChoice, PreparedCall, prepare
 from minisgl.server.silence import SilenceLimit
 from minisgl.server.stats import BusyClock, Rate, ServerStats
@@ -290,17 +290,10 @@ class Streams:
                 "too_many_requests",
                 f"{self._num_open} requests are open, this server takes {self._max_open}; "
                 "try again in a moment",
-                retry_after_s=self._end_rate.seconds_for(excess, LONGEST_RETRY_S),
+                retry_after_s=self._seconds_for_ends(excess),
             )
         if meter is not None and self._users_share():
-            own, free = meter.user.num_open, self._max_open - self._num_open  # `own` has this call's
-            if own > free and own > num_choices:
-                message = (
-                    f"this key has {own - num_choices} requests open, and the {free} more that this server "
-                    "takes are for other keys; try again in a moment"
-                )
-                retry_s = self._end_rate.seconds_for(own - free, LONGEST_RETRY_S)
-                raise LimitReachedError("share_of_requests", "requests", message, retry_s)
+            check_requests(meter.user, num_choices, self._max_open - self._num_open, self._seconds_for_ends)
         stream = Stream(self, num_choices, self._timeout_s, name, key, meter)
         self._open_streams.add(stream)
         self._num_open += num_choices
@@ -378,22 +371,21 @@ class Streams:
         """Raise a 429 if `more` prompt tokens would overfill the queue. An empty queue takes any number."""
         most, queued = self._max_queued_tokens, self._stats.num_queued_tokens
         if most is not None and meter is not None and self._users_share():
-            own, free = meter.user.num_queued_tokens, most - queued
-            if own and own + more > free:
-                message = (
-                    f"{own} prompt tokens of this key wait for an answer, and the {free} more that this "
-                    "server queues are for other keys; try again in a moment"
-                )
-                retry_s = self._prefill_rate.seconds_for(own + more - free, LONGEST_RETRY_S)
-                raise LimitReachedError("share_of_queued_tokens", "tokens", message, retry_s)
+            check_queued_tokens(meter.user, more, most - queued, self._seconds_for_tokens)
         if most is not None and queued and queued + more > most:
             raise RequestError(
                 429,
                 "too_many_tokens",
                 f"{queued} prompt tokens wait for an answer, these {more} would be more than the {most} this "
                 "server queues; try again in a moment",
-                retry_after_s=self._prefill_rate.seconds_for(queued + more - most, LONGEST_RETRY_S),
+                retry_after_s=self._seconds_for_tokens(queued + more - most),
             )
+
+    def _seconds_for_ends(self, num_requests: int) -> int | None:
+        return self._end_rate.seconds_for(num_requests, LONGEST_RETRY_S)
+
+    def _seconds_for_tokens(self, num_tokens: int) -> int | None:
+        return self._prefill_rate.seconds_for(num_tokens, LONGEST_RETRY_S)
 
     def _add_queued_tokens(self, num_tokens: int, stream: Stream) -> None:
         """Add `num_tokens`, which may be negative, to the number of queued prompt tokens."""

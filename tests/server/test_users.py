@@ -1,5 +1,7 @@
 """Users, their limits by a clock of the test, what is counted, and the usage log."""
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -7,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_model import CONTEXT, make_folder
 
 from minisgl.config.api_keys import KeyEntry
 from minisgl.errors import ConfigError, RequestError
-from minisgl.request import FinishReason
+from minisgl.request import FinishReason, SamplingParams
 from minisgl.server.http.errors import error_body, fault_of
 from minisgl.server.keys import usage_log as usage_log_module
 from minisgl.server.keys.limits import Bucket, LimitReachedError, duration
 from minisgl.server.keys.meter import CallNote, Meters
+from minisgl.server.keys.room import check_requests
 from minisgl.server.keys.usage_log import UsageLog
 from minisgl.server.keys.users import User, Users
 from minisgl.server.metrics import exposition
 from minisgl.server.stats import ServerStats
+from minisgl.server.streams import Streams
+from minisgl.text.tokenizer import Tokenizer
 
 NOTE = CallNote("call-1", "/v1/completions", 0.0)
 
@@ -322,3 +328,52 @@ def test_a_full_disk_is_told_once_and_stops_nothing(
 def test_a_usage_log_that_cannot_be_written_is_a_mistake_of_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--usage-log .* can't be written: No such file"):
         UsageLog(tmp_path / "no" / "usage.jsonl")
+
+
+def test_a_user_queues_no_more_prompt_tokens_than_it_leaves_to_others(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(make_folder(tmp_path / "model"))
+    meters = Meters(ServerStats(), "tiny", None)
+    flood, quiet = User("flood"), User("quiet")
+
+    async def queue(streams: Streams, user: User, num_tokens: int, stack: contextlib.ExitStack) -> None:
+        meter = stack.enter_context(meters.call(user, 1, 1, NOTE))
+        stream = stack.enter_context(streams.open(1, meter=meter))
+        await stream.submit(stream.prepare([[5] * num_tokens], SamplingParams(max_tokens=2)))
+
+    async def main() -> None:
+        streams = Streams(
+            lambda _: None, tokenizer, 100, 60.0, max_queued_tokens=200, users_share=lambda: True
+        )
+        streams.accept_requests(CONTEXT)
+        with contextlib.ExitStack() as stack:
+            await queue(streams, flood, 60, stack)
+            await queue(streams, flood, 40, stack)
+            with pytest.raises(LimitReachedError) as refused:
+                await queue(streams, flood, 30, stack)
+            assert (refused.value.limit, refused.value.kind) == ("share_of_queued_tokens", "tokens")
+            await queue(streams, quiet, 100, stack)
+            assert (flood.num_queued_tokens, quiet.num_queued_tokens) == (100, 100)
+        assert (flood.num_queued_tokens, quiet.num_queued_tokens) == (0, 0)
+        assert (flood.num_open, quiet.num_open, streams.num_open) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_two_users_that_flood_leave_a_third_of_the_room_to_the_next() -> None:
+    def num_taken(users: list[User], most: int) -> list[int]:
+        """How many requests each gets, if they ask in turns until all are refused."""
+        asking = list(users)
+        while asking:
+            for user in list(asking):
+                free = most - sum(other.num_open for other in users)
+                user.num_open += 1
+                try:
+                    check_requests(user, 1, free, lambda _: None)
+                except LimitReachedError:
+                    user.num_open -= 1
+                    asking.remove(user)
+        return [user.num_open for user in users]
+
+    assert num_taken([User("a")], 90) == [45]
+    assert num_taken([User("a"), User("b")], 90) == [30, 30]
+    assert num_taken([User(name) for name in "abcde"], 90) == [15] * 5
