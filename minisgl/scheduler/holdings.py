@@ -78,6 +78,10 @@ class Holdings:
             for request in running
         )
 
+    def needs_half_of_the_pool(self, request: Request) -> bool:
+        """Whether an admission of the request needs more than half of all pages, cached ones included."""
+        return 2 * self._pages_still_needed(request, 0, 0) > self._cache.num_usable_pages
+
     def try_admit(
         self, request: Request, matchable: np.ndarray, found: Match, pages_still_needed: int | None
     ) -> bool:

@@ -372,9 +372,12 @@ class Scheduler:
         """If the next waiting request has no room, let a user with more requests make some."""
         if self._num_awaiting_release or not self._waiting.has_no_room:
             return
-        victim = self._shares.must_make_room(self._running, self._waiting.head)
-        if victim is not None:
-            self._preempt(victim)
+        head = self._waiting.head
+        # A larger one could wait for long even so, and the pages that are freed for it would lie idle.
+        if not self._holdings.needs_half_of_the_pool(head):
+            victim = self._shares.must_make_room(self._running, head)
+            if victim is not None:
+                self._preempt(victim)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """Book a computed chunk: put its full pages into the tree, or use the tree's for equal tokens."""

@@ -6,7 +6,6 @@ counter of each user's service says whose turn it is, so no user gains by sendin
 Promise: with a single user nothing is counted, and every choice is as if there were no users.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from minisgl.request import Request
@@ -97,19 +96,20 @@ class Shares:
     def must_make_room(self, running: Sequence[Request], head: Request) -> Request | None:
         """The running request that `head`, which finds no room, may replace; None = head has to wait.
 
-        It is the least senior one of a user that has at least two running requests more than the user of
-        `head`, so both move towards equal shares and the second never takes it back. Among several such
-        users, the one with the most service. The request is of a lower priority than `head`, or of the same
-        and of a user with at least as much service.
+        It is the least senior one of a user that has at least two rows more than the user of `head`, so both
+        move towards equal shares and the second never takes it back. Among several such users, the one with
+        the most service. The request is of a lower priority than `head`, or of the same and of a user with at
+        least as much service.
         """
+        least = head.account.num_rows + 2
+        if all(account.num_rows < least for account in self._accounts.values()):
+            return None
         if any(request.num_planned_tokens >= request.max_fed_tokens for request in running):
             return None  # it ends with a launched step, which makes room
-        counts = Counter(request.account.user for request in running)
-        most = counts[head.account.user] + 2
         victims = [
             request
             for request in running
-            if counts[request.account.user] >= most
+            if request.account.num_rows >= least
             and (
                 request.priority < head.priority
                 or (request.priority == head.priority and request.account.service >= head.account.service)
