@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from small_model import CONTEXT, make_folder
 
+from minisgl.config import ServerConfig
 from minisgl.config.api_keys import KeyEntry
 from minisgl.errors import ConfigError, RequestError
 from minisgl.request import FinishReason, SamplingParams
+from minisgl.server.http.callers import allowed_hosts
 from minisgl.server.http.errors import error_body, fault_of
+from minisgl.server.http.middleware import Caller, Gate
 from minisgl.server.keys import usage_log as usage_log_module
 from minisgl.server.keys.limits import Bucket, LimitReachedError, duration
 from minisgl.server.keys.meter import CallNote, Meters
@@ -377,3 +381,24 @@ def test_two_users_that_flood_leave_a_third_of_the_room_to_the_next() -> None:
     assert num_taken([User("a")], 90) == [45]
     assert num_taken([User("a"), User("b")], 90) == [30, 30]
     assert num_taken([User(name) for name in "abcde"], 90) == [15] * 5
+
+
+def test_without_an_admin_key_callers_of_the_file_are_no_admins_and_those_of_the_flag_still_are(
+    tmp_path: Path,
+) -> None:
+    file = keys_file(tmp_path, entry("alice", "a"), entry("root", "r", admin=True))
+    users = Users(file, api_keys=("flag",))
+    gate = Gate(api_keys=("flag",), users=users)
+
+    def caller(key: str) -> Caller | None:
+        return gate._caller(make_mocked_request("GET", "/", headers={"Authorization": f"Bearer {key}"}))
+
+    assert caller("a") == Caller(False, "alice", users.find(digest("a")))
+    assert caller("r") == Caller(True, "root", users.find(digest("r")))
+    assert caller("flag") == Caller(True, "--api-key 0", users.of_api_key)
+    assert caller("none") is None
+    assert Gate(users=Users(keys_file(tmp_path)))._caller(make_mocked_request("GET", "/")) is None
+
+
+def test_a_server_with_a_file_of_keys_answers_under_every_name() -> None:
+    assert allowed_hosts(ServerConfig(api_keys_file="keys.jsonl")) == {"*"}

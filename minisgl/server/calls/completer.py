@@ -68,7 +68,6 @@ class Completer:
     ) -> None:
         self._model = model
         self._meters = meters
-        self._nobody = User("")
         self._uploads = uploads
         self._streams = streams
         self._threads = threads
@@ -124,7 +123,7 @@ class Completer:
             options = call.options
             self._model.check_name(options.model)
             facts = facts_of(request)
-            user = facts.caller.user or self._nobody
+            user = facts.caller.user or User("")
             if options.priority is not None and options.priority > user.priority:
                 require_admin(request, f"a priority above {user.priority}", "priority")
             num_choices = call.num_prompts * options.n
