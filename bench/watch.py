@@ -2,7 +2,7 @@
 
 python bench/watch.py --out bench/results/cpu/watch.json
 Bar: under 1 % of a step's CPU while rows decode. The step here is plan, apply and the encoding of its
-outputs, without launching and collecting, so the share of a real step is smaller. Steps are in processor time.
+outputs, without launching and collecting, so the share of a real step is smaller. Times are the processor's.
 """
 
 import argparse

@@ -216,6 +216,15 @@ def _pull(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
     return EXIT_OK
 
 
+def _api_key(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.commands.api_key import run_api_key
+
+    limits = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
+    fields = {name: getattr(arguments, name) for name in ("name", "priority", "admin", *limits)}
+    run_api_key(fields, Path(arguments.file) if arguments.file is not None else None, sys.stdout, sys.stderr)
+    return EXIT_OK
+
+
 def _plan(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     from minisgl.benchmark.model_configs import model_folder
     from minisgl.commands.plan import describe, find_capacity, gpu_gib, gpu_is_here
@@ -461,6 +470,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Mapping[str, str], float], int
     "chat": _chat,
     "generate": _generate,
     "pull": _pull,
+    "api-key": _api_key,
     "plan": _plan,
     "tune": _tune,
     "bench kernel": _bench_kernel,

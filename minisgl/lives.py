@@ -8,13 +8,14 @@ from typing import Literal
 
 import msgspec
 
-WaitReason = Literal["step", "rows", "pages", "budget", "rules", "priority"]
+WaitReason = Literal["step", "rows", "share", "pages", "budget", "rules", "priority"]
 """Why a request gets no row. Those behind the first in the queue have the reason of the first.
 
 step: the running step must end first, or the step has admitted as many as it may. rows: all rows are taken.
-pages: its pages do not fit beside those that the running requests still need. budget: other prompts take all
-prompt tokens of the steps. rules: the step writes the logit rules of other requests. priority: the first in
-the queue has a higher priority.
+share: its user has half of the rows, and the last free one is kept for others. pages: its pages do not fit
+beside those that the running requests still need. budget: other prompts take all prompt tokens of the steps.
+rules: the step writes the logit rules of other requests. priority: the first in the queue has a higher
+priority.
 """
 PhaseKind = Literal["server", "grammar", "queued", "prompt", "decoding", "preempted", "folded"]
 """server: on its way through the server process to the engine. grammar: its grammar is being compiled.

@@ -322,19 +322,11 @@ class PackedLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
         token_ids = np.frombuffer(self.token_ids, "<i4")
         lines = np.frombuffer(self.lines, "<i4").reshape(len(token_ids), -1)
         k = (lines.shape[1] - 2) // 2
-        logprobs = np.maximum(
-            lines.view(np.float32)[:, [0, *range(2 + k, 2 + 2 * k)]], LOWEST_LOGPROB
-        ).tolist()
-        return [
-            TokenLogprobs(token_id, logprob, rank, top_ids, top_logprobs)
-            for token_id, rank, top_ids, (logprob, *top_logprobs) in zip(
-                token_ids.tolist(),
-                (lines[:, 1] + 1).tolist(),
-                lines[:, 2 : 2 + k].tolist(),
-                logprobs,
-                strict=True,
-            )
-        ]
+        columns = [0, *range(2 + k, 2 + 2 * k)]
+        logprobs = np.maximum(lines.view(np.float32)[:, columns], LOWEST_LOGPROB).tolist()
+        ranks, top_ids = (lines[:, 1] + 1).tolist(), lines[:, 2 : 2 + k].tolist()
+        rows = zip(token_ids.tolist(), ranks, top_ids, logprobs, strict=True)
+        return [TokenLogprobs(one, own, rank, ids, tops) for one, rank, ids, (own, *tops) in rows]
 
 
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):
@@ -387,6 +379,7 @@ class Request:
     """
 
     __slots__ = (
+        "account",
         "cache_salt",
         "changes_logits",
         "decode_limit",
@@ -436,6 +429,7 @@ class Request:
         rules: Any = None,
         thought: Any = None,
         cache_salt: str = "",
+        account: Any = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # int32 [prompt tokens]
@@ -448,6 +442,7 @@ class Request:
         self.stop_ids = stop_ids
         self.rules = rules  # scheduler.plan.LogitRules without output, shared by a prompt's choices
         self.cache_salt = cache_salt  # it shares cached pages only with requests that have the same
+        self.account = account  # scheduler.shares.Account of its user
         self.changes_logits = rules is not None
         self.wants_logprobs = params.logprobs is not None
         self.has_grammar = params.grammar is not None

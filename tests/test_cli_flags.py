@@ -19,13 +19,14 @@ from minisgl.errors import ConfigError
 from minisgl.request import SamplingParams
 
 SERVER = """
-    --access-log --admin-key --allowed-host --api-key --api-workers --cors-origin --drain-timeout-s
+    --access-log --admin-key --allowed-host --api-key --api-keys-file --api-workers --cors-origin
+    --drain-timeout-s
     --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
     --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --port
     --chat-template --reasoning-parser --request-timeout-s --sampling-defaults
     --no-special-tokens-in-content --served-model-name --special-tokens-in-content --startup-timeout-s
     --tls-cert --tls-key
-    --tool-parser --upload-timeout-s
+    --tool-parser --upload-timeout-s --usage-log
 """
 ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
@@ -62,6 +63,9 @@ BENCH_SERVE = """
     --served-model-name --slo --temperature --think-time-s --time-scale --timeout-s --tokenizer --tokens-from
     --turns --url --vocab-size --warmup --workload-seed
 """
+API_KEY = """
+    --admin --file --max-concurrent-requests --priority --requests-per-minute --tokens-per-minute
+"""
 BENCH_STEP = "--batches --contexts --mixed --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"
 BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
@@ -76,6 +80,7 @@ FLAGS = {
     "chat": {"--system", "--tools", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},
+    "api-key": set(API_KEY.split()),
     "plan": {"--gpu", *ENGINE.split()},
     "tune": set(TUNE.split()),
     "bench": set(),

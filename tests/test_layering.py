@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         # the user's door
         "commands.flags": "errors",
         "commands.files": "errors replies",
+        "commands.api_key": "errors config",
         "commands.parser": "log request config commands.flags benchmark top __init__",
         "commands.reply_printer": "offline text",
         "top": "errors server",
@@ -68,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
         "text server triton_kernels compile_cache __init__",
         "cli": "errors log request config commands commands.files commands.flags commands.parser "
-        "commands.chat commands.verify server llm weights engine benchmark top",
+        "commands.api_key commands.chat commands.verify server llm weights engine benchmark top",
         "__init__": "errors request offline llm",
         "__main__": "cli",
     }.items()

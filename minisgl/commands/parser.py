@@ -80,6 +80,21 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     pull.add_argument("name", nargs="?", help="A built-in model or a hub name.")
     pull.add_argument("--list", action="store_true", help="Show the built-in models.")
 
+    api_key = command("api-key", "Make an API key and its line for --api-keys-file.")
+    api_key.add_argument("name", help="The user's name in metrics and logs.")
+    for flag, what in (
+        ("--requests-per-minute", "Most calls a minute."),
+        ("--tokens-per-minute", "Most prompt and output tokens a minute."),
+        ("--max-concurrent-requests", "Most requests open at a time."),
+    ):
+        api_key.add_argument(flag, type=int, metavar="N", help=f"{what} Without, there is no limit.")
+    api_key.add_argument(
+        "--priority", type=int, default=0, metavar="N",
+        help="Priority of its requests and the most they may ask for, -100 to 100 (default: %(default)s).",
+    )  # fmt: skip
+    api_key.add_argument("--admin", action="store_true", help="It has the rights of --admin-key.")
+    api_key.add_argument("--file", metavar="FILE", help="Add the line to this file; without, it is printed.")
+
     plan = command("plan", "Show how many requests of a model fit on a GPU, from its config.json alone.")
     plan.add_argument(
         "--gpu", default=environ.get("MINISGL_GPU", "H200"), metavar="TEXT",

@@ -62,6 +62,13 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     """Clients must send one of these keys as "Authorization: Bearer KEY"; without any, none is needed. Set as
     MINISGL_API_KEY, it does not show in the list of processes."""
+    api_keys_file: str | None = None
+    """File of API keys with names, limits and priorities, a JSON object a line; 'minisgl api-key' makes
+    them. SIGHUP reads it again. Keys of --api-key are taken beside it, without limits. Needs --api-workers
+    1."""
+    usage_log: str | None = None
+    """File that gets a line of JSON with the token counts of every call. SIGHUP opens it again by its
+    name."""
     admin_key: tuple[str, ...] = ()
     """Only clients that send it as "Authorization: Bearer KEY" may abort others' requests, flush the cache,
     use /debug and ask for a priority above 0. It also replaces --api-key. Without any, all clients may. Set
@@ -102,6 +109,13 @@ def check_server_config(config: ServerConfig) -> None:
     if set(config.api_key) & set(config.admin_key):
         raise ConfigError(
             "--admin-key must differ from every --api-key; else clients could do what it guards"
+        )
+    for flag in ("api_keys_file", "usage_log"):
+        require(getattr(config, flag) != "", flag, "the name of a file", "an empty text")
+    if config.api_keys_file is not None and config.api_workers > 1:
+        raise ConfigError(
+            f"--api-keys-file needs --api-workers 1, got {config.api_workers}: one process counts what its "
+            "limits are about"
         )
     for origin in config.cors_origin:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):

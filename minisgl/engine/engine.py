@@ -123,6 +123,7 @@ class Engine:
             request.streamed,
             request.seeds,
             request.cache_salt,
+            request.user,
         )
         self.watch.record(time.perf_counter(), request)
         if request.params.grammar is not None and request.request_id in self._scheduler.grammars:

@@ -53,6 +53,8 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """The call's X-Request-Id, by which its requests are found; empty = none."""
     arrived_s: float = 0.0
     """When the call arrived, by `time.monotonic` of this host; 0 = unknown."""
+    user: str = ""
+    """Whose they are: users share the engine (scheduler/shares.py). Any text; "" is a user, too."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -77,6 +79,7 @@ def add_requests(
     cache_salt: str = "",
     call_id: str = "",
     arrived_s: float = 0.0,
+    user: str = "",
 ) -> Iterator[AddRequest]:
     """The messages that start the requests of a call, in the order of their ids.
 
@@ -109,6 +112,7 @@ def add_requests(
             cache_salt=cache_salt,
             call_id=call_id,
             arrived_s=arrived_s,
+            user=user,
         )
         start += len(data)
 

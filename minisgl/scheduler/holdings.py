@@ -44,7 +44,7 @@ class Holdings:
     def __init__(self, cache: KVCacheManager, max_rows: int, output_reserve_tokens: int) -> None:
         self._cache = cache
         self._page_size = cache.page_size
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._output_reserve_tokens = output_reserve_tokens
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._row_inits: list[RowInit] = []
@@ -60,7 +60,7 @@ class Holdings:
     @property
     def num_rows(self) -> int:
         """Rows that requests hold now."""
-        return self._max_rows - len(self._free_rows)
+        return self.max_rows - len(self._free_rows)
 
     @property
     def num_pages(self) -> int:
@@ -68,8 +68,8 @@ class Holdings:
         return self._cache.num_usable_pages
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     @property
     def num_available_pages(self) -> int:
@@ -93,6 +93,10 @@ class Holdings:
             for request in running
         )
 
+    def needs_half_of_the_pool(self, request: Request) -> bool:
+        """Whether an admission of the request needs more than half of all pages, cached ones included."""
+        return 2 * self._pages_still_needed(request, 0, 0) > self._cache.num_usable_pages
+
     def try_admit(
         self, request: Request, matchable: np.ndarray, found: Match, pages_still_needed: int | None
     ) -> bool:
@@ -112,6 +116,7 @@ class Holdings:
         request.lease = lease
         request.uses_shared_pages = bool(lease.page_ids)
         request.row = self._free_rows.pop()
+        request.account.num_rows += 1
         request.num_planned_tokens = len(lease.page_ids) * self._page_size
         request.decode_limit = 0
         self._row_inits.append(_row_init(request))
@@ -182,6 +187,7 @@ class Holdings:
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
         self._drop_rules(request.row)
         self._free_rows.append(request.row)
+        request.account.num_rows -= 1
         self.num_with_extras -= request.has_extras
         request.lease = None
         request.row = -1
@@ -204,7 +210,7 @@ class Holdings:
         """
         self._cache.check_invariants()
         rows = sorted([request.row for request in holders] + self._free_rows)
-        assert rows == list(range(self._max_rows)), f"rows lost or held twice: {rows}"
+        assert rows == list(range(self.max_rows)), f"rows lost or held twice: {rows}"
         for request in holders:
             assert request.lease is not None, "a request with a row has no lease"
         with_extras = sum(request.has_extras for request in holders)

@@ -13,6 +13,7 @@ from minisgl.request import Request, SamplingParams, fit_to_context, params_for_
 from minisgl.scheduler.plan import LogitRules
 from minisgl.scheduler.policy import seniority
 from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
+from minisgl.scheduler.shares import Account
 from minisgl.scheduler.thoughts import ThoughtTracker
 
 
@@ -57,11 +58,13 @@ class RequestFactory:
         streamed: bool,
         seeds: Sequence[int] = (),
         cache_salt: str = "",
+        account: Account,
     ) -> list[Request]:
         """Make the requests for all choices of one prompt; `prompt` is int32 [tokens].
 
         Args:
             seeds: one for each choice; () = the parameters have a seed (`params_for_choice`) or are greedy.
+            account: of the call's user.
 
         Raises:
             RequestError: 400 when the prompt does not fit the context, or has unknown token ids.
@@ -90,6 +93,7 @@ class RequestFactory:
                     rules=rules,
                     thought=ThoughtTracker(params.thought_limit) if params.thought_limit else None,
                     cache_salt=cache_salt,
+                    account=account,
                 )
             )
         return made

@@ -5,7 +5,6 @@ exactly once, in `_retire_or_requeue`, when no launched step uses them. `plan()`
 (overlap); steps are applied in the order they were planned.
 """
 
-from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -24,9 +23,11 @@ from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
 from minisgl.scheduler.plan import NO_LOGITS, Chunk, StepPlan, TokenMasks
-from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP, by_seniority, prefill_budget_tokens
+from minisgl.scheduler.policy import by_seniority, prefill_budget_tokens
+from minisgl.scheduler.prompts import PromptPlanner
 from minisgl.scheduler.request_factory import RequestFactory
 from minisgl.scheduler.rules import extras_of_step
+from minisgl.scheduler.shares import Shares
 from minisgl.scheduler.stats import SchedulerStats
 from minisgl.scheduler.waiting import WaitingQueue
 
@@ -42,7 +43,7 @@ class _LaunchedStep(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps and books their results. Only it, `Holdings` and `WaitingQueue` write to requests."""
+    """Plans steps and books their results. Only it and the parts that it is made of write to requests."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         pool_tokens = cache.num_usable_pages * cache.page_size
@@ -63,7 +64,17 @@ class Scheduler:
         self._launched: deque[_LaunchedStep] = deque()
         self._outputs: list[RequestOutput] = []
         self._prompt_logprobs = PromptLogprobs()
-        self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs)
+        self._shares = Shares()
+        self._waiting = WaitingQueue(self._holdings, self._prompt_logprobs, self._shares)
+        self._prompts = PromptPlanner(
+            config.chunk_tokens,
+            self._holdings,
+            self._waiting,
+            self._shares,
+            self._prompt_logprobs,
+            self.stats,
+            self.journal,
+        )
         self.grammars = Grammars(config.vocab_size)
         self._num_plans = 0
 
@@ -92,9 +103,10 @@ class Scheduler:
         params: SamplingParams,
         priority: int = 0,
         streamed: bool = True,
+        user: str = "",
     ) -> None:
         """`add_call` for a call of one prompt, int32 [tokens], and one choice."""
-        self.add_call(request_id, [prompt], params, 1, priority, streamed)
+        self.add_call(request_id, [prompt], params, 1, priority, streamed, user=user)
 
     def add_call(
         self,
@@ -106,6 +118,7 @@ class Scheduler:
         streamed: bool,
         seeds: Sequence[int] = (),
         cache_salt: str = "",
+        user: str = "",
     ) -> None:
         """Queue `num_choices` requests for each prompt, with consecutive ids from `request_id` on.
 
@@ -115,6 +128,7 @@ class Scheduler:
             streamed: the client reads tokens as they come, so `mixed_step_tokens` bounds its steps.
             seeds: one for each request; () = `params` has a seed or is greedy.
             cache_salt: the requests share cached pages only with others of the same salt.
+            user: whose they are; users share the engine (`shares`).
         """
         firsts = range(request_id, request_id + len(prompts) * num_choices, num_choices)
         ids = [range(first, first + num_choices) for first in firsts]
@@ -135,6 +149,7 @@ class Scheduler:
                     streamed=streamed,
                     seeds=seeds[own.start - request_id : own.stop - request_id],
                     cache_salt=cache_salt,
+                    account=self._shares.account(user),
                 )
             except RequestError as error:
                 for one in own:
@@ -189,7 +204,7 @@ class Scheduler:
 
     def open_requests(self) -> tuple[Mapping[int, Request], Sequence[Request]]:
         """The requests that have not ended, by id, and the queue of those that wait for a row; to read."""
-        return self._requests, list(self._waiting)
+        return self._requests, self._waiting.in_turns()
 
     def take_outputs(self) -> list[RequestOutput]:
         """All outputs since the last call, in order."""
@@ -198,8 +213,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a launched step is applied."""
+        if self._shares.compete:
+            self._make_room_for_next()
         sampled: list[Request] = []
-        # Oldest first: a request that needs a page preempts the youngest, which comes later in this loop.
+        # Oldest first: a request that needs a page preempts a younger one, which comes later in this loop.
         for request in self._running.copy():
             num_planned = request.num_planned_tokens
             if num_planned >= request.decode_limit and not self._make_room_to_decode(request):
@@ -210,6 +227,7 @@ class Scheduler:
         # Longest first balances decode attention best. The order stays the same while the batch does.
         sampled.sort(key=_num_planned_tokens, reverse=True)
         decode_rows = tuple([request.row for request in sampled])
+        self._shares.charge_outputs(sampled)
 
         chunks: list[Chunk] = []
         launched_chunks: list[tuple[Request, int]] = []
@@ -219,19 +237,8 @@ class Scheduler:
                 self.config.max_step_tokens,
                 self.config.mixed_step_tokens if any(request.streamed for request in sampled) else None,
             )
-            prefilling = [r for r in self._running if r.state is RequestState.PREFILL and not r.is_preempting]
-            for request in prefilling:
-                self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
-                budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
-            if budget > 0 and self._waiting.may_admit:
-                # Counted once a step: the chunks planned below change no other request's need.
-                still_needed = self._holdings.pages_still_needed(self._running)
-                for _ in range(MAX_ADMISSIONS_PER_STEP):
-                    request = self._admit_next(still_needed) if budget > 0 else None
-                    if request is None:
-                        break
-                    budget -= self._plan_chunk(request, budget, chunks, launched_chunks, sampled)
-                    still_needed += self._holdings.pages_still_needed([request])
+            budget = self._prompts.plan(budget, self._running, chunks, launched_chunks, sampled)
+            self._shares.charge_outputs(sampled[len(decode_rows) :])
             if self._waiting:
                 reason = self._waiting.held_by or ("step" if budget > 0 else "budget")
                 self.journal.held(self._waiting.head, reason, self._holdings, self._running, chunks)
@@ -316,8 +323,8 @@ class Scheduler:
         num_leaving = len(leaving) + sum(request.is_preempting for request in self._running)
         assert self._num_awaiting_release == num_leaving, "num_awaiting_release is off"
         assert len(self._requests) == self.num_waiting + len(self._running), "a request is nowhere"
-        for queue in (list(self._waiting), self._running):
-            assert queue == sorted(queue, key=by_seniority), "a queue is out of order"
+        assert self._running == sorted(self._running, key=by_seniority), "a queue is out of order"
+        self._waiting.check_invariants()
 
     def _book_token(self, request: Request, token: int) -> RequestOutput | None:
         """Book what a step sampled for a request; None = the request does not need it."""
@@ -349,7 +356,7 @@ class Scheduler:
         return RequestOutput(request.request_id, [token], None, request.num_cached_tokens)
 
     def _make_room_to_decode(self, request: Request) -> bool:
-        """Get the page for a request's next decode, preempting younger requests if needed.
+        """Get the page for a request's next decode, preempting younger requests if needed (`Shares.victim`).
 
         False = it can't decode now: it is not in DECODE, has all its tokens, or got no page.
         """
@@ -362,62 +369,22 @@ class Scheduler:
         while not self._holdings.grow(request, request.num_planned_tokens + 1):
             if self._num_awaiting_release:  # a launched step will release pages, so preempt nobody
                 return False
-            victim = self._running[-1]
+            victim = self._shares.victim(self._running, request)
             self._preempt(victim, request)
             if victim is request:
                 return False
         return True
 
-    def _plan_chunk(
-        self,
-        request: Request,
-        budget: int,
-        chunks: list[Chunk],
-        launched_chunks: list[tuple[Request, int]],
-        sampled: list[Request],
-    ) -> int:
-        """Plan the next chunk of a prompt; returns its length in tokens, 0 if budget or pages allow none."""
-        start = request.num_planned_tokens
-        capacity_tokens = self._holdings.capacity_tokens(request)
-        num_tokens = min(budget, self.config.chunk_tokens, len(request.feed) - start, capacity_tokens - start)
-        if num_tokens <= 0:
-            return 0
-        end = start + num_tokens
-        samples = end == len(request.feed)
-        request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
-        grown = self._holdings.grow(request, end)
-        assert grown, "the pages that were counted are not there"
-        wants_prompt = self._prompt_logprobs.is_collecting(request)
-        targets = request.feed[start + 1 : end + 1].tobytes() if wants_prompt else b""
-        chunks.append(Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets))
-        launched_chunks.append((request, end))
-        if samples:
-            sampled.append(request)
-        request.num_planned_tokens = end
-        request.steps_in_flight += 1
-        # Later chunks of this step may read these pages: each layer stores all keys and values of the step
-        # before it attends.
-        self._holdings.share(request)
-        return num_tokens
-
-    def _admit_next(self, pages_still_needed: int) -> Request | None:
-        """Admit the next waiting request, with a row and its cached prefix; None = none can be admitted.
-
-        Args:
-            pages_still_needed: pages that the running requests still need.
-        """
-        request = self._waiting.admit_next(pages_still_needed if self._running else None)
-        if request is None:
-            return None
-        insort(self._running, request, key=by_seniority)
-        self.journal.admitted(request)
-        if not request.was_admitted:  # False when it returns after a preemption
-            request.was_admitted = True
-            request.num_cached_tokens = request.num_planned_tokens
-            self.stats.num_prompt_tokens += len(request.prompt)
-            self.stats.num_cached_tokens += request.num_cached_tokens
-        request.move_to(RequestState.PREFILL)
-        return request
+    def _make_room_for_next(self) -> None:
+        """If the next waiting request has no room, let a user with more requests make some."""
+        if self._num_awaiting_release or not self._waiting.has_no_room:
+            return
+        head = self._waiting.head
+        # A larger one could wait for long even so, and the pages that are freed for it would lie idle.
+        if not self._holdings.needs_half_of_the_pool(head):
+            victim = self._shares.must_make_room(self._running, head)
+            if victim is not None:
+                self._preempt(victim, head)
 
     def _commit_chunk(self, request: Request, num_fed: int) -> None:
         """Book a computed chunk: put its full pages into the tree, or use the tree's for equal tokens."""

@@ -183,6 +183,7 @@ class Arrival(NamedTuple):
     prompt: np.ndarray  # int32 [tokens]
     params: SamplingParams
     priority: int = 0
+    user: str = ""
 
 
 class Served(NamedTuple):
@@ -235,7 +236,7 @@ def simulate(
             index = order[next_arrival]
             arrival = arrivals[index]
             tokens[index], times[index] = [], []
-            scheduler.add(index, arrival.prompt, arrival.params, arrival.priority, streamed)
+            scheduler.add(index, arrival.prompt, arrival.params, arrival.priority, streamed, arrival.user)
             next_arrival += 1
         plan = scheduler.plan()
         if plan is not None:

@@ -29,6 +29,9 @@ from minisgl.server.http.connections import Connections, connections_that_fit
 from minisgl.server.http.listener import Listener
 from minisgl.server.http.middleware import Gate, start_access_log
 from minisgl.server.http.uploads import Uploads
+from minisgl.server.keys.meter import Meters
+from minisgl.server.keys.usage_log import UsageLog
+from minisgl.server.keys.users import Users
 from minisgl.server.page import is_page
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
@@ -72,6 +75,8 @@ class HttpServer:
         connections: Connections,
         listener: Listener,
         ticker: Ticker,
+        users: Users,
+        usage_log: UsageLog | None,
     ) -> None:
         self.model = model
         self.streams = streams
@@ -81,6 +86,14 @@ class HttpServer:
         self._connections = connections
         self._listener = listener
         self._ticker = ticker
+        self._users = users
+        self._usage_log = usage_log
+
+    def reload(self) -> None:
+        """Read the API key file again, and open the usage log by its name again."""
+        self._users.reload()
+        if self._usage_log is not None:
+            self._usage_log.reopen()
 
     async def num_open(self) -> int:
         """Open requests of all server processes that reply."""
@@ -94,6 +107,8 @@ class HttpServer:
         self._connections.close()
         await self._siblings.close()
         self._threads.close()
+        if self._usage_log is not None:
+            self._usage_log.close()
 
 
 async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock: socket.socket) -> HttpServer:
@@ -101,10 +116,12 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
 
     Raises:
         ModelError: the model folder has no usable tokenizer.
-        ConfigError: the TLS files can't be used.
+        ConfigError: the TLS files, the API key file or the usage log can't be used.
     """
     server, rank = settings.server, settings.rank
     tls = tls_context(server)
+    users = read_users(server)
+    usage_log = UsageLog(Path(server.usage_log)) if server.usage_log else None
     if server.access_log:
         start_access_log()
     threads = TextThreads()
@@ -127,9 +144,11 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
         server.request_timeout_s,
         max_queued_tokens=server.max_queued_tokens
         and _share(server.max_queued_tokens, server.api_workers, rank),
+        users_share=lambda: users.are_several,
         rank=rank,
         seed=settings.engine.seed,
     )
+    meters = Meters(streams.stats, model.name, usage_log)
     connections = Connections(connections_that_fit(), server.keep_alive_timeout_s)
     uploads = Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s)
     siblings = Siblings(streams, uploads, settings.ipc_dir, rank, server.api_workers)
@@ -146,7 +165,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     )
     app = make_app(
         all_routes(
-            Completer(model, streams, threads, uploads, server.request_timeout_s),
+            Completer(model, streams, threads, uploads, server.request_timeout_s, meters),
             TokenApi(model, streams, uploads, threads),
             ModelApi(model, streams),
             Admin(model, streams, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
@@ -161,9 +180,10 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             allowed_hosts(server),
             server.access_log,
             streams.stats.responses,
-            lambda: connections.is_full,
-            refusals.add,
-            is_page,
+            is_full=lambda: connections.is_full,
+            on_refusal=refusals.add,
+            needs_no_key=is_page,
+            users=users,
         ),
     )
     connections.install(app)
@@ -184,7 +204,19 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     # 40 ms, and a call with many choices is enough to start one.
     gc.collect()
     gc.freeze()
-    return HttpServer(model, streams, siblings, threads, runner, connections, listener, watch.ticker)
+    return HttpServer(
+        model, streams, siblings, threads, runner, connections, listener, watch.ticker, users, usage_log
+    )
+
+
+def read_users(server: ServerConfig) -> Users:
+    """The users of --api-keys-file.
+
+    Raises:
+        ConfigError: the file can't be used.
+    """
+    file = Path(server.api_keys_file) if server.api_keys_file else None
+    return Users(file, server.api_key, server.admin_key)
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:

@@ -74,6 +74,19 @@ def _families(model: str, stats: ServerStats, status: Status | None, ready: Read
     yield counter("generation_tokens", "Tokens generated.", stats.num_output_tokens)
     yield by_label("request_success", "Requests that ended.", ["finished_reason"], stats.ended)
     yield by_label("http_requests", "HTTP answers.", ["method", "handler", "status"], stats.responses)
+    if stats.key_requests or stats.key_refusals:
+        by_key = (
+            ("key_requests", "Requests of an API key that ended.", "finished_reason", stats.key_requests),
+            (
+                "key_tokens",
+                "Tokens of an API key; cached ones count as prompt, too.",
+                "kind",
+                stats.key_tokens,
+            ),
+            ("key_refusals", "Calls that a limit on the API key refused.", "limit", stats.key_refusals),
+        )
+        for name, help_text, label, values in by_key:
+            yield by_label(name, help_text, ["api_key", label], values)
     yield histogram("time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_s)
     yield histogram("inter_token_latency_seconds", "Between two tokens of a request.", stats.inter_token_s)
     yield histogram("e2e_request_latency_seconds", "From arrival to the end.", stats.request_s)

@@ -62,6 +62,12 @@ class ServerStats(msgspec.Struct, kw_only=True):
     num_output_tokens: int = 0
     ended: dict[str, int] = {}
     responses: dict[str, int] = {}
+    key_requests: dict[str, int] = {}
+    """Requests that ended, by "KEY finish_reason"; only if there is a file of API keys."""
+    key_tokens: dict[str, int] = {}
+    """Tokens by "KEY kind": prompt, cached (a part of prompt), output."""
+    key_refusals: dict[str, int] = {}
+    """Calls refused because of a limit, by "KEY limit"."""
     first_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(LATENCY_S))
     inter_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(INTER_TOKEN_S))
     request_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(LATENCY_S))

@@ -15,6 +15,8 @@ from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, StepOutput, ToEngine, add_requests
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.seeds import base_seed
+from minisgl.server.keys.meter import CallMeter
+from minisgl.server.keys.room import check_queued_tokens, check_requests
 from minisgl.server.open_choices import Delta, OpenChoice, PreparedCall, prepare
 from minisgl.server.silence import SilenceLimit
 from minisgl.server.stats import BusyClock, Rate, ServerStats
@@ -33,11 +35,18 @@ class Stream:
     """
 
     def __init__(
-        self, streams: "Streams", num_choices: int, timeout_s: float, name: str, key: int | None
+        self,
+        streams: "Streams",
+        num_choices: int,
+        timeout_s: float,
+        name: str,
+        key: str | None,
+        meter: CallMeter | None,
     ) -> None:
         self.num_choices = num_choices
         self.name = name
         self.key = key
+        self.meter = meter
         self.opened_at = time.monotonic()
         self.request_ids = range(0)  # of all choices; empty until the call is sent
         self.num_sent = 0  # requests that the engine was sent, in the order of their ids
@@ -156,6 +165,8 @@ class Streams:
         timeout_s: how long a call may wait for its next token.
         max_queued_tokens: limit on prompt tokens that wait for a first output token; `Stream.submit` refuses
             more with a 429. None = no limit.
+        users_share: whether there are users that share the room for open requests and queued tokens: none of
+            them takes more than what it leaves free, so each new one finds some.
         rank: of this server process; its request ids start at rank * IDS_PER_SERVER.
         seed: with the request id, it seeds requests that bring no seed; None = a random one.
     """
@@ -168,6 +179,7 @@ class Streams:
         timeout_s: float,
         *,
         max_queued_tokens: int | None = None,
+        users_share: Callable[[], bool] = lambda: False,
         rank: int = 0,
         seed: int | None = None,
     ) -> None:
@@ -176,6 +188,7 @@ class Streams:
         self._max_open = max_open
         self._timeout_s = timeout_s
         self._max_queued_tokens = max_queued_tokens
+        self._users_share = users_share
         self._next_id = rank * IDS_PER_SERVER + 1
         self._base_seed = base_seed(seed)
         self._stats = ServerStats()
@@ -243,7 +256,7 @@ class Streams:
         """Return when no request is open."""
         await self._empty.wait()
 
-    def abort_calls(self, name: str | None, key: int | None = None) -> int:
+    def abort_calls(self, name: str | None, key: str | None = None) -> int:
         """End the calls of this name and API key (None = any) with a 409; returns the number of requests."""
         found = [one for one in self._open_streams if name in (None, one.name) and key in (None, one.key)]
         for stream in found:
@@ -254,15 +267,17 @@ class Streams:
         self,
         num_choices: int,
         name: str = "",
-        key: int | None = None,
+        key: str | None = None,
         *,
         n: int = 1,
         prompt_field: str = "prompt",
+        meter: CallMeter | None = None,
     ) -> Stream:
         """Reserve room for `num_choices` requests. Use the returned stream in a `with` block.
 
-        `abort_calls` finds the call by `name` and `key` (the index of the caller's API key). Errors name
+        `abort_calls` finds the call by `name` and `key` (which names the caller's API key). Errors name
         `prompt_field` if the prompts with `n` choices each are too many, and `n` if one prompt has too many.
+        `meter` counts what the call uses.
 
         Raises:
             RequestError: 400 if `num_choices` exceeds the limit by itself, 429 if too many requests are open,
@@ -288,9 +303,11 @@ class Streams:
                 "too_many_requests",
                 f"{self._num_open} requests are open, this server takes {self._max_open}; "
                 "try again in a moment",
-                retry_after_s=self._end_rate.seconds_for(excess, LONGEST_RETRY_S),
+                retry_after_s=self._seconds_for_ends(excess),
             )
-        stream = Stream(self, num_choices, self._timeout_s, name, key)
+        if meter is not None and self._users_share():
+            check_requests(meter.user, num_choices, self._max_open - self._num_open, self._seconds_for_ends)
+        stream = Stream(self, num_choices, self._timeout_s, name, key, meter)
         self._open_streams.add(stream)
         self._num_open += num_choices
         self._open_time.set_busy(True)
@@ -299,13 +316,15 @@ class Streams:
 
     async def submit(self, stream: Stream, call: PreparedCall) -> None:
         """See `Stream.submit`."""
-        self._check_queued_tokens(call.num_prompt_tokens)
+        self._check_queued_tokens(call.num_prompt_tokens, stream.meter)
         # Ids are taken after the checks, so that a refused call does not change the seeds of later calls.
         stream.request_ids = range(self._next_id, self._next_id + len(call.choices))
         self._next_id = stream.request_ids.stop
         # All requests are registered at once and sent slice by slice. `abort` removes them in any case.
         self._choices.update(zip(stream.request_ids, call.choices, strict=True))
-        self._add_queued_tokens(call.num_prompt_tokens)
+        self._add_queued_tokens(call.num_prompt_tokens, stream)
+        if stream.meter is not None:
+            stream.meter.count_sent()
         n = len(call.choices) // len(call.prompts)
         messages = add_requests(
             stream.request_ids,
@@ -316,6 +335,7 @@ class Streams:
             cache_salt=call.cache_salt,
             call_id=stream.name,
             arrived_s=stream.opened_at,
+            user=stream.meter.user.name if stream.meter is not None else "",
         )
         for message in messages:
             if stream.num_sent:
@@ -362,20 +382,30 @@ class Streams:
                 self._open_time.set_busy(False)
                 self._empty.set()
 
-    def _check_queued_tokens(self, more: int) -> None:
+    def _check_queued_tokens(self, more: int, meter: CallMeter | None) -> None:
         """Raise a 429 if `more` prompt tokens would overfill the queue. An empty queue takes any number."""
         most, queued = self._max_queued_tokens, self._stats.num_queued_tokens
+        if most is not None and meter is not None and self._users_share():
+            check_queued_tokens(meter.user, more, most - queued, self._seconds_for_tokens)
         if most is not None and queued and queued + more > most:
             raise RequestError(
                 429,
                 "too_many_tokens",
                 f"{queued} prompt tokens wait for an answer, these {more} would be more than the {most} this "
                 "server queues; try again in a moment",
-                retry_after_s=self._prefill_rate.seconds_for(queued + more - most, LONGEST_RETRY_S),
+                retry_after_s=self._seconds_for_tokens(queued + more - most),
             )
 
-    def _add_queued_tokens(self, num_tokens: int) -> None:
+    def _seconds_for_ends(self, num_requests: int) -> int | None:
+        return self._end_rate.seconds_for(num_requests, LONGEST_RETRY_S)
+
+    def _seconds_for_tokens(self, num_tokens: int) -> int | None:
+        return self._prefill_rate.seconds_for(num_tokens, LONGEST_RETRY_S)
+
+    def _add_queued_tokens(self, num_tokens: int, stream: Stream) -> None:
         """Add `num_tokens`, which may be negative, to the number of queued prompt tokens."""
+        if stream.meter is not None:
+            stream.meter.user.num_queued_tokens += num_tokens
         self._stats.num_queued_tokens += num_tokens
         self._queue_time.set_busy(self._stats.num_queued_tokens > 0)
 
@@ -385,7 +415,9 @@ class Streams:
         stats = self._stats
         stats.ended[reason.value] = stats.ended.get(reason.value, 0) + 1
         if not choice.num_tokens:
-            self._add_queued_tokens(-choice.num_prompt_tokens)
+            self._add_queued_tokens(-choice.num_prompt_tokens, choice.stream)
+        if choice.stream.meter is not None:
+            choice.stream.meter.count_end(reason)
         self._end_rate.count(1)
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             stats.request_s.observe(time.monotonic() - choice.stream.opened_at)
@@ -399,11 +431,13 @@ class Streams:
             stats.inter_token_s.observe((now - choice.last_at) / num_tokens, num_tokens)
         else:
             stats.first_token_s.observe(now - choice.stream.opened_at)
-            self._add_queued_tokens(-choice.num_prompt_tokens)
+            self._add_queued_tokens(-choice.num_prompt_tokens, choice.stream)
             stats.num_cached_tokens += num_cached_tokens
             self._prefill_rate.count(choice.num_prompt_tokens)
         choice.num_tokens += num_tokens
         choice.last_at = now
+        if choice.stream.meter is not None:
+            choice.stream.meter.count_output(choice.index, num_tokens, num_cached_tokens)
 
     def _deliver(self, output: RequestOutput, choice: OpenChoice, now: float) -> None:
         try:

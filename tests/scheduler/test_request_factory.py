@@ -8,6 +8,7 @@ import pytest
 from minisgl.errors import RequestError
 from minisgl.request import Request, SamplingParams
 from minisgl.scheduler.request_factory import RequestFactory
+from minisgl.scheduler.shares import Account
 
 PROMPT = np.array([4, 5, 6], dtype=np.int32)
 
@@ -18,7 +19,7 @@ def factory() -> RequestFactory:
 
 def make(source: RequestFactory, prompt: np.ndarray = PROMPT, **params: Any) -> Request:
     call = source.check(SamplingParams(**params))
-    (request,) = source.make([0], prompt, call, priority=0, streamed=True)
+    (request,) = source.make([0], prompt, call, priority=0, streamed=True, account=Account("a"))
     return request
 
 

@@ -8,8 +8,8 @@ from scheduler_rig import build, drain, prompt_of
 from minisgl import request
 from minisgl.ipc.messages import AddRequest, ToEngine
 from minisgl.request import SamplingParams
+from minisgl.scheduler import prompts as prompts_module
 from minisgl.scheduler import request_factory, waiting
-from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP
 
 N = 128
@@ -41,7 +41,7 @@ def test_rules_are_checked_and_made_once_per_call_and_not_per_choice(monkeypatch
     prompts = [prompt_of(20, 21, 22), prompt_of(23, 24)]
     data = [prompt.astype("<i4").tobytes() for prompt in prompts]
     sent = msgspec.msgpack.encode(AddRequest(0, data[0], RULED, num_choices=N // 2, more_prompts=(data[1],)))
-    monkeypatch.setattr(scheduler_module, "MAX_ADMISSIONS_PER_STEP", N)
+    monkeypatch.setattr(prompts_module, "MAX_ADMISSIONS_PER_STEP", N)
     scheduler, executor, _ = build(max_rows=N, num_pages=1000, max_step_tokens=1000)
     checks = Calls(monkeypatch, request, "convert_value")
     packs = Calls(monkeypatch, request_factory, "rules_of_call")

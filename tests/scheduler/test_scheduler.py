@@ -5,7 +5,7 @@ import pytest
 from scheduler_rig import EOS, build, drain, prompt_of, tokens_of
 
 from minisgl.request import FinishReason, SamplingParams
-from minisgl.scheduler import scheduler as scheduler_module
+from minisgl.scheduler import prompts as prompts_module
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.policy import (
     ARRIVALS_PER_PRIORITY,
@@ -500,7 +500,7 @@ def test_a_small_head_is_not_blocked_by_a_larger_request_with_a_better_prefix() 
 
 
 def test_large_pages_admit_as_many_as_really_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_ADMISSIONS_PER_STEP", 256)
+    monkeypatch.setattr(prompts_module, "MAX_ADMISSIONS_PER_STEP", 256)
     scheduler, _, _ = build(
         num_pages=129, page_size=256, max_rows=256, max_step_tokens=8192, chunk_tokens=8192, vocab_size=1000
     )

@@ -57,6 +57,7 @@ class OverlappedScheduler(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1]),
         streamed=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        user=st.sampled_from(["", "", "a", "b"]),
     )
     def add(
         self,
@@ -65,12 +66,13 @@ class OverlappedScheduler(RuleBasedStateMachine):
         priority: int,
         streamed: bool,
         prompt_logprobs: int | None = None,
+        user: str = "",
     ) -> None:
         request_id = len(self.asked)
         params = SamplingParams(max_tokens=max_tokens, seed=request_id, prompt_logprobs=prompt_logprobs)
         self.asked[request_id] = (prompt, params)
         self.got[request_id] = []
-        self.scheduler.add(request_id, prompt_of(*prompt), params, priority, streamed)
+        self.scheduler.add(request_id, prompt_of(*prompt), params, priority, streamed, user)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -78,10 +80,13 @@ class OverlappedScheduler(RuleBasedStateMachine):
         prompt, params = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
         self.add(prompt, params.max_tokens, 0, True, params.prompt_logprobs)
 
-    @rule(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=3, max_size=8))
-    def add_several_with_long_outputs(self, prompts: list[list[int]]) -> None:
+    @rule(
+        prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=3, max_size=8),
+        user=st.sampled_from(["", "a", "b"]),
+    )
+    def add_several_with_long_outputs(self, prompts: list[list[int]], user: str) -> None:
         for prompt in prompts:
-            self.add(prompt, 40, 0, True)
+            self.add(prompt, 40, 0, True, user=user)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())

@@ -237,6 +237,7 @@ class FakeEngine:
         self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
         self.seen["seed"] = request.params.seed
         self.seen["priority"] = request.priority
+        self.seen["user"] = request.user
         self.seen["max_tokens"] = request.params.max_tokens
         grammar = request.params.grammar
         own = grammar and [grammar.kind, grammar.where, len(grammar.around)]

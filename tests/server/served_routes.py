@@ -31,7 +31,7 @@ def served_routes() -> list[Route]:
     """All routes; their handlers can't be called."""
     tiny = model(300)
     return all_routes(
-        Completer(tiny, NOTHING, NOTHING, NOTHING, 1.0),
+        Completer(tiny, NOTHING, NOTHING, NOTHING, 1.0, NOTHING),
         TokenApi(tiny, NOTHING, NOTHING, NOTHING),
         ModelApi(tiny, NOTHING),
         Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),

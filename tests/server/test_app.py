@@ -29,6 +29,7 @@ from minisgl.server.calls.completer import WRITE_GRACE_S, Completer, OpenCall, U
 from minisgl.server.http.middleware import CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
+from minisgl.server.keys.meter import Meters
 from minisgl.server.open_choices import Delta
 from minisgl.server.streams import Stream, Streams
 from minisgl.server.text_threads import TextThreads
@@ -62,7 +63,7 @@ def test_details_of_a_long_prompt_do_not_hold_the_event_loop(num_tokens: int, is
     call = OpenCall(NOTHING, counter, cast(Any, seen), False)
     deltas = [[Delta(0, "te", 1, 0, None, [1]), Delta(0, "xt", 1, 0, "stop", [2])]]
     threads = TextThreads()
-    completer = Completer(NOTHING, NOTHING, threads, NOTHING, 1.0)
+    completer = Completer(NOTHING, NOTHING, threads, NOTHING, 1.0, NOTHING)
     assert asyncio.run(completer._whole(call, deltas)) == b"whole"
     threads.close()
     assert [(choice.text, choice.finish_reason, choice.token_ids) for choice in seen.choices] == [
@@ -76,7 +77,7 @@ def test_the_first_event_about_a_long_prompt_does_not_hold_the_event_loop(
     num_tokens: int, is_aside: bool
 ) -> None:
     seen, threads = Seen(), TextThreads()
-    completer = Completer(NOTHING, NOTHING, threads, NOTHING, 1.0)
+    completer = Completer(NOTHING, NOTHING, threads, NOTHING, 1.0, NOTHING)
     of_prompt = PackedLogprobs(bytes(4 * num_tokens), bytes(8 * num_tokens))
     delta = Delta(0, "text", 1, 0, None, [1], None, of_prompt)
     assert asyncio.run(completer._events(cast(Any, seen), delta)) == b"text"
@@ -103,7 +104,8 @@ def test_many_choices_are_built_in_a_thread_however_short_the_body_is(
         streams.accept_requests(CONTEXT)
         call = CompletionCall([[7]] * num_prompts, CallOptions(SamplingParams(), n=n))
         served: Any = SimpleNamespace(check_name=lambda _: None, tokenizer=NOTHING, name="tiny")
-        completer = Completer(served, streams, threads, cast(Any, SimpleNamespace(body=body)), 60.0)
+        uploads, meters = cast(Any, SimpleNamespace(body=body)), Meters(streams.stats, "tiny", None)
+        completer = Completer(served, streams, threads, uploads, 60.0, meters)
         request = make_mocked_request("POST", "/")
         with contextlib.ExitStack() as stack, pytest.raises(RequestError, match="seen enough"):
             await completer._receive(request, lambda *_: call, stack)
@@ -141,7 +143,7 @@ def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_a
         request._payload_writer.write = write  # pyright: ignore[reportAttributeAccessIssue] (a mock)
         with streams.open(1) as stream:
             giving = asyncio.ensure_future(give(stream))
-            completer = Completer(NOTHING, streams, NOTHING, NOTHING, timeout_s)
+            completer = Completer(NOTHING, streams, NOTHING, NOTHING, timeout_s, NOTHING)
             call = OpenCall(stream, UsageCounter(1, 1, CallFacts("id")), PlainTextFormat(), True)
             await completer._send_stream(request, call)
             await giving

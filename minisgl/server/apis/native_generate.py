@@ -203,7 +203,7 @@ def native_call(fields: NativeFields, model: ServedModel) -> NativeCall:
         params,
         stream=bool(fields.stream),
         n=n,
-        priority=fields.priority or 0,
+        priority=fields.priority,
         cache_salt=fields.extra_key or "",
     )
     return NativeCall(prompts, is_list or n > 1, options, fields, time.monotonic(), field)

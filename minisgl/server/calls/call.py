@@ -22,7 +22,7 @@ class CallOptions(NamedTuple):
     model: str | None = None  # None: the served model
     stream: bool = False
     n: int = 1
-    priority: int = 0
+    priority: int | None = None  # None: that of the caller's key
     cache_salt: str = ""
 
 

@@ -173,7 +173,7 @@ def call_options(
         model=call.model,
         stream=bool(call.stream),
         n=call.n or 1,
-        priority=call.priority or 0,
+        priority=call.priority,
         cache_salt=call.cache_salt or "",
     )
 

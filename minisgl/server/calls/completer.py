@@ -19,6 +19,8 @@ from minisgl.server.calls.call import AnswerFormat, Call, CallContext, Usage
 from minisgl.server.http.errors import fault_of
 from minisgl.server.http.middleware import CallFacts, facts_of, json_answer, require_admin
 from minisgl.server.http.uploads import Uploads
+from minisgl.server.keys.meter import CallNote, Meters
+from minisgl.server.keys.users import User
 from minisgl.server.open_choices import Delta, PreparedCall
 from minisgl.server.served_model import ServedModel
 from minisgl.server.streams import Stream, Streams
@@ -52,6 +54,7 @@ class Completer:
         uploads: reads request bodies.
         timeout_s: how long a request may wait for a token. The connection of a client that has not read the
             whole answer `timeout_s` + WRITE_GRACE_S after the last token is closed.
+        meters: count what calls use.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Completer:
         threads: TextThreads,
         uploads: Uploads,
         timeout_s: float,
+        meters: Meters,
     ) -> None:
         self._model = model
+        self._meters = meters
         self._uploads = uploads
         self._streams = streams
         self._threads = threads
@@ -76,8 +81,8 @@ class Completer:
         Raises:
             MinisglError: the call is refused or failed, before anything was sent.
         """
-        with contextlib.ExitStack() as open_streams:
-            call = await self._receive(request, parse, open_streams)
+        with contextlib.ExitStack() as open_calls:
+            call = await self._receive(request, parse, open_calls)
             if call.is_streamed:
                 return await self._send_stream(request, call)
             deltas: list[list[Delta]] = [[] for _ in range(call.stream.num_choices)]
@@ -110,36 +115,45 @@ class Completer:
         self,
         request: web.Request,
         parse: Callable[[bytes, ServedModel], Call],
-        open_streams: contextlib.ExitStack,
+        open_calls: contextlib.ExitStack,
     ) -> OpenCall:
         """Read, check and tokenize a call and send it to the engine. The body is released afterwards."""
         async with self._uploads.body(request) as body:
             call = await self._threads.run(len(body), lambda: parse(body, self._model))
             options = call.options
             self._model.check_name(options.model)
-            if options.priority > 0:
-                require_admin(request, "a priority above 0", "priority")
             facts = facts_of(request)
+            user = facts.caller.user or User("")
+            if options.priority is not None and options.priority > user.priority:
+                require_admin(request, f"a priority above {user.priority}", "priority")
             num_choices = call.num_prompts * options.n
-            stream = open_streams.enter_context(
+            facts.is_metered = True
+            note = CallNote(facts.request_id, request.path, facts.arrived_at)
+            meter = open_calls.enter_context(self._meters.call(user, num_choices, options.n, note))
+            stream = open_calls.enter_context(
                 self._streams.open(
                     num_choices,
                     facts.request_id,
                     facts.caller.key,
                     n=options.n,
                     prompt_field=call.prompt_field,
+                    meter=meter,
                 )
             )
             counter = UsageCounter(num_choices, options.n, facts)
             context = CallContext(self._model.tokenizer, self._model.name, facts.request_id, counter.usage)
             prepared, answer_format = await self._threads.run(
-                len(body) + CHOICE_BYTES * num_choices, lambda: self._prepare(call, context, stream)
+                len(body) + CHOICE_BYTES * num_choices,
+                lambda: self._prepare(call, context, stream, user.priority),
             )
             counter.count_prompts(prepared.prompts)
+            meter.take_prompts(facts.num_prompt_tokens)
             await stream.submit(prepared)
             return OpenCall(stream, counter, answer_format, options.stream)
 
-    def _prepare(self, call: Call, context: CallContext, stream: Stream) -> tuple[PreparedCall, AnswerFormat]:
+    def _prepare(
+        self, call: Call, context: CallContext, stream: Stream, default_priority: int
+    ) -> tuple[PreparedCall, AnswerFormat]:
         """Tokenize the prompts and the bad words, and make what the stream and the answer need."""
         # Arrays, because the event loop sends them without a loop over the tokens.
         encoded = call.encode(self._model, self._streams.max_context_tokens)
@@ -152,7 +166,7 @@ class Completer:
             params,
             options.n,
             call.prompt_field,
-            options.priority,
+            default_priority if options.priority is None else options.priority,
             encoded.plan.kept_special,
             options.cache_salt,
         )

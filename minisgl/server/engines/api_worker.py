@@ -1,6 +1,6 @@
 """An additional server process on the same port, started by the first server process.
 
-It reads a line of JSON (`WorkerSettings`) from stdin, then one command per line: "drain", "stop" or
+It reads a line of JSON (`WorkerSettings`) from stdin, then one command per line: "reload", "drain", "stop" or
 "dead REASON". It writes "ready" when the engine is ready, and "empty" when it drains and no request is open.
 The end of stdin means that the first process has ended; then this process exits.
 
@@ -23,7 +23,7 @@ from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.log import setup_logging
 from minisgl.server.engines.engine_link import EngineLink
-from minisgl.server.http_server import HttpServerSettings, open_http_server
+from minisgl.server.http_server import HttpServer, HttpServerSettings, open_http_server
 from minisgl.server.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ async def _serve(config: WorkerSettings) -> None:
             accepting = asyncio.ensure_future(
                 _accept_when_ready(http_server.streams, link, settings.server.heartbeat_timeout_s)
             )
-            await _follow_commands(http_server.streams)
+            await _follow_commands(http_server)
             accepting.cancel()
         finally:
             await http_server.close()
@@ -97,8 +97,9 @@ async def _accept_when_ready(streams: Streams, link: EngineLink, heartbeat_timeo
     _tell_first_process("ready")
 
 
-async def _follow_commands(streams: Streams) -> None:
+async def _follow_commands(http_server: HttpServer) -> None:
     """Follow commands from stdin until told to end; then end every open request with an error."""
+    streams = http_server.streams
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
@@ -107,7 +108,9 @@ async def _follow_commands(streams: Streams) -> None:
     end: MinisglError = SHUTTING_DOWN
     while True:
         word, _, reason = (await commands.readline()).decode().rstrip("\n").partition(" ")
-        if word == "drain":
+        if word == "reload":
+            http_server.reload()
+        elif word == "drain":
             streams.refuse_requests(SHUTTING_DOWN)
             drained = asyncio.ensure_future(_say_when_empty(streams))
         elif word == "stop":

@@ -40,6 +40,10 @@ class ApiWorkers:
         """Return when, after `drain`, no process has an open request."""
         await asyncio.gather(*[worker.empty.wait() for worker in self._workers])
 
+    def reload(self) -> None:
+        """Tell the processes to read and open files again, as `HttpServer.reload` does."""
+        self._tell("reload")
+
     def drain(self) -> None:
         """Tell the processes to refuse new requests."""
         self._tell("drain")

@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,14 @@ from minisgl.server.engines.api_workers import ApiWorkers
 from minisgl.server.engines.engine_link import EngineLink, EngineProcess
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
 from minisgl.server.http.connections import OTHER_FILES
-from minisgl.server.http_server import BACKLOG, HttpServer, HttpServerSettings, open_http_server, tls_context
+from minisgl.server.http_server import (
+    BACKLOG,
+    HttpServer,
+    HttpServerSettings,
+    open_http_server,
+    read_users,
+    tls_context,
+)
 from minisgl.server.served_model import served_name
 
 log = logging.getLogger(__name__)
@@ -54,8 +61,9 @@ def run_server(
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
-        ConfigError: the port is taken, the TLS files can't be used, or a setting is out of range; all this is
-            checked before any process starts. Or the engine reports that settings or model can't work.
+        ConfigError: the port is taken, a file of TLS or of API keys can't be used, or a setting is out of
+            range; all this is checked before any process starts. Or the engine reports that settings or model
+            can't work.
         ModelError: the folder has no usable tokenizer.
     """
     check_server_config(server)
@@ -64,6 +72,7 @@ def run_server(
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
     tls_context(server)  # only a check: each server process makes its own
+    read_users(server)  # the same
     listeners = _listen(server.host, server.port, server.api_workers)
     ipc_dir: Path | None = None
     try:
@@ -135,6 +144,15 @@ class Signals:
         loop.add_signal_handler(signal.SIGTERM, self.stop.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
+    def on_hangup(self, *actions: Callable[[], None]) -> None:
+        """Do this at every SIGHUP from now on. Without, it ends the process."""
+
+        def act() -> None:
+            for action in actions:
+                action()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, act)
+
     def _interrupt(self) -> None:
         if self.stop.is_set():
             self.stop_now.set()
@@ -163,6 +181,8 @@ async def _serve(launch: LaunchSettings) -> int:
                 # This runs while the engine starts, so it does not delay readiness.
                 http_server = await open_http_server(settings, link, launch.listeners[0])
                 try:
+                    if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
+                        signals.on_hangup(http_server.reload, workers.reload)
                     link.listen(http_server.streams.deliver, _print_stage)
                     return await _supervise(ServerParts(launch, http_server, link, process, workers, signals))
                 finally:
@@ -210,9 +230,8 @@ async def _supervise(parts: ServerParts) -> int:
         _print_to_user(
             f"Serving {model.name} on {ready.device}, up to {ready.max_context_tokens} tokens a request:"
         )
-        _print_to_user(
-            curl_line(base_url(host, port, tls), model.name, model.template.is_usable, bool(server.api_key))
-        )
+        needs_key = bool(server.api_key or server.api_keys_file)
+        _print_to_user(curl_line(base_url(host, port, tls), model.name, model.template.is_usable, needs_key))
         await _wait_for_first(*failures, signals.stop.wait(), timeout_s=None)
     elif not any(failure.done() for failure in failures) and not signals.stop.is_set():
         return _fail(

@@ -77,7 +77,7 @@ class Siblings:
         answer = await self._ask(0, "GET", path, None)
         return None if answer is None else answer[1]
 
-    async def abort(self, name: str | None, key: int | None = None) -> int:
+    async def abort(self, name: str | None, key: str | None = None) -> int:
         """End the calls of this name and API key (None = any) in all processes; returns how many requests."""
         answers = await self._ask_all("POST", "/abort", msgspec.json.encode((name, key)))
         return self._streams.abort_calls(name, key) + sum(msgspec.json.decode(data) for _, data in answers)
@@ -98,7 +98,7 @@ class Siblings:
         return web.Response(body=msgspec.json.encode(self.own_stats()))
 
     async def _take_abort(self, request: web.Request) -> web.Response:
-        name, key = msgspec.json.decode(await request.read(), type=tuple[str | None, int | None])
+        name, key = msgspec.json.decode(await request.read(), type=tuple[str | None, str | None])
         return web.Response(body=msgspec.json.encode(self._streams.abort_calls(name, key)))
 
     async def _ask_all(self, method: str, path: str, body: bytes | None) -> Sequence[tuple[int, bytes]]:

@@ -29,7 +29,7 @@ def allowed_hosts(server: ServerConfig) -> frozenset[str]:
 
     A server with API keys accepts every name, because a rebinding page has no key.
     """
-    if server.api_key:
+    if server.api_key or server.api_keys_file:
         return frozenset({ANY})
     machine = socket.gethostname()
     short = machine.partition(".")[0]

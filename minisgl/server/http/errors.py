@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
+from minisgl.server.keys.limits import LimitReachedError
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """HTTP status -> the error's `type`. Others are "invalid_request_error" below 500, else "server_error"."""
@@ -22,6 +23,8 @@ class Fault(NamedTuple):
     code: str | None
     message: str
     param: str | None = None
+    kind: str | None = None
+    """OpenAI's `type`, if not the one of the status."""
 
 
 class ErrorFields(msgspec.Struct):
@@ -46,7 +49,9 @@ class ErrorFormat(NamedTuple):
 
 def error_body(fault: Fault) -> bytes:
     """OpenAI's error object as JSON."""
-    kind = ERROR_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "server_error")
+    kind = fault.kind or ERROR_TYPES.get(
+        fault.status, "invalid_request_error" if fault.status < 500 else "server_error"
+    )
     return msgspec.json.encode(ErrorAnswer(ErrorFields(fault.message, kind, fault.param, fault.code)))
 
 
@@ -55,6 +60,8 @@ OPENAI = ErrorFormat(ErrorAnswer, error_body)
 
 def fault_of(error: Exception) -> Fault:
     """The fault that an exception is."""
+    if isinstance(error, LimitReachedError):
+        return Fault(error.status, error.code, error.message, error.param, error.kind)
     if isinstance(error, RequestError):
         return Fault(error.status, error.code, error.message, error.param)
     if isinstance(error, EngineDeadError):

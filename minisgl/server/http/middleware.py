@@ -23,6 +23,8 @@ from aiohttp import web
 from minisgl.errors import MinisglError, RequestError
 from minisgl.server.http.callers import ANY, check_host, check_origin, is_allowed_origin
 from minisgl.server.http.errors import OPENAI, ErrorFormat, Fault, fault_of
+from minisgl.server.keys.limits import HEADER_NAMES
+from minisgl.server.keys.users import User, Users
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("minisgl.access")
@@ -40,6 +42,8 @@ RETRY_AFTER_S = 2
 CLIENT_LEFT = 499
 """The status that nginx logs for a client that disconnects before its answer."""
 PREFLIGHT_S = "86400"
+EXPOSED_HEADERS = ("X-Request-Id", "Retry-After", *HEADER_NAMES)
+"""Headers that web pages of allowed origins may read."""
 MAX_BYTES_AT_ONCE = 1 << 20
 """Largest body that is handed to the socket in one piece, which takes the event loop about a millisecond."""
 
@@ -49,8 +53,10 @@ class Caller(NamedTuple):
 
     is_admin: bool = False
     """Whether it may affect other callers' requests: it sent an admin key, or the server has none."""
-    key: int | None = None
-    """Index of the API key that it sent; None = it sent none."""
+    key: str | None = None
+    """Names the API key that it sent: by its name in the file, or as "--api-key 0"; None = it sent none."""
+    user: User | None = None
+    """Whose limits and counts its calls have; None = nothing checked its key."""
 
 
 class CallFacts:
@@ -60,6 +66,7 @@ class CallFacts:
         "arrived_at",
         "caller",
         "first_token_s",
+        "is_metered",
         "num_output_tokens",
         "num_prompt_tokens",
         "request_id",
@@ -69,6 +76,7 @@ class CallFacts:
         self.request_id = request_id
         self.arrived_at = time.monotonic()
         self.caller = Caller()
+        self.is_metered = False  # it counts against its user's limits
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.first_token_s: float | None = None
@@ -97,7 +105,8 @@ class Gate:
         api_keys: a call must send one of them as `Authorization: Bearer`, or as `X-Api-Key`, as Anthropic's
             clients do; empty = no key is needed.
         admin_keys: each gives all rights of an API key and those that `require_admin` guards; empty = every
-            caller is an admin.
+            caller is an admin, except those of `users`.
+        users: those of the API key file. If there is one, a call must send one of its keys or of `api_keys`.
         cors_origins: origins whose web pages may call; "*" = any.
         host_names: names that calls may have as Host; "*" = any.
         write_log: whether to log every call as a line of JSON.
@@ -118,6 +127,7 @@ class Gate:
         is_full: Callable[[], bool] = lambda: False,
         on_refusal: Callable[[str], None] = lambda code: None,
         needs_no_key: Callable[[str], bool] = lambda path: False,
+        users: Users | None = None,
     ) -> None:
         self._api_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
@@ -128,6 +138,7 @@ class Gate:
         self._is_full = is_full
         self._on_refusal = on_refusal
         self._needs_no_key = needs_no_key
+        self._users = users or Users()
         self._error_formats: Mapping[str, ErrorFormat] = {}
 
     def install(
@@ -177,19 +188,24 @@ class Gate:
         return await handler(request)
 
     def _caller(self, request: web.Request) -> Caller | None:
-        """The caller by its key; None = a key is needed and missing. Compares all keys in constant time."""
+        """The caller by its key; None = a key is needed and missing. Compares keys in constant time."""
         given = request.headers.get("Authorization") or f"Bearer {request.headers.get('X-Api-Key', '')}"
         kind, _, key = given.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         of_api = [hmac.compare_digest(digest, known) for known in self._api_digests]
         of_admin = [hmac.compare_digest(digest, known) for known in self._admin_digests]
+        user = self._users.find(digest)
         is_bearer = kind.lower() == "bearer"
         if is_bearer and any(of_admin):
-            return Caller(is_admin=True)
-        has_key = is_bearer and any(of_api)
-        if self._api_digests and not has_key:
+            return Caller(is_admin=True, user=self._users.of_admin_key)
+        if is_bearer and user is not None:
+            return Caller(user.is_admin, user.name, user)
+        is_admin = not self._admin_digests
+        if is_bearer and any(of_api):
+            return Caller(is_admin, f"--api-key {of_api.index(True)}", self._users.of_api_key)
+        if self._api_digests or self._users.has_file:
             return None
-        return Caller(not self._admin_digests, of_api.index(True) if has_key else None)
+        return Caller(is_admin, None, self._users.nobody)
 
     async def _with_error_object(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Call the handler; an exception becomes an answer with the error object of the path's API."""
@@ -229,6 +245,8 @@ class Gate:
         if facts is None:  # aiohttp refused it before the middleware ran
             return
         response.headers["X-Request-Id"] = facts.request_id
+        if facts.is_metered and facts.caller.user is not None:
+            response.headers.update(facts.caller.user.headers())
         origin = request.headers.get("Origin")
         if not self._origins:
             return
@@ -236,7 +254,7 @@ class Gate:
         if origin is None or not is_allowed_origin(origin, self._origins):
             return
         response.headers["Access-Control-Allow-Origin"] = ANY if ANY in self._origins else origin
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = ", ".join(EXPOSED_HEADERS)
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             asked = request.headers.get("Access-Control-Request-Headers", "")

@@ -73,6 +73,10 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
 FIRST_TOKENS: dict[str, tuple[str, tuple[str, ...]]] = {
     "step": ("waiting for the running step", ("--mixed-step-tokens",)),
     "rows": ("waiting for a row; a higher --max-running-requests", ("--max-running-requests",)),
+    "share": (
+        "waiting for a row while its user had half of them; a higher --max-running-requests",
+        ("--max-running-requests",),
+    ),
     "pages": ("waiting for pages; a higher --memory-fraction or --num-pages", MORE_PAGES),
     "budget": (
         "waiting for prompts in front; a lower --chunk-tokens shares the steps between prompts",

@@ -89,6 +89,8 @@ def _add_wait(add: Callable[..., None], wait: Wait, life: Life) -> None:
         add("step", wait.ms, _step, "--mixed-step-tokens")
     elif wait.reason == "rows":
         add("rows", wait.ms, lambda ms: _rows(ms, figures), "--max-running-requests")
+    elif wait.reason == "share":
+        add("share", wait.ms, _share, "--max-running-requests")
     elif wait.reason == "pages":
         add("pages", wait.ms, lambda ms: _pages(ms, figures), *MORE_PAGES)
     elif wait.reason == "rules":
@@ -113,6 +115,13 @@ def _rows(ms: float, figures: dict[str, int]) -> str:
     return (
         f"{duration(ms)} for a row: all {figures.get('rows', 0)} were taken; a higher "
         "--max-running-requests, where memory is left"
+    )
+
+
+def _share(ms: float) -> str:
+    return (
+        f"{duration(ms)} for a row: its user's requests have half of them, and the last free one is kept "
+        "for other users; a higher --max-running-requests, where memory is left"
     )
 
 

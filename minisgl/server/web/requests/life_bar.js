@@ -25,6 +25,7 @@ export function phaseText(phase, totalMs) {
 const WAITS = {
   step: "until the step ended",
   rows: "for a row",
+  share: "for a row that is not kept for other users",
   pages: "for pages",
   budget: "for a share of the prompt tokens of a step",
   rules: "for the tables of logit rules",

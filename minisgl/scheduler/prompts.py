@@ -1,0 +1,138 @@
+"""Plans the prompts of a step: admits waiting requests, and cuts prompts into chunks that fit the step."""
+
+from bisect import insort
+
+from minisgl.request import Request, RequestState
+from minisgl.scheduler.holdings import Holdings
+from minisgl.scheduler.journal import Journal
+from minisgl.scheduler.logprobs import PromptLogprobs
+from minisgl.scheduler.plan import Chunk
+from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP, by_seniority
+from minisgl.scheduler.shares import Shares, goes_before
+from minisgl.scheduler.stats import SchedulerStats
+from minisgl.scheduler.waiting import WaitingQueue
+
+
+class PromptPlanner:
+    """Plans the chunks of one step at a time. `plan` fills the lists that it is given."""
+
+    def __init__(
+        self,
+        chunk_tokens: int,
+        holdings: Holdings,
+        waiting: WaitingQueue,
+        shares: Shares,
+        prompt_logprobs: PromptLogprobs,
+        stats: SchedulerStats,
+        journal: Journal,
+    ) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._holdings = holdings
+        self._waiting = waiting
+        self._shares = shares
+        self._prompt_logprobs = prompt_logprobs
+        self._stats = stats
+        self._journal = journal
+
+    def plan(
+        self,
+        budget: int,
+        running: list[Request],
+        chunks: list[Chunk],
+        launched: list[tuple[Request, int]],
+        sampled: list[Request],
+    ) -> int:
+        """Plan chunks of up to `budget` tokens: of running requests first, then of new ones.
+
+        If users compete, a new request of one with less service goes before the rest of another one's prompt.
+
+        Args:
+            running: by seniority; admitted requests are added.
+            chunks: gets the chunks.
+            launched: gets each chunk's request, and the tokens of its feed that are in the pool afterwards.
+            sampled: gets the requests whose prompt ends in this step.
+
+        Returns:
+            What is left of the budget.
+        """
+        prefilling = [r for r in running if r.state is RequestState.PREFILL and not r.is_preempting]
+        prefilling = self._shares.shortest_first(prefilling)
+
+        def plan_chunk(request: Request) -> int:
+            """Plan the next chunk of a prompt; returns its length in tokens, 0 if there is no room."""
+            chunk = self._next_chunk(request, budget)
+            if chunk is None:
+                return 0
+            chunks.append(chunk)
+            launched.append((request, request.num_planned_tokens))
+            if chunk.samples:
+                sampled.append(request)
+            return chunk.num_new_tokens
+
+        def admit(rival: Request | None) -> None:
+            """Admit requests while there is room; with a rival, only those that go before it."""
+            nonlocal budget
+            if budget <= 0 or not self._waiting.may_admit:
+                return
+            # Counted once: the chunks planned below change no other request's need.
+            still_needed = self._holdings.pages_still_needed(running)
+            for _ in range(MAX_ADMISSIONS_PER_STEP):
+                if budget <= 0 or (rival is not None and not self._head_goes_before(rival)):
+                    return
+                request = self._admit_next(running, still_needed)
+                if request is None:
+                    return
+                budget -= plan_chunk(request)
+                still_needed += self._holdings.pages_still_needed([request])
+
+        if prefilling and self._shares.compete:
+            admit(prefilling[0])
+        for request in prefilling:
+            self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
+            budget -= plan_chunk(request)
+        admit(None)
+        return budget
+
+    def _head_goes_before(self, rival: Request) -> bool:
+        return bool(self._waiting) and goes_before(self._waiting.head, rival)
+
+    def _next_chunk(self, request: Request, budget: int) -> Chunk | None:
+        """The next chunk of a prompt, of up to `budget` tokens; None if budget or pages allow none."""
+        start = request.num_planned_tokens
+        capacity_tokens = self._holdings.capacity_tokens(request)
+        num_tokens = min(budget, self._chunk_tokens, len(request.feed) - start, capacity_tokens - start)
+        if num_tokens <= 0:
+            return None
+        end = start + num_tokens
+        samples = end == len(request.feed)
+        request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
+        grown = self._holdings.grow(request, end)
+        assert grown, "the pages that were counted are not there"
+        wants_prompt = self._prompt_logprobs.is_collecting(request)
+        targets = request.feed[start + 1 : end + 1].tobytes() if wants_prompt else b""
+        request.num_planned_tokens = end
+        request.steps_in_flight += 1
+        # Later chunks of this step may read these pages: each layer stores all keys and values of the step
+        # before it attends.
+        self._holdings.share(request)
+        return Chunk(request.row, start, request.feed[start:end].tobytes(), samples, targets)
+
+    def _admit_next(self, running: list[Request], pages_still_needed: int) -> Request | None:
+        """Admit the next waiting request, with a row and its cached prefix; None = none can be admitted.
+
+        Args:
+            pages_still_needed: pages that the running requests still need.
+        """
+        request = self._waiting.admit_next(pages_still_needed if running else None)
+        if request is None:
+            return None
+        insort(running, request, key=by_seniority)
+        self._journal.admitted(request)
+        if not request.was_admitted:  # False when it returns after a preemption
+            request.was_admitted = True
+            request.num_cached_tokens = request.num_planned_tokens
+            self._stats.num_prompt_tokens += len(request.prompt)
+            self._stats.num_cached_tokens += request.num_cached_tokens
+            self._shares.charge_prompt(request)
+        request.move_to(RequestState.PREFILL)
+        return request
