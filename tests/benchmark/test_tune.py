@@ -238,7 +238,7 @@ def test_candidates_for_many_rows_fit_into_shared_memory_and_leave_every_split_s
     rows: int, gated: bool
 ) -> None:
     for outputs, width in ((2048, 1024), (6144, 4096), (28672, 4096), (152064, 5120), (5120, 17408)):
-        candidates = many_rows_candidates(Matrix("", outputs, width), rows, gated=gated)
+        candidates = many_rows_candidates(Matrix("", outputs, width), rows, tune.H200, gated=gated)
         assert 3 <= len(candidates) <= 20
         for config in candidates:
             tile = config.block_k * (config.block_n * (2 if gated else 1) + config.block_m)
