@@ -91,7 +91,8 @@ def _norms_and_rows() -> Iterator[Launch]:
     yield Launch("advance_rows", advance)
     for dtype in (BF16, F32):
         masked = (empty(64, 151936, dtype=dtype), rows, ints(40, 4748))
-        yield Launch(f"token_mask {dtype}", functools.partial(token_mask.token_mask_triton, *masked))
+        call = functools.partial(token_mask.token_mask_triton, *masked)
+        yield Launch(f"token_mask {dtype}", call, dtype == BF16)
 
 
 def _sums_over_ranks() -> Iterator[Launch]:
@@ -110,7 +111,7 @@ def _linear_layers(gpu: Gpu) -> Iterator[Launch]:
         for rows in (16, 32):
             arguments = (empty(rows, width), empty(outputs, width))
             call = functools.partial(linear_few.linear_triton, *arguments)
-            yield Launch(f"linear {rows} to {outputs}x{width}", call, rows == 16 or outputs in (1024, 6144))
+            yield Launch(f"linear {rows} to {outputs}x{width}", call, rows == 16 or outputs == 6144)
     for outputs, width in ((6144, 1024), (7168, 4096), (28672, 4096)):
         for rows in (16, 32):
             arguments = (empty(rows, width), empty(outputs, width))
@@ -157,11 +158,11 @@ def _rope_and_decode() -> Iterator[Launch]:
     yield Launch("rope_store 32/8/128", store(64, 32, 8, False))
     yield Launch("rope_store normed 32/4/128, 2 tokens", store(2, 32, 4, True))
     yield Launch("rope_store normed 32/4/128, 64 tokens", store(64, 32, 4, True), False)
-    yield Launch("decode 32/8/128 page 16", decode(32, 8, 128, 16))
+    yield Launch("decode 32/8/128 page 16", decode(32, 8, 128, 16), False)
     yield Launch("decode 9/3/64 page 16 fp16", decode(9, 3, 64, 16, dtype=F16), False)
     yield Launch("decode 28/4/80 page 1", decode(28, 4, 80, 1, window=1024, softcap=30.0), False)
     yield Launch("decode 16/8/256 window softcap", decode(16, 8, 256, 16, window=4096, softcap=50.0))
-    yield Launch("decode 16/1/256 page 256", decode(16, 1, 256, 256))
+    yield Launch("decode 16/1/256 page 256", decode(16, 1, 256, 256), False)
     yield Launch("decode 32/8/128 float32", decode(32, 8, 128, 16, dtype=F32), False)
     yield Launch("rope_decode 32/8/128", rope_decode(32, 8, 128, 64, normed=False))
     yield Launch("rope_decode 32/4/128 normed", rope_decode(32, 4, 128, 64, normed=True), False)

@@ -52,6 +52,21 @@ def test_it_says_what_each_backend_would_run_and_what_keeps_the_others(tmp_path:
     assert json.loads(doctor.as_json(report))["attention"] == report.attention
 
 
+@pytest.mark.parametrize(
+    ("gpu", "capability", "said"),
+    [
+        ("NVIDIA H200", (9, 0), "kernels tuned for it"),
+        ("NVIDIA H100 PCIe", (9, 0), "kernels as tuned for nvidia-h200, which has the same multiprocessors"),
+        ("NVIDIA L4", (8, 9), "kernels not tuned (minisgl tune --model MODEL)"),
+        ("Tesla T4", (7, 5), "too old for the kernels"),
+    ],
+)
+def test_it_says_for_which_gpu_the_kernels_were_tuned(
+    gpu: str, capability: tuple[int, int], said: str
+) -> None:
+    assert doctor._kernels(gpu, capability) == said
+
+
 def test_it_says_why_the_usual_one_is_chosen(tmp_path: Path) -> None:
     why = {choice.flag: choice.why for choice in examine(tmp_path, None).choices}
     assert why["--attention-backend"].startswith("our kernels")

@@ -6,6 +6,7 @@ heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from triton_kernels.gpu import Gpu, gpu_of
@@ -54,12 +55,20 @@ def choose_config(
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     group = num_heads // num_kv_heads
     shape = (head_dim, x.element_size(), group, num_kv_heads)
-    config = default_decode_config(*shape, few_rows, gpu=gpu_of(x.device))
+    config = DecodeConfig(*_default(x.device, *shape, few_rows))
     if few_rows and four_warps_share(*shape):
         return config, tier_rows(num_kv_heads, head_dim, FEW_TIERS)
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     config = tuned(config, "paged_decode", x.device, x.dtype, exact, near)
     return config, tier_rows(num_kv_heads, head_dim, TIERS)
+
+
+@torch.compiler.assume_constant_result
+def _default(
+    device: torch.device, head_dim: int, element_size: int, group: int, num_kv_heads: int, few_rows: bool
+) -> tuple[int, ...]:
+    gpu = gpu_of(device)
+    return tuple(default_decode_config(head_dim, element_size, group, num_kv_heads, few_rows, gpu=gpu))
 
 
 def default_decode_config(

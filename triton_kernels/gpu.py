@@ -62,9 +62,11 @@ ELSEWHERE = Gpu((9, 0), MOST_SHARED_BYTES, 2)
 """Stands in for the GPU in Triton's interpreter: few programs, and a Hopper's configurations."""
 
 
-@torch.compiler.assume_constant_result
 def gpu_of(device: torch.device) -> Gpu:
-    """The properties of a CUDA device; ELSEWHERE for other devices."""
+    """The properties of a CUDA device; ELSEWHERE for other devices.
+
+    torch.compile can't trace what is done with them: traced code calls a function that it takes for constant.
+    """
     if device.type != "cuda":
         return ELSEWHERE
     properties = torch.cuda.get_device_properties(device)
@@ -73,3 +75,9 @@ def gpu_of(device: torch.device) -> Gpu:
         properties.shared_memory_per_block_optin,
         properties.multi_processor_count,
     )
+
+
+@torch.compiler.assume_constant_result
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 2 elsewhere, where kernels run in Triton's interpreter."""
+    return gpu_of(device).multiprocessors

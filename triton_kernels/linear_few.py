@@ -91,10 +91,19 @@ def _config(x: Tensor, weight: Tensor, op: str) -> LinearConfig:
     """The tuned configuration of the op of this name, or its default."""
     gated = op == "gated_linear"
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    shape = (num_outputs, weight.shape[1], gated)
     if x.shape[0] > MAX_ROWS:
-        return more_rows_config(num_outputs, gated, gpu_of(x.device))
-    default = default_linear_config(num_outputs, weight.shape[1], gated, gpu_of(x.device))
+        return LinearConfig(*_default(x.device, *shape, False))
+    default = LinearConfig(*_default(x.device, *shape, True))
     return tuned(default, op, x.device, x.dtype, exact=(weight.shape[0], weight.shape[1]), near=())
+
+
+@torch.compiler.assume_constant_result
+def _default(device: torch.device, num_outputs: int, width: int, gated: bool, few: bool) -> tuple[int, ...]:
+    gpu = gpu_of(device)
+    if few:
+        return tuple(default_linear_config(num_outputs, width, gated, gpu))
+    return tuple(more_rows_config(num_outputs, gated, gpu))
 
 
 def linear_stage_bytes(config: LinearConfig, rows: int, gated: bool) -> int:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from triton_kernels.decode_config import DecodeConfig, block_g, choose_config
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
-from triton_kernels.gpu import gpu_of
+from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.rope_store import rope_store_reference
 
@@ -429,7 +429,7 @@ def paged_decode_triton(
     group = num_heads // num_kv_heads
     shape = (num_heads, num_kv_heads, head_dim, page_size)
     config, (first, second, third) = choose_config(q, *shape, config)
-    multiprocessors = gpu_of(q.device).multiprocessors
+    multiprocessors = num_multiprocessors(q.device)
     # Most tokens that a row of the page table has room for.
     max_tokens = page_table.shape[1] * page_size
     if window > 0:

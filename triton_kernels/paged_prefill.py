@@ -69,6 +69,11 @@ def default_prefill_config(head_dim: int, element_size: int, gpu: Gpu) -> Prefil
     return prefill_that_fits(config, head_dim, element_size, gpu)
 
 
+@torch.compiler.assume_constant_result
+def _default(device: torch.device, head_dim: int, element_size: int) -> tuple[int, ...]:
+    return tuple(default_prefill_config(head_dim, element_size, gpu_of(device)))
+
+
 def prefill_that_fits(config: PrefillConfig, head_dim: int, element_size: int, gpu: Gpu) -> PrefillConfig:
     """The configuration with as many stages as fit this GPU; at least 1, even if that does not fit."""
     columns = element_size * next_power_of_2(head_dim)
@@ -344,7 +349,7 @@ def paged_prefill_triton(
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
     if config is None:
-        default = default_prefill_config(head_dim, q.element_size(), gpu_of(q.device))
+        default = PrefillConfig(*_default(q.device, head_dim, q.element_size()))
         exact, near = (head_dim, num_heads // num_kv_heads), (num_kv_heads, page_size)
         config = tuned(default, "paged_prefill", q.device, q.dtype, exact, near)
     block_q = config.block_m // (num_heads // num_kv_heads)

@@ -14,7 +14,7 @@ from minisgl.attention.flashinfer import AttentionShape, Copy, FlashinferDecode,
 from minisgl.attention.interface import Attend, Backend, PrefillDecodePair, pair_backends
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.errors import ConfigError
-from triton_kernels.gpu import gpu_of
+from triton_kernels.gpu import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def build_backend(
         prefill, decode = (Backend(select(name)) for name in names)
         return prefill if names.prefill == names.decode else pair_backends(prefill, decode)
     before = _allocated_bytes(shape.device)
-    num_processors = gpu_of(shape.device).multiprocessors
+    num_processors = num_multiprocessors(shape.device)
     try:
         flashinfer = load("flashinfer")
         logger.info(

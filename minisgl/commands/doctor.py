@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 
 from compile_cache.entries import list_entries
 from minisgl import __version__
-from minisgl.attention.choice import FLASHINFER, NAMES, TRITON, choose, parse, reason_unavailable
+from minisgl.attention.choice import (
+    FLASHINFER,
+    NAMES,
+    OLDEST_GPU,
+    TRITON,
+    choose,
+    parse,
+    reason_unavailable,
+)
 from minisgl.config import (
     GIB,
     MIB,
@@ -247,10 +255,25 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
                 "name": f"cuda:{index}",
                 "kind": properties.name,
                 "capability": f"compute {properties.major}.{properties.minor}",
+                "kernels": _kernels(properties.name, (properties.major, properties.minor)),
                 "memory": f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free",
             }
         )
     return found, facts
+
+
+def _kernels(gpu: str, capability: tuple[int, int]) -> str:
+    """Where this GPU's launch configurations come from."""
+    from triton_kernels.tuning import find_table, table_path  # lazy: it imports torch and Triton
+
+    if capability < OLDEST_GPU:
+        return "too old for the kernels"
+    table = find_table(gpu, capability)
+    if table is None:
+        return "kernels not tuned (minisgl tune --model MODEL)"
+    if table.name == table_path(gpu).name:
+        return "kernels tuned for it"
+    return f"kernels as tuned for {table.stem}, which has the same multiprocessors"
 
 
 def _driver_version() -> str | None:

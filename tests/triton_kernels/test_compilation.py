@@ -1,4 +1,4 @@
-"""What the interpreter cannot show, without a GPU: kernels compile for all GPUs, launchers trace in Dynamo."""
+"""What the interpreter cannot show: kernels compile for all GPUs, launchers trace in Dynamo."""
 
 import importlib.util
 import json

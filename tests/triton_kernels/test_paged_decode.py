@@ -11,7 +11,6 @@ from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
 import triton_kernels.decode_config as decode
 import triton_kernels.paged_decode as paged_decode_file
 from triton_kernels.decode_config import DecodeConfig, num_arrivals
-from triton_kernels.gpu import ELSEWHERE
 from triton_kernels.paged_decode import (
     Rope,
     paged_decode,
@@ -156,7 +155,7 @@ def test_calls_share_their_counters_and_leave_zeros(device):
 @pytest.mark.parametrize("more", [-1, 0, 1, 5])
 def test_there_may_be_as_many_units_as_programs_or_others(more, device, monkeypatch):
     """Units are taken from one counter, which is zero again afterwards, whoever asked last."""
-    monkeypatch.setattr(paged_decode_file, "gpu_of", lambda device: ELSEWHERE)
+    monkeypatch.setattr(paged_decode_file, "num_multiprocessors", lambda device: 2)
     config = TINY._replace(few_programs_per_sm=4)
     contexts = [[10] * (8 + more), [0] * (8 + more)]
     arrivals = torch.zeros(num_arrivals(8 + more, 1), dtype=torch.int32, device=device)
