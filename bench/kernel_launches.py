@@ -127,7 +127,7 @@ def _linear_layers(gpu: Gpu) -> Iterator[Launch]:
             yield Launch(f"{'gated_' * gated}linear_many {rows}x4096 to {outputs}, {config}", call)
 
 
-def _attention(heads: int, kv_heads: int, head_dim: int, page: int, tokens: int, dtype: torch.dtype = BF16):
+def _attention(tokens: int, heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype = BF16):
     pool = empty(4096, page, kv_heads, head_dim, dtype=dtype)
     qkv = empty(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
@@ -144,11 +144,11 @@ def _rope_and_decode() -> Iterator[Launch]:
 
     def decode(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], Any]:
         return functools.partial(
-            paged_decode.paged_decode_triton, *_attention(*shape, 64, dtype=dtype), 0.1, **options
+            paged_decode.paged_decode_triton, *_attention(64, *shape, dtype=dtype), 0.1, **options
         )
 
     def rope_decode(heads: int, kv_heads: int, head_dim: int, rows: int, normed: bool) -> Callable[[], Any]:
-        _, k_cache, v_cache, *where = _attention(heads, kv_heads, head_dim, 16, rows)
+        _, k_cache, v_cache, *where = _attention(rows, heads, kv_heads, head_dim, 16)
         norm = empty(head_dim) if normed else None
         table, qkv = empty(8192, head_dim, dtype=F32), empty(rows, (heads + 2 * kv_heads) * head_dim)
         rope = paged_decode.Rope(table, ints(rows), ints(rows), norm, norm)
@@ -172,7 +172,7 @@ def _rope_and_decode() -> Iterator[Launch]:
 
 def _prefill(gpu: Gpu) -> Iterator[Launch]:
     def prefill(launcher: Callable, *shape: int, dtype: torch.dtype = BF16, **options: Any):
-        inputs = _attention(*shape, 4096, dtype=dtype)
+        inputs = _attention(4096, *shape, dtype=dtype)
         return functools.partial(launcher, *inputs, ints(65), 512, 0.1, **options)
 
     portable = functools.partial(prefill, paged_prefill.paged_prefill_triton)
@@ -253,5 +253,5 @@ def _arguments(op: str, part: Any, size: int) -> tuple[Any, ...]:
         gate_up = empty(part.experts, 2 * part.expert_width, part.hidden)
         down = empty(part.experts, part.hidden, part.expert_width)
         return empty(size, part.hidden), empty(size, part.experts), gate_up, down, part.experts_per_token
-    attention = _attention(part.heads, part.kv_heads, part.head_dim, 16, 64 if op == "paged_decode" else 4096)
+    attention = _attention(64 if op == "paged_decode" else 4096, part.heads, part.kv_heads, part.head_dim, 16)
     return (*attention, 0.1) if op == "paged_decode" else (*attention, ints(65), 512, 0.1)
