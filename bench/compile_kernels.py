@@ -3,6 +3,7 @@
     python bench/compile_kernels.py --out bench/results/cpu/kernels-by-gpu.json     # some minutes
     python bench/compile_kernels.py --candidates --out ...          # and all that tuning may try; an hour
     python bench/compile_kernels.py --targets sm_86,sm_120 prefill  # launches with this in their names
+    python bench/compile_kernels.py --stop-at-shared                # no machine code: a third less time
 
 Prints a JSON line for each kernel compiled, down to the machine code of Triton's own ptxas. Bar: every kernel
 compiles, within the shared memory that the GPU gives a program. Ends with 1 if one does not.
@@ -13,8 +14,10 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)  # before Triton is loaded: it compiles, whatever a test run says
 
 import argparse
+import atexit
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,8 +80,9 @@ COUNTED = {
 class Compiler:
     """Compiles what launchers launch, each kernel with the same arguments once."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, stop_at_shared: bool = False) -> None:
         self.name = name
+        self.stop_at_shared = stop_at_shared
         self.gpu = TARGETS[name].gpu
         self.lines: list[dict[str, Any]] = []
         self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -133,13 +137,15 @@ class Compiler:
             compiled = triton.compile(source, GPUTarget("cuda", 10 * major + minor, 32), options)
         except Exception as error:  # whatever a compiler raises is a finding
             return {"failed": f"{type(error).__name__}: {error}"[:500]}
-        ptx = compiled.asm["ptx"]
-        before, _, _ = ptx.partition(COUNTED["waits"])
+        # LLVM's text has the instructions that Triton writes itself, too.
+        text = compiled.asm["llir" if self.stop_at_shared else "ptx"]
         line: dict[str, Any] = {"shared_bytes": compiled.metadata.shared}
-        line |= {name: ptx.count(instruction) for name, instruction in COUNTED.items()}
-        line["before_wait"] = len(MEMORY.findall(before))
-        line["triggers_before_wait"] = "griddepcontrol.launch" in before
-        line |= resources(compiled.asm["cubin"])
+        line |= {name: text.count(instruction) for name, instruction in COUNTED.items()}
+        if not self.stop_at_shared:
+            before, _, _ = text.partition(COUNTED["waits"])
+            line["before_wait"] = len(MEMORY.findall(before))
+            line["triggers_before_wait"] = "griddepcontrol.launch" in before
+            line |= resources(compiled.asm["cubin"])
         line["seconds"] = round(time.perf_counter() - begin, 1)
         columns = getattr(compiled.metadata, "tmem_size", None) or 0
         if line["shared_bytes"] > self.gpu.shared_bytes:
@@ -147,6 +153,17 @@ class Compiler:
         elif columns > TENSOR_MEMORY_COLUMNS:
             line["failed"] = f"takes {columns} of {TENSOR_MEMORY_COLUMNS} columns of tensor memory"
         return line
+
+
+def _leave_machine_code_out(_: Any, stages: dict[str, Any], *__: Any) -> None:
+    """Of Triton's stages, keep those up to the one that knows a kernel's shared memory."""
+
+    def unnamed(source: str, metadata: dict[str, Any]) -> str:
+        metadata["name"] = ""
+        return ""
+
+    stages["ptx"] = unnamed
+    stages["cubin"] = lambda source, metadata: b""
 
 
 def _type_of(value: Any, parameter: Any) -> str:
@@ -205,15 +222,23 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only launches with one of these in their names")
     parser.add_argument("--targets", default=",".join(TARGETS), help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--candidates", action="store_true", help="also all that tuning may try")
+    parser.add_argument("--stop-at-shared", action="store_true", help="make no machine code; not with --out")
     parser.add_argument("--out", type=Path, help="write a report here")
     args = parser.parse_args()
+    if args.stop_at_shared:
+        if args.out is not None:
+            parser.error("--out needs the machine code; leave --stop-at-shared away")
+        # What has no machine code must not be found by others, nor whole kernels by this run.
+        triton.knobs.cache.dir = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
+        triton.knobs.runtime.add_stages_inspection_hook = _leave_machine_code_out
     unknown = set(args.targets.split(",")) - set(TARGETS)
     if unknown:
         parser.error(f"--targets: {', '.join(sorted(unknown))} unknown; there are {', '.join(TARGETS)}")
     defaults: dict[str, list[dict[str, Any]]] = {}
     candidates: dict[str, list[dict[str, Any]]] = {}
     for name in args.targets.split(","):
-        compiler, gpu = Compiler(name), TARGETS[name].gpu
+        compiler, gpu = Compiler(name, args.stop_at_shared), TARGETS[name].gpu
         wanted = [one for one in launches(gpu) if one.every or gpu.has_wgmma]
         defaults[name] = list(compiler.run([one for one in wanted if _is_named(one, args.names)]))
         if args.candidates:

@@ -8,6 +8,7 @@ import pytest
 from compile_cache.store import open_cache
 from minisgl.commands import doctor
 from minisgl.config import DeviceFacts, EngineConfig
+from minisgl.engine.start.device import kernel_tuning
 
 H200 = DeviceFacts(
     has_cuda=True, cuda_name="H200", num_gpus=1, compute_capability=(9, 0), flashinfer="0.6.14"
@@ -64,7 +65,7 @@ def test_it_says_what_each_backend_would_run_and_what_keeps_the_others(tmp_path:
 def test_it_says_for_which_gpu_the_kernels_were_tuned(
     gpu: str, capability: tuple[int, int], said: str
 ) -> None:
-    assert doctor._kernels(gpu, capability) == said
+    assert kernel_tuning(gpu, capability) == said
 
 
 def test_it_says_why_the_usual_one_is_chosen(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from minisgl import __version__
 from minisgl.attention.choice import (
     FLASHINFER,
     NAMES,
-    OLDEST_GPU,
     TRITON,
     choose,
     parse,
@@ -232,7 +231,7 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
     cpu = {"name": "cpu", "kind": platform.processor() or platform.machine(), "memory": _cpu_memory()}
     if torch is None:
         return [cpu], DeviceFacts(has_cuda=False)
-    from minisgl.engine.start.device import find_device_facts  # lazy: it imports torch
+    from minisgl.engine.start.device import find_device_facts, kernel_tuning  # lazy: it imports torch
 
     facts = find_device_facts()
     if facts.cpu_has_bf16:
@@ -255,25 +254,11 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
                 "name": f"cuda:{index}",
                 "kind": properties.name,
                 "capability": f"compute {properties.major}.{properties.minor}",
-                "kernels": _kernels(properties.name, (properties.major, properties.minor)),
+                "kernels": kernel_tuning(properties.name, (properties.major, properties.minor)),
                 "memory": f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free",
             }
         )
     return found, facts
-
-
-def _kernels(gpu: str, capability: tuple[int, int]) -> str:
-    """Where this GPU's launch configurations come from."""
-    from triton_kernels.tuning import find_table, table_path  # lazy: it imports torch and Triton
-
-    if capability < OLDEST_GPU:
-        return "too old for the kernels"
-    table = find_table(gpu, capability)
-    if table is None:
-        return "kernels not tuned (minisgl tune --model MODEL)"
-    if table.name == table_path(gpu).name:
-        return "kernels tuned for it"
-    return f"kernels as tuned for {table.stem}, which has the same multiprocessors"
 
 
 def _driver_version() -> str | None:
