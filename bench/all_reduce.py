@@ -40,6 +40,7 @@ from triton_kernels.all_reduce import (
     all_reduce_norm,
     all_reduce_norm_reference,
 )
+from triton_kernels.gpu import gpu_of
 from triton_kernels.rms_norm import add_rms_norm
 
 EPS = 1e-5
@@ -326,7 +327,8 @@ def entry_of(num_ranks: int, width: int, lines: list[dict[str, Any]]) -> dict[st
 def write_entries(gpu: str, num_ranks: int, lines: list[dict[str, Any]]) -> None:
     """Put an entry for each width into the GPU's tuning table, in the place of former ones."""
     path = tuning.table_path(gpu)
-    table = tuning.read_table(path) if path.is_file() else tuning.new_table(gpu)
+    capability = gpu_of(torch.device("cuda")).capability
+    table = tuning.read_table(path) if path.is_file() else tuning.new_table(gpu, capability)
     for width in dict.fromkeys(line["width"] for line in lines):
         entry = entry_of(num_ranks, width, [line for line in lines if line["width"] == width])
         key = ("op", "dtype", "exact", "near")

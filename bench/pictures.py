@@ -407,6 +407,29 @@ def backends_table() -> str:
     return markdown(["backend", *head, "planning 4 / 64 rows, ms"], rows)
 
 
+def kernels_by_gpu_table() -> str:
+    """What every kernel takes of each GPU's shared memory, from bench/compile_kernels.py."""
+    report = read_report(REPORTS.parent / "cpu" / "kernels-by-gpu.json")
+    targets = {str(row["target"]): row for row in report.tables["targets"]}
+    taken = {(row["kernel"], row["target"]): row for row in report.tables["kernels"]}
+    rows = []
+    for kernel in sorted({str(row["kernel"]) for row in report.tables["kernels"]}):
+        found = [taken.get((kernel, target)) for target in targets]
+        rows.append([f"`{kernel}`", *(kib(row["shared_bytes"]) if row else "–" for row in found)])
+    tried = [
+        sum(int(row["compiled"] or 0) for row in report.tables["candidates"] if row["target"] == target)
+        for target in targets
+    ]
+    rows.append(["compiled for tuning", *map(str, tried)])
+    rows.append(["a program's limit", *(kib(row["shared_bytes"]) for row in targets.values())])
+    return markdown(["kernel", *(f"{name}: {row['boards']}" for name, row in targets.items())], rows)
+
+
+def kib(num_bytes: Any) -> str:
+    """Whole KiB, rounded up."""
+    return str(-(-num_bytes // 1024))
+
+
 def client_table() -> str:
     """How fast the load client reads, from bench/serve_client.py on a CPU."""
     report = json.loads((REPORTS.parent / "cpu" / "serve-client.json").read_text(encoding="utf-8"))
@@ -502,6 +525,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families_table,
     "json-schema": json_schema_table,
     "kernels": kernels_table,
+    "kernels-by-gpu": kernels_by_gpu_table,
     "joined": joined_table,
     "mixed-limit": mixed_limit_table,
     "modes": modes_table,

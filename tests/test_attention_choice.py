@@ -85,6 +85,7 @@ def test_a_choice_names_the_kernels_exactly(
             {"capability": (10, 0), "page_size": 4},
             "pages of 16, 32, 64 tokens, and --page-size is 4",
         ),
+        ("triton", {"capability": (7, 5)}, "needs an Ampere GPU or a newer one"),
         ("triton", {"head_dim": 100}, "multiples of 8, and the model's is 100"),
         ("triton", {"num_heads": 64, "num_kv_heads": 2}, "at most 16 query heads .* the model has 32"),
         ("triton", {"device": "cpu", "capability": (0, 0)}, "triton needs --device cuda"),

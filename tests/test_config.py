@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_config import TINY
 
+from minisgl.attention.choice import OLDEST_GPU
 from minisgl.commands.flags import fields_of
 from minisgl.config import (
     DeviceFacts,
@@ -23,6 +24,7 @@ from minisgl.config import (
 )
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ExpertsConfig
+from triton_kernels.gpu import OLDEST
 
 MODEL = replace(TINY, max_position=512, checkpoint_dtype="bfloat16")
 VALUES = st.one_of(
@@ -200,6 +202,16 @@ def test_the_larger_a_model_the_shorter_the_prefills_that_are_recorded(
     assert resolved.max_graph_tokens == tokens
     small = resolve_engine_config(EngineConfig(tp=tp, max_step_tokens=256), model, facts)
     assert small.max_graph_tokens == 256
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_is_refused() -> None:
+    old = DeviceFacts(has_cuda=True, cuda_name="T4", compute_capability=(7, 5))
+    with pytest.raises(ConfigError, match=r"compute 8\.0\), and this is compute 7\.5; use --device cpu"):
+        resolve_engine_config(EngineConfig(), MODEL, old)
+    assert resolve_engine_config(EngineConfig(device="cpu"), MODEL, old).device == "cpu"
+    oldest = DeviceFacts(has_cuda=True, compute_capability=OLDEST)
+    assert resolve_engine_config(EngineConfig(), MODEL, oldest).attention_backend == "triton"
+    assert OLDEST == OLDEST_GPU
 
 
 def test_mixed_steps_are_shorter_where_decodes_go_with_their_prompts() -> None:

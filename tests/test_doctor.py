@@ -8,6 +8,7 @@ import pytest
 from compile_cache.store import open_cache
 from minisgl.commands import doctor
 from minisgl.config import DeviceFacts, EngineConfig
+from minisgl.engine.start.device import kernel_tuning
 
 H200 = DeviceFacts(
     has_cuda=True, cuda_name="H200", num_gpus=1, compute_capability=(9, 0), flashinfer="0.6.14"
@@ -50,6 +51,21 @@ def test_it_says_what_each_backend_would_run_and_what_keeps_the_others(tmp_path:
     }
     assert "would run decode" in doctor.as_text(report)
     assert json.loads(doctor.as_json(report))["attention"] == report.attention
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "said"),
+    [
+        ("NVIDIA H200", (9, 0), "kernels tuned for it"),
+        ("NVIDIA H100 PCIe", (9, 0), "kernels as tuned for nvidia-h200, which has the same multiprocessors"),
+        ("NVIDIA L4", (8, 9), "kernels not tuned (minisgl tune --model MODEL)"),
+        ("Tesla T4", (7, 5), "too old for the kernels"),
+    ],
+)
+def test_it_says_for_which_gpu_the_kernels_were_tuned(
+    gpu: str, capability: tuple[int, int], said: str
+) -> None:
+    assert kernel_tuning(gpu, capability) == said
 
 
 def test_it_says_why_the_usual_one_is_chosen(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Only names are checked here; that the examples answer is checked where a model r
 import argparse
 import ast
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -20,6 +21,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 READING = re.compile(r"^\| `([\w/.]+\.py)` \| (\d+) \| ", re.MULTILINE)
+GPU_ROW = re.compile(r"^\| ([^|]+) \| (\d+\.\d) \| (\w*) ?\|[^|]*\| ?([^|]*?) ?\|$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PATH = re.compile(r"\.?[\w-]+(/[\w.-]+)*(/|\.(py|md|toml|json))")
@@ -145,6 +147,16 @@ def test_the_first_screen_has_the_two_commands() -> None:
     first = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:12])
     assert "make serve" in first
     assert "make test" in first
+
+
+def test_the_table_of_gpus_says_what_was_compiled_and_tuned() -> None:
+    rows = GPU_ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    report = json.loads((ROOT / "bench/results/cpu/kernels-by-gpu.json").read_text(encoding="utf-8"))
+    targets = {row["target"] for row in report["tables"]["targets"]}
+    assert {f"sm_{compute.replace('.', '')}" for _, compute, compiled, _ in rows if compiled} == targets
+    tables = (ROOT / "triton_kernels/tuned").glob("*.json")
+    tuned = {json.loads(path.read_text(encoding="utf-8"))["gpu"] for path in tables}
+    assert {f"NVIDIA {gpu}" for gpu, _, _, state in rows if state == "yes"} == tuned
 
 
 def test_the_reading_list_has_the_files_and_lines_that_it_says() -> None:

@@ -6,8 +6,10 @@ heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import next_power_of_2
 from triton_kernels.linear_few import MAX_ROWS
 from triton_kernels.tuning import tuned
@@ -53,7 +55,7 @@ def choose_config(
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     group = num_heads // num_kv_heads
     shape = (head_dim, x.element_size(), group, num_kv_heads)
-    config = default_decode_config(*shape, few_rows)
+    config = DecodeConfig(*_default(x.device, *shape, few_rows))
     if few_rows and four_warps_share(*shape):
         return config, tier_rows(num_kv_heads, head_dim, FEW_TIERS)
     exact, near = (head_dim, group), (num_kv_heads, page_size)
@@ -61,8 +63,22 @@ def choose_config(
     return config, tier_rows(num_kv_heads, head_dim, TIERS)
 
 
+@torch.compiler.assume_constant_result
+def _default(
+    device: torch.device, head_dim: int, element_size: int, group: int, num_kv_heads: int, few_rows: bool
+) -> tuple[int, ...]:
+    gpu = gpu_of(device)
+    return tuple(default_decode_config(head_dim, element_size, group, num_kv_heads, few_rows, gpu=gpu))
+
+
 def default_decode_config(
-    head_dim: int, element_size: int, group: int = 4, num_kv_heads: int = 8, few_rows: bool = False
+    head_dim: int,
+    element_size: int,
+    group: int = 4,
+    num_kv_heads: int = 8,
+    few_rows: bool = False,
+    *,
+    gpu: Gpu,
 ) -> DecodeConfig:
     """The configuration if none is given or tuned, as measured on an H200.
 
@@ -72,7 +88,8 @@ def default_decode_config(
         few_rows: for batches of up to FEW_ROWS.
     """
     if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
-        return DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
+        shared = DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
+        return decode_that_fits(shared, head_dim, element_size, group, gpu)
     num_warps = max(1, next_power_of_2(head_dim) * block_g(group) // 1024)
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
@@ -80,7 +97,7 @@ def default_decode_config(
     few = 24 // num_warps
     # Measured with heads of 64, 128 and 256: the fewer loads a program has in flight, the more programs.
     share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
-    return DecodeConfig(
+    config = DecodeConfig(
         block_n,
         split_tokens=128,
         max_splits=MAX_SPLITS,
@@ -90,6 +107,17 @@ def default_decode_config(
         some_programs_per_sm=min(few, max(2, int(5 * share))),
         many_programs_per_sm=min(few, max(2, int(4 * share))),
     )
+    return decode_that_fits(config, head_dim, element_size, group, gpu)
+
+
+def decode_that_fits(
+    config: DecodeConfig, head_dim: int, element_size: int, group: int, gpu: Gpu
+) -> DecodeConfig:
+    """The configuration with as many stages as fit this GPU; their number changes no result."""
+    columns = element_size * next_power_of_2(head_dim)
+    stage_bytes = 2 * config.block_n * columns  # keys and values
+    other_bytes = block_g(group) * (columns + element_size * config.block_n)  # queries and weights
+    return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
 
 
 def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:

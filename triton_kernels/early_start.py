@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from triton_kernels.gpu import gpu_of
+
 EARLY_KERNELS: dict[str, str | None] = {
     "_add_rms_norm_kernel": None,
     "_all_reduce_kernel": None,
@@ -44,7 +46,7 @@ start only after all of its own programs have waited or ended. At least one prog
 @torch.compiler.assume_constant_result
 def can_start_early(device: torch.device) -> bool:
     """Whether this device supports programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and gpu_of(device).starts_early
 
 
 _WAIT = tl.constexpr("griddepcontrol.wait; ")

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, sum_slots_triton
+from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, gemm_that_fits, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig, moe_pairs_triton
 from triton_kernels.moe_route import route_triton, top_k_reference
 from triton_kernels.tuning import tuned
@@ -52,9 +53,19 @@ _PAIRS_OF_WIDE_EXPERTS = PairsConfig(1, 1024, 1, 1, 1024, 6)
 
 
 def default_moe_config(
-    num_tokens: int, num_experts: int, expert_width: int, top_k: int, element_size: int
+    num_tokens: int, num_experts: int, expert_width: int, top_k: int, element_size: int, gpu: Gpu
 ) -> MoeConfig:
     """The configuration if none is given or tuned."""
+    config = _hopper_config(num_tokens, num_experts, expert_width, top_k, element_size)
+    return config._replace(
+        gate_up=gemm_that_fits(config.gate_up, gpu, element_size, gated=True),
+        down=gemm_that_fits(config.down, gpu, element_size, gated=False),
+    )
+
+
+def _hopper_config(
+    num_tokens: int, num_experts: int, expert_width: int, top_k: int, element_size: int
+) -> MoeConfig:
     if num_tokens <= 4:
         pairs = _PAIRS if expert_width <= 2048 else _PAIRS_OF_WIDE_EXPERTS
         if element_size > 2:
@@ -110,7 +121,9 @@ def fused_moe_triton(
 def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) -> MoeConfig:
     """The measured configuration for this shape on this GPU, or the default."""
     num_tokens, width = x.shape
-    default = default_moe_config(num_tokens, num_experts, expert_width, top_k, x.element_size())
+    default = default_moe_config(
+        num_tokens, num_experts, expert_width, top_k, x.element_size(), gpu_of(x.device)
+    )
     near = (num_experts, width, expert_width)
     gate_up, down, pairs = tuned(default, "fused_moe", x.device, x.dtype, (top_k,), near, num_tokens)
     return MoeConfig(GemmConfig(*gate_up), GemmConfig(*down), PairsConfig(*pairs) if pairs else None)

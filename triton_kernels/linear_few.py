@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start, start_next_and_wait
-from triton_kernels.launch import ceil_div, max_shared_bytes
+from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.launch import ceil_div
 from triton_kernels.tuning import tuned
 
 MAX_ROWS = 16
@@ -47,13 +48,12 @@ class LinearConfig(NamedTuple):
     splits: int = 1  # parts of block_k that are summed separately, by one or more warps each; 1 if gated
 
 
-def default_linear_config(num_outputs: int, width: int, gated: bool, shared_bytes: int) -> LinearConfig:
+def default_linear_config(num_outputs: int, width: int, gated: bool, gpu: Gpu) -> LinearConfig:
     """The configuration if none is given or tuned; measured on an H200.
 
     Args:
         num_outputs: outputs per row: N, or N / 2 if `gated`.
         width: K.
-        shared_bytes: shared memory of a program, which limits the stages.
     """
     if num_outputs > 4096:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
@@ -69,31 +69,41 @@ def default_linear_config(num_outputs: int, width: int, gated: bool, shared_byte
         config = LinearConfig(16, 512, 2, 4, splits=2)
     else:
         config = LinearConfig(16, 512, 2, 3)
-    return _that_fits(config, MAX_ROWS, gated, shared_bytes)
+    return linear_that_fits(config, MAX_ROWS, gated, gpu)
 
 
-def more_rows_config(num_outputs: int, gated: bool, shared_bytes: int) -> LinearConfig:
+def more_rows_config(num_outputs: int, gated: bool, gpu: Gpu) -> LinearConfig:
     """The configuration for more than MAX_ROWS rows, as `default_linear_config`."""
     if num_outputs <= 1024 and not gated:
         config = LinearConfig(8, 256, 4, 6, splits=4)
     else:
         config = LinearConfig(64, 128, 4, 4 if gated or num_outputs > 32768 else 6)
-    return _that_fits(config, FEW_ROWS, gated, shared_bytes)
+    return linear_that_fits(config, FEW_ROWS, gated, gpu)
 
 
-def _that_fits(config: LinearConfig, rows: int, gated: bool, shared_bytes: int) -> LinearConfig:
+def linear_that_fits(config: LinearConfig, rows: int, gated: bool, gpu: Gpu) -> LinearConfig:
+    """The configuration with as many stages as fit this GPU, in programs for `rows` rows."""
     stage_bytes = linear_stage_bytes(config, rows, gated)
-    return config._replace(num_stages=max(1, min(config.num_stages, shared_bytes // stage_bytes)))
+    return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes))
 
 
 def _config(x: Tensor, weight: Tensor, op: str) -> LinearConfig:
     """The tuned configuration of the op of this name, or its default."""
     gated = op == "gated_linear"
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    shape = (num_outputs, weight.shape[1], gated)
     if x.shape[0] > MAX_ROWS:
-        return more_rows_config(num_outputs, gated, max_shared_bytes(x.device))
-    default = default_linear_config(num_outputs, weight.shape[1], gated, max_shared_bytes(x.device))
+        return LinearConfig(*_default(x.device, *shape, False))
+    default = LinearConfig(*_default(x.device, *shape, True))
     return tuned(default, op, x.device, x.dtype, exact=(weight.shape[0], weight.shape[1]), near=())
+
+
+@torch.compiler.assume_constant_result
+def _default(device: torch.device, num_outputs: int, width: int, gated: bool, few: bool) -> tuple[int, ...]:
+    gpu = gpu_of(device)
+    if few:
+        return tuple(default_linear_config(num_outputs, width, gated, gpu))
+    return tuple(more_rows_config(num_outputs, gated, gpu))
 
 
 def linear_stage_bytes(config: LinearConfig, rows: int, gated: bool) -> int:

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels.gpu import Gpu
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.moe_route import Routing, expert_lanes
 
@@ -42,6 +43,27 @@ class GemmConfig(NamedTuple):
     num_stages: int
     group_m: int = 8
     tma: bool = True  # weights by tensor descriptors
+
+
+def gemm_that_fits(config: GemmConfig, gpu: Gpu, element_size: int, *, gated: bool) -> GemmConfig:
+    """The configuration as this GPU can run it: without TMA, with smaller tiles or fewer stages.
+
+    Args:
+        gated: the product is the one of gate and up, which has two tiles of weights and two of sums.
+    """
+    if not gpu.multiplies_from_shared:
+        tiles = 2 if gated else 1
+        # More than 64 accumulators a thread leave too few registers for the operands.
+        most = 64 * 32 * config.num_warps // (config.block_m * tiles)
+        config = config._replace(block_n=min(config.block_n, most))
+    stages = gpu.stages_that_fit(config.num_stages, gemm_stage_bytes(config, element_size, gated=gated))
+    return config._replace(num_stages=stages, tma=config.tma and gpu.has_tma)
+
+
+def gemm_stage_bytes(config: GemmConfig, element_size: int, *, gated: bool) -> int:
+    """Shared memory of one pipeline stage."""
+    weight_rows = config.block_n * (2 if gated else 1)
+    return element_size * config.block_k * (config.block_m + weight_rows)
 
 
 @triton.jit

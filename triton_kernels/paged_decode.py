@@ -35,7 +35,8 @@ from torch import Tensor
 
 from triton_kernels.decode_config import DecodeConfig, block_g, choose_config
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
-from triton_kernels.launch import ceil_div, next_power_of_2, num_multiprocessors
+from triton_kernels.gpu import num_multiprocessors
+from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.rope_store import rope_store_reference
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

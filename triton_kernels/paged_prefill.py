@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.paged_prefill_hopper import paged_prefill_hopper, takes
 from triton_kernels.tuning import tuned
@@ -56,13 +57,29 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-def default_prefill_config(head_dim: int, element_size: int) -> PrefillConfig:
+def default_prefill_config(head_dim: int, element_size: int, gpu: Gpu) -> PrefillConfig:
     """The configuration if none is given or tuned."""
     if element_size > 2:
         return PrefillConfig(16, 16, num_warps=4, num_stages=2)  # float32 is for tests
     if head_dim > 128:
-        return PrefillConfig(128, 32, num_warps=8, num_stages=3)
-    return PrefillConfig(128, 64, num_warps=8, num_stages=3)
+        block_m = 128 if gpu.multiplies_from_shared else 64  # the sums of 128 rows would spill
+        config = PrefillConfig(block_m, 32, num_warps=8, num_stages=3)
+    else:
+        config = PrefillConfig(128, 64, num_warps=8, num_stages=3)
+    return prefill_that_fits(config, head_dim, element_size, gpu)
+
+
+@torch.compiler.assume_constant_result
+def _default(device: torch.device, head_dim: int, element_size: int) -> tuple[int, ...]:
+    return tuple(default_prefill_config(head_dim, element_size, gpu_of(device)))
+
+
+def prefill_that_fits(config: PrefillConfig, head_dim: int, element_size: int, gpu: Gpu) -> PrefillConfig:
+    """The configuration with as many stages as fit this GPU; at least 1, even if that does not fit."""
+    columns = element_size * next_power_of_2(head_dim)
+    stage_bytes = 2 * config.block_n * columns  # keys and values
+    other_bytes = config.block_m * (columns + element_size * config.block_n)  # queries and weights
+    return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
 
 
 def paged_prefill_reference(
@@ -332,7 +349,7 @@ def paged_prefill_triton(
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
     if config is None:
-        default = default_prefill_config(head_dim, q.element_size())
+        default = PrefillConfig(*_default(q.device, head_dim, q.element_size()))
         exact, near = (head_dim, num_heads // num_kv_heads), (num_kv_heads, page_size)
         config = tuned(default, "paged_prefill", q.device, q.dtype, exact, near)
     block_q = config.block_m // (num_heads // num_kv_heads)

@@ -44,7 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton_kernels.launch import ceil_div, num_multiprocessors
+from triton_kernels.gpu import gpu_of
+from triton_kernels.launch import ceil_div
 from triton_kernels.tuning import tuned
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -452,7 +453,7 @@ def _paged_prefill_hopper_kernel(
 
 def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether paged_prefill_hopper supports this call; reads nothing from the device."""
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+    if q.device.type != "cuda" or not gpu_of(q.device).has_wgmma:
         return False
     _, num_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
@@ -502,7 +503,7 @@ def paged_prefill_hopper(
     # An upper bound of the tiles, plus one: sum of ceil(n_r / block_q) < T / block_q + R.
     tiles = ceil_div(num_tokens, block_q) + num_rows
     if config is None:
-        default = default_hopper_config(head_dim, num_kv_heads, tiles, num_multiprocessors(q.device))
+        default = default_hopper_config(head_dim, num_kv_heads, tiles, gpu_of(q.device).multiprocessors)
         exact = (head_dim, num_heads // num_kv_heads, num_kv_heads)
         config = tuned(
             default, "paged_prefill_hopper", q.device, q.dtype, exact, near=(page_size,), size=num_tokens

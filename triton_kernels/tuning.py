@@ -5,7 +5,8 @@
 An entry matches if op, dtype and `exact` are equal. Of several matches the one with the nearest `near` wins
 (sum of |log2 ratio|, at most NEAR_ENOUGH). A `size` (tokens, rows) selects the nearest measured size, also in
 log space. Without a size, or when torch.compile traces (sizes are symbols), the entry's configuration for all
-sizes applies. Without a match the default applies.
+sizes applies. Without a match the default applies. A GPU without a table takes one of the same compute
+capability, as its multiprocessors are the same.
 
 Promise: a lookup never raises; it costs a dictionary look-up at run time and nothing in compiled code.
 Entries measured with another Triton or another version of the kernel are ignored, with one warning.
@@ -21,11 +22,14 @@ import math
 import os
 import re
 import tokenize
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+
+from triton_kernels.gpu import gpu_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,17 +96,21 @@ def _choice(
 ) -> Choice | None:
     if device.type != "cuda":
         return None
-    entries = _entries_in_use(torch.cuda.get_device_name(device))
+    entries = _entries_in_use(torch.cuda.get_device_name(device), gpu_of(device).capability)
     return find_choice(entries, op, dtype_name(dtype), exact, near)
 
 
 @functools.cache
-def _entries_in_use(gpu: str) -> list[dict[str, Any]]:
-    """The usable entries of a GPU's table, read once; logs one line if entries are missing or ignored."""
-    path = table_path(gpu)
-    if not path.is_file():
+def _entries_in_use(gpu: str, capability: tuple[int, int]) -> list[dict[str, Any]]:
+    """The usable entries for a GPU, read once; logs one line if the table is another's, or lacks them."""
+    path = find_table(gpu, capability, FOLDER)
+    if path is None:
         logger.warning("no tuned kernel configurations for %s, taking the defaults; %s", gpu, ADVICE)
         return []
+    if path != table_path(gpu, FOLDER):
+        logger.info(
+            "kernel configurations for %s: those of %s, which has the same multiprocessors", gpu, path.stem
+        )
     try:
         return usable_entries(read_table(path))
     except (OSError, ValueError) as error:
@@ -182,6 +190,18 @@ def table_path(gpu: str, folder: Path = FOLDER) -> Path:
     return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
+def find_table(gpu: str, capability: tuple[int, int], folder: Path = FOLDER) -> Path | None:
+    """The GPU's own table; else the first one, by file name, of the same compute capability; else None."""
+    own = table_path(gpu, folder)
+    if own.is_file():
+        return own
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError):  # a broken table of another GPU is not this one's problem
+            if read_table(path).get("capability") == list(capability):
+                return path
+    return None
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """The table in `path`.
 
@@ -195,11 +215,12 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def new_table(gpu: str) -> dict[str, Any]:
+def new_table(gpu: str, capability: tuple[int, int]) -> dict[str, Any]:
     """An empty table for this Triton and torch."""
     return {
         "format": FORMAT,
         "gpu": gpu,
+        "capability": list(capability),
         "triton": triton.__version__,
         "torch": torch.__version__,
         "date": "",

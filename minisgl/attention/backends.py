@@ -14,7 +14,7 @@ from minisgl.attention.flashinfer import AttentionShape, Copy, FlashinferDecode,
 from minisgl.attention.interface import Attend, Backend, PrefillDecodePair, pair_backends
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.errors import ConfigError
-from triton_kernels.launch import num_multiprocessors
+from triton_kernels.gpu import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,8 @@ NAMES = (TRITON, FLASHINFER, FA2, FA3, TRTLLM, TORCH)
 """
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 TRTLLM_PAGE_SIZES = (16, 32, 64)
+OLDEST_GPU = (8, 0)
+"""The compute capability from which our kernels and flashinfer's run; triton_kernels/gpu.py says why."""
 
 
 class Backends(NamedTuple):
@@ -108,6 +110,8 @@ def _exact(name: str, environment: AttentionEnvironment) -> Backends:
 def _triton_obstacle(environment: AttentionEnvironment) -> str | None:
     if environment.device != "cuda":
         return "needs --device cuda"
+    if (0, 0) < environment.capability < OLDEST_GPU:
+        return _too_old(environment)
     if environment.head_dim > 256 or environment.head_dim % 8:
         return f"takes head dims up to 256 that are multiples of 8, and the model's is {environment.head_dim}"
     if environment.num_heads // environment.num_kv_heads > 16:
@@ -128,8 +132,8 @@ def _flashinfer_obstacle(environment: AttentionEnvironment) -> str | None:
         return f"takes head dims of {dims}, and the model's is {environment.head_dim}"
     if environment.has_softcap:
         return "has no soft cap of attention scores, which the model needs"
-    if environment.capability < (8, 0):
-        return f"needs an Ampere GPU or a newer one (compute 8.0), and this is {_compute(environment)}"
+    if environment.capability < OLDEST_GPU:
+        return _too_old(environment)
     return None
 
 
@@ -146,6 +150,10 @@ def _trtllm_obstacle(environment: AttentionEnvironment) -> str | None:
         sizes = ", ".join(map(str, TRTLLM_PAGE_SIZES))
         return f"takes pages of {sizes} tokens, and --page-size is {environment.page_size}"
     return _flashinfer_obstacle(environment)
+
+
+def _too_old(environment: AttentionEnvironment) -> str:
+    return f"needs an Ampere GPU or a newer one (compute 8.0), and this is {_compute(environment)}"
 
 
 def _compute(environment: AttentionEnvironment) -> str:

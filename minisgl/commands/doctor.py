@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 
 from compile_cache.entries import list_entries
 from minisgl import __version__
-from minisgl.attention.choice import FLASHINFER, NAMES, choose, parse, reason_unavailable
+from minisgl.attention.choice import (
+    FLASHINFER,
+    NAMES,
+    choose,
+    parse,
+    reason_unavailable,
+)
 from minisgl.config import (
     GIB,
     MIB,
@@ -218,7 +224,7 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
     cpu = {"name": "cpu", "kind": platform.processor() or platform.machine(), "memory": _cpu_memory()}
     if torch is None:
         return [cpu], DeviceFacts(has_cuda=False)
-    from minisgl.engine.start.device import find_device_facts  # lazy: it imports torch
+    from minisgl.engine.start.device import find_device_facts, kernel_tuning  # lazy: it imports torch
 
     facts = find_device_facts()
     if facts.cpu_has_bf16:
@@ -241,6 +247,7 @@ def _devices(torch: Any, warnings: list[str]) -> tuple[list[dict[str, str]], Dev
                 "name": f"cuda:{index}",
                 "kind": properties.name,
                 "capability": f"compute {properties.major}.{properties.minor}",
+                "kernels": kernel_tuning(properties.name, (properties.major, properties.minor)),
                 "memory": f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free",
             }
         )

@@ -38,7 +38,6 @@ GPU_GIB = {
     "RTX-3090": 23.6,
     "A10": 22.0,
     "L4": 22.0,
-    "T4": 14.6,
 }
 """Memory as CUDA reports it, in GiB, rounded down."""
 OTHER_COMPUTE = {
@@ -52,7 +51,6 @@ OTHER_COMPUTE = {
     "RTX-3090": (8, 6),
     "A10": (8, 6),
     "L4": (8, 9),
-    "T4": (7, 5),
 }
 """Compute capabilities. GPUs not listed here, and those given only by memory, count as Hopper (9.0)."""
 CONTEXT_GIB = 0.6

@@ -5,7 +5,7 @@ Promise: a pure function of the settings, the model and `DeviceFacts`; its resul
 
 import math
 
-from minisgl.attention.choice import TORCH, TRITON, AttentionEnvironment, choose
+from minisgl.attention.choice import OLDEST_GPU, TORCH, TRITON, AttentionEnvironment, choose
 from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig
 from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import require
@@ -29,6 +29,12 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
             "--device cuda needs a CUDA GPU and torch sees none; use --device cpu, or see 'minisgl doctor'"
         )
     on_cuda = device == "cuda"
+    if on_cuda and (0, 0) < facts.compute_capability < OLDEST_GPU:
+        major, minor = facts.compute_capability
+        raise ConfigError(
+            "--device cuda needs an Ampere GPU or a newer one (compute 8.0), and this is compute "
+            f"{major}.{minor}; use --device cpu"
+        )
 
     def or_auto(value: int | None, auto: int) -> int:
         return auto if value is None else value

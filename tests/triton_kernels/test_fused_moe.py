@@ -15,6 +15,7 @@ from triton_kernels.fused_moe import (
     fused_moe_reference,
     fused_moe_triton,
 )
+from triton_kernels.gpu import ELSEWHERE
 from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig
 from triton_kernels.moe_route import route_triton
@@ -163,7 +164,7 @@ def test_no_tokens_and_strided_rows(device):
 def test_every_number_of_tokens_has_a_configuration():
     for tokens in range(1, 20000, 37):
         for element in (2, 4):
-            config = default_moe_config(tokens, 128, 768, 8, element)
+            config = default_moe_config(tokens, 128, 768, 8, element, ELSEWHERE)
             assert (config.pairs is not None) == (tokens <= 4)
 
 

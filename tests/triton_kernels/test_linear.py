@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from triton_kernels.gpu import Gpu
 from triton_kernels.linear import gated_linear, linear
 from triton_kernels.linear_few import (
     FEW_ROWS,
@@ -100,16 +101,17 @@ def test_more_rows_than_the_kernel_takes_are_torchs(device):
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("shared_bytes", [48 * 1024, 99 * 1024, 227 * 1024])
+@pytest.mark.parametrize("kib", [48, 99, 227])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_default_configuration_fits_into_shared_memory(shared_bytes, gated):
+def test_the_default_configuration_fits_into_shared_memory(kib, gated):
+    gpu = Gpu((9, 0), kib * 1024, 132)
     for outputs, width in itertools.product((64, 1024, 4096, 6144, 14336, 151936), (576, 1024, 4096)):
-        config = default_linear_config(outputs, width, gated, shared_bytes)
-        for_more = more_rows_config(outputs, gated, shared_bytes)
+        config = default_linear_config(outputs, width, gated, gpu)
+        for_more = more_rows_config(outputs, gated, gpu)
         for rows, chosen in ((MAX_ROWS, config), (FEW_ROWS, for_more)):
             tile = (2 if gated else 1) * chosen.block_n + rows
             assert chosen.num_stages >= 1
-            assert 2 * chosen.block_k * tile * chosen.num_stages <= shared_bytes
+            assert 2 * chosen.block_k * tile * chosen.num_stages <= gpu.shared_bytes
 
 
 def test_replacing_a_part_of_the_gated_layer_takes_it_apart(monkeypatch):

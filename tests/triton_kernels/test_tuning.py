@@ -23,11 +23,13 @@ from triton_kernels import (
     silu_mul,
     tuning,
 )
+from triton_kernels.gpu import ELSEWHERE, OLDEST, Gpu
 from triton_kernels.tuning import (
     FOLDER,
     as_dict,
     code_only,
     find_choice,
+    find_table,
     kernel_hash,
     new_table,
     read_table,
@@ -38,6 +40,7 @@ from triton_kernels.tuning import (
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
+CAPABILITY = (8, 6)
 
 
 class Config(NamedTuple):
@@ -62,15 +65,16 @@ def table_of(*entries: dict[str, Any]) -> dict[str, Any]:
     files = ["silu_mul.py"]
     known = {"files": files, "hash": kernel_hash(tuple(files))}
     kernels = {one["op"]: known for one in entries}
-    return {**new_table("Some GPU"), "kernels": kernels, "entries": list(entries)}
+    return {**new_table("Some GPU", CAPABILITY), "kernels": kernels, "entries": list(entries)}
 
 
 @pytest.fixture
 def some_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A place where the table of the GPU that torch pretends to have is looked for."""
     path = tmp_path / "some-gpu.json"
-    monkeypatch.setattr(tuning, "table_path", lambda gpu: path)
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(tuning, "gpu_of", lambda device: Gpu(CAPABILITY, 99 << 10, 72))
     tuning._choice.cache_clear()
     tuning._entries_in_use.cache_clear()
     yield path
@@ -115,6 +119,38 @@ def test_a_missing_table_is_one_line_that_says_what_to_run(
     assert record.levelno == logging.WARNING
     assert "Some GPU" in record.getMessage()
     assert "minisgl tune" in record.getMessage()
+
+
+def test_a_gpu_without_a_table_takes_that_of_one_with_the_same_multiprocessors(
+    some_gpu: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(name: str, block: int, capability: tuple[int, int]) -> None:
+        table = {**table_of(entry(block, 8)), "gpu": name, "capability": list(capability)}
+        write_table(table_path(name, some_gpu.parent), table)
+
+    other("Another", 10, (9, 0))
+    other("Some GPU Ti", 20, CAPABILITY)
+    other("Some later GPU", 30, CAPABILITY)
+    (some_gpu.parent / "broken.json").write_text("{")
+    caplog.set_level(logging.INFO)
+    assert [look_up(near=near) for near in (4, 8)] == [Config(20, 4)] * 2
+    (record,) = caplog.records
+    assert "Some GPU: those of some-gpu-ti" in record.getMessage()
+    assert find_table("Some GPU", (10, 0), some_gpu.parent) is None
+
+
+def test_a_gpus_own_table_is_taken_before_anothers(some_gpu: Path) -> None:
+    write_table(some_gpu.with_name("a-gpu.json"), {**table_of(entry(10, 8)), "gpu": "A GPU"})
+    write_table(some_gpu, table_of(entry(20, 8)))
+    assert look_up() == Config(20, 4)
+
+
+def test_hopper_gpus_have_the_h200s_configurations() -> None:
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"):
+        table = find_table(name, (9, 0))
+        assert table is not None
+        assert read_table(table)["capability"] == [9, 0]
+    assert find_table("NVIDIA H200", (9, 0)) == table_path("NVIDIA H200")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}'])
@@ -167,7 +203,7 @@ def test_the_name_of_a_table_is_the_gpus() -> None:
 
 
 def test_configurations_inside_one_keep_their_place() -> None:
-    config = fused_moe.default_moe_config(1, 8, 64, 2, 2)
+    config = fused_moe.default_moe_config(1, 8, 64, 2, 2, ELSEWHERE)
     one = {**entry(0, 8), "config": as_dict(config)}
     choice = find_choice([one], "silu_mul", "bfloat16", (128,), (8,))
     assert choice is not None
@@ -218,6 +254,7 @@ def test_the_shipped_tables_hold_what_the_kernels_take(path: Path) -> None:
     table = read_table(path)
     assert path == table_path(table["gpu"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", table["date"])
+    assert tuple(table["capability"]) >= OLDEST
     assert table["entries"]
     for one in table["entries"]:
         assert one["op"] in table["kernels"]

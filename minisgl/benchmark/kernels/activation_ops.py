@@ -70,8 +70,8 @@ SILU_MUL = KernelOp(
         exact=lambda shape: {},
         near=lambda shape: {"F": shape.intermediate},
         cases=token_cases(silu_mul_problem, TUNE_TOKENS),
-        default=lambda shape, size, element: SiluMulConfig(),
-        candidates=lambda shape, size: [
+        default=lambda shape, size, element, gpu: SiluMulConfig(),
+        candidates=lambda shape, size, gpu: [
             SiluMulConfig(block_f, warps)
             for block_f, warps in itertools.product((256, 512, 1024, 2048, 4096), (2, 4, 8))
         ],

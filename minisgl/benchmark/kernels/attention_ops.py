@@ -19,13 +19,19 @@ from minisgl.benchmark.kernels.attention_problems import (
     prefill_problem,
     rope_decode_problem,
 )
-from minisgl.benchmark.kernels.kernel_op import Case, KernelOp, Tuning
+from minisgl.benchmark.kernels.kernel_op import ELEMENT_SIZE, Case, KernelOp, Tuning
 from minisgl.benchmark.kernels.kernel_timing import Calls, Problem
 from minisgl.benchmark.kernels.model_shapes import ModelShape
-from triton_kernels.decode_config import DecodeConfig, default_decode_config
-from triton_kernels.launch import ceil_div, num_multiprocessors
+from triton_kernels.decode_config import DecodeConfig, decode_that_fits, default_decode_config
+from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.launch import ceil_div
 from triton_kernels.paged_decode import paged_decode_triton, rope_paged_decode
-from triton_kernels.paged_prefill import PrefillConfig, default_prefill_config, paged_prefill_triton
+from triton_kernels.paged_prefill import (
+    PrefillConfig,
+    default_prefill_config,
+    paged_prefill_triton,
+    prefill_that_fits,
+)
 from triton_kernels.paged_prefill_hopper import (
     HopperPrefillConfig,
     default_hopper_config,
@@ -59,25 +65,31 @@ def _paged_decode(
 
 def _is_hopper() -> bool | None:
     """Whether the GPU is a Hopper; None without a GPU."""
-    return torch.cuda.get_device_capability() == (9, 0) if torch.cuda.is_available() else None
+    return gpu_of(torch.device("cuda")).has_wgmma if torch.cuda.is_available() else None
 
 
-def _hopper_default(shape: ModelShape, size: int, element: int) -> HopperPrefillConfig:
+def _hopper_default(shape: ModelShape, size: int, element: int, gpu: Gpu) -> HopperPrefillConfig:
     block_q = 2 * (64 // (shape.heads // shape.kv_heads))
-    processors = num_multiprocessors(torch.device("cuda")) if torch.cuda.is_available() else 132
-    return default_hopper_config(shape.head_dim, shape.kv_heads, ceil_div(size, block_q) + 1, processors)
+    tiles = ceil_div(size, block_q) + 1
+    return default_hopper_config(shape.head_dim, shape.kv_heads, tiles, gpu.multiprocessors)
 
 
-def _hopper_candidates(shape: ModelShape) -> list[HopperPrefillConfig]:
-    """Candidates with the default block_n, because block_n changes results and the other fields do not."""
-    block_n = _hopper_default(shape, 1, 2).block_n
+def hopper_candidates(shape: ModelShape, gpu: Gpu) -> list[HopperPrefillConfig]:
+    """Candidates with the default block_n, because block_n changes results and the other fields do not.
+
+    None for GPUs that the kernel is not for.
+    """
+    if not gpu.has_wgmma:
+        return []
+    block_n = _hopper_default(shape, 1, 2, gpu).block_n
     stages = (2, 3) if shape.head_dim < 128 else (2,)
     heads = [count for count in (1, 2, 4, 8) if shape.kv_heads % count == 0]
     return [HopperPrefillConfig(block_n, *one) for one in itertools.product(stages, heads)]
 
 
-def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
+def decode_candidates(shape: ModelShape, gpu: Gpu) -> list[DecodeConfig]:
     """Candidates that all split rows in the same way, because the split changes the last bits of results."""
+    group = shape.heads // shape.kv_heads
     tiles = (
         (16, 1, 3, 24, 6, 4),
         (16, 1, 3, 24, 8, 5),
@@ -89,13 +101,19 @@ def _decode_candidates(shape: ModelShape) -> list[DecodeConfig]:
         (32, 2, 3, 12, 3, 2),
         (32, 2, 4, 12, 3, 2),
     )
-    return [
+    configs = [
         DecodeConfig(block_n, 128, 64, warps, stages, few, some, many)
         for block_n, warps, stages, few, some, many in tiles
     ]
+    return [
+        config
+        for config in configs
+        if decode_that_fits(config, shape.head_dim, ELEMENT_SIZE, group, gpu) == config
+    ]
 
 
-def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:
+def prefill_candidates(shape: ModelShape, gpu: Gpu) -> list[PrefillConfig]:
+    """Candidates for the portable kernel."""
     tiles = [
         (128, 64, 8, 2),
         (128, 64, 8, 3),
@@ -103,8 +121,14 @@ def _prefill_candidates(shape: ModelShape) -> list[PrefillConfig]:
         (128, 32, 8, 3),
         (64, 64, 4, 3),
         (64, 128, 4, 2),
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (64, 32, 8, 2),
     ]
-    return [PrefillConfig(*tile) for tile in tiles]
+    configs = [PrefillConfig(*tile) for tile in tiles]
+    return [
+        config for config in configs if prefill_that_fits(config, shape.head_dim, ELEMENT_SIZE, gpu) == config
+    ]
 
 
 def _attention_exact(shape: ModelShape) -> dict[str, int]:
@@ -266,10 +290,10 @@ PAGED_DECODE = KernelOp(
         exact=_attention_exact,
         near=_attention_near,
         cases=_tune_decode_cases,
-        default=lambda shape, size, element: default_decode_config(
-            shape.head_dim, element, shape.heads // shape.kv_heads
+        default=lambda shape, size, element, gpu: default_decode_config(
+            shape.head_dim, element, shape.heads // shape.kv_heads, gpu=gpu
         ),
-        candidates=lambda shape, size: _decode_candidates(shape),
+        candidates=lambda shape, size, gpu: decode_candidates(shape, gpu),
         launcher=paged_decode_triton,
     ),
 )
@@ -287,8 +311,8 @@ PAGED_PREFILL = KernelOp(
         exact=_attention_exact,
         near=_attention_near,
         cases=_portable_prefill_cases,
-        default=lambda shape, size, element: default_prefill_config(shape.head_dim, element),
-        candidates=lambda shape, size: _prefill_candidates(shape),
+        default=lambda shape, size, element, gpu: default_prefill_config(shape.head_dim, element, gpu),
+        candidates=lambda shape, size, gpu: prefill_candidates(shape, gpu),
         launcher=paged_prefill_triton,
     ),
 )
@@ -303,7 +327,7 @@ PAGED_PREFILL_HOPPER = KernelOp(
         near=lambda shape: {"S": PAGE_SIZE},
         cases=_hopper_prefill_cases,
         default=_hopper_default,
-        candidates=lambda shape, size: _hopper_candidates(shape),
+        candidates=lambda shape, size, gpu: hopper_candidates(shape, gpu),
         launcher=paged_prefill_hopper,
     ),
 )

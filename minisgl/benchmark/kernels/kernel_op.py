@@ -13,10 +13,13 @@ import torch
 from minisgl.benchmark.kernels.attention_problems import AttentionShape
 from minisgl.benchmark.kernels.kernel_timing import Calls, Problem
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from triton_kernels.gpu import Gpu
 
 BENCH_TOKENS = (1, 64, 256, 4096, 16384)
 TUNE_TOKENS = (1, 64, 256, 1024, 8192)
 CPU_TOKENS = (1, 5)
+ELEMENT_SIZE = 2
+"""Bytes of an element of the dtypes for which candidates must fit: bfloat16 and float16."""
 """Numbers of tokens on the CPU, where kernels run in Triton's interpreter."""
 
 
@@ -46,8 +49,8 @@ class Tuning(NamedTuple):
     exact: Callable[[Any], dict[str, int]]  # of a part: numbers that must equal the launcher's
     near: Callable[[Any], dict[str, int]]  # of a part: a launcher takes the entry with the nearest numbers
     cases: Callable[[Any, bool], list[Case]]  # of (part, on a GPU)
-    default: Callable[[Any, int, int], Any]  # of (part, size, bytes of an element)
-    candidates: Callable[[Any, int], Iterable[Any]]  # of (part, size)
+    default: Callable[[Any, int, int, Gpu], Any]  # of (part, size, bytes of an element, GPU)
+    candidates: Callable[[Any, int, Gpu], Iterable[Any]]  # of (part, size, GPU): those that fit it
     launcher: Callable[..., Any]  # takes `config`
     parts: Callable[[ModelShape], list[Any]] = lambda shape: [shape]
 

@@ -1,6 +1,6 @@
 """The linear layers: over up to 16 rows, over 32 to 256 rows, and both with a gated activation.
 
-Promise: every candidate fits into a Hopper's shared memory; tuning checks and times it.
+Promise: every candidate fits the GPU's shared memory; tuning checks and times it.
 R rows, K width, N outputs.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.benchmark.kernels.kernel_op import Case, Cases, KernelOp, Tuning
 from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from triton_kernels.gpu import Gpu
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear import gated_linear_reference, linear_reference
 from triton_kernels.linear_few import (
@@ -21,7 +22,7 @@ from triton_kernels.linear_few import (
     LinearConfig,
     default_linear_config,
     gated_linear_triton,
-    linear_stage_bytes,
+    linear_that_fits,
     linear_triton,
 )
 from triton_kernels.linear_many import (
@@ -33,8 +34,6 @@ from triton_kernels.linear_many import (
     linear_many_with,
 )
 
-SHARED_BYTES = 227 * 1024
-MULTIPROCESSORS = 132
 FEWEST_PROGRAMS, MOST_PROGRAMS = 48, 640
 """Bounds for the programs of narrow tiles. Fewer leave most multiprocessors idle; more only add starts."""
 LEAST_STEPS = 4
@@ -109,7 +108,7 @@ def _linear_problem(
     return Problem(moved, flop, arguments, moved, check)
 
 
-def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
+def few_rows_candidates(matrix: Matrix, gpu: Gpu, *, gated: bool) -> list[LinearConfig]:
     """Candidates for up to 16 rows."""
     tiles = (
         (8, 256, 4, 8, 4),
@@ -129,19 +128,24 @@ def few_rows_candidates(matrix: Matrix, *, gated: bool) -> list[LinearConfig]:
         (64, 128, 4, 6),
     )
     outputs = matrix.outputs // 2 if gated else matrix.outputs
-    configs = [LinearConfig(*tile) for tile in tiles]
+    configs = [linear_that_fits(LinearConfig(*tile), MAX_ROWS, gated, gpu) for tile in tiles]
     return [
         config
-        for config in configs
+        for config in dict.fromkeys(configs)
         if not (gated and config.splits > 1)
+        and config.num_stages > 1
         and (config.block_n == 64 or outputs / config.block_n <= MOST_PROGRAMS)
         and (config.block_n <= 16 or outputs / config.block_n >= FEWEST_PROGRAMS)
-        and linear_stage_bytes(config, MAX_ROWS, gated) * config.num_stages <= SHARED_BYTES
     ]
 
 
-def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[TiledConfig]:
-    """Candidates for 33 to 256 rows: each tile with the two numbers of splits that best fill whole waves."""
+def many_rows_candidates(matrix: Matrix, rows: int, gpu: Gpu, *, gated: bool) -> list[TiledConfig]:
+    """Candidates for 33 to 256 rows: each tile with the two numbers of splits that best fill whole waves.
+
+    None without TMA: there only torch's product serves so many rows.
+    """
+    if not gpu.has_tma:
+        return []
     tiles = (
         (64, 64, 4, 8, False),
         (64, 64, 4, 5, False),
@@ -159,7 +163,7 @@ def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[Tile
     for block_n, block_k, warps, stages, rows_tall in tiles:
         block_m = max(64 if rows_tall else 32, min(rows, 128))
         weight_rows = 2 * block_n if gated else block_n
-        stages = min(stages, SHARED_BYTES // (2 * block_k * (weight_rows + block_m)))
+        stages = gpu.stages_that_fit(stages, 2 * block_k * (weight_rows + block_m))
         # More than 128 accumulators a thread leave too few registers.
         if stages < 2 or weight_rows * block_m > 128 * 32 * warps:
             continue
@@ -167,15 +171,17 @@ def many_rows_candidates(matrix: Matrix, rows: int, *, gated: bool) -> list[Tile
         if rows_tall and tiles_there > MOST_PROGRAMS:
             continue
         most = matrix.width // (block_k * LEAST_STEPS)
-        splits = [1] + [n for n in (2, 3, 4, 6, 8) if n <= most and n * tiles_there <= 2 * MULTIPROCESSORS]
-        splits.sort(key=lambda n, tiles=tiles_there: -_share_of_waves(n * tiles))
+        splits = [1] + [
+            n for n in (2, 3, 4, 6, 8) if n <= most and n * tiles_there <= 2 * gpu.multiprocessors
+        ]
+        splits.sort(key=lambda n, tiles=tiles_there: -_share_of_waves(n * tiles, gpu.multiprocessors))
         found += [TiledConfig(block_m, block_n, block_k, n, warps, stages, rows_tall) for n in splits[:2]]
     return list(dict.fromkeys(found))
 
 
-def _share_of_waves(programs: int) -> float:
+def _share_of_waves(programs: int, multiprocessors: int) -> float:
     """The used share of the multiprocessors' time, if each runs one program at a time."""
-    return programs / (ceil_div(programs, MULTIPROCESSORS) * MULTIPROCESSORS)
+    return programs / (ceil_div(programs, multiprocessors) * multiprocessors)
 
 
 def _tune_cases(
@@ -216,10 +222,10 @@ def _few_rows_tuning(build: Callable[..., Problem], launcher: Callable[..., Any]
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},
         cases=_tune_cases(build, (1, 16)),
-        default=lambda matrix, size, element: default_linear_config(
-            matrix.outputs // 2 if gated else matrix.outputs, matrix.width, gated, SHARED_BYTES
+        default=lambda matrix, size, element, gpu: default_linear_config(
+            matrix.outputs // 2 if gated else matrix.outputs, matrix.width, gated, gpu
         ),
-        candidates=lambda matrix, size: few_rows_candidates(matrix, gated=gated),
+        candidates=lambda matrix, size, gpu: few_rows_candidates(matrix, gpu, gated=gated),
         launcher=launcher,
         parts=gate_up_matrices if gated else plain_matrices,
     )
@@ -233,8 +239,8 @@ def _many_rows_tuning(build: Callable[..., Problem], launcher: Callable[..., Any
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},
         cases=_tune_cases(build, (64, 128, 256)),
-        default=lambda matrix, size, element: LIBRARY,
-        candidates=lambda matrix, size: many_rows_candidates(matrix, size, gated=gated),
+        default=lambda matrix, size, element, gpu: LIBRARY,
+        candidates=lambda matrix, size, gpu: many_rows_candidates(matrix, size, gpu, gated=gated),
         launcher=launcher,
         parts=gate_up_matrices if gated else plain_matrices,
     )

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.kernels.kernel_op import Case, KernelOp, Tuning, token_cases
+from minisgl.benchmark.kernels.kernel_op import ELEMENT_SIZE, Case, KernelOp, Tuning, token_cases
 from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
 from triton_kernels.fused_moe import MoeConfig, default_moe_config, fused_moe_reference, fused_moe_triton
-from triton_kernels.moe_gemm import GemmConfig
+from triton_kernels.gpu import Gpu
+from triton_kernels.moe_gemm import GemmConfig, gemm_that_fits
 from triton_kernels.moe_pairs import PairsConfig
 from triton_kernels.moe_route import Routing, route_triton, top_k_reference
 
@@ -81,7 +82,8 @@ def moe_route_problem(tokens: int, shape: ModelShape, device: torch.device, dtyp
     return Problem(moved, 0.0, arguments, moved, check)
 
 
-def _moe_candidates(shape: ModelShape) -> list[MoeConfig]:
+def moe_candidates(gpu: Gpu) -> list[MoeConfig]:
+    """Candidates with tiles for this GPU, each with as many stages as fit."""
     pairs = (
         (2, 1024, 1, 2, 256, 12),
         (4, 256, 3, 2, 256, 8),
@@ -102,11 +104,15 @@ def _moe_candidates(shape: ModelShape) -> list[MoeConfig]:
         ((128, 128, 64, 8, 4, 8), (128, 256, 64, 8, 4, 8)),
         ((128, 128, 64, 8, 4, 16), (128, 256, 64, 8, 4, 16)),
     )
-    small = MoeConfig(GemmConfig(*products[2][0]), GemmConfig(*products[2][1]))
-    return [
-        *(small._replace(pairs=PairsConfig(*one)) for one in pairs),
-        *(MoeConfig(GemmConfig(*gate_up), GemmConfig(*down)) for gate_up, down in products),
+    fitting = [
+        MoeConfig(
+            gemm_that_fits(GemmConfig(*gate_up), gpu, ELEMENT_SIZE, gated=True),
+            gemm_that_fits(GemmConfig(*down), gpu, ELEMENT_SIZE, gated=False),
+        )
+        for gate_up, down in products
     ]
+    small = fitting[2]
+    return list(dict.fromkeys([*(small._replace(pairs=PairsConfig(*one)) for one in pairs), *fitting]))
 
 
 def _bench_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
@@ -140,10 +146,10 @@ FUSED_MOE = KernelOp(
         exact=lambda shape: {"top_k": shape.experts_per_token},
         near=lambda shape: {"E": shape.experts, "M": shape.hidden, "F": shape.expert_width},
         cases=_tune_cases,
-        default=lambda shape, size, element: default_moe_config(
-            size, shape.experts, shape.expert_width, shape.experts_per_token, element
+        default=lambda shape, size, element, gpu: default_moe_config(
+            size, shape.experts, shape.expert_width, shape.experts_per_token, element, gpu
         ),
-        candidates=lambda shape, size: _moe_candidates(shape),
+        candidates=lambda shape, size, gpu: moe_candidates(gpu),
         launcher=fused_moe_triton,
     ),
 )

@@ -133,8 +133,8 @@ RMS_NORM = KernelOp(
         exact=lambda shape: {"block_m": next_power_of_2(shape.hidden)},
         near=lambda shape: {"M": shape.hidden},
         cases=token_cases(rms_norm_problem, TUNE_TOKENS),
-        default=lambda shape, size, element: default_norm_config(shape.hidden),
-        candidates=lambda shape, size: _norm_candidates(shape),
+        default=lambda shape, size, element, gpu: default_norm_config(shape.hidden),
+        candidates=lambda shape, size, gpu: _norm_candidates(shape),
         launcher=rms_norm_triton,
     ),
 )
@@ -151,8 +151,8 @@ ADD_RMS_NORM = KernelOp(
         exact=lambda shape: {"block_m": next_power_of_2(shape.hidden)},
         near=lambda shape: {"M": shape.hidden},
         cases=token_cases(add_rms_norm_problem, TUNE_TOKENS),
-        default=lambda shape, size, element: default_norm_config(shape.hidden),
-        candidates=lambda shape, size: _norm_candidates(shape),
+        default=lambda shape, size, element, gpu: default_norm_config(shape.hidden),
+        candidates=lambda shape, size, gpu: _norm_candidates(shape),
         launcher=add_rms_norm_triton,
     ),
 )

@@ -29,6 +29,7 @@ from minisgl.benchmark.reports.panels import Group
 from minisgl.benchmark.reports.plots import check_chart_path, write_chart
 from minisgl.benchmark.settings import TuneSettings
 from minisgl.errors import ConfigError
+from triton_kernels.gpu import MOST_SHARED_BYTES, Gpu, gpu_of
 from triton_kernels.tuning import (
     FOLDER,
     as_dict,
@@ -49,6 +50,7 @@ DECODE_TOKENS = 512
 """Only sizes up to this one choose the configuration of compiled decode steps."""
 COMPILE_THREADS = 16
 CPU_CANDIDATES = 2
+H200 = Gpu((9, 0), MOST_SHARED_BYTES, 132)
 
 
 class TuneTask(NamedTuple):
@@ -112,7 +114,7 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
     device, gpu_name = _device(settings)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     path = table_path(gpu_name, Path(settings.out) if settings.out else FOLDER)
-    table = _table_to_continue(path, gpu_name)
+    table = _table_to_continue(path, gpu_name, gpu_of(device).capability)
     timer = timer or (quick_graph_microseconds if on_gpu else wall_microseconds)
     begin = time.perf_counter()
     with torch.inference_mode():
@@ -177,11 +179,17 @@ def _device(settings: TuneSettings) -> tuple[torch.device, str]:
     return torch.device("cuda", settings.gpu), torch.cuda.get_device_name(settings.gpu)
 
 
+def _gpu_to_tune() -> Gpu:
+    """The GPU whose configurations are tried: the current one, else an H200."""
+    return gpu_of(torch.device("cuda")) if torch.cuda.is_available() else H200
+
+
 def _print_plan(shapes: list[ModelShape], ops: dict[str, Tuning], on_gpu: bool, out: TextIO) -> None:
+    gpu = _gpu_to_tune()
     for shape in shapes:
         for task in _tasks(ops, shape, on_gpu):
             cases = task.tuning.cases(task.part, on_gpu)
-            every = [one for case in cases for one in task.tuning.candidates(task.part, case.size)]
+            every = [one for case in cases for one in task.tuning.candidates(task.part, case.size, gpu)]
             candidates = list(dict.fromkeys(every))
             print(f"{shape.name} {task.op} {task.label}", file=out)
             print(f"  sizes: {', '.join(case.label for case in cases)}", file=out)
@@ -190,13 +198,13 @@ def _print_plan(shapes: list[ModelShape], ops: dict[str, Tuning], on_gpu: bool, 
                 print(f"    {candidate}", file=out)
 
 
-def _table_to_continue(path: Path, gpu_name: str) -> dict[str, Any]:
+def _table_to_continue(path: Path, gpu_name: str, capability: tuple[int, int]) -> dict[str, Any]:
     """The table in `path` without stale entries; an empty table if there is none for this Triton.
 
     Raises:
         ConfigError: nothing can be written there.
     """
-    fresh = new_table(gpu_name)
+    fresh = new_table(gpu_name, capability)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.with_name(f".{path.name}.probe")
@@ -209,6 +217,7 @@ def _table_to_continue(path: Path, gpu_name: str) -> dict[str, Any]:
         return fresh
     if table["triton"] != fresh["triton"]:
         return fresh
+    table = fresh | table  # a table of before may lack a field
     table["entries"] = [entry for entry in table["entries"] if is_fresh(table, entry["op"])]
     return table
 
@@ -242,13 +251,13 @@ def _tune(
     task: TuneTask, device: torch.device, dtype: torch.dtype, ceilings: Ceilings, timer: Timer
 ) -> dict[str, Any]:
     """Measure every candidate of one task; returns the table's entry."""
-    tuning, part = task.tuning, task.part
+    tuning, part, gpu = task.tuning, task.part, _gpu_to_tune()
     results = []
     for case in tuning.cases(part, device.type == "cuda"):
-        candidates = list(tuning.candidates(part, case.size))
+        candidates = list(tuning.candidates(part, case.size, gpu))
         if device.type == "cpu":
             candidates = candidates[:CPU_CANDIDATES]
-        default = tuning.default(part, case.size, dtype.itemsize)
+        default = tuning.default(part, case.size, dtype.itemsize, gpu)
         configs = list(dict.fromkeys([default, *candidates]))
         problem = case.build(device, dtype)
         if device.type == "cuda":

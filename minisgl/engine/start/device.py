@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from minisgl.attention.choice import OLDEST_GPU
 from minisgl.config import GIB, DeviceFacts
 
 
@@ -19,6 +20,20 @@ def find_device_facts() -> DeviceFacts:
         flashinfer=flashinfer_version(),
         cpu_has_bf16=cpu_has_bf16(),
     )
+
+
+def kernel_tuning(gpu: str, capability: tuple[int, int]) -> str:
+    """For which GPU the launch configurations were measured that a GPU of this name takes, as a clause."""
+    from triton_kernels.tuning import find_table, table_path  # lazy: it imports Triton, which a CPU may lack
+
+    if capability < OLDEST_GPU:
+        return "too old for the kernels"
+    table = find_table(gpu, capability)
+    if table is None:
+        return "kernels not tuned (minisgl tune --model MODEL)"
+    if table.name == table_path(gpu).name:
+        return "kernels tuned for it"
+    return f"kernels as tuned for {table.stem}, which has the same multiprocessors"
 
 
 def flashinfer_version() -> str:

@@ -1,0 +1,257 @@
+"""The launches of every kernel at models' shapes, on meta tensors: nothing is computed, nothing needs a GPU.
+
+Promise: the launchers themselves choose grid, configuration and arguments, as `triton_kernels.gpu` says of
+the GPU. So what these launches compile is what that GPU would compile.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.benchmark.kernels.all_ops import TUNABLE
+from minisgl.benchmark.kernels.linear_ops import Matrix, many_rows_candidates
+from minisgl.benchmark.kernels.model_shapes import read_model_shape
+from triton_kernels import (
+    advance_rows,
+    all_reduce,
+    fused_moe,
+    linear_few,
+    linear_many,
+    norm_router,
+    paged_decode,
+    paged_prefill,
+    paged_prefill_hopper,
+    read_rows,
+    rms_norm,
+    rope_store,
+    sample,
+    silu_mul,
+    token_mask,
+)
+from triton_kernels.gpu import Gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Launch(NamedTuple):
+    """A call of one launcher, which may launch several kernels."""
+
+    name: str
+    call: Callable[[], Any]
+    every: bool = True
+    """Compiled for every GPU; the others are compiled for Hopper only, because compiling takes time."""
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A meta tensor."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    """A meta tensor of int32."""
+    return empty(*shape, dtype=torch.int32)
+
+
+def launches(gpu: Gpu) -> Iterator[Launch]:
+    """Every launch for this GPU."""
+    yield from _norms_and_rows()
+    yield from _sums_over_ranks()
+    yield from _linear_layers(gpu)
+    yield from _rope_and_decode()
+    yield from _prefill(gpu)
+    yield from _experts()
+    for dtype in (BF16, F32):
+        columns = (empty(64, dtype=F32), ints(64), empty(64, dtype=F32), empty(64, dtype=F32))
+        arguments = (empty(64, 128256, dtype=dtype), *columns, empty(64, dtype=torch.int64), ints(64))
+        yield Launch(f"sample {dtype}", functools.partial(sample.sample_triton, *arguments), dtype == BF16)
+
+
+def _norms_and_rows() -> Iterator[Launch]:
+    weight, row, rows = empty(4096), empty(64, 4096), ints(64)
+    yield Launch("rms_norm 4096", lambda: rms_norm.rms_norm_triton(row, weight, 1e-5))
+    yield Launch("rms_norm 128", lambda: rms_norm.rms_norm_triton(empty(640, 128), empty(128), 1e-5))
+    yield Launch("add_rms_norm 4096", lambda: rms_norm.add_rms_norm_triton(row, row, weight, 1e-5), False)
+    x = empty(64, 576)
+    yield Launch("add_rms_norm 576", lambda: rms_norm.add_rms_norm_triton(x, x, empty(576), 1e-5))
+    for tokens, width, experts in ((2, 2048, 128), (16, 4096, 8)):
+        x = empty(tokens, width)
+        arguments = (x, x, empty(width), 1e-6, empty(experts, width), ints(tokens))
+        call = functools.partial(norm_router.add_rms_norm_router_triton, *arguments)
+        yield Launch(f"norm_router {tokens}x{width} to {experts}", call)
+    yield Launch("silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336)))
+    yield Launch("gelu_tanh_mul 14336", lambda: silu_mul.gelu_tanh_mul_triton(empty(64, 2 * 14336)))
+    floats = empty(257, dtype=F32)
+    tables = (ints(257), ints(257), ints(257, 512), floats, ints(257), floats, floats)
+    seeds = empty(257, dtype=torch.int64)
+    yield Launch("read_rows", lambda: read_rows.read_rows_triton(rows, *tables, seeds, 16))
+    advance = functools.partial(advance_rows.advance_rows_triton, rows, rows, rows, ints(257), ints(257), 256)
+    yield Launch("advance_rows", advance)
+    for dtype in (BF16, F32):
+        masked = (empty(64, 151936, dtype=dtype), rows, ints(40, 4748))
+        call = functools.partial(token_mask.token_mask_triton, *masked)
+        yield Launch(f"token_mask {dtype}", call, dtype == BF16)
+
+
+def _sums_over_ranks() -> Iterator[Launch]:
+    x = empty(64, 5120)
+    for num_ranks, shots in ((2, 1), (4, 2)):
+        regions = all_reduce.Regions(empty(num_ranks, dtype=torch.int64), 1, 8 << 20)
+        config = all_reduce.AllReduceConfig(shots, 8)
+        call = functools.partial(all_reduce.all_reduce_norm, x, x, empty(5120), 1e-5, regions, config)
+        yield Launch(f"all_reduce {num_ranks} ranks", call)
+
+
+def _linear_layers(gpu: Gpu) -> Iterator[Launch]:
+    """One matrix for each default configuration, and of the larger batches' kernel one that tuning offers."""
+    plain = ((1024, 3072), (2048, 1024), (4096, 1024), (3072, 3072), (4096, 14336), (6144, 4096))
+    for outputs, width in (*plain, (128256, 4096)):
+        for rows in (16, 32):
+            arguments = (empty(rows, width), empty(outputs, width))
+            call = functools.partial(linear_few.linear_triton, *arguments)
+            yield Launch(f"linear {rows} to {outputs}x{width}", call, rows == 16 or outputs == 6144)
+    for outputs, width in ((6144, 1024), (7168, 4096), (28672, 4096)):
+        for rows in (16, 32):
+            arguments = (empty(rows, width), empty(outputs, width))
+            call = functools.partial(linear_few.gated_linear_triton, *arguments)
+            yield Launch(f"gated_linear {rows} to {outputs}x{width}", call, rows == 16 or outputs == 28672)
+    for rows, outputs, gated in ((64, 4096, False), (256, 6144, False), (64, 28672, True)):
+        offered = many_rows_candidates(Matrix("", outputs, 4096), rows, gpu, gated=gated)
+        split = [config for config in offered if config.splits > 1]
+        tall = [config for config in offered if config.rows_tall]
+        for config in dict.fromkeys([*offered[-1:], *split[:1], *tall[:1]]):
+            function = linear_many.gated_linear_many_with if gated else linear_many.linear_many_with
+            call = functools.partial(function, empty(rows, 4096), empty(outputs, 4096), config=config)
+            yield Launch(f"{'gated_' * gated}linear_many {rows}x4096 to {outputs}, {config}", call)
+
+
+def _attention(tokens: int, heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype = BF16):
+    pool = empty(4096, page, kv_heads, head_dim, dtype=dtype)
+    qkv = empty(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+    return q, pool, torch.empty_like(pool), ints(257, 2048), ints(tokens), ints(tokens)
+
+
+def _rope_and_decode() -> Iterator[Launch]:
+    def store(tokens: int, heads: int, kv_heads: int, normed: bool) -> Callable[[], Any]:
+        pool = empty(4096, 16, kv_heads, 128)
+        qkv, table = empty(tokens, (heads + 2 * kv_heads) * 128), empty(8192, 128, dtype=F32)
+        arguments = (qkv, table, ints(tokens), ints(tokens), pool, pool)
+        weights = (empty(128), empty(128)) if normed else ()
+        return functools.partial(rope_store.rope_store_triton, *arguments, *weights)
+
+    def decode(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], Any]:
+        return functools.partial(
+            paged_decode.paged_decode_triton, *_attention(64, *shape, dtype=dtype), 0.1, **options
+        )
+
+    def rope_decode(heads: int, kv_heads: int, head_dim: int, rows: int, normed: bool) -> Callable[[], Any]:
+        _, k_cache, v_cache, *where = _attention(rows, heads, kv_heads, head_dim, 16)
+        norm = empty(head_dim) if normed else None
+        table, qkv = empty(8192, head_dim, dtype=F32), empty(rows, (heads + 2 * kv_heads) * head_dim)
+        rope = paged_decode.Rope(table, ints(rows), ints(rows), norm, norm)
+        arguments = (qkv, k_cache, v_cache, *where)
+        return functools.partial(paged_decode.paged_decode_triton, *arguments, scale=0.1, rope=rope)
+
+    yield Launch("rope_store 32/8/128", store(64, 32, 8, False))
+    yield Launch("rope_store normed 32/4/128, 2 tokens", store(2, 32, 4, True))
+    yield Launch("rope_store normed 32/4/128, 64 tokens", store(64, 32, 4, True), False)
+    yield Launch("decode 32/8/128 page 16", decode(32, 8, 128, 16), False)
+    yield Launch("decode 9/3/64 page 16 fp16", decode(9, 3, 64, 16, dtype=F16), False)
+    yield Launch("decode 28/4/80 page 1", decode(28, 4, 80, 1, window=1024, softcap=30.0), False)
+    yield Launch("decode 16/8/256 window softcap", decode(16, 8, 256, 16, window=4096, softcap=50.0))
+    yield Launch("decode 16/1/256 page 256", decode(16, 1, 256, 256), False)
+    yield Launch("decode 32/8/128 float32", decode(32, 8, 128, 16, dtype=F32), False)
+    yield Launch("rope_decode 32/8/128", rope_decode(32, 8, 128, 64, normed=False))
+    yield Launch("rope_decode 32/4/128 normed", rope_decode(32, 4, 128, 64, normed=True), False)
+    yield Launch("rope_decode 32/4/128 normed, few rows", rope_decode(32, 4, 128, 2, normed=True))
+    yield Launch("rope_decode 9/3/64", rope_decode(9, 3, 64, 64, normed=False))
+
+
+def _prefill(gpu: Gpu) -> Iterator[Launch]:
+    def prefill(launcher: Callable, *shape: int, dtype: torch.dtype = BF16, **options: Any):
+        inputs = _attention(4096, *shape, dtype=dtype)
+        return functools.partial(launcher, *inputs, ints(65), 512, 0.1, **options)
+
+    portable = functools.partial(prefill, paged_prefill.paged_prefill_triton)
+    yield Launch("prefill 32/8/128 page 16", portable(32, 8, 128, 16))
+    yield Launch("prefill 9/3/64 page 16", portable(9, 3, 64, 16))
+    yield Launch("prefill 28/4/80 page 1", portable(28, 4, 80, 1, window=1024, softcap=30.0), False)
+    yield Launch("prefill 16/8/256 window softcap", portable(16, 8, 256, 16, window=4096, softcap=50.0))
+    yield Launch("prefill 16/1/256 page 256", portable(16, 1, 256, 256), False)
+    yield Launch("prefill 32/8/128 float32", portable(32, 8, 128, 16, dtype=F32), False)
+    if not gpu.has_wgmma:
+        return
+    hopper = functools.partial(prefill, paged_prefill_hopper.paged_prefill_hopper)
+    one_head = paged_prefill_hopper.HopperPrefillConfig(128, 2, 1)
+    yield Launch("prefill hopper 32/8/128 page 16", hopper(32, 8, 128, 16))
+    yield Launch("prefill hopper 32/8/128, a head a program", hopper(32, 8, 128, 16, config=one_head))
+    yield Launch("prefill hopper 9/3/64 page 64 fp16", hopper(9, 3, 64, 64, dtype=F16))
+    yield Launch("prefill hopper 28/4/128", hopper(28, 4, 128, 16, window=1024, softcap=30.0))
+    yield Launch("prefill hopper 16/1/256 page 256", hopper(16, 1, 256, 256))
+
+
+def _experts() -> Iterator[Launch]:
+    def moe(
+        tokens: int, experts: int = 128, top_k: int = 8, width: int = 2048, expert_width: int = 768,
+        dtype: torch.dtype = BF16,
+    ) -> Callable[[], Any]:  # fmt: skip
+        x, logits = empty(tokens, width, dtype=dtype), empty(tokens, experts, dtype=dtype)
+        gate_up = empty(experts, 2 * expert_width, width, dtype=dtype)
+        down = empty(experts, width, expert_width, dtype=dtype)
+        return functools.partial(fused_moe.fused_moe_triton, x, logits, gate_up, down, top_k)
+
+    for tokens in (1, 64, 256, 512, 8192):
+        yield Launch(f"moe {tokens} tokens", moe(tokens))
+    yield Launch("moe odd fp16", moe(64, 60, 4, 720, 208, dtype=F16), False)
+    for tokens in (1, 5, 40):
+        yield Launch(f"moe {tokens} tokens 2 experts", moe(tokens, 2, 1, 48, 16), False)
+    yield Launch("moe 512 tokens float32", moe(512, dtype=F32), False)
+
+
+CANDIDATES_OF = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-1b")
+"""Models whose candidates are compiled: plain layers, experts, heads of 128 and of 256."""
+LARGEST = {"linear_many": (64, 128, 256), "gated_linear_many": (64, 128, 256)}
+"""Op -> the sizes by which its candidates differ; the others have the same ones for all sizes."""
+
+
+def candidate_launches(gpu: Gpu) -> Iterator[Launch]:
+    """Every configuration that `minisgl tune` tries on this GPU, each with one shape that it is tried for.
+
+    Of numbers of splits, 1 and another: more of them take no more of a program.
+    """
+    seen = set()
+    for shape in map(read_model_shape, CANDIDATES_OF):
+        for op, tuning in TUNABLE.items():
+            if op == "fused_moe" and not shape.experts:
+                continue
+            for part in tuning.parts(shape):
+                # A matrix's sizes do not change what a configuration takes; heads and widths do.
+                numbers = () if isinstance(part, Matrix) else tuple(tuning.exact(part).items())
+                for size in LARGEST.get(op, (16,)):
+                    for config in tuning.candidates(part, size, gpu):
+                        kind = config._replace(splits=config.splits > 1) if op in LARGEST else config
+                        if (op, numbers, kind) in seen:
+                            continue
+                        seen.add((op, numbers, kind))
+                        call = functools.partial(tuning.launcher, *_arguments(op, part, size), config=config)
+                        yield Launch(f"{op} {config}", call)
+
+
+def _arguments(op: str, part: Any, size: int) -> tuple[Any, ...]:
+    """The arguments of a tuned launcher for a part of a model, without the configuration."""
+    if isinstance(part, Matrix):
+        return empty(size, part.width), empty(part.outputs, part.width)
+    if op in ("rms_norm", "add_rms_norm"):
+        x = empty(size, part.hidden)
+        return (*[x] * (2 if op == "add_rms_norm" else 1), empty(part.hidden), 1e-5)
+    if op == "silu_mul":
+        return (empty(size, 2 * part.intermediate),)
+    if op == "fused_moe":
+        gate_up = empty(part.experts, 2 * part.expert_width, part.hidden)
+        down = empty(part.experts, part.hidden, part.expert_width)
+        return empty(size, part.hidden), empty(size, part.experts), gate_up, down, part.experts_per_token
+    attention = _attention(64 if op == "paged_decode" else 4096, part.heads, part.kv_heads, part.head_dim, 16)
+    return (*attention, 0.1) if op == "paged_decode" else (*attention, ints(65), 512, 0.1)
