@@ -307,7 +307,9 @@ def main() -> int:
 
 def rows_of(rows: list[dict[str, Cell]], engine: str) -> dict[str, Any]:
     """The figures of one engine."""
-    return next(({k: v for k, v in row.items() if k != "engine"} for row in rows if row["engine"] == engine), {})
+    return next(
+        ({k: v for k, v in row.items() if k != "engine"} for row in rows if row["engine"] == engine), {}
+    )
 
 
 def missed(samples: dict[str, list[float]]) -> bool:

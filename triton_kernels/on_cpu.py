@@ -9,6 +9,9 @@ long prompt goes through memory. So the calls here are few and work in place whe
 T tokens, M width, H query heads, K KV heads, D head dim, P pages, S page size.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,13 +19,28 @@ from torch.nn import functional as F
 
 FEW_ROWS = 16
 """Up to so many rows, calls of torch cost more than passes over memory."""
+FEW_BYTES = 1 << 20
+"""Reading less than this takes one thread no longer than waking others. They sleep between calls, because
+threads that spin take the processor from each other on a busy machine."""
+
+
+def on_one_thread(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """Call a function of torch on the calling thread alone."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*arguments, **options)
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The op `linear`. One row of bfloat16 is a matrix-vector product, for which torch has faster code."""
-    if x.shape[0] == 1 and bias is None and x.dtype == torch.bfloat16:
-        return torch.mv(weight, x[0]).unsqueeze(0)
-    return F.linear(x, weight, bias)
+    if x.shape[0] != 1 or bias is not None or x.dtype != torch.bfloat16:
+        return F.linear(x, weight, bias)
+    if weight.nbytes < FEW_BYTES:
+        return on_one_thread(torch.mv, weight, x[0]).unsqueeze(0)
+    return torch.mv(weight, x[0]).unsqueeze(0)
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:

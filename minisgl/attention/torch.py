@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.attention.interface import AttentionInputs, RowKeys
+from triton_kernels.on_cpu import FEW_BYTES, on_one_thread
 
 QUERIES_AT_ONCE = 512
 """Queries of a row per block. This bounds the mask and the scores, which grow with queries times keys."""
@@ -78,6 +79,8 @@ def _attend_block(
     length = end - begin
     k, v = (_select(pool, row.slots, begin, end).transpose(0, 1) for pool in (k_cache, v_cache))
     if num_queries == 1 and not softcap:  # no mask is needed, so the G heads can be torch's queries
+        if k.device.type == "cpu" and 2 * k.nbytes < FEW_BYTES:
+            return on_one_thread(F.scaled_dot_product_attention, queries, k[None], v[None], scale=scale)
         return F.scaled_dot_product_attention(queries, k[None], v[None], scale=scale)
     group = queries.shape[2]
     k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
