@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 FEW_ROWS = 16
 """Up to so many rows, calls of torch cost more than passes over memory."""
 FEW_BYTES = 1 << 20
@@ -98,8 +97,11 @@ def rope_store_cpu(
                 wide[:, part].mul_(scale[:, part]).mul_(weight)
     # [T, heads, 2, D / 2]: halves (a, b) turn into (a * cos - b * sin, b * cos + a * sin).
     halves = wide.unflatten(2, (2, -1))
-    cos, sin = table.view(num_tokens, 1, 2, head_dim // 2).split(1, dim=2)
-    turned = (halves * cos).addcmul_(halves.flip(2), torch.cat((-sin, sin), dim=2))
+    a, b = halves.unbind(2)
+    cos, sin = table.view(num_tokens, 1, 2, head_dim // 2).unbind(2)
+    turned = halves * cos.unsqueeze(2)
+    turned[:, :, 0].addcmul_(b, sin, value=-1)
+    turned[:, :, 1].addcmul_(a, sin)
     rotated = turned.flatten(2).to(qkv.dtype)
     k, v, slots = rotated[:, num_heads:], heads[:, num_rotated:], slot_mapping
     if stored is not None:
@@ -113,7 +115,7 @@ def rope_store_cpu(
 def _store(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     """Write x [T, K, D] to the slots, int64 [T], of pool [P, S, K, D]."""
     x = x.to(pool.dtype)
-    if pool.is_contiguous():
+    if len(slots) <= FEW_ROWS and pool.is_contiguous():
         pool.flatten(0, 1).index_copy_(0, slots, x)
     else:
         pool[slots // pool.shape[1], slots % pool.shape[1]] = x

@@ -12,7 +12,7 @@ from triton_kernels.paged_prefill import paged_prefill_reference
 def make_pool(
     contexts: list[int], page_size: int, *, scattered: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """k_cache, v_cache [P, S, 2, 24] and a page table int32 [R, C] of rows that own random or adjacent pages."""
+    """k_cache, v_cache [P, S, 2, 24] and a page table int32 [R, C] of rows with random or adjacent pages."""
     counts = [-(-length // page_size) for length in contexts]
     pages = torch.randperm(sum(counts)) if scattered else torch.arange(sum(counts))
     order = (pages + 1).int().split(counts)

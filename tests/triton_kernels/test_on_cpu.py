@@ -23,7 +23,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def assert_as_exact(got: Tensor, reference: Tensor, exact: Tensor) -> None:
     """At most twice as far from float64 as the reference in the same precision, plus a rounding."""
-    assert got.dtype == reference.dtype and got.shape == reference.shape
+    assert got.dtype == reference.dtype
+    assert got.shape == reference.shape
     rounding = torch.finfo(got.dtype).eps * exact.norm()
     assert (got.double() - exact).norm() <= 2 * (reference.double() - exact).norm() + rounding
 
