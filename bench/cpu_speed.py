@@ -296,12 +296,14 @@ def main() -> int:
 
     measures = [*tasks, *(["start_s"] if arguments.starts else [])]
     rows: list[dict[str, Cell]] = [
-        {"engine": engine.name}
-        | {name: round(statistics.median(samples[f"{engine.name} {name}"]), 2) for name in measures}
+        {
+            "engine": engine.name,
+            **{name: round(statistics.median(samples[f"{engine.name} {name}"]), 2) for name in measures},
+        }
         for engine in engines
     ]
     ratios: list[dict[str, Cell]] = [
-        {"ratio": f"{above} / {below}"} | {name: ratio(samples, above, below, name) for name in measures}
+        {"ratio": f"{above} / {below}", **{name: ratio(samples, above, below, name) for name in measures}}
         for above, below in (
             (TRANSFORMERS, OURS),
             (TRANSFORMERS, SERVED),

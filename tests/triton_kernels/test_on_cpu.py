@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_kernels.linear import gated_linear, linear
-from triton_kernels.on_cpu import FEW_ROWS, on_one_thread
+from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, on_one_thread
 from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_kernels.rope_store import rope_store, rope_store_reference
 from triton_kernels.sample import NO_TOKEN, sample, sample_reference
@@ -46,7 +46,7 @@ def test_norms_are_as_exact_as_the_reference_and_write_no_input(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [*ROWS, 2 * BLOCK_ROWS + 3])
 def test_silu_mul_is_as_exact_as_the_reference_and_writes_no_input(rows, dtype):
     gate_up = random(rows, 2 * 45, dtype=dtype)[:, :74]
     before = gate_up.clone()
