@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from triton_kernels.linear_few import MAX_ROWS, gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, is_for_many, linear_many
+from triton_kernels.on_cpu import linear_cpu, silu_mul_cpu
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
 
 
@@ -30,6 +31,8 @@ def gated_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N], all of one dtype."""
+    if x.device.type == "cpu":
+        return linear_cpu(x, weight, bias)
     if _suits_the_kernel(x):
         return linear_triton(x, weight, bias)
     if is_for_many(x, weight, "linear_many"):
@@ -39,6 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K], weight [2F, K] (the gate's rows first) -> silu(gate) * up, [M, F], all of one dtype."""
+    if x.device.type == "cpu":
+        return silu_mul_cpu(linear_cpu(x, weight))
     if _suits_the_kernel(x):
         return gated_linear_triton(x, weight)
     if is_for_many(x, weight, "gated_linear_many"):

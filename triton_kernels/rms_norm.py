@@ -23,6 +23,7 @@ from torch import Tensor
 
 from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.on_cpu import add_rms_norm_cpu, rms_norm_cpu
 from triton_kernels.tuning import tuned
 
 
@@ -168,12 +169,12 @@ def add_rms_norm_triton(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [T, M] (rows may be strided) with weight [M]; returns a contiguous [T, M] of x's dtype."""
     if x.device.type == "cpu":
-        return rms_norm_reference(x, weight, eps)
+        return rms_norm_cpu(x, weight, eps)
     return rms_norm_triton(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of x + residual, both [T, M]; returns (normed, x + residual), neither input is written."""
     if x.device.type == "cpu":
-        return add_rms_norm_reference(x, residual, weight, eps)
+        return add_rms_norm_cpu(x, residual, weight, eps)
     return add_rms_norm_triton(x, residual, weight, eps)

@@ -30,6 +30,7 @@ from torch import Tensor
 from triton_kernels.early_start import can_start_early, start_next_and_wait
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear_few import MAX_ROWS
+from triton_kernels.on_cpu import rope_store_cpu
 
 
 def rope_store_reference(
@@ -248,5 +249,5 @@ def rope_store(
     """
     arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, eps)
     if qkv.device.type == "cpu":
-        return rope_store_reference(*arguments)
+        return rope_store_cpu(*arguments)
     return rope_store_triton(*arguments)

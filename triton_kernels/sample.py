@@ -144,6 +144,37 @@ def sample_reference(
     return ids.masked_fill_(largest[:, 0] == float("-inf"), NO_TOKEN).int()
 
 
+def sample_cpu(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """The same as sample on a CPU: sorts the vocabulary only if some row needs it."""
+    drawn_rows = (temperature > 0).nonzero().flatten()
+    limited = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    if drawn_rows.numel() and bool(limited[drawn_rows].any()):
+        return sample_reference(logits, temperature, top_k, top_p, min_p, seed, position)
+    values = logits.float().nan_to_num(nan=float("-inf"), posinf=_FLOAT_MAX.value, neginf=float("-inf"))
+    largest = values.amax(1, keepdim=True)
+    ids = (values == largest).int().argmax(1)
+    if drawn_rows.numel():
+        largest_drawn = largest[drawn_rows]
+        spread = torch.where(
+            largest_drawn == float("-inf"), 0.0, (values[drawn_rows] - largest_drawn).double()
+        )
+        divisor = temperature[drawn_rows, None].clamp(min=_LOWEST_TEMPERATURE.value).double()
+        running = spread.div_(divisor).exp_().cumsum(1)
+        uniform = uniform_reference(seed[drawn_rows], position[drawn_rows]).double()
+        target = uniform[:, None] * running[:, -1:]
+        first = torch.searchsorted(running, target, right=True).flatten()
+        ids[drawn_rows] = first.clamp(max=logits.shape[1] - 1)
+    return ids.masked_fill_(largest[:, 0] == float("-inf"), NO_TOKEN).int()
+
+
 def last_true(mask: Tensor) -> Tensor:
     """Index of the last True of each row of mask [R, V]."""
     return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
@@ -723,4 +754,4 @@ def sample(
     """
     if logits.device.type != "cpu":
         return sample_triton(logits, temperature, top_k, top_p, min_p, seed, position)
-    return sample_reference(logits, temperature, top_k, top_p, min_p, seed, position)
+    return sample_cpu(logits, temperature, top_k, top_p, min_p, seed, position)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div
+from triton_kernels.on_cpu import silu_mul_cpu
 from triton_kernels.tuning import tuned
 
 
@@ -109,7 +110,7 @@ def _gated(gate_up: Tensor, config: SiluMulConfig | None, gelu: bool) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of gate_up [T, 2F] (gate first, rows may be strided); returns a contiguous [T, F]."""
     if gate_up.device.type == "cpu":
-        return silu_mul_reference(gate_up)
+        return silu_mul_cpu(gate_up)
     return silu_mul_triton(gate_up)
 
 

@@ -28,10 +28,20 @@ class AttentionInputs(NamedTuple):
     arrivals: Tensor | None = None  # int32 zeros: counters of our decode kernel, which resets them
     decodes: "JoinedDecodes | None" = None  # rows that decode in the same batch as prompts
     output_index: Tensor | None = None  # int [N]  new tokens that leave the attention layer; None = all
+    rows: "tuple[RowKeys, ...] | None" = None  # on a CPU, the rows that have keys; None = not looked up yet
 
     def select_outputs(self, x: Tensor) -> Tensor:
         """[T, ...] -> [N, ...]: the tokens that leave the attention layer."""
         return x if self.output_index is None else x.index_select(0, self.output_index)
+
+
+class RowKeys(NamedTuple):
+    """A row of a CPU's batch, in numbers that the host can read."""
+
+    begin: int  # it owns the new tokens begin : end
+    end: int
+    length: int  # keys it sees
+    slots: slice | Tensor  # where these lie in the pool: a run of slots, or int64 [length]
 
 
 class JoinedDecodes(NamedTuple):

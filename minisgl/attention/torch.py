@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.attention.interface import AttentionInputs
+from minisgl.attention.interface import AttentionInputs, RowKeys
+from triton_kernels.on_cpu import FEW_BYTES, on_one_thread
 
 QUERIES_AT_ONCE = 512
 """Queries of a row per block. This bounds the mask and the scores, which grow with queries times keys."""
@@ -26,44 +27,87 @@ def attend(
     softcap: float = 0.0,
 ) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
-    page_size, num_kv_heads = k_cache.shape[1:3]
-    queries = q.unflatten(1, (num_kv_heads, -1))
+    rows = inputs.rows if inputs.rows is not None else find_rows(inputs, k_cache.shape[1])
+    queries = q.unflatten(1, (k_cache.shape[2], -1))
+    blocks = [
+        (low, min(low + QUERIES_AT_ONCE, row.end), row)
+        for row in rows
+        for low in range(row.begin, row.end, QUERIES_AT_ONCE)
+    ]
+    if len(blocks) == 1 and blocks[0][:2] == (0, len(q)):
+        return _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap).flatten(1, 2)
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
-    starts = inputs.row_start.tolist()
-    rows = zip(inputs.row_ids.tolist(), inputs.context_len.tolist(), strict=True)
-    for r, (row, length) in enumerate(rows):
-        if length == 0:
-            continue
-        for low in range(starts[r], starts[r + 1], QUERIES_AT_ONCE):
-            high = min(low + QUERIES_AT_ONCE, starts[r + 1])
-            end = length - (starts[r + 1] - high)  # the block sees the row's keys begin : end
-            begin = max(0, end - (high - low) + 1 - window) if window else 0
-            first_page = begin // page_size
-            pages = inputs.page_table[row, first_page : -(-end // page_size)]
-            seen = slice(begin - first_page * page_size, end - first_page * page_size)
-            keys = k_cache.index_select(0, pages).flatten(0, 1)[seen]
-            values = v_cache.index_select(0, pages).flatten(0, 1)[seen]
-            out[low:high] = _attend_block(queries[low:high], keys, values, scale, window, softcap)
+    for low, high, row in blocks:
+        some = queries[low:high]
+        out[low:high] = _attend_block(some, k_cache, v_cache, low, high, row, scale, window, softcap)
     return out.flatten(1, 2)
 
 
+def find_rows(inputs: AttentionInputs, page_size: int) -> tuple[RowKeys, ...]:
+    """The rows that have keys, as `attend` reads them; once per step is enough for all layers."""
+    starts = inputs.row_start.tolist()
+    rows = []
+    for r, (row, length) in enumerate(zip(inputs.row_ids.tolist(), inputs.context_len.tolist(), strict=True)):
+        if length == 0:
+            continue
+        pages = inputs.page_table[row, : -(-length // page_size)]
+        first, ids = int(pages[0]), pages.tolist()
+        if ids == list(range(first, first + len(ids))):  # one run, which needs no copy
+            slots: slice | Tensor = slice(first * page_size, first * page_size + length)
+        else:
+            offsets = torch.arange(page_size, device=pages.device)
+            slots = (pages.long()[:, None] * page_size + offsets).flatten()[:length]
+        rows.append(RowKeys(starts[r], starts[r + 1], length, slots))
+    return tuple(rows)
+
+
 def _attend_block(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int, softcap: float
+    queries: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    low: int,
+    high: int,
+    row: RowKeys,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
-    """queries [N, K, G, D] of the last N tokens of keys and values [L, K, D] -> [N, K, G, D]."""
-    num_queries, length = len(queries), len(keys)
-    k, v = keys.transpose(0, 1), values.transpose(0, 1)
+    """queries [N, K, G, D] of a row's new tokens low : high -> [N, K, G, D]."""
+    num_queries = high - low
+    end = row.length - (row.end - high)  # the block sees the row's keys begin : end
+    begin = max(0, end - num_queries + 1 - window) if window else 0
+    length = end - begin
+    k, v = (_select(pool, row.slots, begin, end).transpose(0, 1) for pool in (k_cache, v_cache))
     if num_queries == 1 and not softcap:  # no mask is needed, so the G heads can be torch's queries
+        if k.device.type == "cpu" and 2 * k.nbytes < FEW_BYTES:
+            return on_one_thread(F.scaled_dot_product_attention, queries, k[None], v[None], scale=scale)
         return F.scaled_dot_product_attention(queries, k[None], v[None], scale=scale)
-    seen = torch.ones(num_queries, length, dtype=torch.bool, device=keys.device).tril(length - num_queries)
-    if window:
-        seen = seen.triu(length - num_queries - window + 1)
     group = queries.shape[2]
     k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    heads = queries.permute(1, 2, 0, 3)
+    if num_queries == length and not window and not softcap:  # torch skips what the causal mask hides
+        return F.scaled_dot_product_attention(heads, k, v, is_causal=True, scale=scale).permute(2, 0, 1, 3)
+    seen = torch.ones(num_queries, length, dtype=torch.bool, device=k.device).tril(length - num_queries)
+    if window:
+        seen = seen.triu(length - num_queries - window + 1)
     if softcap:
-        return _softcapped(queries.permute(1, 2, 0, 3), k, v, seen, scale, softcap).permute(2, 0, 1, 3)
-    mixed = F.scaled_dot_product_attention(queries.permute(1, 2, 0, 3), k, v, attn_mask=seen, scale=scale)
+        return _softcapped(heads, k, v, seen, scale, softcap).permute(2, 0, 1, 3)
+    mixed = F.scaled_dot_product_attention(heads, k, v, attn_mask=seen, scale=scale)
     return mixed.permute(2, 0, 1, 3)
+
+
+def _select(pool: Tensor, slots: slice | Tensor, begin: int, end: int) -> Tensor:
+    """The keys or values [L, K, D] at slots[begin : end] of pool [P, S, K, D]."""
+    page_size = pool.shape[1]
+    if isinstance(slots, slice):
+        begin, end = slots.start + begin, slots.start + end
+        first = begin // page_size
+        run = pool[first : -(-end // page_size)].flatten(0, 1)
+        return run[begin - first * page_size : end - first * page_size]
+    wanted = slots[begin:end]
+    if pool.is_contiguous():
+        return pool.flatten(0, 1).index_select(0, wanted)
+    return pool[wanted // page_size, wanted % page_size]
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs, JoinedDecodes
+from minisgl.attention.torch import find_rows
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.logits import SLICE_ROWS, pack_logprobs
 from minisgl.engine.rows import Rows
@@ -142,7 +143,7 @@ def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> Attention
         arrivals = torch.zeros(num_counters, dtype=torch.int32, device=lengths.device)
         row_ids, slots = batch.row_ids[:num_decodes], batch.slot_mapping[:num_decodes]
         decodes = JoinedDecodes(decode_inputs(rows, row_ids, lengths, slots, arrivals), lengths > 0)
-    return AttentionInputs(
+    inputs = AttentionInputs(
         page_table=rows.page_table,
         row_ids=batch.row_ids[num_decodes:],
         context_len=batch.context_len[num_decodes:],
@@ -151,13 +152,14 @@ def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> Attention
         max_query_len=batch.max_query_len,
         decodes=decodes,
     )
+    return _with_rows_of_a_cpu(inputs, rows)
 
 
 def decode_inputs(
     rows: Rows, row_ids: Tensor, context_len: Tensor, slot_mapping: Tensor, arrivals: Tensor
 ) -> AttentionInputs:
     """Where decoding rows live in the pool; arguments as in `AttentionInputs`."""
-    return AttentionInputs(
+    inputs = AttentionInputs(
         page_table=rows.page_table,
         row_ids=row_ids,
         context_len=context_len,
@@ -167,6 +169,14 @@ def decode_inputs(
         is_decode=True,
         arrivals=arrivals,
     )
+    return _with_rows_of_a_cpu(inputs, rows)
+
+
+def _with_rows_of_a_cpu(inputs: AttentionInputs, rows: Rows) -> AttentionInputs:
+    """Look the rows up for all layers, where that does not wait for a device."""
+    if inputs.row_ids.device.type != "cpu":
+        return inputs
+    return inputs._replace(rows=find_rows(inputs, rows.page_size))
 
 
 def most_kv_heads(model: Decoder) -> int:

@@ -32,7 +32,7 @@ from minisgl.engine.graphs.recording import record_steps
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.rows import Rows
-from minisgl.engine.start.device import free_host_bytes, peak_host_bytes
+from minisgl.engine.start.device import free_host_bytes, keep_freed_memory, peak_host_bytes
 from minisgl.engine.start.memory import (
     MemoryBudget,
     check_weights_fit,
@@ -241,6 +241,7 @@ def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _
         available_bytes = int(torch.cuda.mem_get_info(device)[0] * config.memory_fraction)
     else:
         device = torch.device("cpu")
+        keep_freed_memory()
         available_bytes = int(free_host_bytes() * config.memory_fraction) // config.ranks_per_node
     return _Hardware(device, getattr(torch, config.dtype), available_bytes)
 

@@ -1,5 +1,6 @@
 """Detects the hardware of this machine, once, before the settings are resolved."""
 
+import ctypes
 from importlib import metadata
 from pathlib import Path
 
@@ -7,6 +8,11 @@ import torch
 
 from minisgl.attention.choice import OLDEST_GPU
 from minisgl.config import GIB, DeviceFacts
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""From glibc's malloc.h."""
+_KEPT_BLOCK_BYTES, _KEPT_BYTES = 32 << 20, 512 << 20
+"""Largest block that is kept when it is freed, glibc's own maximum, and most free bytes that are kept."""
 
 
 def find_device_facts() -> DeviceFacts:
@@ -51,6 +57,18 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep memory that a step frees for the next step.
+
+    Otherwise each long prompt's temporaries go back to the system, and every first touch of the next ones is
+    a page fault. Returns whether the library can; glibc can.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
 def free_host_bytes() -> int:
