@@ -162,6 +162,8 @@ class AskRequests(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """Most requests in the answer, the newest first."""
     ended_after: float = 0.0
     """Only requests that are open, or ended after this Unix time."""
+    numbers: tuple[int, ...] = ()
+    """Only the requests with these numbers, and no moments; empty = all."""
 
 
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
@@ -230,6 +232,11 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     """Requests that have ended, refused ones included."""
     num_moments: int = 0
     """Slow moments (`lives.Moment`)."""
+    request_counts: list[list[int]] = []
+    """For each of `lives.REQUEST_PARTS`, requests by its length: a bucket for each of
+    `lives.REQUEST_BOUNDS_S`, and one for longer ones."""
+    request_part_s: list[float] = []
+    """Seconds of all requests by `lives.REQUEST_PARTS`."""
 
 
 class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
