@@ -32,6 +32,7 @@ from minisgl.server.http.uploads import Uploads
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
+from minisgl.server.tracing.call_tracer import CallTracer, open_tracer
 from minisgl.server.watch.refusals import Refusals
 from minisgl.server.watch.routes import Watch
 from minisgl.server.watch.ticker import Ticker
@@ -71,6 +72,7 @@ class HttpServer:
         connections: Connections,
         listener: Listener,
         ticker: Ticker,
+        tracer: CallTracer | None,
     ) -> None:
         self.model = model
         self.streams = streams
@@ -80,16 +82,24 @@ class HttpServer:
         self._connections = connections
         self._listener = listener
         self._ticker = ticker
+        self._tracer = tracer
 
     async def num_open(self) -> int:
         """Open requests of all server processes that reply."""
         return sum(part.num_open_requests for part in await self._siblings.stats())
+
+    async def make_spans(self) -> None:
+        """Make the spans of the calls that have ended, while the engine still tells of them."""
+        if self._tracer is not None:
+            await self._tracer.send_pending()
 
     async def close(self) -> None:
         """Stop listening, and give clients `LAST_ANSWERS_S` to read the end of their answers."""
         await self._listener.close()
         await self._ticker.close()
         await self._runner.cleanup()
+        if self._tracer is not None:
+            await self._tracer.close()
         self._connections.close()
         await self._siblings.close()
         self._threads.close()
@@ -100,10 +110,11 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
 
     Raises:
         ModelError: the model folder has no usable tokenizer.
-        ConfigError: the TLS files can't be used.
+        ConfigError: the TLS files can't be used, or --otlp-endpoint without the packages for it.
     """
     server, rank = settings.server, settings.rank
     tls = tls_context(server)
+    tracer = open_tracer(server.otlp_endpoint, settings.model_name, link, rank)
     if server.access_log:
         start_access_log()
     threads = TextThreads()
@@ -162,6 +173,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             streams.stats.responses,
             lambda: connections.is_full,
             refusals.add,
+            None if tracer is None else tracer.ended,
         ),
     )
     connections.install(app)
@@ -176,13 +188,15 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     await runner.setup()
     await siblings.start()
     watch.ticker.start()
+    if tracer is not None:
+        tracer.start()
     assert runner.server is not None  # made by setup
     listener = Listener(sock, connections, runner.server, tls, server.keep_alive_timeout_s)
     # All of this lives as long as the process. Unfrozen, each full collection would hold the event loop 20 to
     # 40 ms, and a call with many choices is enough to start one.
     gc.collect()
     gc.freeze()
-    return HttpServer(model, streams, siblings, threads, runner, connections, listener, watch.ticker)
+    return HttpServer(model, streams, siblings, threads, runner, connections, listener, watch.ticker, tracer)
 
 
 def tls_context(server: ServerConfig) -> ssl.SSLContext | None:

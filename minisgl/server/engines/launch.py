@@ -30,6 +30,7 @@ from minisgl.server.engines.startup_report import StartupClock, base_url, curl_l
 from minisgl.server.http.connections import OTHER_FILES
 from minisgl.server.http_server import BACKLOG, HttpServer, HttpServerSettings, open_http_server, tls_context
 from minisgl.server.served_model import served_name
+from minisgl.server.tracing.call_tracer import LAST_SPANS_S, load_export
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ def run_server(
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
-        ConfigError: the port is taken, the TLS files can't be used, or a setting is out of range; all this is
-            checked before any process starts. Or the engine reports that settings or model can't work.
+        ConfigError: the port is taken, the TLS files can't be used, --otlp-endpoint lacks its packages, or a
+            setting is out of range; all this is checked before any process starts. Or the engine reports
+            that settings or model can't work.
         ModelError: the folder has no usable tokenizer.
     """
     check_server_config(server)
@@ -64,6 +66,8 @@ def run_server(
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
     tls_context(server)  # only a check: each server process makes its own
+    if server.otlp_endpoint is not None:
+        load_export()  # the same
     listeners = _listen(server.host, server.port, server.api_workers)
     ipc_dir: Path | None = None
     try:
@@ -255,6 +259,7 @@ async def _drain(parts: ServerParts) -> bool:
     streams.fail_all(refusal)
     await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
+        await _wait_for_first(http_server.make_spans(), signals.stop_now.wait(), timeout_s=LAST_SPANS_S)
         await _wait_for_first(process.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 

@@ -54,15 +54,20 @@ class Caller(NamedTuple):
 
 
 class CallFacts:
-    """Facts about one HTTP call. Its handler fills in the token counts."""
+    """Facts about one HTTP call. Its handler fills in what it knows of the tokens."""
 
     __slots__ = (
         "arrived_at",
         "caller",
+        "error_code",
+        "finish_reasons",
         "first_token_s",
+        "is_streamed",
+        "num_cached_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
         "request_id",
+        "request_numbers",
     )
 
     def __init__(self, request_id: str) -> None:
@@ -71,7 +76,12 @@ class CallFacts:
         self.caller = Caller()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.num_cached_tokens = 0
         self.first_token_s: float | None = None
+        self.is_streamed = False
+        self.request_numbers = range(0)  # the engine's, one for each choice; empty: nothing was sent
+        self.finish_reasons: dict[int, str] = {}  # by choice
+        self.error_code = ""  # of the error object that it ended with
 
 
 def facts_of(request: web.Request) -> CallFacts:
@@ -104,6 +114,7 @@ class Gate:
         responses: counts answers by "METHOD route status".
         is_full: tells whether calls must be refused because too many connections are open.
         on_refusal: is told the code of every error that asks to come again later (429, 503).
+        on_end: is told of every call that has ended, with its facts and status.
     """
 
     def __init__(
@@ -116,6 +127,7 @@ class Gate:
         responses: dict[str, int] | None = None,
         is_full: Callable[[], bool] = lambda: False,
         on_refusal: Callable[[str], None] = lambda code: None,
+        on_end: Callable[[web.Request, CallFacts, int], None] | None = None,
     ) -> None:
         self._api_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
@@ -125,6 +137,7 @@ class Gate:
         self._responses = {} if responses is None else responses
         self._is_full = is_full
         self._on_refusal = on_refusal
+        self._on_end = on_end
         self._error_formats: Mapping[str, ErrorFormat] = {}
 
     def install(
@@ -147,9 +160,9 @@ class Gate:
         try:
             response = await self._with_error_object(request, handler)
         except asyncio.CancelledError:
-            self._count_and_log(request, facts, CLIENT_LEFT)
+            self._finish(request, facts, CLIENT_LEFT)
             raise
-        self._count_and_log(request, facts, response.status)
+        self._finish(request, facts, response.status)
         return response
 
     @web.middleware
@@ -211,6 +224,7 @@ class Gate:
                 log.exception("%s %s failed in the server", request.method, request.path)
             fault = fault_of(error)
             headers = _headers_of(error, fault.status)
+        facts_of(request).error_code = fault.code or str(fault.status)
         if fault.status in RETRYABLE:
             self._on_refusal(fault.code or "")
         return json_answer(self._error_format(request.path).body(fault), fault.status, headers)
@@ -240,7 +254,10 @@ class Gate:
             response.headers["Access-Control-Allow-Headers"] = asked or "Authorization, Content-Type"
             response.headers["Access-Control-Max-Age"] = PREFLIGHT_S
 
-    def _count_and_log(self, request: web.Request, facts: CallFacts, status: int) -> None:
+    def _finish(self, request: web.Request, facts: CallFacts, status: int) -> None:
+        """Count and log a call that has ended."""
+        if self._on_end is not None:
+            self._on_end(request, facts, status)
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "other"
         key = f"{request.method if route != 'other' else '-'} {route} {status}"
