@@ -17,7 +17,7 @@ import pytest
 from collector import Collector
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import make_folder
-from watched_scheduler import STEP_MS, WatchedScheduler
+from watched_scheduler import WatchedScheduler
 
 from minisgl.config import ServerConfig, check_server_config
 from minisgl.errors import ConfigError
@@ -39,10 +39,9 @@ def collector() -> Iterator[Collector]:
         yield running
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-process", "two-processes"])
-def server(request: pytest.FixtureRequest, folder: Path, collector: Collector) -> Iterator[RunningServer]:
-    workers = request.param
-    with RunningServer(folder, api_workers=workers, otlp_endpoint=collector.url) as running:
+@pytest.fixture(scope="module")
+def server(folder: Path, collector: Collector) -> Iterator[RunningServer]:
+    with RunningServer(folder, otlp_endpoint=collector.url) as running:
         yield running.ready()
 
 
@@ -61,14 +60,10 @@ def ask(prompt: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt, "max_tokens": 50, **fields}
 
 
-def name_of(server: RunningServer, name: str) -> str:
-    return f"{name}-{server.port}"
-
-
 def test_a_call_has_a_span_with_its_figures_and_its_parts_below_it(
     server: RunningServer, collector: Collector
 ) -> None:
-    call_id = name_of(server, "plain")
+    call_id = "plain"
     before_s = time.time()
     body = {
         "model": "tiny",
@@ -133,7 +128,7 @@ def test_a_call_has_a_span_with_its_figures_and_its_parts_below_it(
 def test_every_api_has_spans(
     server: RunningServer, collector: Collector, path: str, body: Any, name: str
 ) -> None:
-    call_id = name_of(server, f"api-{path}-{body.get('stream', False)}")
+    call_id = f"api-{path}-{body.get('stream', False)}"
     status, answer = post(server, path, body, X_Request_Id=call_id)
     assert status == 200, answer
     root, children = collector.call(call_id)
@@ -143,7 +138,7 @@ def test_every_api_has_spans(
 
 
 def test_a_trace_of_the_client_goes_on(server: RunningServer, collector: Collector) -> None:
-    call_id = name_of(server, "continued")
+    call_id = "continued"
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x"}
     post(server, "/v1/completions", ask("@say a"), X_Request_Id=call_id, **headers)
     root, children = collector.call(call_id)
@@ -158,7 +153,7 @@ def test_a_trace_of_the_client_goes_on(server: RunningServer, collector: Collect
 def test_a_header_that_is_no_trace_context_begins_a_new_trace(
     server: RunningServer, collector: Collector, header: str
 ) -> None:
-    call_id = name_of(server, f"odd-{len(header)}-{header[:3].encode().hex()}")
+    call_id = f"odd-{len(header)}-{header[:3].encode().hex()}"
     status, _ = post(server, "/v1/completions", ask("@say a"), X_Request_Id=call_id, traceparent=header)
     assert status == 200
     root, _ = collector.call(call_id)
@@ -166,7 +161,7 @@ def test_a_header_that_is_no_trace_context_begins_a_new_trace(
 
 
 def test_a_trace_that_is_not_sampled_has_no_spans(server: RunningServer, collector: Collector) -> None:
-    call_id = name_of(server, "unsampled")
+    call_id = "unsampled"
     header = f"00-{TRACE}-{PARENT}-00"
     post(server, "/v1/completions", ask("@say a"), X_Request_Id=call_id, traceparent=header)
     post(server, "/v1/completions", ask("@say a"), X_Request_Id=f"{call_id}-next")
@@ -175,7 +170,7 @@ def test_a_trace_that_is_not_sampled_has_no_spans(server: RunningServer, collect
 
 
 def test_each_choice_has_its_parts(server: RunningServer, collector: Collector) -> None:
-    call_id = name_of(server, "choices")
+    call_id = "choices"
     post(server, "/v1/completions", ask("@say a b", n=3, max_tokens=1), X_Request_Id=call_id)
     root, children = collector.call(call_id)
     assert root.attributes["gen_ai.request.choice.count"] == 3
@@ -189,7 +184,7 @@ def test_each_choice_has_its_parts(server: RunningServer, collector: Collector) 
 def test_of_very_many_choices_the_first_sixteen_have_spans(
     server: RunningServer, collector: Collector
 ) -> None:
-    call_id = name_of(server, "many")
+    call_id = "many"
     status, _ = post(server, "/v1/completions", ask("@say a", n=100), X_Request_Id=call_id)
     assert status == 200
     root, children = collector.call(call_id)
@@ -201,7 +196,7 @@ def test_of_very_many_choices_the_first_sixteen_have_spans(
 def test_a_stop_string_is_a_stop_though_the_engine_aborts(
     server: RunningServer, collector: Collector
 ) -> None:
-    call_id = name_of(server, "stopped")
+    call_id = "stopped"
     post(server, "/v1/completions", ask("@wait a b c", stop="b"), X_Request_Id=call_id)
     root, children = collector.call(call_id)
     assert root.attributes["gen_ai.response.finish_reasons"] == ["stop"]
@@ -223,7 +218,7 @@ def test_a_stop_string_is_a_stop_though_the_engine_aborts(
 def test_a_failed_call_has_a_failed_span(
     server: RunningServer, collector: Collector, fields: Any, status: int, code: str, parts: list[str]
 ) -> None:
-    call_id = name_of(server, f"failed-{code}-{status}")
+    call_id = f"failed-{code}-{status}"
     assert post(server, "/v1/completions", fields, X_Request_Id=call_id)[0] == status
     root, children = collector.call(call_id)
     assert root.failed
@@ -235,7 +230,7 @@ def test_a_failed_call_has_a_failed_span(
 def test_a_client_that_leaves_has_a_span_that_did_not_fail(
     server: RunningServer, collector: Collector
 ) -> None:
-    call_id = name_of(server, "left")
+    call_id = "left"
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_S)
     connection.request(
         "POST", "/v1/completions", json.dumps(ask("@wait a", stream=True)), {"X-Request-Id": call_id}
@@ -252,7 +247,7 @@ def test_a_client_that_leaves_has_a_span_that_did_not_fail(
 
 
 def test_other_calls_have_no_spans(server: RunningServer, collector: Collector) -> None:
-    call_id = name_of(server, "token")
+    call_id = "token"
     assert post(server, "/tokenize", {"prompt": "a"}, X_Request_Id=call_id)[0] == 200
     post(server, "/v1/completions", ask("@say a"), X_Request_Id=f"{call_id}-next")
     collector.call(f"{call_id}-next")
@@ -318,8 +313,8 @@ def test_a_collector_that_is_away_neither_slows_nor_breaks_answers(folder: Path,
             return time.monotonic() - begin_s
 
         with ThreadPoolExecutor(4) as threads:
-            took_s = sorted(threads.map(one, range(200)))
-        assert took_s[100] < 0.2
+            took_s = sorted(threads.map(one, range(80)))
+        assert took_s[40] < 0.2
         assert took_s[-1] < 2.0
         begin_s = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -353,9 +348,11 @@ def test_an_endpoint_with_a_password_is_refused() -> None:
 
 
 def test_the_parts_of_real_lives_follow_each_other_and_have_their_figures() -> None:
-    watched = WatchedScheduler(num_pages=9, page_size=4, max_rows=2, max_step_tokens=8, chunk_tokens=8)
+    watched = WatchedScheduler(
+        num_pages=30, page_size=4, max_context_tokens=100, output_reserve_tokens=0, chunk_tokens=8
+    )
     for number in range(3):
-        watched.add(number, 12, 14, arrived_ms=900.0)
+        watched.add(number, 12 + number, max_tokens=60, arrived_ms=900.0)
     watched.run()
     num_preemptions = 0
     for life in watched.tell():
@@ -372,7 +369,6 @@ def test_the_parts_of_real_lives_follow_each_other_and_have_their_figures() -> N
         assert spans[1].attributes["minisgl.chunks"] >= 2
         num_preemptions += life.num_preemptions
     assert num_preemptions > 0
-    assert STEP_MS > 0
 
 
 def waits_of(span: SpanData) -> float:
