@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl.engine.watch.request_times import RequestTimes
 from minisgl.engine.worker import exit_with_parent
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE
 from minisgl.ipc.messages import (
@@ -55,7 +56,7 @@ from minisgl.ipc.messages import (
     StepOutput,
 )
 from minisgl.ipc.transport import EngineSocket
-from minisgl.lives import Life, LivesAnswer, Moment, Phase, Wait
+from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, Life, LivesAnswer, Moment, Phase, Wait
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 
@@ -106,6 +107,7 @@ class FakeEngine:
         self.num_steps = 0
         self.names: dict[int, str] = {}
         self.ended: deque[Life] = deque(maxlen=1000)
+        self.times = RequestTimes()
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -128,7 +130,14 @@ class FakeEngine:
                 if isinstance(message, Ping):
                     running = len(self.running)
                     status = Status(
-                        message.sequence, self.num_steps, num_running=running, num_held_rows=running
+                        message.sequence,
+                        self.num_steps,
+                        num_running=running,
+                        num_held_rows=running,
+                        step_counts=[self.num_steps, *[0] * len(STEP_BOUNDS_MS)],
+                        step_part_s=[0.0] * len(STEP_PARTS),
+                        request_counts=self.times.counts,
+                        request_part_s=self.times.seconds,
                     )
                     self.socket.send(status, message.server)
                 elif isinstance(message, AskTimeline):
@@ -233,6 +242,11 @@ class FakeEngine:
             phases=phases,
         )
         self.ended.append(life)
+        self.times.queued(int(1e3 * (row - added)))
+        self.times.inferred(int(1e3 * (end - row)))
+        if first_s:
+            self.times.prefilled(int(1e3 * (first - row)))
+            self.times.decoded(int(1e3 * (end - first)))
 
     def step(self) -> None:
         outputs, self.extra = self.extra, []
