@@ -92,7 +92,7 @@ class SpanExport:
         sending.start()
         sending.join(limit_s)
         if sending.is_alive():
-            log.warning("the last spans could not be sent within %g s", limit_s)
+            log.warning("the last spans could not be sent in time, and are lost")
 
     def _begin(self, data: SpanData, context: Context, kind: SpanKind) -> Span:
         return self._tracer.start_span(
