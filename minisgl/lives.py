@@ -34,6 +34,15 @@ MAX_MOMENTS = 100
 """How many slow moments each process remembers."""
 STEP_BOUNDS_MS = tuple(round(0.25 * 1.4**power, 3) for power in range(33))
 """Upper bounds of the buckets that count steps by their length, 0.25 ms to 12 s; one more bucket follows."""
+REQUEST_BOUNDS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0,
+    500.0, 1000.0,
+)  # fmt: skip
+"""Upper bounds of the buckets that count requests by the length of a part; one more bucket follows."""
+REQUEST_PARTS = ("queue", "prefill", "decode", "inference")
+"""The parts of a request in the engine. queue: until its first row. prefill: from there to its first token.
+decode: from there to its end. inference: prefill and decode. Waits after a preemption belong to the part in
+which they begin."""
 STEP_PARTS = ("plan", "launch", "masks", "wait", "apply", "other")
 """The parts of a step on the host; other: taking messages, sending outputs, recording graphs."""
 

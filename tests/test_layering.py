@@ -113,6 +113,7 @@ HEAVY = {"torch", "transformers", "triton"}
 
 ONLY_IN: dict[str, set[str]] = {
     "zmq": {"minisgl/ipc/transport.py"},
+    "opentelemetry": {"minisgl/server/tracing/export.py"},
     "torch._dynamo": {"minisgl/engine/graphs/decode_graphs.py"},
     "torch._inductor": {"minisgl/engine/graphs/decode_graphs.py", "compile_cache/"},
     "sys.executable": {

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from minisgl.config.field_checks import LARGEST, MIB, check_types, require
 from minisgl.errors import ConfigError
@@ -84,6 +85,9 @@ class ServerConfig:
     """File with the certificate's private key (PEM)."""
     access_log: bool = False
     """Write a line of JSON to stderr for every HTTP call."""
+    otlp_endpoint: str | None = None
+    """Send a span for each call that generates text to this OpenTelemetry collector, by OTLP over HTTP, for
+    example http://127.0.0.1:4318; needs minisgl[otel]."""
     api_workers: int = 1
     """Server processes that share the port, 1 to 64: more of them tokenize and stream more. The limits on
     open requests and queued tokens are split among them."""
@@ -128,6 +132,8 @@ def check_server_config(config: ServerConfig) -> None:
                 "--allowed-host must be a name without scheme and port, as llm.example.org, "
                 f'or "*"; got {name!r}'
             )
+    if config.otlp_endpoint is not None:
+        _check_otlp_endpoint(config.otlp_endpoint)
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     for flag in ("max_queued_requests", "max_body_bytes", "max_upload_bytes"):
@@ -156,3 +162,19 @@ def check_server_config(config: ServerConfig) -> None:
         repr(config.sampling_defaults),
     )
     require(config.log_level in LEVELS, "log_level", "one of " + ", ".join(LEVELS), repr(config.log_level))
+
+
+def _check_otlp_endpoint(url: str) -> None:
+    wrong = ConfigError(f"--otlp-endpoint must be as http://127.0.0.1:4318; got {url!r}")
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a malformed port or address
+        raise wrong from None
+    if not is_url or parts.query or parts.fragment or not url.isprintable() or " " in url:
+        raise wrong
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "--otlp-endpoint must have no user and password, which show in the list of processes; "
+            "set OTEL_EXPORTER_OTLP_HEADERS instead"
+        )

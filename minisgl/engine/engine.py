@@ -299,6 +299,8 @@ class Engine:
             gc_s=pace.gc.seconds,
             num_ended=self.watch.lives.num_ended,
             num_moments=self.watch.moments.num,
+            request_counts=self.watch.lives.times.counts,
+            request_part_s=self.watch.lives.times.seconds,
         )
 
     def prepare_grammars(self) -> None:

@@ -59,6 +59,8 @@ class AskRequests(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """Only requests that are open, or ended after this Unix time."""
     skip: int = 0
     """Leave out this many of the newest."""
+    numbers: tuple[int, ...] = ()
+    """Only the requests with these numbers, and no moments; empty = all."""
 
 
 class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
@@ -99,6 +101,11 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     """Requests that have ended, refused ones included."""
     num_moments: int = 0
     """Slow moments (`lives.Moment`)."""
+    request_counts: list[list[int]] = []
+    """For each of `lives.REQUEST_PARTS`, requests by its length: a bucket for each of
+    `lives.REQUEST_BOUNDS_S`, and one for longer ones."""
+    request_part_s: list[float] = []
+    """Seconds of all requests by `lives.REQUEST_PARTS`."""
 
 
 class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):

@@ -36,6 +36,7 @@ from minisgl.server.page import is_page
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
+from minisgl.server.tracing.call_tracer import CallTracer, open_tracer
 from minisgl.server.watch.refusals import Refusals
 from minisgl.server.watch.routes import Watch
 from minisgl.server.watch.ticker import Ticker
@@ -77,6 +78,7 @@ class HttpServer:
         ticker: Ticker,
         users: Users,
         usage_log: UsageLog | None,
+        tracer: CallTracer | None,
     ) -> None:
         self.model = model
         self.streams = streams
@@ -88,6 +90,7 @@ class HttpServer:
         self._ticker = ticker
         self._users = users
         self._usage_log = usage_log
+        self._tracer = tracer
 
     def reload(self) -> None:
         """Read the API key file again, and open the usage log by its name again."""
@@ -99,11 +102,18 @@ class HttpServer:
         """Open requests of all server processes that reply."""
         return sum(part.num_open_requests for part in await self._siblings.stats())
 
+    async def make_spans(self) -> None:
+        """Make the spans of the calls that have ended, while the engine still tells of them."""
+        if self._tracer is not None:
+            await self._tracer.send_pending()
+
     async def close(self) -> None:
         """Stop listening, and give clients `LAST_ANSWERS_S` to read the end of their answers."""
         await self._listener.close()
         await self._ticker.close()
         await self._runner.cleanup()
+        if self._tracer is not None:
+            await self._tracer.close()
         self._connections.close()
         await self._siblings.close()
         self._threads.close()
@@ -116,12 +126,14 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
 
     Raises:
         ModelError: the model folder has no usable tokenizer.
-        ConfigError: the TLS files, the API key file or the usage log can't be used.
+        ConfigError: the TLS files, the API key file or the usage log can't be used, or --otlp-endpoint lacks
+            its packages.
     """
     server, rank = settings.server, settings.rank
     tls = tls_context(server)
     users = read_users(server)
     usage_log = UsageLog(Path(server.usage_log)) if server.usage_log else None
+    tracer = open_tracer(server.otlp_endpoint, settings.model_name, link, rank)
     if server.access_log:
         start_access_log()
     threads = TextThreads()
@@ -184,6 +196,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             on_refusal=refusals.add,
             needs_no_key=is_page,
             users=users,
+            on_end=None if tracer is None else tracer.ended,
         ),
     )
     connections.install(app)
@@ -198,6 +211,8 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     await runner.setup()
     await siblings.start()
     watch.ticker.start()
+    if tracer is not None:
+        tracer.start()
     assert runner.server is not None  # made by setup
     listener = Listener(sock, connections, runner.server, tls, server.keep_alive_timeout_s)
     # All of this lives as long as the process. Unfrozen, each full collection would hold the event loop 20 to
@@ -205,7 +220,17 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     gc.collect()
     gc.freeze()
     return HttpServer(
-        model, streams, siblings, threads, runner, connections, listener, watch.ticker, users, usage_log
+        model,
+        streams,
+        siblings,
+        threads,
+        runner,
+        connections,
+        listener,
+        watch.ticker,
+        users,
+        usage_log,
+        tracer,
     )
 
 

@@ -11,10 +11,17 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from minisgl.ipc.messages import Ready
 from minisgl.ipc.questions import Status
+from minisgl.lives import REQUEST_BOUNDS_S, REQUEST_PARTS, STEP_BOUNDS_MS
 from minisgl.server.stats import Histogram, ServerStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "minisgl:"
+REQUEST_HELP = {
+    "queue": "From the engine's taking a request to its first row.",
+    "prefill": "From the first row to the first token.",
+    "decode": "From the first token to the end.",
+    "inference": "From the first row to the end.",
+}
 
 
 def exposition(model: str, stats: ServerStats, status: Status | None, ready: Ready | None) -> bytes:
@@ -90,6 +97,11 @@ def _families(model: str, stats: ServerStats, status: Status | None, ready: Read
     yield histogram("time_to_first_token_seconds", "From arrival to the first token.", stats.first_token_s)
     yield histogram("inter_token_latency_seconds", "Between two tokens of a request.", stats.inter_token_s)
     yield histogram("e2e_request_latency_seconds", "From arrival to the end.", stats.request_s)
+    yield histogram(
+        "request_time_per_output_token_seconds",
+        "Mean time between two tokens of a request.",
+        stats.per_token_s,
+    )
     yield histogram("request_prompt_tokens", "Prompt tokens of a request.", stats.prompt_tokens)
     yield histogram("request_generation_tokens", "Tokens generated for a request.", stats.output_tokens)
     if status is None or ready is None:
@@ -108,3 +120,13 @@ def _families(model: str, stats: ServerStats, status: Status | None, ready: Read
     yield counter("engine_graph_misses", "Decode steps without a recorded graph.", status.num_graph_misses)
     causes = {"no_finite_logits": status.num_without_logits, "no_token_left": status.num_without_token}
     yield by_label("engine_request_errors", "Requests that the engine could give no token.", ["code"], causes)
+    for part, counts, seconds in zip(
+        REQUEST_PARTS, status.request_counts, status.request_part_s, strict=False
+    ):  # an engine that knows none sends none
+        values = Histogram(REQUEST_BOUNDS_S, counts, seconds)
+        yield histogram(f"request_{part}_time_seconds", REQUEST_HELP[part], values)
+    if status.step_counts:
+        bounds = tuple(round(bound / 1e3, 6) for bound in STEP_BOUNDS_MS)
+        steps = Histogram(bounds, status.step_counts, sum(status.step_part_s))
+        yield histogram("engine_step_seconds", "Steps of the engine, by their length.", steps)
+        yield counter("engine_gc_seconds", "Time that Python's garbage collection took.", status.gc_s)

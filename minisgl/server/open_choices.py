@@ -64,7 +64,9 @@ class SharedPromptLogprobs:
 class OpenChoice:
     """One request in the engine: the stream that reads it, its index there, its text and token counts."""
 
-    __slots__ = ("index", "last_at", "num_prompt_tokens", "num_tokens", "shared", "stream", "text")
+    __slots__ = (
+        "first_at", "index", "last_at", "num_prompt_tokens", "num_tokens", "shared", "stream", "text",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class OpenChoice:
         self.num_prompt_tokens = num_prompt_tokens
         self.shared = shared  # None = no prompt_logprobs requested, or n = 1
         self.num_tokens = 0
+        self.first_at = 0.0  # time.monotonic() of the first tokens
         self.last_at = 0.0  # time.monotonic() of the last tokens
 
     def deltas(self, piece: ReplyPiece) -> list[Delta]:

@@ -70,6 +70,8 @@ class ServerStats(msgspec.Struct, kw_only=True):
     """Calls refused because of a limit, by "KEY limit"."""
     first_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(LATENCY_S))
     inter_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(INTER_TOKEN_S))
+    per_token_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(INTER_TOKEN_S))
+    """Of a request that ended with a reason of its own: the mean time between its tokens."""
     request_s: Histogram = msgspec.field(default_factory=lambda: empty_histogram(LATENCY_S))
     prompt_tokens: Histogram = msgspec.field(default_factory=lambda: empty_histogram(TOKENS))
     output_tokens: Histogram = msgspec.field(default_factory=lambda: empty_histogram(TOKENS))

@@ -422,6 +422,8 @@ class Streams:
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             stats.request_s.observe(time.monotonic() - choice.stream.opened_at)
             stats.output_tokens.observe(choice.num_tokens)
+            if choice.num_tokens > 1:
+                stats.per_token_s.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1))
 
     def _count(self, choice: OpenChoice, num_tokens: int, num_cached_tokens: int, now: float) -> None:
         """Count `num_tokens` new tokens of a request, which arrived at `now` (time.monotonic())."""
@@ -430,6 +432,7 @@ class Streams:
         if choice.num_tokens:
             stats.inter_token_s.observe((now - choice.last_at) / num_tokens, num_tokens)
         else:
+            choice.first_at = now
             stats.first_token_s.observe(now - choice.stream.opened_at)
             self._add_queued_tokens(-choice.num_prompt_tokens, choice.stream)
             stats.num_cached_tokens += num_cached_tokens

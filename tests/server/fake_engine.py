@@ -28,12 +28,14 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from minisgl.engine.watch.request_times import RequestTimes
 from minisgl.engine.worker import exit_with_parent
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE
 from minisgl.ipc.messages import (
@@ -54,7 +56,7 @@ from minisgl.ipc.messages import (
     StepOutput,
 )
 from minisgl.ipc.transport import EngineSocket
-from minisgl.lives import Life, LivesAnswer, Moment, Phase, Wait
+from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, Life, LivesAnswer, Moment, Phase, Wait
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 
@@ -66,6 +68,8 @@ class Answer:
 
     def __init__(self, params: SamplingParams, token_ids: list[int], num_cached_tokens: int) -> None:
         self.params = params
+        self.num_prompt_tokens = 0
+        self.arrived_s = self.added_s = self.first_token_s = 0.0
         self.token_ids = token_ids
         self.num_cached_tokens = num_cached_tokens
         self.num_given = 0
@@ -102,6 +106,8 @@ class FakeEngine:
         self.extra: list[RequestOutput] = []
         self.num_steps = 0
         self.names: dict[int, str] = {}
+        self.ended: deque[Life] = deque(maxlen=1000)
+        self.times = RequestTimes()
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -123,7 +129,14 @@ class FakeEngine:
                 if isinstance(message, Ping):
                     running = len(self.running)
                     status = Status(
-                        message.sequence, self.num_steps, num_running=running, num_held_rows=running
+                        message.sequence,
+                        self.num_steps,
+                        num_running=running,
+                        num_held_rows=running,
+                        step_counts=[self.num_steps, *[0] * len(STEP_BOUNDS_MS)],
+                        step_part_s=[0.0] * len(STEP_PARTS),
+                        request_counts=self.times.counts,
+                        request_part_s=self.times.seconds,
                     )
                     self.socket.send(status, message.server)
                 elif isinstance(message, AskTimeline):
@@ -144,7 +157,9 @@ class FakeEngine:
                         self.add(message, message.request_id + rank, prompts[rank // message.num_choices])
                 elif isinstance(message, AbortRequest):
                     self.seen["aborted"] += 1
-                    if self.running.pop(message.request_id, None) is not None:
+                    aborted = self.running.pop(message.request_id, None)
+                    if aborted is not None:
+                        self.end(message.request_id, aborted, "abort")
                         self.extra.append(RequestOutput(message.request_id, [], FinishReason.ABORT))
             self.step()
 
@@ -175,6 +190,8 @@ class FakeEngine:
             for number, answer in sorted(self.running.items(), reverse=True)
         ]
         told = [one for one in told if ask.id in ("", one.id) and ask.number in (-1, one.number)]
+        if ask.numbers:
+            told = [one for one in (*told, *self.ended) if one.number in ask.numbers]
         if ask.state not in ("", "open", "running", "decoding"):
             told = []
         moment = Moment(
@@ -200,17 +217,56 @@ class FakeEngine:
         """How long to wait for a message."""
         return 0 if any(answer.token_ids for answer in self.running.values()) else 100
 
+    def end(self, number: int, answer: Answer, reason: str, error_code: str = "") -> None:
+        """Remember a request that ends now. Half of the time to its first token it was queued."""
+        now_s = time.monotonic()
+        first_s = answer.first_token_s
+        times_s = [answer.added_s, ((first_s or now_s) + answer.added_s) / 2, first_s or now_s, now_s]
+        added, row, first, end = [1e3 * (one - answer.arrived_s) for one in times_s]
+        figures = {"tokens": answer.num_prompt_tokens, "cached_tokens": answer.num_cached_tokens}
+        phases = [
+            Phase("server", 0.0, added),
+            Phase("queued", added, row, [Wait("rows", row - added, {"rows": 8})]),
+            Phase("prompt", row, first, [], [(first, answer.num_prompt_tokens)], figures),
+            *([Phase("decoding", first, end, [], [], {"tokens": answer.num_given})] if first_s else []),
+        ]
+        life = Life(
+            number=number,
+            id=self.names[number],
+            state="ended",
+            arrived_at=time.time() - now_s + answer.arrived_s,
+            total_ms=end,
+            first_token_ms=first if first_s else None,
+            prompt_tokens=answer.num_prompt_tokens,
+            cached_tokens=answer.num_cached_tokens,
+            output_tokens=answer.num_given,
+            priority=0,
+            num_preemptions=0,
+            ahead=None,
+            end=reason,
+            error_code=error_code,
+            phases=phases,
+        )
+        self.ended.append(life)
+        self.times.queued(int(1e3 * (row - added)))
+        self.times.inferred(int(1e3 * (end - row)))
+        if first_s:
+            self.times.prefilled(int(1e3 * (first - row)))
+            self.times.decoded(int(1e3 * (end - first)))
+
     def step(self) -> None:
         outputs, self.extra = self.extra, []
         for request_id, answer in list(self.running.items()):
             most = 10_000 if request_id in self.bursts else 1
             output = answer.step(request_id, self.eos, self.due(request_id, most))
+            answer.first_token_s = answer.first_token_s or (time.monotonic() if output else 0.0)
             if output is None and answer.fails:
                 error = (0, 500, "no_finite_logits", "all NaN")
                 output = RequestOutput(request_id, [], FinishReason.ERROR, *error)
             if output is not None:
                 outputs.append(output)
                 if output.finish_reason is not None:
+                    self.end(request_id, answer, output.finish_reason.value, output.error_code)
                     del self.running[request_id]
         if outputs:
             self.num_steps += 1
@@ -272,6 +328,8 @@ class FakeEngine:
         end = [] if word in ("wait", "spoil") else [self.eos]
         token_ids = self.encode(text) if word != "chars" else self.in_bytes(text)
         answer = Answer(request.params, [*token_ids, *end], num_cached)
+        answer.num_prompt_tokens = len(prompt_ids)
+        answer.arrived_s, answer.added_s = request.arrived_s, time.monotonic()
         answer.waits, answer.fails = word == "wait", word == "spoil"
         self.running[request_id] = answer
         if word not in ("say", "chars", "wait", "spoil"):

@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
 
+from minisgl.engine.watch.request_times import RequestTimes
 from minisgl.ipc.messages import Ready, Status
+from minisgl.lives import STEP_BOUNDS_MS
 from minisgl.server.apis.models import ModelList
 from minisgl.server.metrics import exposition
 from minisgl.server.stats import ServerStats
@@ -168,6 +170,7 @@ def test_metrics_count_what_happened_and_only_that(server: RunningServer, tokeni
         ("time_to_first_token_seconds", 2, None),
         ("inter_token_latency_seconds", num_out - 1, None),
         ("e2e_request_latency_seconds", 2, None),
+        ("request_time_per_output_token_seconds", 1, None),
         ("request_prompt_tokens", 2, 2 * num_prompt),
         ("request_generation_tokens", 2, num_out + 1),
     ):
@@ -184,6 +187,39 @@ def test_metrics_count_the_requests_that_got_no_token() -> None:
     name = 'minisgl:engine_request_errors_total{code="%s",model_name="tiny"} %.1f'
     assert name % ("no_finite_logits", 2) in text
     assert name % ("no_token_left", 1) in text
+
+
+def test_metrics_have_the_times_that_the_engine_counts() -> None:
+    times = RequestTimes()
+    times.queued(1_500_000)
+    times.queued(3_000)
+    times.prefilled(20_000)
+    steps = [0] * len(STEP_BOUNDS_MS) + [1]
+    status = Status(
+        0,
+        request_counts=times.counts,
+        request_part_s=times.seconds,
+        step_counts=steps,
+        step_part_s=[20.0, 1.0],
+        gc_s=0.5,
+    )
+    text = exposition("tiny", ServerStats(), status, Ready(9, 9, 4, 2, "cpu", {})).decode()
+    found = {
+        (sample.name.removeprefix("minisgl:"), sample.labels.get("le", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    buckets = [
+        found["request_queue_time_seconds_bucket", le] for le in ("0.002", "0.005", "1.0", "2.0", "+Inf")
+    ]
+    assert buckets == [0, 1, 1, 2, 2]
+    assert found["request_queue_time_seconds_sum", ""] == pytest.approx(1.503)
+    assert found["request_prefill_time_seconds_bucket", "0.02"] == 1
+    assert found["request_decode_time_seconds_count", ""] == 0
+    assert found["request_inference_time_seconds_count", ""] == 0
+    assert (found["engine_step_seconds_count", ""], found["engine_step_seconds_sum", ""]) == (1, 21)
+    assert found["engine_gc_seconds_total", ""] == 0.5
+    assert "engine_step" not in exposition("tiny", ServerStats(), Status(0), None).decode()
 
 
 def test_server_info_and_load_show_what_is_held_now(server: RunningServer) -> None:

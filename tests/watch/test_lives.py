@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from life_checks import check
@@ -13,7 +14,7 @@ from watched_scheduler import STEP_MS, WatchedScheduler
 from minisgl.engine.watch.lives import MAX_EVENTS, Lives
 from minisgl.engine.watch.moments import Moments
 from minisgl.ipc.questions import AskRequests
-from minisgl.lives import MAX_ENDED, MAX_MOMENTS, LivesAnswer
+from minisgl.lives import MAX_ENDED, MAX_MOMENTS, REQUEST_BOUNDS_S, REQUEST_PARTS, LivesAnswer
 from minisgl.request import FinishReason
 from minisgl.scheduler.journal import Added, Admitted, Computed, Ended, Held, Note, Preempted, Released
 
@@ -84,6 +85,45 @@ def test_phases_are_contiguous_in_order_and_add_up_to_the_whole_life(
     assert round_trip.requests == told
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=8)
+)
+def test_times_of_requests_are_those_of_their_lives(lengths: list[tuple[int, int, bool]]) -> None:
+    watched = WatchedScheduler(
+        num_pages=14,
+        page_size=4,
+        max_rows=3,
+        max_step_tokens=16,
+        chunk_tokens=16,
+        mixed_step_tokens=16,
+        output_reserve_tokens=4,
+        max_context_tokens=44,
+    )
+    for number, (prompt, output, leaves) in enumerate(lengths):
+        watched.add(number, prompt, output)
+        watched.step()
+        if leaves:
+            watched.scheduler.abort(number)
+    watched.run()
+    watched.record()
+    spans: dict[str, list[float]] = {part: [] for part in REQUEST_PARTS}
+    for life in watched.tell():
+        row_ms = next((phase.begin_ms for phase in life.phases if phase.kind == "prompt"), None)
+        if row_ms is not None:
+            spans["queue"].append(row_ms)
+            spans["inference"].append(life.total_ms - row_ms)
+            if life.first_token_ms is not None:
+                spans["prefill"].append(life.first_token_ms - row_ms)
+                spans["decode"].append(life.total_ms - life.first_token_ms)
+    times = watched.lives.times
+    for part, counts, seconds in zip(REQUEST_PARTS, times.counts, times.seconds, strict=True):
+        assert seconds == pytest.approx(sum(spans[part]) / 1e3, abs=1e-9), part
+        for place, bound in enumerate(REQUEST_BOUNDS_S):
+            assert sum(counts[: place + 1]) == sum(ms / 1e3 <= bound + 1e-12 for ms in spans[part]), part
+        assert sum(counts) == len(spans[part])
+
+
 def test_states_counts_and_filters_are_those_of_the_scheduler() -> None:
     watched = WatchedScheduler(max_rows=2, max_step_tokens=8, mixed_step_tokens=8, chunk_tokens=8)
     watched.add(0, 8, 20)
@@ -97,6 +137,7 @@ def test_states_counts_and_filters_are_those_of_the_scheduler() -> None:
     assert [life.ahead for life in watched.tell(state="waiting")] == [1, 0]
     assert [life.number for life in watched.tell(state="running")] == [1, 0]
     assert [life.number for life in watched.tell(id="call-2")] == [2]
+    assert [life.number for life in watched.tell(numbers=(1, 3, 99))] == [3, 1]
     assert [life.number for life in watched.tell(limit=1)] == [3]
     assert [life.number for life in watched.tell(limit=2, skip=1)] == [2, 1]
     assert watched.life(0).output_tokens == 2

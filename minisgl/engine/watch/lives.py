@@ -11,6 +11,7 @@ from itertools import chain
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.phases import Event, fold, num_preemptions, phases_of, state_of
 from minisgl.engine.watch.queue_clock import QueueClock
+from minisgl.engine.watch.request_times import RequestTimes
 from minisgl.engine.watch.running_median import RunningMedian
 from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import AskRequests
@@ -36,7 +37,9 @@ GROUPS: dict[str, tuple[State, ...]] = {
 class RecordedLife:
     """A request's notes with their times (microseconds of the engine's clock)."""
 
-    __slots__ = ("added", "arrived_us", "call_id", "end", "events", "first_token_us", "number")
+    __slots__ = (
+        "added", "admitted_us", "arrived_us", "call_id", "end", "events", "first_token_us", "number",
+    )  # fmt: skip
 
     def __init__(self, number: int, call_id: str, arrived_us: int, added: Added | None) -> None:
         self.number = number
@@ -44,6 +47,7 @@ class RecordedLife:
         self.arrived_us = arrived_us
         self.added = added  # None = it was refused
         self.events: list[Event] = []  # the first is `added`, unless it was refused
+        self.admitted_us = -1  # for the first time
         self.first_token_us = -1
         self.end: tuple[int, Ended] | None = None
 
@@ -63,6 +67,7 @@ class Lives:
         self._ended: deque[RecordedLife] = deque(maxlen=MAX_ENDED)
         self._now_us = 0
         self._first_token_ms = RunningMedian()
+        self.times = RequestTimes()
         self.num_ended = 0
 
     def record(self, notes: Iterable[Note], now_us: int, call: AddRequest | None = None) -> None:
@@ -110,12 +115,14 @@ class Lives:
         self._clock.advance(now_us)
         ended_after_us = int((ask.ended_after - unix_offset_s) * 1e6) if ask.ended_after else -1
         states: Collection[str] = GROUPS.get(ask.state, (ask.state,) if ask.state else ())
+        numbers = frozenset(ask.numbers)
         found = [
             life
             for life in chain(self._open.values(), self._ended)
             if (not states or life.state in states)
             and (not ask.id or life.call_id == ask.id)
             and (ask.number < 0 or life.number == ask.number)
+            and (not numbers or life.number in numbers)
             and (life.end is None or life.end[0] >= ended_after_us)
         ]
         found.sort(key=lambda life: (life.arrived_us, life.number), reverse=True)
@@ -127,7 +134,7 @@ class Lives:
             ],
             num_open=len(self._open),
             num_ended=self.num_ended,
-            moments=self._moments.told(unix_offset_s),
+            moments=[] if numbers else self._moments.told(unix_offset_s),
         )
 
     def _new(self, number: int, now_us: int, call: AddRequest | None, added: Added | None) -> RecordedLife:
@@ -145,6 +152,7 @@ class Lives:
                 return  # it was preempted while the step was in flight
             if note.is_last and life.first_token_us < 0:
                 life.first_token_us = now_us
+                self.times.prefilled(now_us - life.admitted_us)
                 self._count_first_token(life, now_us)
             life.events.append((now_us, note, None))
         elif isinstance(note, Ended):
@@ -153,6 +161,9 @@ class Lives:
             return
         else:
             assert life.added is not None
+            if isinstance(note, Admitted) and life.admitted_us < 0:
+                life.admitted_us = now_us
+                self.times.queued(now_us - life.events[0][0])
             life.events.append((now_us, note, self._clock.mark(life.added.priority)))
         if len(life.events) > MAX_EVENTS:
             fold(life.events)
@@ -161,6 +172,10 @@ class Lives:
         if life.added is not None and state_of(life.events) in ("queued", "preempted"):
             life.events.append((now_us, note, self._clock.mark(life.added.priority)))
         life.end = (now_us, note)
+        if life.first_token_us >= 0:
+            self.times.decoded(now_us - life.first_token_us)
+        if life.admitted_us >= 0:
+            self.times.inferred(now_us - life.admitted_us)
         self._ended.append(life)
         self.num_ended += 1
 

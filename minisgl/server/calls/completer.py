@@ -148,7 +148,9 @@ class Completer:
             )
             counter.count_prompts(prepared.prompts)
             meter.take_prompts(facts.num_prompt_tokens)
+            facts.is_streamed = options.stream
             await stream.submit(prepared)
+            facts.request_numbers = stream.request_ids
             return OpenCall(stream, counter, answer_format, options.stream)
 
     def _prepare(
@@ -214,8 +216,10 @@ class Completer:
                 raise
             if not isinstance(error, MinisglError):
                 log.exception("a stream failed in the server")
+            fault = fault_of(error)
+            facts_of(request).error_code = fault.code or str(fault.status)
             with contextlib.suppress(ConnectionResetError):
-                await response.write(answer_format.failure(fault_of(error)))
+                await response.write(answer_format.failure(fault))
         finally:
             cut.cancel()
         return response
@@ -247,12 +251,17 @@ class UsageCounter:
         if facts.first_token_s is None:
             facts.first_token_s = time.monotonic() - facts.arrived_at
         cached = self._num_cached_tokens
-        cached[delta.choice] = max(cached[delta.choice], delta.num_cached_tokens)
+        if delta.num_cached_tokens > cached[delta.choice]:
+            if delta.choice % self._n == 0:
+                facts.num_cached_tokens += delta.num_cached_tokens - cached[delta.choice]
+            cached[delta.choice] = delta.num_cached_tokens
+        if delta.finish_reason is not None:
+            facts.finish_reasons[delta.choice] = delta.finish_reason
 
     def usage(self) -> Usage:
         """The totals. Cached tokens are those of each prompt's first choice; others may reuse its pages."""
-        cached = sum(self._num_cached_tokens[:: self._n])
-        return Usage(self._facts.num_prompt_tokens, self._facts.num_output_tokens, cached)
+        facts = self._facts
+        return Usage(facts.num_prompt_tokens, facts.num_output_tokens, facts.num_cached_tokens)
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

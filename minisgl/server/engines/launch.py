@@ -37,6 +37,7 @@ from minisgl.server.http_server import (
     tls_context,
 )
 from minisgl.server.served_model import served_name
+from minisgl.server.tracing.call_tracer import LAST_SPANS_S, load_export
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,9 @@ def run_server(
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
-        ConfigError: the port is taken, a file of TLS or of API keys can't be used, or a setting is out of
-            range; all this is checked before any process starts. Or the engine reports that settings or model
-            can't work.
+        ConfigError: the port is taken, a file of TLS or of API keys can't be used, --otlp-endpoint lacks its
+            packages, or a setting is out of range; all this is checked before any process starts. Or the
+            engine reports that settings or model can't work.
         ModelError: the folder has no usable tokenizer.
     """
     check_server_config(server)
@@ -73,6 +74,8 @@ def run_server(
     clock.lap("server: imports, arguments")
     tls_context(server)  # only a check: each server process makes its own
     read_users(server)  # the same
+    if server.otlp_endpoint is not None:
+        load_export()  # the same
     listeners = _listen(server.host, server.port, server.api_workers)
     ipc_dir: Path | None = None
     try:
@@ -274,6 +277,7 @@ async def _drain(parts: ServerParts) -> bool:
     streams.fail_all(refusal)
     await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
+        await _wait_for_first(http_server.make_spans(), signals.stop_now.wait(), timeout_s=LAST_SPANS_S)
         await _wait_for_first(process.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 

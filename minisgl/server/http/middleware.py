@@ -60,16 +60,21 @@ class Caller(NamedTuple):
 
 
 class CallFacts:
-    """Facts about one HTTP call. Its handler fills in the token counts."""
+    """Facts about one HTTP call. Its handler fills in what it knows of the tokens."""
 
     __slots__ = (
         "arrived_at",
         "caller",
+        "error_code",
+        "finish_reasons",
         "first_token_s",
         "is_metered",
+        "is_streamed",
+        "num_cached_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
         "request_id",
+        "request_numbers",
     )
 
     def __init__(self, request_id: str) -> None:
@@ -79,7 +84,12 @@ class CallFacts:
         self.is_metered = False  # it counts against its user's limits
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.num_cached_tokens = 0
         self.first_token_s: float | None = None
+        self.is_streamed = False
+        self.request_numbers = range(0)  # the engine's, one for each choice; empty: nothing was sent
+        self.finish_reasons: dict[int, str] = {}  # by choice
+        self.error_code = ""  # of the error object that it ended with
 
 
 def facts_of(request: web.Request) -> CallFacts:
@@ -114,6 +124,7 @@ class Gate:
         is_full: tells whether calls must be refused because too many connections are open.
         on_refusal: is told the code of every error that asks to come again later (429, 503).
         needs_no_key: tells of a path whether it is for everyone.
+        on_end: is told of every call that has ended, with its facts and status.
     """
 
     def __init__(
@@ -128,6 +139,7 @@ class Gate:
         on_refusal: Callable[[str], None] = lambda code: None,
         needs_no_key: Callable[[str], bool] = lambda path: False,
         users: Users | None = None,
+        on_end: Callable[[web.Request, CallFacts, int], None] | None = None,
     ) -> None:
         self._api_digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
         self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in admin_keys]
@@ -139,6 +151,7 @@ class Gate:
         self._on_refusal = on_refusal
         self._needs_no_key = needs_no_key
         self._users = users or Users()
+        self._on_end = on_end
         self._error_formats: Mapping[str, ErrorFormat] = {}
 
     def install(
@@ -161,9 +174,9 @@ class Gate:
         try:
             response = await self._with_error_object(request, handler)
         except asyncio.CancelledError:
-            self._count_and_log(request, facts, CLIENT_LEFT)
+            self._finish(request, facts, CLIENT_LEFT)
             raise
-        self._count_and_log(request, facts, response.status)
+        self._finish(request, facts, response.status)
         return response
 
     @web.middleware
@@ -230,6 +243,7 @@ class Gate:
                 log.exception("%s %s failed in the server", request.method, request.path)
             fault = fault_of(error)
             headers = _headers_of(error, fault.status)
+        facts_of(request).error_code = fault.code or str(fault.status)
         if fault.status in RETRYABLE:
             self._on_refusal(fault.code or "")
         return json_answer(self._error_format(request.path).body(fault), fault.status, headers)
@@ -261,7 +275,10 @@ class Gate:
             response.headers["Access-Control-Allow-Headers"] = asked or "Authorization, Content-Type"
             response.headers["Access-Control-Max-Age"] = PREFLIGHT_S
 
-    def _count_and_log(self, request: web.Request, facts: CallFacts, status: int) -> None:
+    def _finish(self, request: web.Request, facts: CallFacts, status: int) -> None:
+        """Count and log a call that has ended."""
+        if self._on_end is not None:
+            self._on_end(request, facts, status)
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "other"
         key = f"{request.method if route != 'other' else '-'} {route} {status}"
