@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from kernel_launches import Launch, candidate_launches, launches
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as NVIDIA_BACKEND
 from triton.compiler import ASTSource
@@ -229,9 +230,10 @@ def main() -> int:
         if args.out is not None:
             parser.error("--out needs the machine code; leave --stop-at-shared away")
         # What has no machine code must not be found by others, nor whole kernels by this run.
-        triton.knobs.cache.dir = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
-        triton.knobs.runtime.add_stages_inspection_hook = _leave_machine_code_out
+        knobs.cache.dir = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, knobs.cache.dir, ignore_errors=True)
+        # Triton declares this attribute without the type that it takes.
+        setattr(knobs.runtime, "add_stages_inspection_hook", _leave_machine_code_out)  # noqa: B010
     unknown = set(args.targets.split(",")) - set(TARGETS)
     if unknown:
         parser.error(f"--targets: {', '.join(sorted(unknown))} unknown; there are {', '.join(TARGETS)}")

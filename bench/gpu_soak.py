@@ -37,7 +37,8 @@ from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.errors import MinisglError
-from minisgl.ipc.messages import AddRequest, Status
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import Status
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir

@@ -39,7 +39,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.engine.worker import exit_with_parent
-from minisgl.ipc.messages import AbortRequest, AddRequest, Ping, Ready, Shutdown, Status, StepOutput
+from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, Shutdown, StepOutput
+from minisgl.ipc.questions import Ping, Status
 from minisgl.ipc.transport import EngineSocket
 from minisgl.request import FinishReason, RequestOutput
 from minisgl.server.engines.launch import run_server

@@ -21,16 +21,13 @@ from minisgl.ipc.messages import (
     SLICE_REQUESTS,
     AbortRequest,
     AddRequest,
-    CacheFlushed,
     Fatal,
-    FlushCache,
-    Ping,
     Ready,
     Shutdown,
-    Status,
     StepOutput,
     ToEngine,
 )
+from minisgl.ipc.questions import CacheFlushed, FlushCache, Ping, Status
 from minisgl.ipc.transport import EngineSocket, ServerSocket, make_ipc_dir
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 

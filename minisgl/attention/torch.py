@@ -43,6 +43,13 @@ def attend(
     return out.flatten(1, 2)
 
 
+def with_rows_of_a_cpu(inputs: AttentionInputs, page_size: int) -> AttentionInputs:
+    """Look the rows up once for all layers, where that does not wait for a device."""
+    if inputs.row_ids.device.type != "cpu":
+        return inputs
+    return inputs._replace(rows=find_rows(inputs, page_size))
+
+
 def find_rows(inputs: AttentionInputs, page_size: int) -> tuple[RowKeys, ...]:
     """The rows that have keys, as `attend` reads them; once per step is enough for all layers."""
     starts = inputs.row_start.tolist()

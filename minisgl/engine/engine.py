@@ -26,7 +26,8 @@ from minisgl.engine.watch.pace import StepCounts
 from minisgl.engine.watch.watch import EngineWatch
 from minisgl.errors import RequestError
 from minisgl.grammar.pending import PendingGrammars
-from minisgl.ipc.messages import AddRequest, Status
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import Status
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.request import RequestOutput

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs, JoinedDecodes
-from minisgl.attention.torch import find_rows
+from minisgl.attention.torch import with_rows_of_a_cpu
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.logits import SLICE_ROWS, pack_logprobs
 from minisgl.engine.rows import Rows
@@ -152,7 +152,7 @@ def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> Attention
         max_query_len=batch.max_query_len,
         decodes=decodes,
     )
-    return _with_rows_of_a_cpu(inputs, rows)
+    return with_rows_of_a_cpu(inputs, rows.page_size)
 
 
 def decode_inputs(
@@ -169,14 +169,7 @@ def decode_inputs(
         is_decode=True,
         arrivals=arrivals,
     )
-    return _with_rows_of_a_cpu(inputs, rows)
-
-
-def _with_rows_of_a_cpu(inputs: AttentionInputs, rows: Rows) -> AttentionInputs:
-    """Look the rows up for all layers, where that does not wait for a device."""
-    if inputs.row_ids.device.type != "cpu":
-        return inputs
-    return inputs._replace(rows=find_rows(inputs, rows.page_size))
+    return with_rows_of_a_cpu(inputs, rows.page_size)
 
 
 def most_kv_heads(model: Decoder) -> int:

@@ -32,21 +32,15 @@ from minisgl.errors import (
     ModelError,
 )
 from minisgl.grammar.limits import MAX_QUEUED
-from minisgl.ipc.messages import (
-    AbortRequest,
-    AddRequest,
+from minisgl.ipc.messages import AbortRequest, AddRequest, Fatal, Ready, Shutdown, StartupStage, StepOutput
+from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
-    Fatal,
     FlushCache,
     Ping,
-    Ready,
-    Shutdown,
-    StartupStage,
-    StepOutput,
 )
 from minisgl.ipc.transport import EngineSocket
 from minisgl.log import setup_logging

@@ -9,16 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from minisgl.ipc.questions import (
-    AskProfile,
-    AskRequests,
-    AskTimeline,
-    CacheFlushed,
-    DebugAnswer,
-    FlushCache,
-    Ping,
-    Status,
-)
+from minisgl.ipc.questions import Question, QuestionAnswer
 from minisgl.request import RequestOutput, SamplingParams, without_stop_strings
 from minisgl.seeds import request_seed
 
@@ -165,5 +156,5 @@ class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
     """The engine broke because its GPU, or another rank's, can't be used any more."""
 
 
-ToEngine = AddRequest | AbortRequest | Ping | Shutdown | FlushCache | AskTimeline | AskProfile | AskRequests
-ToServer = Ready | StartupStage | StepOutput | Status | Fatal | CacheFlushed | DebugAnswer
+ToEngine = AddRequest | AbortRequest | Shutdown | Question
+ToServer = Ready | StartupStage | StepOutput | Fatal | QuestionAnswer

@@ -123,3 +123,7 @@ class DebugAnswer(msgspec.Struct, tag=22, array_like=True, frozen=True):
     body: bytes
     error: str = ""
     """Why the call failed, and what to do; empty = it succeeded."""
+
+
+Question = Ping | FlushCache | AskTimeline | AskProfile | AskRequests
+QuestionAnswer = Status | CacheFlushed | DebugAnswer

@@ -13,7 +13,7 @@ from aiohttp import web
 from minisgl import __version__
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, RequestError
-from minisgl.ipc.messages import Status
+from minisgl.ipc.questions import Status
 from minisgl.server.apis import chat, completions
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.siblings import Siblings

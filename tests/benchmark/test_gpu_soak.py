@@ -6,12 +6,14 @@ import sys
 from collections import deque
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from minisgl.benchmark.reports.report import Report, read_report
-from minisgl.ipc.messages import AddRequest, Status
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import Status
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu_soak.py"
@@ -109,7 +111,7 @@ def test_a_token_that_is_lost_is_noticed(gpu_soak: ModuleType) -> None:
     ],
 )
 def test_what_an_engine_keeps_or_loses_is_noticed(
-    gpu_soak: ModuleType, status: dict[str, int], memory: tuple[int, ...], noticed: list[str]
+    gpu_soak: ModuleType, status: dict[str, Any], memory: tuple[int, ...], noticed: list[str]
 ) -> None:
     before = gpu_soak.Snapshot(Status(0, num_recompiles=3, num_free_pages=9), gpu_soak.Memory(0, 0, 0))
     counted = {"num_recompiles": 3, "num_free_pages": 9} | status

@@ -25,7 +25,8 @@ from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.start import build
 from minisgl.engine.worker import IDLE_WAIT_MS, _serve
-from minisgl.ipc.messages import AddRequest, Ping, Shutdown
+from minisgl.ipc.messages import AddRequest, Shutdown
+from minisgl.ipc.questions import Ping
 from minisgl.models.decoder import call_block
 from minisgl.request import SamplingParams
 

@@ -38,22 +38,16 @@ import numpy as np
 from minisgl.engine.watch.request_times import RequestTimes
 from minisgl.engine.worker import exit_with_parent
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE
-from minisgl.ipc.messages import (
-    AbortRequest,
-    AddRequest,
+from minisgl.ipc.messages import AbortRequest, AddRequest, Fatal, Ready, Shutdown, StartupStage, StepOutput
+from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
-    Fatal,
     FlushCache,
     Ping,
-    Ready,
-    Shutdown,
-    StartupStage,
     Status,
-    StepOutput,
 )
 from minisgl.ipc.transport import EngineSocket
 from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, Life, LivesAnswer, Moment, Phase, Wait

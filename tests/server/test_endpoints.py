@@ -16,7 +16,8 @@ from running_server import LIMIT_S, RunningServer, eventually
 from small_model import CONTEXT, make_folder
 
 from minisgl.engine.watch.request_times import RequestTimes
-from minisgl.ipc.messages import Ready, Status
+from minisgl.ipc.messages import Ready
+from minisgl.ipc.questions import Status
 from minisgl.lives import STEP_BOUNDS_MS
 from minisgl.server.apis.models import ModelList
 from minisgl.server.metrics import exposition

@@ -55,7 +55,7 @@ class Guarded(NamedTuple):
     def complete(
         self,
         key: str,
-        prompt: str = "@say hello",
+        prompt: str | None = "@say hello",
         path: str = "/v1/completions",
         name: str = "",
         **fields: Any,
@@ -137,7 +137,7 @@ def test_neither_keys_nor_hashes_are_anywhere_to_be_read(guarded: Guarded) -> No
 def test_a_keys_priority_is_that_of_its_requests_unless_they_ask_for_less(
     guarded: Guarded, name: str, asked: int | None, given: int
 ) -> None:
-    fields = {} if asked is None else {"priority": asked}
+    fields: dict[str, Any] = {} if asked is None else {"priority": asked}
     answer = guarded.complete(key_of(name), "@report", max_tokens=250, **fields)[2]
     assert json.loads(answer["choices"][0]["text"])["priority"] == given
 
@@ -249,7 +249,7 @@ def test_a_key_leaves_room_for_others_however_much_it_sends(guarded: Guarded) ->
 
 def test_counts_equal_the_usage_of_the_answers(guarded: Guarded) -> None:
     before = guarded.counts()
-    sums = dict.fromkeys(("prompt", "cached", "output"), 0)
+    sums: dict[str, int] = dict.fromkeys(("prompt", "cached", "output"), 0)
     for number, (prompt, fields) in enumerate(
         [
             ("@say hello world", {}),

@@ -97,8 +97,11 @@ def test_rope_store_equals_the_reference_and_touches_no_other_memory(
         ]
 
     before, got, expected = qkv.clone(), pools(), pools()
-    q = rope_store(qkv, cos_sin, positions, slots, *got, *weights, 1e-6)
-    expected_q = rope_store_reference(qkv, cos_sin, positions, slots, *expected, *weights, 1e-6)
+    q_weight, k_weight = weights
+    q = rope_store(qkv, cos_sin, positions, slots, got[0], got[1], q_weight, k_weight, 1e-6)
+    expected_q = rope_store_reference(
+        qkv, cos_sin, positions, slots, expected[0], expected[1], q_weight, k_weight, 1e-6
+    )
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(q, expected_q, rtol=tolerance, atol=tolerance)
     for pool, expected_pool in zip(got, expected, strict=True):

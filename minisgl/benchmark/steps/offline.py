@@ -41,7 +41,8 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import ConfigError, MinisglError, RequestError
-from minisgl.ipc.messages import AddRequest, Status
+from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.questions import Status
 from minisgl.request import FinishReason, SamplingParams
 from minisgl.seeds import request_seed
 from minisgl.weights.progress import Progress, no_progress

@@ -19,21 +19,16 @@ from typing import TypeVar
 import msgspec
 
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError
-from minisgl.ipc.messages import (
+from minisgl.ipc.messages import Fatal, Ready, Shutdown, StartupStage, StepOutput, ToEngine
+from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
     AskTimeline,
     CacheFlushed,
     DebugAnswer,
-    Fatal,
     FlushCache,
     Ping,
-    Ready,
-    Shutdown,
-    StartupStage,
     Status,
-    StepOutput,
-    ToEngine,
 )
 from minisgl.ipc.transport import ServerSocket
 from minisgl.lives import LivesAnswer

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from minisgl.errors import ConfigError
-from minisgl.ipc.messages import AskRequests
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.http.middleware import CallFacts
