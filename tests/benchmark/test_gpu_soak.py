@@ -114,6 +114,6 @@ def test_what_an_engine_keeps_or_loses_is_noticed(
     gpu_soak: ModuleType, status: dict[str, Any], memory: tuple[int, ...], noticed: list[str]
 ) -> None:
     before = gpu_soak.Snapshot(Status(0, num_recompiles=3, num_free_pages=9), gpu_soak.Memory(0, 0, 0))
-    counted = {"num_recompiles": 3, "num_free_pages": 9} | status
+    counted: dict[str, Any] = {"num_recompiles": 3, "num_free_pages": 9} | status
     after = gpu_soak.Snapshot(Status(0, **counted), gpu_soak.Memory(*(memory or (0, 0, 0))))
     assert gpu_soak.changes(before, after, 9) == noticed
