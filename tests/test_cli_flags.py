@@ -94,6 +94,7 @@ FLAGS = {
     "bench plot": set(),
     "cache": set(),
     **{f"cache {what}": {"--compile-cache"} for what in ("ls", "verify", "export", "import", "clear")},
+    "top": {"--api-key", "--interval-s", "--url"},
     "verify": {"--out", *ENGINE.split()} - {"--model"},
     "doctor": {"--json", *ENGINE.split()},
 }

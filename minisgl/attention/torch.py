@@ -35,7 +35,11 @@ def attend(
         for low in range(row.begin, row.end, QUERIES_AT_ONCE)
     ]
     if len(blocks) == 1 and blocks[0][:2] == (0, len(q)):
-        return _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap).flatten(1, 2)
+        return (
+            _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap)
+            .flatten(1, 2)
+            .contiguous()
+        )
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
     for low, high, row in blocks:
         some = queries[low:high]

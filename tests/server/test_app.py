@@ -31,6 +31,7 @@ from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
 from minisgl.server.keys.meter import Meters
 from minisgl.server.open_choices import Delta
+from minisgl.server.page import is_page
 from minisgl.server.streams import Stream, Streams
 from minisgl.server.text_threads import TextThreads
 
@@ -160,7 +161,9 @@ def test_every_route_is_in_the_document_of_the_api() -> None:
     routes = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()
-        if route.resource is not None and route.method not in ("HEAD", "*")  # "*": not_served.py
+        if route.resource is not None
+        and route.method not in ("HEAD", "*")  # "*": not_served.py
+        and not is_page(route.resource.canonical)
     }
     handlers = {route.resource.canonical: route.handler for route in app.router.routes() if route.resource}
     answer = asyncio.run(cast(Any, handlers["/openapi.json"])(NOTHING))

@@ -122,8 +122,11 @@ def test_a_missing_table_is_one_line_that_says_what_to_run(
 
 
 def test_a_gpu_without_a_table_takes_that_of_one_with_the_same_multiprocessors(
-    some_gpu: Path, caplog: pytest.LogCaptureFixture
+    some_gpu: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # An earlier test of this process may have set up the log as a server does.
+    monkeypatch.setattr(logging.getLogger("triton_kernels"), "propagate", True)
+
     def other(name: str, block: int, capability: tuple[int, int]) -> None:
         table = {**table_of(entry(block, 8)), "gpu": name, "capability": list(capability)}
         write_table(table_path(name, some_gpu.parent), table)
