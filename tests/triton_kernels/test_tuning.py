@@ -135,7 +135,7 @@ def test_a_gpu_without_a_table_takes_that_of_one_with_the_same_multiprocessors(
     other("Some GPU Ti", 20, CAPABILITY)
     other("Some later GPU", 30, CAPABILITY)
     (some_gpu.parent / "broken.json").write_text("{")
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "triton_kernels")
     assert [look_up(near=near) for near in (4, 8)] == [Config(20, 4)] * 2
     (record,) = caplog.records
     assert "Some GPU: those of some-gpu-ti" in record.getMessage()
