@@ -15,7 +15,10 @@ from visitor import Start, Visitor
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 HERE = Path(__file__).parent
 PATHS = [str(HERE), str(HERE.parent / "server")]
-ENGINE = f"import sys; sys.path[:0] = {PATHS}; import page_engine as one; one.run_engine(one.ScriptedEngine)"
+ENGINE = (
+    f"import sys; sys.path[:0] = {PATHS}; from fake_engine import run_engine; "
+    "from page_engine import ScriptedEngine; run_engine(ScriptedEngine)"
+)
 CONTEXT = 1 << 16
 expect.set_options(timeout=15_000)
 
