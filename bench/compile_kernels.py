@@ -156,8 +156,14 @@ class Compiler:
         return line
 
 
-def _leave_machine_code_out(_: Any, stages: dict[str, Any], *__: Any) -> None:
-    """Of Triton's stages, keep those up to the one that knows a kernel's shared memory."""
+def _leave_machine_code_out(*arguments: Any) -> tuple[str, str] | None:
+    """Of Triton's stages, keep those up to the one that knows a kernel's shared memory.
+
+    From Triton 3.8 on a call without arguments asks for a key of the hook, and its hash, for the cache.
+    """
+    if not arguments:
+        return "up to the shared memory", "up to the shared memory"
+    stages: dict[str, Any] = arguments[1]
 
     def unnamed(source: str, metadata: dict[str, Any]) -> str:
         metadata["name"] = ""
@@ -165,6 +171,7 @@ def _leave_machine_code_out(_: Any, stages: dict[str, Any], *__: Any) -> None:
 
     stages["ptx"] = unnamed
     stages["cubin"] = lambda source, metadata: b""
+    return None
 
 
 def _type_of(value: Any, parameter: Any) -> str:
