@@ -11,6 +11,7 @@ const VIEWS = { chat: ChatView, engine: EngineView, requests: RequestsView };
 const THEMES = { auto: "Colours: as the system has them", light: "Colours: light", dark: "Colours: dark" };
 const THEME_ICONS = { auto: "auto", light: "sun", dark: "moon" };
 const THEME = "minisgl.theme";
+const DARK = matchMedia("(prefers-color-scheme: dark)");
 const opened = {};
 let shown = null;
 
@@ -34,8 +35,7 @@ function route() {
 
 function setTheme(theme) {
   const button = document.getElementById("theme");
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
+  document.documentElement.dataset.theme = theme === "auto" ? (DARK.matches ? "dark" : "light") : theme;
   button.title = THEMES[theme];
   button.setAttribute("aria-label", THEMES[theme]);
   button.replaceChildren(icon(THEME_ICONS[theme]));
@@ -56,6 +56,7 @@ async function showModel() {
 
 setTheme(localStorage.getItem(THEME) in THEMES ? localStorage.getItem(THEME) : "auto");
 document.getElementById("theme").addEventListener("click", nextTheme);
+DARK.addEventListener("change", () => setTheme(localStorage.getItem(THEME)));
 addEventListener("hashchange", route);
 onConnection(({ kind, text }) => {
   document.getElementById("state").dataset.kind = kind;

@@ -116,7 +116,6 @@ export class EngineView {
       ),
     );
     addEventListener("themechange", () => this._redraw());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this._redraw());
     new ResizeObserver(() => this._draw()).observe(root);
   }
 
