@@ -14,7 +14,7 @@ from minisgl.commands.api_key import run_api_key
 from minisgl.config import ServerConfig, check_server_config
 from minisgl.config.api_keys import KeyEntry, append_api_key, hash_of, new_key, read_api_keys
 from minisgl.errors import ConfigError
-from minisgl.scheduler.policy import MAX_PRIORITY
+from minisgl.scheduler.queue.policy import MAX_PRIORITY
 
 A, B = hashlib.sha256(b"a").hexdigest(), hashlib.sha256(b"b").hexdigest()
 

@@ -29,7 +29,7 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """Token ids as little-endian int32."""
     params: SamplingParams
     priority: int = 0
-    """Larger runs sooner: one level counts like an arrival 1024 requests earlier (scheduler/policy.py)."""
+    """Larger runs sooner: one level counts like an arrival 1024 requests earlier (`queue/policy.py`)."""
     streamed: bool = True
     """The client reads tokens as they come, so `mixed_step_tokens` bounds the pauses between them."""
     num_choices: int = 1
@@ -45,7 +45,7 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     arrived_s: float = 0.0
     """When the call arrived, by `time.monotonic` of this host; 0 = unknown."""
     user: str = ""
-    """Whose they are: users share the engine (scheduler/shares.py). Any text; "" is a user, too."""
+    """Whose they are: users share the engine (scheduler/queue/shares.py). Any text; "" is a user, too."""
 
     def __post_init__(self) -> None:
         params = self.params

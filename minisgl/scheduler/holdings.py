@@ -14,7 +14,7 @@ from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.radix_tree import Match
 from minisgl.request import Request, RequestState
 from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit, RowRules
-from minisgl.scheduler.policy import pages_for
+from minisgl.scheduler.queue.policy import pages_for
 from minisgl.scheduler.rules import rules_with_output
 
 

@@ -7,10 +7,10 @@ from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs
 from minisgl.scheduler.plan import Chunk
-from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP, by_seniority
-from minisgl.scheduler.shares import Shares, goes_before
+from minisgl.scheduler.queue.policy import MAX_ADMISSIONS_PER_STEP, by_seniority
+from minisgl.scheduler.queue.shares import Shares, goes_before
+from minisgl.scheduler.queue.waiting import WaitingQueue
 from minisgl.scheduler.stats import SchedulerStats
-from minisgl.scheduler.waiting import WaitingQueue
 
 
 class PromptPlanner:

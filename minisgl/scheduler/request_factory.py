@@ -11,9 +11,9 @@ import numpy as np
 from minisgl.errors import RequestError
 from minisgl.request import Request, SamplingParams, fit_to_context, params_for_choice
 from minisgl.scheduler.plan import LogitRules
-from minisgl.scheduler.policy import seniority
+from minisgl.scheduler.queue.policy import seniority
+from minisgl.scheduler.queue.shares import Account
 from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
-from minisgl.scheduler.shares import Account
 from minisgl.scheduler.thoughts import ThoughtTracker
 
 

@@ -23,13 +23,13 @@ from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
 from minisgl.scheduler.plan import NO_LOGITS, Chunk, StepPlan, TokenMasks
-from minisgl.scheduler.policy import by_seniority, prefill_budget_tokens
 from minisgl.scheduler.prompts import PromptPlanner
+from minisgl.scheduler.queue.policy import by_seniority, prefill_budget_tokens
+from minisgl.scheduler.queue.shares import Shares
+from minisgl.scheduler.queue.waiting import WaitingQueue
 from minisgl.scheduler.request_factory import RequestFactory
 from minisgl.scheduler.rules import extras_of_step
-from minisgl.scheduler.shares import Shares
 from minisgl.scheduler.stats import SchedulerStats
-from minisgl.scheduler.waiting import WaitingQueue
 
 _num_planned_tokens = attrgetter("num_planned_tokens")
 

@@ -7,8 +7,8 @@ import pytest
 
 from minisgl.errors import RequestError
 from minisgl.request import Request, SamplingParams
+from minisgl.scheduler.queue.shares import Account
 from minisgl.scheduler.request_factory import RequestFactory
-from minisgl.scheduler.shares import Account
 
 PROMPT = np.array([4, 5, 6], dtype=np.int32)
 

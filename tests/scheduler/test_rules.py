@@ -9,7 +9,8 @@ from minisgl import request
 from minisgl.ipc.messages import AddRequest, ToEngine
 from minisgl.request import SamplingParams
 from minisgl.scheduler import prompts as prompts_module
-from minisgl.scheduler import request_factory, waiting
+from minisgl.scheduler import request_factory
+from minisgl.scheduler.queue import waiting
 from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP
 
 N = 128

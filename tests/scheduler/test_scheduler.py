@@ -7,7 +7,7 @@ from scheduler_rig import EOS, build, drain, prompt_of, tokens_of
 from minisgl.request import FinishReason, SamplingParams
 from minisgl.scheduler import prompts as prompts_module
 from minisgl.scheduler.plan import StepPlan
-from minisgl.scheduler.policy import (
+from minisgl.scheduler.queue.policy import (
     ARRIVALS_PER_PRIORITY,
     MAX_PRIORITY,
     prefill_budget_tokens,

@@ -12,9 +12,9 @@ from scheduler_rig import build, drain, prompt_of
 
 from minisgl.request import FinishReason, SamplingParams
 from minisgl.scheduler.plan import StepPlan
-from minisgl.scheduler.policy import ARRIVALS_PER_PRIORITY
+from minisgl.scheduler.queue.policy import ARRIVALS_PER_PRIORITY
+from minisgl.scheduler.queue.shares import OUTPUT_COST
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.scheduler.shares import OUTPUT_COST
 from minisgl.scheduler.simulator import Arrival, FakeExecutor, simulate
 
 QUIET, FLOOD = "quiet", "flood"

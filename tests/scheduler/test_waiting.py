@@ -6,7 +6,7 @@ from scheduler_rig import build, drain
 
 from minisgl.kvcache.radix_tree import Node, RadixTree, Tokens
 from minisgl.request import SamplingParams
-from minisgl.scheduler.policy import MAX_ADMISSIONS_PER_STEP
+from minisgl.scheduler.queue.policy import MAX_ADMISSIONS_PER_STEP
 
 
 def count_compared_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -8,7 +8,7 @@ import msgspec
 
 from minisgl.lives import Wait, WaitReason
 from minisgl.scheduler.journal import Held
-from minisgl.scheduler.policy import MAX_PRIORITY
+from minisgl.scheduler.queue.policy import MAX_PRIORITY
 
 Sums = dict[WaitReason, int]
 """Microseconds by reason."""

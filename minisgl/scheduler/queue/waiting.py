@@ -16,9 +16,9 @@ from minisgl.lives import WaitReason
 from minisgl.request import Request
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.logprobs import PromptLogprobs
-from minisgl.scheduler.policy import PREFIX_WINDOW, by_seniority, choose_waiting
+from minisgl.scheduler.queue.policy import PREFIX_WINDOW, by_seniority, choose_waiting
+from minisgl.scheduler.queue.shares import Account, Shares, goes_first
 from minisgl.scheduler.rules import MAX_RULES_COST_PER_STEP
-from minisgl.scheduler.shares import Account, Shares, goes_first
 
 
 class WaitingQueue:

@@ -9,7 +9,7 @@ Promise: with a single user nothing is counted, and every choice is as if there 
 from collections.abc import Iterable, Sequence
 
 from minisgl.request import Request
-from minisgl.scheduler.policy import by_seniority
+from minisgl.scheduler.queue.policy import by_seniority
 
 OUTPUT_COST = 4
 """What an output token costs, as most services price it; the paper's own runs use 2. A computed prompt token
