@@ -57,7 +57,11 @@ def test_it_says_what_each_backend_would_run_and_what_keeps_the_others(tmp_path:
     ("gpu", "capability", "said"),
     [
         ("NVIDIA H200", (9, 0), "kernels tuned for it"),
-        ("NVIDIA H100 PCIe", (9, 0), "kernels as tuned for nvidia-h200, which has the same multiprocessors"),
+        (
+            "NVIDIA H100 PCIe",
+            (9, 0),
+            "kernels as tuned for nvidia-h100-80gb-hbm3, nvidia-h200: the same multiprocessors",
+        ),
         ("NVIDIA L4", (8, 9), "kernels not tuned (minisgl tune --model MODEL)"),
         ("Tesla T4", (7, 5), "too old for the kernels"),
     ],

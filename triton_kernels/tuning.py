@@ -5,8 +5,8 @@
 An entry matches if op, dtype and `exact` are equal. Of several matches the one with the nearest `near` wins
 (sum of |log2 ratio|, at most NEAR_ENOUGH). A `size` (tokens, rows) selects the nearest measured size, also in
 log space. Without a size, or when torch.compile traces (sizes are symbols), the entry's configuration for all
-sizes applies. Without a match the default applies. A GPU without a table takes one of the same compute
-capability, as its multiprocessors are the same.
+sizes applies. A GPU without a table takes one of the same compute capability, as its multiprocessors are the
+same; a table may name another one of these for what it lacks. Without a match the default applies.
 
 Promise: a lookup never raises; it costs a dictionary look-up at run time and nothing in compiled code.
 Entries measured with another Triton or another version of the kernel are ignored, with one warning.
@@ -22,7 +22,6 @@ import math
 import os
 import re
 import tokenize
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -96,21 +95,24 @@ def _choice(
 ) -> Choice | None:
     if device.type != "cuda":
         return None
-    entries = _entries_in_use(torch.cuda.get_device_name(device), gpu_of(device).capability)
-    return find_choice(entries, op, dtype_name(dtype), exact, near)
+    tables = _entries_in_use(torch.cuda.get_device_name(device), gpu_of(device).capability)
+    found = (find_choice(entries, op, dtype_name(dtype), exact, near) for entries in tables)
+    return next((choice for choice in found if choice is not None), None)
 
 
 @functools.cache
-def _entries_in_use(gpu: str, capability: tuple[int, int]) -> list[dict[str, Any]]:
-    """The usable entries for a GPU, read once; logs one line if the table is another's, or lacks them."""
-    path = find_table(gpu, capability, FOLDER)
-    if path is None:
+def _entries_in_use(gpu: str, capability: tuple[int, int]) -> list[list[dict[str, Any]]]:
+    """The usable entries for a GPU, its own table's first; logs one line if it has none of its own."""
+    paths = find_tables(gpu, capability, FOLDER)
+    if not paths:
         logger.warning("no tuned kernel configurations for %s, taking the defaults; %s", gpu, ADVICE)
-        return []
-    if path != table_path(gpu, FOLDER):
-        logger.info(
-            "kernel configurations for %s: those of %s, which has the same multiprocessors", gpu, path.stem
-        )
+    elif paths[0] != table_path(gpu, FOLDER):
+        others = ", ".join(path.stem for path in paths)
+        logger.info("kernel configurations for %s: those of %s, with the same multiprocessors", gpu, others)
+    return [_usable_entries_of(path) for path in paths]
+
+
+def _usable_entries_of(path: Path) -> list[dict[str, Any]]:
     try:
         return usable_entries(read_table(path))
     except (OSError, ValueError) as error:
@@ -190,16 +192,34 @@ def table_path(gpu: str, folder: Path = FOLDER) -> Path:
     return folder / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
-def find_table(gpu: str, capability: tuple[int, int], folder: Path = FOLDER) -> Path | None:
-    """The GPU's own table; else the first one, by file name, of the same compute capability; else None."""
-    own = table_path(gpu, folder)
-    if own.is_file():
-        return own
-    for path in sorted(folder.glob("*.json")):
-        with suppress(OSError, ValueError):  # a broken table of another GPU is not this one's problem
-            if read_table(path).get("capability") == list(capability):
-                return path
-    return None
+def find_tables(gpu: str, capability: tuple[int, int], folder: Path = FOLDER) -> list[Path]:
+    """The tables to look up in, in order: the GPU's own or else one of the same compute capability (the first
+    by file name), then the one that it names for what it lacks, and so on."""
+    path: Path | None = table_path(gpu, folder)
+    if not path.is_file():
+        path = next((one for one in sorted(folder.glob("*.json")) if _is_for(capability, one)), None)
+    found: list[Path] = []
+    while path is not None and path not in found:
+        found.append(path)
+        path = _otherwise(path)
+    return found
+
+
+def _is_for(capability: tuple[int, int], path: Path) -> bool:
+    try:
+        return read_table(path).get("capability") == list(capability)
+    except (OSError, ValueError):  # a broken table of another GPU is not this one's problem
+        return False
+
+
+def _otherwise(path: Path) -> Path | None:
+    """The table for what the one in `path` lacks."""
+    try:
+        name = read_table(path).get("otherwise")
+    except (OSError, ValueError):
+        return None
+    other = path.with_name(f"{name}.json")
+    return other if name and other.is_file() else None
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -215,12 +235,14 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def new_table(gpu: str, capability: tuple[int, int]) -> dict[str, Any]:
-    """An empty table for this Triton and torch."""
+def new_table(gpu: str, capability: tuple[int, int], folder: Path = FOLDER) -> dict[str, Any]:
+    """An empty table for this Triton and torch. What it lacks, the tables have that the GPU took before."""
+    before = [path for path in find_tables(gpu, capability, folder) if path != table_path(gpu, folder)]
     return {
         "format": FORMAT,
         "gpu": gpu,
         "capability": list(capability),
+        "otherwise": before[0].stem if before else None,
         "triton": triton.__version__,
         "torch": torch.__version__,
         "date": "",

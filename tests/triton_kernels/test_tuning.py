@@ -29,7 +29,7 @@ from triton_kernels.tuning import (
     as_dict,
     code_only,
     find_choice,
-    find_table,
+    find_tables,
     kernel_hash,
     new_table,
     read_table,
@@ -139,7 +139,7 @@ def test_a_gpu_without_a_table_takes_that_of_one_with_the_same_multiprocessors(
     assert [look_up(near=near) for near in (4, 8)] == [Config(20, 4)] * 2
     (line,) = said
     assert "Some GPU: those of some-gpu-ti" in line
-    assert find_table("Some GPU", (10, 0), some_gpu.parent) is None
+    assert find_tables("Some GPU", (10, 0), some_gpu.parent) == []
 
 
 def test_a_gpus_own_table_is_taken_before_anothers(some_gpu: Path) -> None:
@@ -148,12 +148,29 @@ def test_a_gpus_own_table_is_taken_before_anothers(some_gpu: Path) -> None:
     assert look_up() == Config(20, 4)
 
 
-def test_hopper_gpus_have_the_h200s_configurations() -> None:
+def test_what_a_table_lacks_is_looked_up_in_the_one_that_it_names(some_gpu: Path) -> None:
+    other = {**table_of(entry(10, 8), entry(30, 1024)), "gpu": "Some other GPU", "otherwise": "some-gpu"}
+    write_table(some_gpu.with_name("some-other-gpu.json"), other)
+    write_table(some_gpu, {**table_of(entry(20, 8)), "otherwise": "some-other-gpu"})
+    assert (look_up(), look_up(near=1024), look_up(near=1 << 20)) == (Config(20, 4), Config(30, 4), Config())
+
+
+def test_a_new_table_names_the_one_that_was_taken_before(some_gpu: Path) -> None:
+    assert new_table("Some GPU", CAPABILITY, some_gpu.parent)["otherwise"] is None
+    other = some_gpu.with_name("some-other-gpu.json")
+    write_table(other, {**table_of(entry(10, 8)), "gpu": "Some other GPU"})
+    fresh = new_table("Some GPU", CAPABILITY, some_gpu.parent)
+    assert fresh["otherwise"] == "some-other-gpu"
+    write_table(some_gpu, fresh)
+    assert find_tables("Some GPU", CAPABILITY, some_gpu.parent) == [some_gpu, other]
+
+
+def test_hopper_gpus_have_the_configurations_of_the_h100_and_the_h200() -> None:
+    h200 = table_path("NVIDIA H200")
+    h100 = table_path("NVIDIA H100 80GB HBM3")
+    assert find_tables("NVIDIA H200", (9, 0)) == [h200]
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"):
-        table = find_table(name, (9, 0))
-        assert table is not None
-        assert read_table(table)["capability"] == [9, 0]
-    assert find_table("NVIDIA H200", (9, 0)) == table_path("NVIDIA H200")
+        assert find_tables(name, (9, 0)) == [h100, h200]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}'])

@@ -30,16 +30,16 @@ def find_device_facts() -> DeviceFacts:
 
 def kernel_tuning(gpu: str, capability: tuple[int, int]) -> str:
     """For which GPU the launch configurations were measured that a GPU of this name takes, as a clause."""
-    from triton_kernels.tuning import find_table, table_path  # lazy: it imports Triton, which a CPU may lack
+    from triton_kernels.tuning import find_tables, table_path  # lazy: it imports Triton, which a CPU may lack
 
     if capability < OLDEST_GPU:
         return "too old for the kernels"
-    table = find_table(gpu, capability)
-    if table is None:
+    tables = [path.stem for path in find_tables(gpu, capability)]
+    if not tables:
         return "kernels not tuned (minisgl tune --model MODEL)"
-    if table.name == table_path(gpu).name:
+    if tables[0] == table_path(gpu).stem:
         return "kernels tuned for it"
-    return f"kernels as tuned for {table.stem}, which has the same multiprocessors"
+    return f"kernels as tuned for {', '.join(tables)}: the same multiprocessors"
 
 
 def flashinfer_version() -> str:
