@@ -5,27 +5,22 @@ with rules keeps its state on the device, and the step itself advances it. The t
 and vocabulary token, so the engine allocates them when the first request with rules comes.
 
 R rows of the batch, B rows of the tables, N rows to write, D different rules among them, M tokens that the
-rules name, V vocabulary, K biases, W bad words of up to L tokens, k top tokens.
+rules name, V vocabulary, K biases, W bad words of up to P + 1 tokens, k top tokens.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from minisgl.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from minisgl.scheduler.plan import LogitRules, RowInit, RowRules
-
-COUNT_MASK = (1 << 24) - 1
-"""The low bits of a mark count the token in the output. The high bits are the flags below."""
-IN_PROMPT = 1 << 24
-ENDS = 1 << 25
-BANNED = 1 << 26
+from triton_kernels.logit_rules import BANNED, ENDS, IN_PROMPT, RuleTables, count_tokens, logit_rules
 
 SLICE_ROWS = 64
-"""Rows processed at a time, which bounds the memory of float32 copies of the logits."""
+"""Rows processed at a time, which bounds the memory of float32 copies of the logits, and of new marks."""
 INIT_TABLES = (
     ("min_len", 0),
     ("repetition", 0),
@@ -36,7 +31,6 @@ INIT_TABLES = (
     ("bad_words", -1),
     ("bad_last", -1),
     ("recent", -1),
-    ("logprob_ids", -1),
 )
 """The tables whose whole rows `init_rows` writes, and the value that fills unused biases and bad words."""
 
@@ -56,9 +50,9 @@ class StagedRules(NamedTuple):
     presence: np.ndarray  # [D]
     bias_ids: np.ndarray  # [D * K']
     bias: np.ndarray  # [D * K']
-    bad_words: np.ndarray  # [D * W' * (L - 1)]
+    bad_words: np.ndarray  # [D * W' * P]
     bad_last: np.ndarray  # [D * W']
-    recent: np.ndarray  # [D * (L - 1)]
+    recent: np.ndarray  # [D * P]
     logprob_ids: np.ndarray  # [D * MAX_LOGPROBS]
     mark_base: np.ndarray  # [D]  mark of all tokens that the rules do not name
     mark_begin: np.ndarray  # [D]  index of the first named token in mark_id
@@ -152,52 +146,40 @@ def _marks(
     return named.astype(np.int32), marks
 
 
-class LogitTables(nn.Module):
-    """Tables of rules, indexed by row id. The last row is for padding. They are buffers and never move.
+class LogitTables:
+    """Tables of rules, indexed by row id. The last row is for padding. The tensors never move.
 
-    For one row, l = its logits in float32, c[t] = how often the output has token t so far. The order is:
-
-        repetition  l[t] / r where l[t] > 0, else l[t] * r, of tokens in prompt or output (Keskar et al. 2019)
-        frequency   l[t] - f * c[t]
-        presence    l[t] - p where c[t] > 0
-        bias        l[t] + b[t]
-        bans        -inf: tokens that are not allowed, that would end the output before it has min_tokens, or
-                    that would complete a bad word
-    The result is rounded to the logits' own precision.
+    `rules` has the tables, and `logit_rules` says what they mean.
     """
 
-    has_rules: Tensor  # bool [B]
-    min_len: Tensor  # int32 [B]  least tokens of prompt and output before the output may end
-    repetition: Tensor  # float32 [B]
-    frequency: Tensor  # float32 [B]
-    presence: Tensor  # float32 [B]
-    bias_ids: Tensor  # int32 [B, K]  unused entries give token 0 a bias of 0
-    bias: Tensor  # float32 [B, K]
-    bad_words: Tensor  # int32 [B, W, L - 1]  the tokens before the last one; -1 = any token
-    bad_last: Tensor  # int32 [B, W]  the last token; -1 = no word
-    recent: Tensor  # int32 [B, L - 1]  the newest tokens, the last one last; -1 = none
     logprob_ids: Tensor  # int32 [B, MAX_LOGPROBS]  whose log probabilities are returned; -1 = the likeliest
-    marks: Tensor  # int32 [B, V]
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        super().__init__()
+        def table(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(max_rows + 1, *shape, dtype=dtype, device=device)
 
-        def table(name: str, dtype: torch.dtype, *shape: int) -> None:
-            self.register_buffer(name, torch.zeros(max_rows + 1, *shape, dtype=dtype, device=device))
-
+        num_before = MAX_BAD_WORD_TOKENS - 1
         self.max_rows = max_rows
         self.vocab_size = vocab_size
-        table("has_rules", torch.bool)
-        table("min_len", torch.int32)
-        for name in ("repetition", "frequency", "presence"):
-            table(name, torch.float32)
-        table("bias_ids", torch.int32, MAX_LOGIT_BIAS)
-        table("bias", torch.float32, MAX_LOGIT_BIAS)
-        table("bad_words", torch.int32, MAX_BAD_WORDS_IDS, MAX_BAD_WORD_TOKENS - 1)
-        table("bad_last", torch.int32, MAX_BAD_WORDS_IDS)
-        table("recent", torch.int32, MAX_BAD_WORD_TOKENS - 1)
-        table("logprob_ids", torch.int32, MAX_LOGPROBS)
-        table("marks", torch.int32, vocab_size)
+        self.rules = RuleTables(
+            has_rules=table(torch.bool),
+            min_len=table(torch.int32),
+            repetition=table(torch.float32),
+            frequency=table(torch.float32),
+            presence=table(torch.float32),
+            bias_ids=table(torch.int32, MAX_LOGIT_BIAS),
+            bias=table(torch.float32, MAX_LOGIT_BIAS),
+            bad_words=table(torch.int32, MAX_BAD_WORDS_IDS, num_before),
+            bad_last=table(torch.int32, MAX_BAD_WORDS_IDS),
+            recent=table(torch.int32, num_before),
+            marks=table(torch.int32, vocab_size),
+        )
+        self.logprob_ids = table(torch.int32, MAX_LOGPROBS)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tables."""
+        return sum(table.nbytes for table in self.rules) + self.logprob_ids.nbytes
 
     def init_rows(self, rules: StagedRules, staged: list[Tensor]) -> None:
         """Write the rules of rows that go to another request.
@@ -208,19 +190,21 @@ class LogitTables(nn.Module):
         """
         parts = dict(zip(StagedRules._fields, staged, strict=True))
         # Not by assignment: on CUDA, that copies the value from the host and waits for the copy.
-        self.has_rules.index_fill_(0, parts["plain_rows"].long(), False)
+        self.rules.has_rules.index_fill_(0, parts["plain_rows"].long(), False)
         if not len(rules.row):
             return
-        self.has_rules.index_fill_(0, parts["row"].long(), True)
+        self.rules.has_rules.index_fill_(0, parts["row"].long(), True)
         num = len(rules.min_len)
         for name, missing in INIT_TABLES:
-            target: Tensor = getattr(self, name)
+            target: Tensor = getattr(self.rules, name)
             shape = (num, -1, *target.shape[2:]) if target.dim() > 1 else (num,)
             part = parts[name].view(target.dtype).view(shape)
             if target.dim() > 1 and part.shape[1] < target.shape[1]:
                 padding = [0, 0] * (target.dim() - 2)
                 part = functional.pad(part, (*padding, 0, target.shape[1] - part.shape[1]), value=missing)
             target[parts["row"]] = part[parts["rules_of"]]
+        asked = parts["logprob_ids"].view(num, MAX_LOGPROBS)
+        self.logprob_ids[parts["row"]] = asked[parts["rules_of"]]
         for begin in range(0, len(rules.row), SLICE_ROWS):
             end = begin + SLICE_ROWS
             num_marks = int(rules.num_marks[rules.rules_of[begin:end]].sum())
@@ -228,7 +212,7 @@ class LogitTables(nn.Module):
 
     def _write_marks(self, parts: dict[str, Tensor], row: Tensor, rules_of: Tensor, num_marks: int) -> None:
         """Write the marks of some rows; num_marks: the total number of their named tokens."""
-        self.marks[row] = parts["mark_base"][rules_of][:, None].expand(-1, self.vocab_size)
+        self.rules.marks[row] = parts["mark_base"][rules_of][:, None].expand(-1, self.vocab_size)
         counts = parts["num_marks"][rules_of]
         # For each mark to write: place = index of its row in `row`, rank = index among the marks of that row.
         place = torch.arange(len(row), dtype=torch.int32, device=row.device)
@@ -236,43 +220,17 @@ class LogitTables(nn.Module):
         before = counts.cumsum(0, dtype=torch.int32) - counts
         rank = torch.arange(num_marks, dtype=torch.int32, device=row.device) - before[place]
         source = parts["mark_begin"][rules_of][place] + rank
-        self.marks.view(-1)[row[place] * self.vocab_size + parts["mark_id"][source]] = parts["mark"][source]
+        flat = row[place] * self.vocab_size + parts["mark_id"][source]
+        self.rules.marks.view(-1)[flat] = parts["mark"][source]
 
     def asked_logprobs(self, row_ids: Tensor) -> Tensor:
         """The tokens whose log probabilities each row returns, for `pack_logprobs`; row_ids: int32 [R]."""
         rows = row_ids.long()
-        return torch.where(self.has_rules[rows][:, None], self.logprob_ids[rows], -1)
+        return torch.where(self.rules.has_rules[rows][:, None], self.logprob_ids[rows], -1)
 
     def apply_rules(self, logits: Tensor, row_ids: Tensor, context_len: Tensor) -> Tensor:
         """Apply the rows' rules to logits [R, V]; context_len: int32 [R], the tokens of each row so far."""
-        return torch.cat(
-            [
-                self._apply_rules(*parts)
-                for parts in zip(
-                    logits.split(SLICE_ROWS),
-                    row_ids.long().split(SLICE_ROWS),
-                    context_len.split(SLICE_ROWS),
-                    strict=True,
-                )
-            ]
-        )
-
-    def _apply_rules(self, logits: Tensor, rows: Tensor, context_len: Tensor) -> Tensor:
-        marks = self.marks[rows]
-        counts = marks & COUNT_MASK
-        x = logits.float()
-        repetition = self.repetition[rows][:, None]
-        repeated = torch.where(x > 0, x / repetition, x * repetition)
-        x = torch.where((marks & (COUNT_MASK | IN_PROMPT)) != 0, repeated, x)
-        x = x - self.frequency[rows][:, None] * counts
-        x = x - self.presence[rows][:, None] * (counts > 0)
-        x = x.scatter_add(1, self.bias_ids[rows].long(), self.bias[rows])
-        too_early = (context_len < self.min_len[rows])[:, None] & ((marks & ENDS) != 0)
-        x = x.masked_fill(((marks & BANNED) != 0) | too_early, float("-inf"))
-        words, last = self.bad_words[rows], self.bad_last[rows]
-        begun = ((words == self.recent[rows][:, None, :]) | (words < 0)).all(2) & (last >= 0)
-        x = x.scatter_add(1, last.clamp(min=0).long(), torch.where(begun, float("-inf"), 0.0))
-        return torch.where(self.has_rules[rows][:, None], x.to(logits.dtype), logits)
+        return logit_rules(logits, row_ids, context_len, self.rules)
 
     def add_tokens(self, row_ids: Tensor, token_ids: Tensor, counted: Tensor) -> None:
         """Add the rows' new tokens to the counts and to `recent`.
@@ -281,13 +239,7 @@ class LogitTables(nn.Module):
             token_ids: int32 [R]. A negative value means no token, and is skipped.
             counted: bool [R], the rows to update. Each of them may occur once in the batch.
         """
-        rows = row_ids.long()
-        counted = counted & (token_ids >= 0)
-        flat = rows * self.vocab_size + token_ids.clamp(min=0).long()
-        self.marks.view(-1).scatter_add_(0, flat, counted.int())
-        old = self.recent[rows]
-        new = torch.cat([old[:, 1:], token_ids[:, None]], 1)
-        self.recent[rows] = torch.where(counted[:, None], new, old)
+        count_tokens(row_ids, token_ids, counted, self.rules.recent, self.rules.marks)
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, asked: Tensor | None = None) -> Tensor:
@@ -301,20 +253,21 @@ def pack_logprobs(logits: Tensor, token_ids: Tensor, asked: Tensor | None = None
         asked: int32 [N, 20], tokens that take the place of the likeliest in lines where the first is not -1;
             a later -1 counts as token 0.
     """
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
-    packed = []
-    for begin in range(0, max(len(logits), 1), SLICE_ROWS):
+    num_rows, vocab_size = logits.shape
+    num_top = min(MAX_LOGPROBS, vocab_size)
+    packed = torch.empty(num_rows, 2 + 2 * num_top, dtype=torch.int32, device=logits.device)
+    ids = token_ids.clamp(min=0).long()[:, None]
+    for begin in range(0, num_rows, SLICE_ROWS):
         lines = slice(begin, begin + SLICE_ROWS)
-        part, ids = logits[lines], token_ids[lines].clamp(min=0).long()
-        logprobs = torch.log_softmax(part.float(), 1)
-        chosen = logprobs.gather(1, ids[:, None])
-        likelier = (logprobs > chosen).sum(1, keepdim=True)
+        logprobs = logits[lines].log_softmax(1, dtype=torch.float32)
+        chosen = logprobs.gather(1, ids[lines])
+        likelier = (logprobs > chosen).sum(1, keepdim=True, dtype=torch.int32)
         top, top_ids = logprobs.topk(num_top, 1)
         if asked is not None:
             own = asked[lines, :num_top].long()
             is_asked, own = own[:, :1] >= 0, own.clamp(min=0)
             top = torch.where(is_asked, logprobs.gather(1, own), top)
             top_ids = torch.where(is_asked, own, top_ids)
-        bits = [chosen.view(torch.int32), likelier.int(), top_ids.int(), top.view(torch.int32)]
-        packed.append(torch.cat(bits, 1))
-    return torch.cat(packed)
+        fields = (chosen.view(torch.int32), likelier, top_ids.int(), top.view(torch.int32))
+        torch.cat(fields, 1, out=packed[lines])
+    return packed

@@ -29,7 +29,18 @@ CPU = torch.device("cpu")
 
 def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "k.json", tmp_path / "k.svg"
-    names = ["norm", "_mul", "rope", "paged", "greedy", "advance_rows", "token_mask", "linear"]
+    names = [
+        "norm",
+        "_mul",
+        "rope",
+        "paged",
+        "greedy",
+        "advance_rows",
+        "token_mask",
+        "rules",
+        "count_tokens",
+        "linear",
+    ]
     words = ["bench", "kernel", *names, "--device", "cpu", "--model", "smollm2-135m", "--commit", "abc123"]
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
     report = read_report(out)

@@ -10,6 +10,7 @@ import torch
 from test_prefill_graphs import CONFIG as DENSE
 from torch import Tensor, nn
 
+import minisgl.engine.logits
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
@@ -28,6 +29,7 @@ from minisgl.engine.graphs.dry_runs import (
     warm_up_sizes,
 )
 from minisgl.engine.inputs import HostPageTable
+from minisgl.engine.logits import LogitTables
 from minisgl.engine.rows import Rows
 from minisgl.engine.sample_extras import RowMasks, sample_with_extras
 from minisgl.engine.steps import DecodeStep, StepOutput, prefill_step
@@ -36,6 +38,7 @@ from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
 from minisgl.scheduler.plan import LogitExtras
 from triton_kernels.launch import align_up
+from triton_kernels.logit_rules import RuleTables
 from triton_kernels.token_mask import num_mask_words
 
 CPU = torch.device("cpu")
@@ -105,21 +108,27 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
         torch.testing.assert_close(now, then, rtol=0, atol=0)
 
 
-def test_the_kernel_of_masks_is_compiled_before_anybody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton compiles another kernel for other dtypes, and for other sizes of the vocabulary."""
-    seen: set[tuple[object, ...]] = set()
+def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton compiles another kernel for other dtypes, and for other sizes of tables and vocabulary."""
+    seen: dict[str, set[tuple[object, ...]]] = {}
 
-    def note(module: ModuleType) -> None:
-        function: Any = vars(module)["token_mask"]
+    def note(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
 
-        def noted(*arguments: Tensor) -> Tensor:
-            seen.add(tuple((one.dtype, one.shape[1:]) for one in arguments))
+        def noted(*arguments: Any) -> Any:
+            flat = [one for some in arguments for one in (some if isinstance(some, RuleTables) else [some])]
+            variant = tuple((one.dtype, one.shape[1:]) for one in flat)
+            seen.setdefault(name, set()).add(variant)
             return function(*arguments)
 
-        monkeypatch.setattr(module, "token_mask", noted)
+        monkeypatch.setattr(module, name, noted)
 
-    note(dry_runs)
-    note(sample_extras)
+    note(minisgl.engine.logits, "logit_rules")
+    note(minisgl.engine.logits, "count_tokens")
+    note(dry_runs, "token_mask")
+    note(sample_extras, "token_mask")
     model = small_model(replace(CONFIG, experts=None, architecture="Qwen3ForCausalLM"))
     rows, planner = tables()
     asked = EngineConfig(device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64)
@@ -127,14 +136,15 @@ def test_the_kernel_of_masks_is_compiled_before_anybody_serves(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with torch.inference_mode():
         warm_up_prefill(config, model, rows, planner, CPU)
-        compiled = set(seen)
-        assert len(compiled) == 1
+        compiled = {name: set(variants) for name, variants in seen.items()}
+        assert compiled.keys() == {"logit_rules", "count_tokens", "token_mask"}
         compile_ahead(config, DecodeStep(model, rows), planner, CPU)
         row_ids = torch.arange(3, dtype=torch.int32)
         logits = DecodeStep(model, rows).logits(row_ids)
         words = torch.full((2, num_mask_words(CONFIG.vocab_size)), -1, dtype=torch.int32)
         masks = RowMasks(torch.tensor([-1, 1, 0], dtype=torch.int32), words)
-        sample_with_extras(rows, logits, row_ids < 2, LogitExtras(masks=True), None, masks)
+        logit_tables = LogitTables(rows.max_rows, CONFIG.vocab_size, CPU)
+        sample_with_extras(rows, logits, row_ids < 2, LogitExtras(rules=True), logit_tables, masks)
     assert seen == compiled
 
 

@@ -16,10 +16,11 @@ from minisgl.engine.inputs import (
     pack_prefill,
     pack_row_inits,
 )
-from minisgl.engine.logits import BANNED, ENDS, IN_PROMPT, LogitTables, pack_rules
+from minisgl.engine.logits import LogitTables, pack_rules
 from minisgl.engine.rows import Rows
 from minisgl.request import MAX_BAD_WORDS_IDS
 from minisgl.scheduler.plan import Chunk, LogitRules, PageUpdate, RowInit, RowRules, StepPlan
+from triton_kernels.logit_rules import BANNED, ENDS, IN_PROMPT
 
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ class SingleValues(TorchDispatchMode):
 def test_rows_that_change_hands_write_no_single_value_from_the_host() -> None:
     """On CUDA, launching would wait for such a copy, and so for the step before."""
     tables = LogitTables(4, 32, CPU)
-    tables.has_rules[2] = True
+    tables.rules.has_rules[2] = True
     rules = LogitRules(1.2, 0.0, 0.0, b"", b"", b"", (), b"", 0, tokens(3, 4))
     # Two rows with rules: of a single one torch drops the dimension, but that is on the device already.
     inits = tuple(RowInit(row, 1.0, 0, 1.0, 0.0, 0) for row in (1, 2, 3))
@@ -75,7 +76,7 @@ def test_rows_that_change_hands_write_no_single_value_from_the_host() -> None:
     with SingleValues() as found:
         tables.init_rows(packed, staged)
     assert found.ops == []
-    assert tables.has_rules.tolist() == [False, True, False, True, False]
+    assert tables.rules.has_rules.tolist() == [False, True, False, True, False]
 
 
 def test_staged_arrays_are_what_was_given_and_start_at_16_bytes() -> None:
@@ -184,25 +185,25 @@ def test_rows_get_their_rules_and_nothing_of_those_before_or_beside_them() -> No
     none = LogitRules(1.0, 0.0, 1.0, b"", b"", b"", (), b"", 0, tokens(2))
     row_rules = (RowRules((6, 1), some), RowRules((3,), many), RowRules((0, 4, 5), none))
     tables = LogitTables(8, vocab_size, CPU)
-    for table in tables.buffers():
+    for table in tables.rules:
         table.fill_(1)
     inits = tuple(RowInit(row, 1.0, 0, 1.0, 0.0, 0) for row in range(7))
     packed = pack_rules(inits, row_rules, vocab_size)
     tables.init_rows(packed, Stager(CPU).to_device(list(packed)))
-    assert tables.has_rules.tolist() == [True, True, False, True, True, True, True, True, True]
+    assert tables.rules.has_rules.tolist() == [True, True, False, True, True, True, True, True, True]
     for rows, rules in row_rules:
         for row in rows:
-            assert tables.marks[row].tolist() == dense_marks(rules, vocab_size).tolist()
-            assert tables.frequency[row] == rules.frequency_penalty
-            assert tables.bad_last[row].tolist() == [
+            assert tables.rules.marks[row].tolist() == dense_marks(rules, vocab_size).tolist()
+            assert tables.rules.frequency[row] == rules.frequency_penalty
+            assert tables.rules.bad_last[row].tolist() == [
                 *(ids[-1] for ids in rules.bad_words_ids),
                 *[-1] * (MAX_BAD_WORDS_IDS - len(rules.bad_words_ids)),
             ]
-            assert int(tables.bias[row].count_nonzero()) == len(rules.bias) // 4
-    assert (tables.bias_ids[1, 0], tables.bias[1, 0], tables.min_len[6]) == (9, 2.0, 5)
-    assert tables.bad_words[3, 0].tolist() == [-1] * 14 + [1]
-    assert tables.recent[1].tolist() == [-1] * 9 + [3, 4, 3, 4, 5, 4]
-    assert tables.marks[2].tolist() == [1] * vocab_size  # a plain row's are never read
+            assert int(tables.rules.bias[row].count_nonzero()) == len(rules.bias) // 4
+    assert (tables.rules.bias_ids[1, 0], tables.rules.bias[1, 0], tables.rules.min_len[6]) == (9, 2.0, 5)
+    assert tables.rules.bad_words[3, 0].tolist() == [-1] * 14 + [1]
+    assert tables.rules.recent[1].tolist() == [-1] * 9 + [3, 4, 3, 4, 5, 4]
+    assert tables.rules.marks[2].tolist() == [1] * vocab_size  # a plain row's are never read
 
 
 def test_no_work_on_rules_grows_with_the_vocabulary_or_the_rows_that_share_them() -> None:

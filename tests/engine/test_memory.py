@@ -10,6 +10,7 @@ import torch
 from tiny_config import TINY
 from torch import Tensor
 
+import minisgl.engine.logits
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.start.memory import (
@@ -19,6 +20,8 @@ from minisgl.engine.start.memory import (
     plan_memory,
 )
 from minisgl.errors import ConfigError
+from triton_kernels.logit_rules import logit_rules_triton
+from triton_kernels.token_mask import num_mask_words, token_mask_triton
 
 MODEL = replace(
     TINY,
@@ -127,17 +130,24 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("num_rows", [1, 64, 150])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_steps_with_extras_take_no_more_than_is_kept_for_them(num_rows: int, dtype: str) -> None:
+def test_steps_with_extras_take_no_more_than_is_kept_for_them(
+    num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on CUDA, for which memory is kept. The rows have no rules, so that the interpreter may see bfloat16.
+    monkeypatch.setattr(minisgl.engine.logits, "logit_rules", logit_rules_triton)
     model = replace(MODEL, vocab_size=3001)
     config = resolve_engine_config(EngineConfig(max_running_requests=num_rows, dtype=dtype), model, GPU)
     logits = torch.randn(num_rows, model.vocab_size).to(getattr(torch, dtype))
     row_ids = torch.arange(num_rows, dtype=torch.int32)
+    masks = torch.zeros(1, num_mask_words(model.vocab_size), dtype=torch.int32)
 
     def run() -> tuple[Tensor, ...]:
         x, residual = torch.empty((2, config.max_step_tokens, model.hidden_size), dtype=logits.dtype)
         tables = LogitTables(num_rows, model.vocab_size, torch.device("cpu"))
-        ruled = tables.apply_rules(logits, row_ids, row_ids)
-        return x, residual, pack_logprobs(ruled, row_ids)
+        waiting = logits.clone()  # those that wait for masks
+        ruled = tables.apply_rules(waiting, row_ids, row_ids)
+        masked = token_mask_triton(ruled, row_ids - num_rows, masks)
+        return x, residual, masked, pack_logprobs(waiting, row_ids)
 
     kept = logit_extras_bytes(model, config)
     with torch.inference_mode():

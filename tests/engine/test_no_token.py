@@ -19,6 +19,7 @@ from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.scheduler.plan import NO_LOGITS, NONE_ALLOWED, RowInit, RowRules
 from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
+from triton_kernels.logit_rules import RuleTables
 from triton_kernels.sample import NO_TOKEN
 
 SPOILED = 63
@@ -223,12 +224,12 @@ def test_no_token_is_booked_nowhere() -> None:
     inits = tuple(RowInit(row, 0.0, 0, 1.0, 0.0, 0) for row in range(3))
     staged = pack_rules(inits, (RowRules((0, 1, 2), rules),), 10)
     tables.init_rows(staged, [torch.from_numpy(part) for part in staged])
-    before = {name: table.clone() for name, table in tables.named_buffers()}
+    before = RuleTables(*(table.clone() for table in tables.rules))
     rows, counted = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([True, True, True])
     tables.add_tokens(rows, torch.tensor([NO_LOGITS, NONE_ALLOWED, 4], dtype=torch.int32), counted)
-    for name, table in tables.named_buffers():
-        assert torch.equal(table[[0, 1, 3]], before[name][[0, 1, 3]]), name
-    assert tables.marks[2, 4] == before["marks"][2, 4] + 1
+    for name, table, old in zip(before._fields, tables.rules, before, strict=True):
+        assert torch.equal(table[[0, 1, 3]], old[[0, 1, 3]]), name
+    assert tables.rules.marks[2, 4] == before.marks[2, 4] + 1
 
 
 def test_the_line_of_a_row_without_a_token_disturbs_no_other_line() -> None:

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton_kernels import (
     advance_rows,
     linear_few,
+    logit_rules,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -137,6 +138,35 @@ def main() -> None:
         dynamic=(0, 1, 2),
     )
     trace("token_mask", token_mask.token_mask_triton, torch.randn(6, 70), ints(6), ints(2, 3), dynamic=(0, 1))
+    tables = logit_rules.RuleTables(
+        torch.zeros(9, dtype=torch.bool),
+        ints(9),
+        torch.rand(9),
+        torch.rand(9),
+        torch.rand(9),
+        ints(9, 5),
+        torch.rand(9, 5),
+        ints(9, 4, 3),
+        ints(9, 4),
+        ints(9, 3),
+        ints(9, 70),
+    )
+    trace(
+        "logit_rules",
+        lambda *args: logit_rules.logit_rules_triton(*args, tables=tables),
+        torch.randn(6, 70),
+        ints(6),
+        ints(6),
+        dynamic=(0, 1, 2),
+    )
+    trace(
+        "count_tokens",
+        lambda *args: logit_rules.count_tokens_triton(*args, recent=tables.recent, marks=tables.marks),
+        ints(6),
+        ints(6),
+        torch.zeros(6, dtype=torch.bool),
+        dynamic=(0, 1, 2),
+    )
     pools = (torch.randn(20, 16, 2, 64), torch.randn(20, 16, 2, 64))
     trace(
         "rope_store",

@@ -20,6 +20,8 @@ OPS = {
         rope_ops.ROPE_STORE,
         row_ops.ADVANCE_ROWS,
         row_ops.TOKEN_MASK,
+        row_ops.LOGIT_RULES,
+        row_ops.COUNT_TOKENS,
         linear_ops.LINEAR,
         linear_ops.GATED_LINEAR,
         linear_ops.LINEAR_MANY,

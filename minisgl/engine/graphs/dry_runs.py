@@ -16,6 +16,7 @@ from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs.buckets import buckets_of, max_joined_decodes
 from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
 from minisgl.engine.inputs import PrefillBatch, Stager
+from minisgl.engine.logits import LogitTables
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.models.decoder import Decoder, RunBlock, call_block
@@ -87,7 +88,7 @@ def compile_ahead(
             state = rows.read(row_ids)._replace(context_len=zeros, slot_mapping=zeros - 1)
             logits = model(zeros, zeros, decode.inputs(row_ids, state), run_block=run_block)
             sample_and_advance(rows, row_ids, state, logits, zeros)
-            launch_mask(logits)
+            launch_extras(logits)
 
 
 def decode_sizes(config: ResolvedConfig) -> tuple[int, int]:
@@ -156,21 +157,24 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 def warm_up_prefill(
     config: ResolvedConfig, model: Decoder, rows: Rows, planner: AttentionPlanner, device: torch.device
 ) -> None:
-    """Run prefill steps that compile the kernels for chunks of any length, and the kernel of masks."""
+    """Run prefill steps that compile the kernels for chunks of any length, and the kernels of extras."""
     run_block = run_distinct_blocks(model)
     output = None
     for size in warm_up_sizes(config):
         planner.plan_padding_prefill(size.rows, size.row_tokens)
         output = prefill_step(model, rows, padding_batch(size, rows, device), run_block)
     if output is not None and output.logits is not None:
-        launch_mask(output.logits.logits)
+        launch_extras(output.logits.logits)
     torch.cuda.synchronize(device)
 
 
-def launch_mask(logits: Tensor) -> None:
-    """Launch the kernel of masks once, on logits [R, V]. It has one variant for all batches."""
+def launch_extras(logits: Tensor) -> None:
+    """Launch the kernels of rules and masks once, on logits [R, V]. They have one variant for all batches."""
     num_rows, vocab_size = logits.shape
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    tables = LogitTables(0, vocab_size, logits.device)
+    tables.apply_rules(logits, zeros, zeros)
+    tables.add_tokens(zeros, zeros, zeros > 0)
     token_mask(logits, zeros, zeros.new_zeros(1, num_mask_words(vocab_size)))
 
 

@@ -21,8 +21,9 @@ LIBRARY_RESERVE_BYTES = GIB // 2
 GRAPH_BYTES = 24 * MIB
 """Reserve for each recorded graph. Published measurements are 6 to 26 MiB."""
 
-SLICE_BYTES_PER_LOGIT = 40
-"""Intermediates of `LogitTables.apply_rules` and `pack_logprobs` per logit of a slice: about ten float32."""
+SLICE_BYTES_PER_LOGIT = 12
+"""Intermediates of `pack_logprobs` per logit of a slice: two float32, then one beside a flag and what topk
+counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ def graph_reserve_bytes(config: ResolvedConfig) -> int:
 
 
 def logit_extras_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Most memory of the sampling of steps with penalties, biases, bans or log probabilities.
+    """Most memory on CUDA of the sampling of steps with penalties, biases, bans or log probabilities.
 
     It is the sum of their tables, which the engine allocates when the first such request comes (with several
     ranks, at the start), of copies of the logits, and of x and the residual of prompts whose log
@@ -96,7 +97,7 @@ def logit_extras_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     num_rows = config.max_running_requests
     tables = LogitTables(num_rows, model.vocab_size, torch.device("meta"))
     stream_bytes = 2 * config.max_step_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
-    return module_bytes(tables) + _rules_bytes(model, config, num_rows) + stream_bytes
+    return tables.num_bytes + _rules_bytes(model, config, num_rows) + stream_bytes
 
 
 def _rules_bytes(model: ModelConfig, config: ResolvedConfig, num_rows: int) -> int:
