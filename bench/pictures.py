@@ -142,15 +142,19 @@ def markdown(head: Row, rows: Iterable[Row]) -> str:
 
 
 def load(name: str) -> Mapping[str, Any]:
-    """A report of bench/results/h200 as its JSON has it."""
-    return json.loads((REPORTS / f"{name}.json").read_text(encoding="utf-8"))
+    """A report as its JSON has it: of bench/results/h200, or of another folder if `name` has one."""
+    return json.loads((REPORTS.parent / f"{with_folder(name)}.json").read_text(encoding="utf-8"))
+
+
+def with_folder(name: str) -> str:
+    return name if "/" in name else f"{REPORTS.name}/{name}"
 
 
 def link(name: str) -> str:
     """The source of a row: its commit, as a link to the report."""
     report = load(name)
     commit = report["environment"]["git_commit"] if "environment" in report else report["git_commit"]
-    return f"[{commit[:7]}](../bench/results/h200/{name}.json)"
+    return f"[{commit[:7]}](../bench/results/{with_folder(name)}.json)"
 
 
 def offline_table() -> str:
@@ -177,6 +181,7 @@ def decode_table() -> str:
         "Llama-3.1-8B": "step-llama-3.1-8b-cc60122",
         "Llama-3.1-8B, another GPU": "step-llama-3.1-8b-tp1",
         "Llama-3.1-8B, a slower GPU": "step-llama-3.1-8b-884a771",
+        "Llama-3.1-8B, an H100": "h100/step-llama-3.1-8b",
         "Qwen3-14B": "step-qwen3-14b-cc60122",
         "Qwen3-30B-A3B": "step-qwen3-30b-a3b",
     }
@@ -216,6 +221,7 @@ def prefill_table() -> str:
     models = {
         "Qwen3-0.6B": "step-qwen3-0.6b-cc60122",
         "Llama-3.1-8B": "step-llama-3.1-8b-884a771",
+        "Llama-3.1-8B, an H100": "h100/step-llama-3.1-8b",
         "Qwen3-14B": "step-qwen3-14b-cc60122",
         "Qwen3-30B-A3B": "step-qwen3-30b-a3b",
     }
