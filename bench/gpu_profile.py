@@ -24,8 +24,8 @@ from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
+from minisgl.progress import no_progress
 from minisgl.request import SamplingParams
-from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir
 
 WARM_UP_STEPS = 10

@@ -39,8 +39,8 @@ from minisgl.engine.start.build import build_engine
 from minisgl.errors import MinisglError
 from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import Status
+from minisgl.progress import no_progress
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
-from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir
 
 SLACK_BYTES = 32 << 20

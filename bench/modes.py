@@ -33,8 +33,8 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
+from minisgl.progress import no_progress
 from minisgl.request import SamplingParams
-from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir
 
 MODES: dict[str, dict[str, Any]] = {

@@ -24,11 +24,11 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.progress import no_progress
 from minisgl.request import SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulator import Arrival, FakeExecutor, FakeModel, simulate
-from minisgl.weights.progress import no_progress
 from minisgl.weights.sources import default_cache_dir
 
 SHARED_TOKENS = 1000

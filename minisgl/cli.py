@@ -398,17 +398,18 @@ def _compiled_folder(arguments: argparse.Namespace, environ: Mapping[str, str]) 
 
 def _fetch_model(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
     """The model's local folder. A missing model is fetched, with a progress bar."""
-    from minisgl.weights.progress import progress_on
+    from minisgl.progress import ShownProgress, lines_on
     from minisgl.weights.sources import resolve_model_folder
 
-    return resolve_model_folder(
-        engine.model,
-        revision=engine.revision,
-        tokenizer=engine.tokenizer,
-        with_weights=not engine.dummy_weights,
-        cache_dir=cache_dir(environ),
-        progress=progress_on(sys.stderr),
-    )
+    with ShownProgress(lines_on()) as progress:
+        return resolve_model_folder(
+            engine.model,
+            revision=engine.revision,
+            tokenizer=engine.tokenizer,
+            with_weights=not engine.dummy_weights,
+            cache_dir=cache_dir(environ),
+            progress=progress,
+        )
 
 
 def _sampling_params(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:
@@ -421,8 +422,8 @@ def _sampling_params(arguments: argparse.Namespace, environ: Mapping[str, str]) 
 def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> "LLM":
     """Start an engine in this process. Prints a line per start-up stage and the total time to stderr."""
     from minisgl.llm import LLM
+    from minisgl.progress import ShownProgress, lines_on
     from minisgl.server.engines.startup_report import stage_line
-    from minisgl.weights.progress import progress_on
 
     _start_log(arguments.log_level, "minisgl")
     settings = values_of(EngineConfig, arguments, environ)
@@ -436,7 +437,8 @@ def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started
         earlier.clear()
 
     settings |= {name: getattr(arguments, name) for name in REPLY_FLAGS}
-    llm = LLM(cache_dir=cache_dir(environ), progress=progress_on(sys.stderr), on_stage=report, **settings)
+    with ShownProgress(lines_on()) as progress:
+        llm = LLM(cache_dir=cache_dir(environ), progress=progress, on_stage=report, **settings)
     report("total", 1000 * (time.monotonic() - started_at))
     return llm
 

@@ -4,9 +4,9 @@ Promise: prompts, lengths and stop strings follow the server's rules; a refused 
 nothing in the engine.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, cast
 from minisgl.config import EngineConfig, check_engine_config, with_cache_dir
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.offline import Completion, Delta, OfflineDriver, Reply, ToolCall, check_prompt
+from minisgl.progress import Progress, ShownProgress, lines_on, no_progress
 from minisgl.replies.conversation import Conversation, EncodedCall
 from minisgl.replies.model import load_text
 from minisgl.replies.plan import ReplyPlan, ReplyReader
@@ -25,7 +26,6 @@ from minisgl.text.formats.events import Content, collect
 from minisgl.text.messages import normalize_messages
 from minisgl.text.reply import ReplyText
 from minisgl.text.stop import StopStrings
-from minisgl.weights.progress import Progress, no_progress
 from minisgl.weights.sources import default_cache_dir, resolve_model_folder
 
 Message = Mapping[str, Any]
@@ -117,8 +117,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete all prompts (text, or token ids) in one batch; results are in the prompts' order.
 
-        `params` is one for all prompts, one per prompt, or None for `SamplingParams()`. `progress` counts
-        finished completions on stderr. The `n` completions of a prompt are consecutive.
+        `params` is one for all prompts, one per prompt, or None for `SamplingParams()`. `progress` shows
+        on stderr how many have ended. The `n` completions of a prompt are consecutive.
 
         Raises:
             RequestError: a prompt or parameter is refused; with several prompts the message names the first
@@ -257,17 +257,18 @@ class LLM:
                     list(prompt_ids), plan.params, n, streamed=False, kept_special=plan.kept_special
                 )
             unfinished = dict(enumerate(replies))
-            while unfinished:
-                self._driver.wait(list(unfinished.values()))
-                for index, reply in list(unfinished.items()):
-                    try:
-                        collected[index] += reply.read()
-                    except RequestError as error:
-                        raise _named(error, index // n if len(prompts) > 1 else None) from error
-                    if reply.ended and not reply.is_readable:
-                        del unfinished[index]
-                if progress:
-                    _show_progress(len(replies) - len(unfinished), len(replies))
+            with ShownProgress(lines_on()) if progress else nullcontext(no_progress) as report:
+                while unfinished:
+                    report("generating", len(replies) - len(unfinished), len(replies), "completions")
+                    self._driver.wait(list(unfinished.values()))
+                    for index, reply in list(unfinished.items()):
+                        try:
+                            collected[index] += reply.read()
+                        except RequestError as error:
+                            raise _named(error, index // n if len(prompts) > 1 else None) from error
+                        if reply.ended and not reply.is_readable:
+                            del unfinished[index]
+                report("generating", len(replies), len(replies), "completions")
         finally:
             for reply in replies:
                 self._driver.abandon(reply)
@@ -357,8 +358,3 @@ def _completion(
             for call in reply.calls
         ),
     )
-
-
-def _show_progress(done: int, total: int) -> None:
-    sys.stderr.write(f"\r{done}/{total} prompts" + ("\n" if done == total else ""))
-    sys.stderr.flush()

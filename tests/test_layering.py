@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "seeds": "",
         "lives": "",
         "fields": "errors",
+        "progress": "",
         "grammar": "errors fields",
         "request": "errors fields grammar",
         "model_config": "errors",
@@ -44,15 +45,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention": "errors attention.choice triton_kernels",
         "layers": "errors model_config attention triton_kernels",
         "models": "errors model_config parallel layers attention triton_kernels",
-        "weights": "errors ipc model_config parallel",
-        "engine": "errors lives log request grammar config ipc attention.choice model_config kvcache "
-        "scheduler parallel layers attention models weights triton_kernels compile_cache __init__",
+        "weights": "errors progress ipc model_config parallel",
+        "engine": "errors lives log progress request grammar config ipc attention.choice model_config "
+        "kvcache scheduler parallel layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch
         "text": "errors fields request",
         "replies": "errors fields grammar request text",
         "server": "errors lives log seeds fields grammar request replies config ipc text __init__",
         "offline": "errors seeds request ipc text",
-        "llm": "errors config request replies text offline engine weights",
+        "llm": "errors progress config request replies text offline engine weights",
         # the user's door
         "commands.flags": "errors",
         "commands.files": "errors replies",
@@ -62,13 +63,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "top": "errors server",
         "verification": "errors config ipc request model_config scheduler engine attention layers "
         "models text",
-        "commands.verify": "config benchmark verification weights",
+        "commands.verify": "progress config benchmark verification",
         "commands.chat": "errors request replies text offline llm commands.reply_printer",
         "commands": "errors config attention.choice model_config parallel models weights engine "
         "compile_cache __init__",
-        "benchmark": "errors seeds request config ipc model_config kvcache scheduler parallel weights engine "
-        "text server triton_kernels compile_cache __init__",
-        "cli": "errors log request config commands commands.files commands.flags commands.parser "
+        "benchmark": "errors progress seeds request config ipc model_config kvcache scheduler parallel "
+        "weights engine text server triton_kernels compile_cache __init__",
+        "cli": "errors log progress request config commands commands.files commands.flags commands.parser "
         "commands.api_key commands.chat commands.verify server llm weights engine benchmark top",
         "__init__": "errors request offline llm",
         "__main__": "cli",
@@ -86,7 +87,6 @@ NARROWER: dict[tuple[str, str], set[str]] = {
         "minisgl.benchmark.model_configs",
         "minisgl.benchmark.reports.report",
     },
-    ("commands.verify", "weights"): {"minisgl.weights.progress"},
     ("weights", "ipc"): {"minisgl.ipc.child_process"},
     ("offline", "ipc"): {"minisgl.ipc.messages"},
     ("benchmark", "compile_cache"): {"compile_cache.bytecode"},
@@ -94,13 +94,9 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
     ("commands", "compile_cache"): {"compile_cache.entries", "compile_cache.manifest"},
     ("commands.parser", "benchmark"): {"minisgl.benchmark.settings"},
-    ("llm", "weights"): {"minisgl.weights.sources", "minisgl.weights.progress"},
+    ("llm", "weights"): {"minisgl.weights.sources"},
     ("cli", "engine"): {"minisgl.engine.device_faults", "minisgl.engine.ranks.node"},
-    ("cli", "weights"): {
-        "minisgl.weights.builtin_models",
-        "minisgl.weights.sources",
-        "minisgl.weights.progress",
-    },
+    ("cli", "weights"): {"minisgl.weights.builtin_models", "minisgl.weights.sources"},
 }
 """Where only these modules of a folder may be imported."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, ModelError
-from minisgl.weights.progress import Progress, no_progress
+from minisgl.progress import Progress, no_progress
 from minisgl.weights.sources import resolve_model_folder
 
 

@@ -15,9 +15,9 @@ from minisgl.benchmark.reports.report import (
     write_report,
 )
 from minisgl.config import GIB, EngineConfig, with_cache_dir
+from minisgl.progress import ShownProgress, lines_on
 from minisgl.verification.compare import PlaceError
 from minisgl.verification.verify import Verification, verify_model
-from minisgl.weights.progress import progress_on
 
 
 def run_verify(
@@ -40,7 +40,10 @@ def run_verify(
         stderr.write(f"{line}\n")
         stderr.flush()
 
-    with model_folder(config, cache_dir=cache_dir, progress=progress_on(stderr)) as folder:
+    with (
+        ShownProgress(lines_on(stderr), stderr) as progress,
+        model_folder(config, cache_dir=cache_dir, progress=progress) as folder,
+    ):
         found = verify_model(config, folder, say)
     stdout.write(f"{as_text(found)}\n")
     stdout.flush()

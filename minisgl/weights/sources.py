@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from minisgl.errors import ConfigError, ModelError, ModelNotHereError
+from minisgl.progress import Progress, no_progress
 from minisgl.weights.builtin_models import BUILTIN_MODELS, builtin_folder
-from minisgl.weights.progress import Progress, no_progress
 
 MODELSCOPE = "modelscope:"
 """Prefix of the names of models on ModelScope."""

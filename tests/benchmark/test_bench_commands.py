@@ -20,7 +20,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.weights.progress import no_progress
+from minisgl.progress import no_progress
 from minisgl.weights.sources import resolve_model_folder
 
 TINY = {

@@ -1,6 +1,5 @@
 """A benchmark's report as a file, and its tables on a terminal."""
 
-import io
 import json
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from minisgl.benchmark.reports.report import (
     make_report,
     read_report,
     report_schema,
-    terminal_progress,
     write_report,
 )
 from minisgl.errors import ConfigError
@@ -119,12 +117,6 @@ def test_a_table_is_aligned() -> None:
         "a_ms       1,234",
         "long_name      3",
     ]
-
-
-def test_progress_is_silent_away_from_a_terminal() -> None:
-    out = io.StringIO()
-    terminal_progress(out)("requests", 1, 2)
-    assert out.getvalue() == ""
 
 
 def test_reports_load_neither_torch_nor_matplotlib() -> None:

@@ -21,7 +21,7 @@ from minisgl.benchmark.reports.report import Report, read_report, write_report
 from minisgl.benchmark.settings import ServeBenchSettings
 from minisgl.cli import main
 from minisgl.errors import ConfigError
-from minisgl.weights.progress import no_progress
+from minisgl.progress import no_progress
 
 FAKE = Path(__file__).with_name("fake_openai_server.py")
 TRACES = Path(__file__).resolve().parent.parent / "data" / "traces"

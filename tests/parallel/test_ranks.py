@@ -32,9 +32,9 @@ from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
+from minisgl.progress import no_progress
 from minisgl.request import SamplingParams, ThoughtLimit
 from minisgl.scheduler.plan import StepPlan
-from minisgl.weights.progress import no_progress
 
 EOS = 2
 LIMIT_S = 5.0

@@ -72,7 +72,7 @@ def load_part(folder: Path, ranks: Ranks) -> tuple[Decoder, ShardedTensors, int]
         config,
         dtype=torch.float32,
         device="cpu",
-        on_progress=lambda what, done, total: progress.append(done),
+        on_progress=lambda what, done, total, unit="": progress.append(done),
     )
     return model, tensors, progress[-1]
 

@@ -1,5 +1,6 @@
 """docs/grafana/minisgl.json: Grafana can place its panels, and a server has every figure in its queries."""
 
+import hashlib
 import json
 import re
 import urllib.request
@@ -7,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import LIMIT_S, RunningServer
@@ -23,16 +25,24 @@ SCRAPER_LABELS = {"instance", "job"}
 
 @pytest.fixture(scope="module")
 def labels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The samples of /metrics by name, with the labels that they have."""
-    with RunningServer(make_folder(tmp_path_factory.mktemp("dashboard") / "model")) as server:
-        server.ready()
-        assert server.complete("@say a b")[0] == 200
+    """The samples of /metrics by name: the labels that they have, and the values of the label `kind`."""
+    place = tmp_path_factory.mktemp("dashboard")
+    entry = {"name": "alice", "key_sha256": hashlib.sha256(b"key").hexdigest(), "requests_per_minute": 1}
+    keys = place / "keys.jsonl"
+    keys.write_text(json.dumps(entry))
+    with RunningServer(make_folder(place / "model"), api_keys_file=str(keys)) as server:
+        client = server.ready().client().with_options(api_key="key")
+        client.completions.create(model="tiny", prompt="@say a b")
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="tiny", prompt="@say a b")
         with urllib.request.urlopen(server.url("/metrics"), timeout=LIMIT_S) as answer:
             text = answer.read().decode()
     found: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found[sample.name] |= sample.labels.keys()
+            if "kind" in sample.labels:
+                found[sample.name].add(f'kind="{sample.labels["kind"]}"')
     return found
 
 
@@ -67,7 +77,12 @@ def test_it_can_be_imported_for_any_data_source() -> None:
         if "datasource" in part
     ]
     assert all(source == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
-    assert [panel["title"] for panel in PANELS if panel["type"] == "row"] == ["Traffic", "Latency", "Engine"]
+    assert [panel["title"] for panel in PANELS if panel["type"] == "row"] == [
+        "Traffic",
+        "Latency",
+        "Engine",
+        "API keys",
+    ]
 
 
 def test_every_figure_in_its_queries_is_in_metrics(labels: dict[str, set[str]]) -> None:
@@ -82,7 +97,9 @@ def test_a_query_uses_labels_that_the_figure_has(labels: dict[str, set[str]], qu
     assert query.count("(") == query.count(")")
     for part in query.split(" / "):
         (name,) = NAME.findall(part)
-        used = set(re.findall(r"(\w+)=~", part)) | set(re.findall(r"by \((\w+)\)", part))
+        used = set(re.findall(r"(\w+)=~", part)) | set(re.findall(r'\w+="\w+"', part))
+        for group in re.findall(r"by \(([\w, ]+)\)", part):
+            used |= set(group.split(", "))
         assert used - SCRAPER_LABELS - labels[name] == set()
         assert ("rate(" in part or "increase(" in part) == name.endswith(("_total", "_bucket"))
         assert ("histogram_quantile" in part) == name.endswith("_bucket")

@@ -1,7 +1,9 @@
 """The routes of /debug that say what the server does and why, through a server to a fake engine and back."""
 
+import contextlib
 import http.client
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,14 @@ from running_server import LIMIT_S, RunningServer, eventually
 from small_model import make_folder
 
 from minisgl.server.watch.history import NAMES
-from minisgl.server.watch.views import EnginesAnswer, Event, HistoryAnswer, MomentsAnswer, RequestsAnswer
+from minisgl.server.watch.views import (
+    EnginesAnswer,
+    Event,
+    HistoryAnswer,
+    MomentsAnswer,
+    RequestsAnswer,
+    RequestView,
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +100,46 @@ def test_a_call_is_aborted_by_its_id_or_number(server: RunningServer, by_number:
     assert b"aborted through /abort" in one.answer.read()
     assert server.call(f"/debug/requests/{name}/abort", method="POST")[1] == {"aborted": 0}
     assert server.call("/debug/requests/to-end/abort", method="GET")[0] == 405
+
+
+def test_a_client_that_does_not_read_is_the_cause_of_its_own_wait(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "@wait " + 1500 * "x ", "n": 32, "max_tokens": 8000})
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f'X-Request-Id: %s\r\nContent-Length: {len(body) + 16}\r\n\r\n{body[:-1]}, "stream": true}}'
+    )
+    folder = make_folder(tmp_path_factory.mktemp("slow") / "model", context=16384)
+    with RunningServer(folder) as server, socket.socket() as slow:
+        server.ready()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(LIMIT_S)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall((head % "slow-call").encode())
+        assert slow.recv(512).startswith(b"HTTP/1.1 200 OK")  # and from now on it reads nothing
+
+        def told() -> list[RequestView]:
+            lives = ask(server, "/debug/requests/slow-call", RequestsAnswer).engines[0].requests
+            return [life for life in lives if life.client is not None]
+
+        eventually(told, "it is named as slow")
+        life = told()[0]
+        assert life.client is not None
+        assert life.client.unsent_bytes > 0
+        cause = next(one for one in life.causes if one.reason == "client")
+        assert cause.words.startswith("the client reads slowly: ")
+        assert cause.knobs == ["--request-timeout-s"]
+        assert server.complete("@say a")[0] == 200, "nobody else waits for it"
+
+        def reads_again() -> bool:
+            slow.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while slow.recv(1 << 20):
+                    continue
+            return not told()
+
+        eventually(reads_again, "it is named no more")
 
 
 @pytest.mark.parametrize(

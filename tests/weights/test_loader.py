@@ -95,18 +95,18 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     save_llama(tmp_path)
     config = read_model_config(tmp_path)
     model = build_model(config, attention_backend="torch", dtype=torch.float16, device="cpu")
-    reports: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int, str]] = []
     load_weights(
         model,
         tmp_path,
         config,
         dtype=torch.float16,
         device="cpu",
-        on_progress=lambda *report: reports.append(report),
+        on_progress=lambda stage, done, total, unit="": reports.append((stage, done, total, unit)),
     )
     total = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert reports[0][1:] == (0, total)
-    assert reports[-1][1:] == (total, total)
+    assert reports[0][1:] == (0, total, "bytes")
+    assert reports[-1][1:] == (total, total, "bytes")
 
 
 def test_a_copy_of_tied_embeddings_and_old_frequencies_are_ignored(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from minisgl.benchmark.reports.plots import check_output, write_outputs
 from minisgl.benchmark.reports.report import BarsChart, Cell, Report, make_report
 from minisgl.benchmark.settings import KernelBenchSettings, OutputSettings
 from minisgl.errors import ConfigError
+from minisgl.progress import ShownProgress, lines_on
 from triton_kernels.registry import KERNELS, with_replacements
 
 OURS = "ours"
@@ -75,7 +76,7 @@ def run_kernel_bench(
     begin = time.perf_counter()
     results: list[tuple[str, Row]] = []
     samples: dict[str, list[float]] = {}
-    with torch.inference_mode():
+    with torch.inference_mode(), ShownProgress(lines_on()) as progress:
         ceilings = measure_ceilings(lambda calls: statistics.median(sampler(calls)), device)
         print(
             f"copies {ceilings.copy_tb_s:.2f} TB/s, multiplies {ceilings.matmul_tflop_s:.0f} TFLOP/s",
@@ -86,12 +87,14 @@ def run_kernel_bench(
             arguments={"names": list(names), **dataclasses.asdict(settings), "kernel": list(settings.kernel)},
             metrics={"copy_tb_per_s": ceilings.copy_tb_s, "matmul_tflop_per_s": ceilings.matmul_tflop_s},
         )
-        for op, case in cases:
+        for index, (op, case) in enumerate(cases):
+            progress("measuring", index, len(cases), "shapes")
             problem = case.build(device, case.dtype or dtype)
             row, times = _measure(case.label, problem, functions[op.name], ceilings, sampler)
             if on_gpu and times:
                 _add_baselines(row, times, baselines, op, problem, case, ceilings, sampler)
             results.append((op.name, row))
+            progress.clear()
             print(line(op.name, row), file=out, flush=True)
             samples |= {f"{op.name} {case.label} {who}_us": found for who, found in times.items()}
             report = with_results(report, results, samples)
@@ -100,6 +103,7 @@ def run_kernel_bench(
             del problem
             if on_gpu:
                 torch.cuda.empty_cache()
+        progress("measuring", len(cases), len(cases), "shapes")
     failures = sum("failed" in row for _, row in results)
     print(f"{len(results)} results, {failures} failed, {time.perf_counter() - begin:.0f} s", file=out)
     write_outputs(report, output, out)

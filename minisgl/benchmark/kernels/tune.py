@@ -6,8 +6,9 @@ table is written atomically after each shape, so a new run continues after an in
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -29,6 +30,7 @@ from minisgl.benchmark.reports.panels import Group
 from minisgl.benchmark.reports.plots import check_chart_path, write_chart
 from minisgl.benchmark.settings import TuneSettings
 from minisgl.errors import ConfigError
+from minisgl.progress import Progress, ShownProgress, lines_on
 from triton_kernels.gpu import MOST_SHARED_BYTES, Gpu, gpu_of
 from triton_kernels.tuning import (
     FOLDER,
@@ -117,7 +119,7 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
     table = _table_to_continue(path, gpu_name, gpu_of(device).capability)
     timer = timer or (quick_graph_microseconds if on_gpu else wall_microseconds)
     begin = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), ShownProgress(lines_on()) as progress:
         ceilings = measure_ceilings(timer, device)
         table["ceilings"] = {name: round(value, 4) for name, value in ceilings._asdict().items()}
         print(
@@ -126,13 +128,19 @@ def run_tune(settings: TuneSettings, out: TextIO, timer: Timer | None = None) ->
             file=out,
         )
         print(HEADER, file=out)
-        for shape in shapes:
-            for task in _tasks(ops, shape, on_gpu):
-                entry = _known_entry(table, task, dtype)
-                if entry is None or settings.again:
-                    entry = _tune(task, device, dtype, ceilings, timer)
-                _save_entry(table, task, entry, path)
-                _print_entry(entry, out)
+        tasks = [task for shape in shapes for task in _tasks(ops, shape, on_gpu)]
+        counts = [_num_configs(task, device, dtype) for task in tasks]
+        done = 0
+        for task, count in zip(tasks, counts, strict=True):
+            entry = _known_entry(table, task, dtype)
+            if entry is None or settings.again:
+                shown = partial(_report, progress, done, sum(counts))
+                entry = _tune(task, device, dtype, ceilings, timer, shown)
+            done += count
+            _save_entry(table, task, entry, path)
+            progress.clear()
+            _print_entry(entry, out)
+        _report(progress, done, sum(counts), 0)
     print(f"{time.perf_counter() - begin:.0f} s; {path}", file=out)
     if plot is not None:
         _plot(table, plot, {shape.name for shape in shapes}, ops)
@@ -248,29 +256,54 @@ def _save_entry(table: dict[str, Any], task: TuneTask, entry: dict[str, Any], pa
 
 
 def _tune(
-    task: TuneTask, device: torch.device, dtype: torch.dtype, ceilings: Ceilings, timer: Timer
+    task: TuneTask,
+    device: torch.device,
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    timer: Timer,
+    report: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Measure every candidate of one task; returns the table's entry."""
-    tuning, part, gpu = task.tuning, task.part, _gpu_to_tune()
+    """Measure every candidate of one task; returns the table's entry. `report` gets how many are done."""
+    tuning = task.tuning
     results = []
-    for case in tuning.cases(part, device.type == "cuda"):
-        candidates = list(tuning.candidates(part, case.size, gpu))
-        if device.type == "cpu":
-            candidates = candidates[:CPU_CANDIDATES]
-        default = tuning.default(part, case.size, dtype.itemsize, gpu)
-        configs = list(dict.fromkeys([default, *candidates]))
+    num_done = 0
+    for case in tuning.cases(task.part, device.type == "cuda"):
+        configs = _configs(task, case, device, dtype)
         problem = case.build(device, dtype)
+        report(num_done)
         if device.type == "cuda":
             _compile_all(tuning, problem, configs)
-        timed = [_measure(tuning, config, problem, timer) for config in configs]
+        timed = []
+        for config in configs:
+            timed.append(_measure(tuning, config, problem, timer))
+            num_done += 1
+            report(num_done)
         # Time the default again, in case the GPU's clock has changed meanwhile.
-        again = _measure(tuning, default, problem, timer)
+        again = _measure(tuning, configs[0], problem, timer)
         timed[0] = timed[0]._replace(us=min(timed[0].us, again.us))
         results.append(CaseResult(case, ceilings.floor_us(problem), ceilings.limit(problem), timed))
         del problem
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return _entry(task, dtype, results)
+
+
+def _configs(task: TuneTask, case: Case, device: torch.device, dtype: torch.dtype) -> list[Any]:
+    """The configurations to measure; the default is first."""
+    gpu = _gpu_to_tune()
+    candidates = list(task.tuning.candidates(task.part, case.size, gpu))
+    if device.type == "cpu":
+        candidates = candidates[:CPU_CANDIDATES]
+    return list(dict.fromkeys([task.tuning.default(task.part, case.size, dtype.itemsize, gpu), *candidates]))
+
+
+def _num_configs(task: TuneTask, device: torch.device, dtype: torch.dtype) -> int:
+    cases = task.tuning.cases(task.part, device.type == "cuda")
+    return sum(len(_configs(task, case, device, dtype)) for case in cases)
+
+
+def _report(progress: Progress, before: int, total: int, num_done: int) -> None:
+    progress("tuning", before + num_done, total, "configurations")
 
 
 def _compile_all(tuning: Tuning, problem: Problem, configs: list[Any]) -> None:

@@ -20,10 +20,10 @@ from minisgl.benchmark.load.serve_plan import Plan, make_plan
 from minisgl.benchmark.load.serve_report import PointReport, make_serve_report, report_point
 from minisgl.benchmark.load.sse import Usage
 from minisgl.benchmark.reports.plots import check_output, write_outputs
-from minisgl.benchmark.reports.report import Report, format_table, terminal_progress
+from minisgl.benchmark.reports.report import Report, format_table
 from minisgl.benchmark.settings import OutputSettings, ServeBenchSettings
 from minisgl.errors import ConfigError
-from minisgl.weights.progress import Progress
+from minisgl.progress import Progress, ShownProgress, lines_on
 
 PROBE_TOKENS = 2
 
@@ -44,7 +44,8 @@ def run_serve_bench(
     def save_report(report: Report) -> None:
         write_outputs(report, replace(output, plot=None), io.StringIO())
 
-    report = asyncio.run(measure_serve(settings, plan, terminal_progress(), out, save_report))
+    with ShownProgress(lines_on()) as progress:
+        report = asyncio.run(measure_serve(settings, plan, progress, out, save_report))
     write_outputs(report, output, out)
     return 1 if report.tables["errors"] else 0
 
@@ -72,6 +73,7 @@ async def measure_serve(
         gc.freeze()
         try:
             for number, point in enumerate(plan.points):
+                progress(point.name, 0, num, "requests")
                 run = await run_load(
                     client,
                     plan.conversations,
@@ -80,7 +82,7 @@ async def measure_serve(
                     new_dialogue=_dialogues(settings, plan, number),
                     think_time_s=settings.think_time_s,
                     assume_usage=plan.assume_usage,
-                    on_answer=lambda done, name=point.name: progress(name, done, num),
+                    on_answer=lambda done, name=point.name: progress(name, done, num, "requests"),
                 )
                 points.append(report_point(point, run, plan.slo))
                 print(points[-1].text(), file=out, flush=True)
@@ -122,7 +124,7 @@ async def _warm_up(client: LoadClient, settings: ServeBenchSettings, plan: Plan,
         Load([0.0] * len(others), None),
         new_dialogue=_dialogues(settings, plan, -2),
         assume_usage=plan.assume_usage,
-        on_answer=lambda done: progress("warm-up", done, len(others)),
+        on_answer=lambda done: progress("warm-up", done, len(others), "requests"),
     )
     failed = next((one.answer for one in run.sent if one.answer.error is not None), None)
     if failed is not None:

@@ -18,14 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 import minisgl
 from minisgl.config import EngineConfig, ResolvedConfig
 from minisgl.errors import ConfigError
-from minisgl.weights.progress import Progress, no_progress, progress_on
 
 FORMAT = 1
 """Increased when a field changes its meaning; `read_report` refuses other formats."""
@@ -328,12 +327,6 @@ def format_cell(value: Cell) -> str:
         decimals = max(0, 3 - math.floor(math.log10(abs(value))))
         return f"{value:.{min(decimals, 4)}f}"
     return value
-
-
-def terminal_progress(stream: TextIO | None = None) -> Progress:
-    """A `Progress` that draws if `stream` is a terminal; `stream` None = stderr."""
-    out = stream if stream is not None else sys.stderr
-    return progress_on(out) if out.isatty() else no_progress
 
 
 def _cell(value: Any) -> Any:

@@ -26,7 +26,6 @@ from minisgl.benchmark.reports.report import (
     format_metrics,
     format_table,
     make_report,
-    terminal_progress,
 )
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
 from minisgl.benchmark.steps.workload import (
@@ -43,9 +42,9 @@ from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import ConfigError, MinisglError, RequestError
 from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import Status
+from minisgl.progress import Progress, ShownProgress, lines_on, no_progress
 from minisgl.request import FinishReason, SamplingParams
 from minisgl.seeds import request_seed
-from minisgl.weights.progress import Progress, no_progress
 
 WARM_UP_REQUESTS = 8
 WARM_UP_TOKENS = 4
@@ -95,18 +94,18 @@ def run_offline_bench(
     """
     check_offline_settings(settings)
     check_output(output)
-    progress = terminal_progress()
-    with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
-        items = make_workload(settings, folder)
-        begin = time.perf_counter()
-        with pause_then_freeze_gc():
-            engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
-        start_s = time.perf_counter() - begin
-    try:
-        engine.record_graphs()
-        report = measure_offline(engine, items, settings, progress)
-    finally:
-        engine.close()
+    with ShownProgress(lines_on()) as progress:
+        with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
+            items = make_workload(settings, folder)
+            begin = time.perf_counter()
+            with pause_then_freeze_gc():
+                engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))
+            start_s = time.perf_counter() - begin
+        try:
+            engine.record_graphs()
+            report = measure_offline(engine, items, settings, progress)
+        finally:
+            engine.close()
     report = replace(report, metrics=report.metrics | {"start_s": start_s})
     print(format_table(report.tables["rounds"], SHOWN), file=out)
     print(f"\n{format_metrics(report.metrics)}", file=out)
@@ -229,9 +228,9 @@ def _run(
         refused = next((one for one in outputs if one.finish_reason is FinishReason.ERROR), None)
         if refused is not None:
             raise MinisglError(f"request {refused.request_id} was refused: {refused.error_message}")
-        progress(name, num_received, num_wanted)
+        progress(name, num_received, num_wanted, "tokens")
     if num_received < num_wanted:  # some requests ended before max_tokens
-        progress(name, num_wanted, num_wanted)
+        progress(name, num_wanted, num_wanted, "tokens")
     return Round(last - begin, num_received, step_s, step_tokens, lengths, before, engine.status(0))
 
 

@@ -25,7 +25,6 @@ from minisgl.benchmark.reports.report import (
     format_table,
     make_report,
     read_report,
-    terminal_progress,
 )
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings, SimulateSettings
 from minisgl.benchmark.steps.step_fit import Fit, fit_step_cost
@@ -33,12 +32,12 @@ from minisgl.benchmark.steps.workload import random_workload
 from minisgl.config import auto_mixed_tokens
 from minisgl.errors import ConfigError
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.progress import Progress, ShownProgress, lines_on
 from minisgl.request import SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.plan import StepPlan
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.scheduler.simulator import Arrival, Served, StepCost, simulate
-from minisgl.weights.progress import Progress
 
 VOCAB_SIZE = 1 << 16
 OFFLINE_STREAM = 3
@@ -121,11 +120,13 @@ def run_simulation(settings: SimulateSettings, output: OutputSettings, out: Text
         settings, measured = as_served(settings, real)
     combinations = combine(settings, _base(settings, real))
     arrivals = make_arrivals(settings, real)
-    progress = terminal_progress()
-    results = [
-        run_once(arrivals, knobs, fit.cost if fit is not None else StepCost(), progress, f"setting {number}")
-        for number, knobs in enumerate(combinations, 1)
-    ]
+    with ShownProgress(lines_on()) as progress:
+        results = [
+            run_once(
+                arrivals, knobs, fit.cost if fit is not None else StepCost(), progress, f"setting {number}"
+            )
+            for number, knobs in enumerate(combinations, 1)
+        ]
     report = _report(settings, results, fit, measured)
     if fit is not None:
         print(f"cost of a step, fitted:\n{format_table(report.tables['fit'])}", file=out)
@@ -256,7 +257,7 @@ def run_once(
         overlap=knobs.overlap,
         streamed=knobs.streamed,
         join_decodes=knobs.join_decodes,
-        on_served=lambda num: progress(name, num, len(arrivals)),
+        on_served=lambda num: progress(name, num, len(arrivals), "requests"),
     )
     stats = scheduler.stats
     samples = _latencies(served)

@@ -25,13 +25,13 @@ from minisgl.benchmark.reports.report import (
     engine_arguments,
     format_metrics,
     make_report,
-    terminal_progress,
 )
 from minisgl.benchmark.settings import OutputSettings, StartupBenchSettings
 from minisgl.benchmark.steps.startup_child import StageFinished, StartFailed, StartOrder
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.ipc.child_process import module_command
+from minisgl.progress import ShownProgress, lines_on
 from minisgl.server.engines.startup_report import waterfall
 
 CHILD = "minisgl.benchmark.steps.startup_child"
@@ -69,21 +69,21 @@ def run_startup_bench(
     if settings.rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, got {settings.rounds}")
     check_output(output)
-    progress = terminal_progress()
     kinds = ("cold", "warm") if settings.cold else ("warm",)
     starts: list[Start] = []
     num_starts = settings.rounds * len(kinds)
-    with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
-        for number in range(1, settings.rounds + 1):
-            with tempfile.TemporaryDirectory(prefix="minisgl-caches-") as caches:
-                config, variables = engine_config, environ
-                if settings.cold:
-                    config, variables = with_caches_in(Path(caches), engine_config, environ)
-                for kind in kinds:
-                    progress("starts", len(starts), num_starts)
-                    stages, total_ms = start_once(config, folder, variables)
-                    starts.append(Start(kind, number, stages, total_ms))
-    progress("starts", num_starts, num_starts)
+    with ShownProgress(lines_on()) as progress:
+        with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
+            for number in range(1, settings.rounds + 1):
+                with tempfile.TemporaryDirectory(prefix="minisgl-caches-") as caches:
+                    config, variables = engine_config, environ
+                    if settings.cold:
+                        config, variables = with_caches_in(Path(caches), engine_config, environ)
+                    for kind in kinds:
+                        progress("starts", len(starts), num_starts, "starts")
+                        stages, total_ms = start_once(config, folder, variables)
+                        starts.append(Start(kind, number, stages, total_ms))
+        progress("starts", num_starts, num_starts, "starts")
     report = _report(settings, engine_config, starts)
     for kind in kinds:
         of_kind = [start for start in starts if start.kind == kind]

@@ -29,7 +29,6 @@ from minisgl.benchmark.reports.report import (
     format_metrics,
     format_table,
     make_report,
-    terminal_progress,
 )
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
 from minisgl.benchmark.steps.step_measure import StepMeasurements
@@ -43,7 +42,7 @@ from minisgl.engine.start.startup_stages import load_ms
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_config import read_model_config
-from minisgl.weights.progress import Progress
+from minisgl.progress import Progress, ShownProgress, lines_on
 
 CPU_COPY_BYTES = 128 << 20
 """Larger than the caches."""
@@ -85,29 +84,29 @@ def run_step_bench(
     on_gpu = engine_config.device != "cpu" and find_device_facts().has_cuda
     points = read_points(settings, "cuda" if on_gpu else "cpu")
     engine_config = _with_rows(engine_config, max(points.batches) + bool(points.mixed))
-    progress = terminal_progress()
     # Measured before the engine starts, because the engine takes all memory of a GPU.
     ceilings = _gpu_ceilings() if on_gpu else None
-    with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
-        model_config = read_model_config(folder)
-        stages: dict[str, float] = {}
+    with ShownProgress(lines_on()) as progress:
+        with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
+            model_config = read_model_config(folder)
+            stages: dict[str, float] = {}
 
-        def on_stage(stage: str, duration_ms: float) -> None:
-            stages[stage] = duration_ms
-            progress(stage, 1, 1)
+            def on_stage(stage: str, duration_ms: float) -> None:
+                stages[stage] = duration_ms
+                progress(stage, 1, 1)
 
-        with pause_then_freeze_gc():
-            engine = build_engine(engine_config, folder, on_stage)
-    peak_bytes = peak_host_bytes()
-    try:
-        ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)
-        engine.record_graphs()
-        report = measure_steps(engine, model_config, points, ceilings, progress)
-        if engine.config.tp > 1:
-            own = Started(0, engine.weights_bytes, load_ms(stages), peak_bytes)
-            report.tables["ranks"] = _ranks([own, *engine.wait_for_other_ranks()])
-    finally:
-        engine.close()
+            with pause_then_freeze_gc():
+                engine = build_engine(engine_config, folder, on_stage)
+        peak_bytes = peak_host_bytes()
+        try:
+            ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)
+            engine.record_graphs()
+            report = measure_steps(engine, model_config, points, ceilings, progress)
+            if engine.config.tp > 1:
+                own = Started(0, engine.weights_bytes, load_ms(stages), peak_bytes)
+                report.tables["ranks"] = _ranks([own, *engine.wait_for_other_ranks()])
+        finally:
+            engine.close()
     for name in ("decode", "prefill", "mixed", "ranks"):
         if report.tables.get(name):
             print(f"{name}\n{format_table(report.tables[name])}\n", file=out)
@@ -156,9 +155,9 @@ def measure_steps(
         *[(measured.mixed, point) for point in product(points.batches, points.contexts, points.mixed)],
     ]
     for index, (measure, point) in enumerate(measurements):
-        progress("steps", index, len(measurements))
+        progress("steps", index, len(measurements), "points")
         measure(*point)
-    progress("steps", len(measurements), len(measurements))
+    progress("steps", len(measurements), len(measurements), "points")
     if not measured.samples:
         raise ConfigError(
             f"no point fits this engine (context {engine.max_context_tokens} tokens, pool of "

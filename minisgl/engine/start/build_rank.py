@@ -51,11 +51,11 @@ from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
+from minisgl.progress import Progress, ShownProgress, logged_progress, no_progress
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.weights.dummy import DUMMY_SEED, fill_dummy
 from minisgl.weights.loader import load_weights
-from minisgl.weights.progress import Progress, no_progress, shown_progress
 
 if TYPE_CHECKING:
     from minisgl.engine.ranks.follower_link import FollowerLink
@@ -135,8 +135,11 @@ def build_rank(
             stages.finish("dummy weights")
         else:
             # All ranks load at the same pace, so only rank 0 shows the progress.
-            shown = shown_progress(logger) if rendezvous is None or rendezvous.rank == 0 else no_progress
-            _load_weights(loadable, folder, model_config, hardware, shown)
+            if rendezvous is None or rendezvous.rank == 0:
+                with ShownProgress(logged_progress(logger)) as shown:
+                    _load_weights(loadable, folder, model_config, hardware, shown)
+            else:
+                _load_weights(loadable, folder, model_config, hardware, no_progress)
             stages.finish("load weights")
         if importing.ident is not None:
             importing.join()

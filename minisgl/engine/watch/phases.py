@@ -28,13 +28,13 @@ Event = tuple[int, Note | Folded, Mark | None]
 def state_of(events: Sequence[Event]) -> State:
     """What a request does after these events, of which it has one at least; it has not ended."""
     note = events[-1][1]
-    if isinstance(note, Computed):
+    if type(note) is Computed:
         return "decoding" if note.is_last else "prompt"
-    if isinstance(note, Admitted):
+    if type(note) is Admitted:
         return "prompt"
-    if isinstance(note, Added) and note.has_grammar:
-        return "grammar"
-    return "queued" if isinstance(note, Added | GrammarReady) else "preempted"
+    if type(note) is Added:
+        return "grammar" if note.has_grammar else "queued"
+    return "queued" if type(note) is GrammarReady else "preempted"
 
 
 def phases_of(

@@ -13,13 +13,16 @@ class RunningMedian:
         """The median; 0 = no values yet."""
         self._step = 0.5
 
-    def add(self, value: float) -> None:
-        """Count a value above 0."""
-        if not self.value:
-            self.value = value
-        elif value > self.value:
-            self.value *= 1 + self._step
-        else:
-            self.value /= 1 + self._step
-        if self._step > LAST_STEP:  # the first values move it further
-            self._step *= 0.8
+    def add(self, *values: float) -> None:
+        """Count values in their order. Those that are not above 0 count nothing."""
+        median, step = self.value, self._step
+        for value in values:
+            if value <= 0:
+                continue
+            if value > median:
+                median = median * (1 + step) if median else value
+            else:
+                median /= 1 + step
+            if step > LAST_STEP:  # the first values move it further
+                step *= 0.8
+        self.value, self._step = median, step

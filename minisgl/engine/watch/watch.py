@@ -35,7 +35,8 @@ class EngineWatch:
 
     def count_step(self, record: StepRecord, newest: StepInFlight | None) -> None:
         """Count a step whose results were applied; see `Pace.count`."""
-        self.record(record.applied_s)
+        if self._journal.notes:
+            self.record(record.applied_s)
         self.pace.count(record, newest)
 
     def answer(self, ask: AskRequests) -> bytes:

@@ -2,9 +2,11 @@
 
 import uPlot from "../vendor/uplot.js";
 import { h } from "../shared/dom.js";
-import { timeOfDay } from "../shared/format.js";
+import { count, timeOfDay } from "../shared/format.js";
 
 const HEIGHT = 150;
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6];
+/** Steps between the labels of an axis that counts. */
 const STALE = 5;
 /** Seconds after which a value is no longer told as the newest. */
 
@@ -91,13 +93,18 @@ export class Chart {
         series: [{}, ...(stacked ? lines.reverse() : lines)],
         axes: [
           { ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map((tick) => timeOfDay(1000 * tick)) },
-          { ...axis, size: 62, space: 36, values: (_, ticks) => ticks.map((tick) => (tick ? format(tick) : "0")) },
+          { ...axis, size: 62, space: 36, ...(format === count ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick ? short(format(tick)) : "0")) },
         ],
       },
       [[], ...series.map(() => [])],
       this._place,
     );
   }
+}
+
+/** A label without decimals that are zero: "20 s" for "20.00 s". */
+function short(label) {
+  return label.replace(/\.0+(?!\d)/, "");
 }
 
 /** The newest known value of the last seconds; null = none is known. */

@@ -182,16 +182,15 @@ export class RequestsView {
     if (this._details.dataset.signature === signature) return;
     this._details.dataset.signature = signature;
     // The first says the most; parts of less than a millisecond explain nothing.
-    const causes = life.causes.filter(({ ms }, place) => !place || ms >= 1).map(({ words, knobs }) =>
-      h("li", {}, words, knobs.length > 0 && h("span.knobs", {}, ...knobs.map((knob) => h("code", {}, knob)))),
-    );
+    const [first, ...others] = life.causes;
+    const causes = others.filter(({ ms }) => ms >= 1).map(({ words, knobs }) => h("li", {}, ...withWholeFlags(words), knobsOf(knobs)));
     const abort = () => this._abort(life);
     this._details.replaceChildren(
       h("div.details-head", {}, h("h2", {}, life.id || `Request ${life.number}`), h("a.close", { href: "#requests", "aria-label": "Close" }, "×")),
       lifeBar(life),
-      h("p.why", {}, life.why || "Nothing held it up so far."),
-      h("h3", {}, "Where its time went"),
-      h("ul.causes", {}, ...causes),
+      h("p.why", {}, ...withWholeFlags(first?.words ?? "Nothing held it up so far."), first && knobsOf(first.knobs)),
+      causes.length > 0 && h("h3", {}, "Where else its time went"),
+      causes.length > 0 && h("ul.causes", {}, ...causes),
       h("h3", {}, "Phase by phase"),
       h("ol.phases", {}, ...life.phases.map((phase) => h("li", {}, h(`i.${phase.kind}`), phaseText(phase, life.total_ms)))),
       h("p.faint", {}, this._figures(life)),
@@ -219,8 +218,18 @@ export class RequestsView {
   _drawMoments() {
     const all = [...this._watch.moments.values()].sort((one, other) => other.until - one.until);
     const items = all.map(({ at, words, knobs }) =>
-      h("li", {}, h("time", {}, timeOfDay(1000 * at)), h("span", {}, words), h("span.knobs", {}, ...knobs.map((knob) => h("code", {}, knob)))),
+      h("li", {}, h("time", {}, timeOfDay(1000 * at)), h("span", {}, ...withWholeFlags(words)), knobsOf(knobs)),
     );
     this._moments.replaceChildren(...(items.length ? items : [h("li.faint", {}, "It was not, as far as it remembers.")]));
   }
+}
+
+/** The settings that help; false = there are none. */
+function knobsOf(knobs) {
+  return knobs.length > 0 && h("span.knobs", {}, ...knobs.map((knob) => h("code", {}, knob)));
+}
+
+/** A sentence in parts, so that no line breaks inside the name of a flag. */
+function withWholeFlags(words) {
+  return words.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? h("span.flag", {}, part) : part));
 }
