@@ -13,7 +13,8 @@ from minisgl.benchmark.kernels.kernel_op import Case, KernelOp
 from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison
 from minisgl.benchmark.kernels.model_shapes import ModelShape
 from triton_kernels.advance_rows import advance_rows_reference, advance_rows_triton
-from triton_kernels.sample import sample_reference, sample_triton
+from triton_kernels.sample import sample_triton
+from triton_kernels.sample_reference import sample_reference
 from triton_kernels.token_mask import num_mask_words, token_mask_reference, token_mask_triton
 
 SAMPLING = {
