@@ -3,6 +3,7 @@
     python bench/compile_kernels.py --out bench/results/cpu/kernels-by-gpu.json     # some minutes
     python bench/compile_kernels.py --candidates --out ...          # and all that tuning may try; an hour
     python bench/compile_kernels.py --targets sm_86,sm_120 prefill  # launches with this in their names
+    python bench/compile_kernels.py --candidates --out ... rules    # replaces these kernels' rows of a report
     python bench/compile_kernels.py --stop-at-shared                # no machine code: a third less time
 
 Prints a JSON line for each kernel compiled, down to the machine code of Triton's own ptxas. Bar: every kernel
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +39,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonTen
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import triton_kernels.gpu
-from minisgl.benchmark.reports.report import make_report, write_report
+from minisgl.benchmark.reports.report import make_report, read_report, write_report
 from triton_kernels.gpu import Gpu
+
+Tables = dict[str, list[dict[str, Any]]]
 
 
 class Target(NamedTuple):
@@ -225,6 +229,17 @@ def summary(compiled: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
+def with_rows_of_others(new: Tables, old: Mapping[str, Sequence[Mapping[str, Any]]]) -> Tables:
+    """The new rows, and an older report's rows of kernels that were not compiled now."""
+    mine = {row["kernel"] for name in ("kernels", "candidates") for row in new[name]}
+    target = {name: index for index, name in enumerate(TARGETS)}
+    merged: Tables = {"targets": [dict(row) for row in old["targets"]]}
+    for name in ("kernels", "candidates"):
+        rows = [*new[name], *(dict(row) for row in old[name] if row["kernel"] not in mine)]
+        merged[name] = sorted(rows, key=lambda row: (target[row["target"]], row["kernel"]))
+    return merged
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="only launches with one of these in their names")
@@ -265,7 +280,10 @@ def main() -> int:
             if name in defaults
         ]
         tables = {"targets": boards, "kernels": summary(defaults), "candidates": summary(candidates)}
-        metrics = {"compiled": len(lines) - len(failed), "failed": len(failed)}
+        if args.names and args.out.exists():
+            tables = with_rows_of_others(tables, read_report(args.out).tables)
+        rows = [row for name in ("kernels", "candidates") for row in tables[name]]
+        metrics = {name: sum(row[name] for row in rows) for name in ("compiled", "failed")}
         write_report(args.out, make_report("compile_kernels", arguments={}, metrics=metrics, tables=tables))
     print(f"{len(lines) - len(failed)} compiled, {len(failed)} failed", file=sys.stderr)
     return 1 if failed or not lines else 0

@@ -26,7 +26,8 @@ import torch
 from minisgl import LLM, Completion, SamplingParams
 from minisgl.engine.engine import Engine
 from minisgl.ipc.messages import AddRequest
-from triton_kernels.sample import NO_TOKEN, sample, sample_reference
+from triton_kernels.sample import sample
+from triton_kernels.sample_reference import NO_TOKEN, sample_reference
 
 NUM_TOKENS = 128
 FIRST_ID = 1 << 30

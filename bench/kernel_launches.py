@@ -20,6 +20,7 @@ from triton_kernels import (
     fused_moe,
     linear_few,
     linear_many,
+    logit_rules,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -93,6 +94,24 @@ def _norms_and_rows() -> Iterator[Launch]:
         masked = (empty(64, 151936, dtype=dtype), rows, ints(40, 4748))
         call = functools.partial(token_mask.token_mask_triton, *masked)
         yield Launch(f"token_mask {dtype}", call, dtype == BF16)
+    yield from _rules()
+
+
+def _rules() -> Iterator[Launch]:
+    rows, floats, whether = ints(64), empty(257, dtype=F32), empty(257, dtype=torch.bool)
+    tables = logit_rules.RuleTables(
+        *(whether, ints(257), floats, floats, floats, ints(257, 512), empty(257, 512, dtype=F32)),
+        *(ints(257, 128, 8), ints(257, 128), ints(257, 8), ints(257, 151936)),
+    )
+    for dtype in (BF16, F32):
+        arguments = (empty(64, 151936, dtype=dtype), rows, rows)
+        call = functools.partial(logit_rules.logit_rules_triton, *arguments, tables=tables)
+        yield Launch(f"logit_rules {dtype}", call, dtype == BF16)
+    arguments = (rows, rows, empty(64, dtype=torch.bool))
+    count = functools.partial(
+        logit_rules.count_tokens_triton, *arguments, recent=tables.recent, marks=tables.marks
+    )
+    yield Launch("count_tokens", count)
 
 
 def _sums_over_ranks() -> Iterator[Launch]:

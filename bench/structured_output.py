@@ -35,7 +35,7 @@ from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.sources import resolve_model_folder
-from triton_kernels.sample import sample_reference
+from triton_kernels.sample_reference import sample_reference
 
 MAX_TOKENS = 48
 TIE = 4e-4

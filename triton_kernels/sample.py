@@ -42,16 +42,12 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.launch import ceil_div, next_power_of_2
-
-NO_TOKEN = -1
-"""The result for a row without a logit above -inf. It equals minisgl's `scheduler.plan.NO_LOGITS`, as
-tests/engine/test_no_token.py checks."""
+from triton_kernels.sample_reference import FLOAT_MAX, LOWEST_TEMPERATURE, NO_TOKEN, sample_cpu
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
-_LOWEST_TEMPERATURE = tl.constexpr(1e-10)
+_FLOAT_MAX = tl.constexpr(FLOAT_MAX)
+_LOWEST_TEMPERATURE = tl.constexpr(LOWEST_TEMPERATURE)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MASK32 = 0xFFFFFFFF
 _BLOCK_V = 4096
 _WIDTH = 64  # ids of a group
 _SLOTS = 1024  # most ids that a block may list before the search covers the whole row
@@ -63,121 +59,6 @@ _MARGIN = tl.constexpr(3.5)  # standard deviations of a sampled mass on either s
 _ENOUGH = tl.constexpr(32.0)  # the sampled mass must be this many times the weight of the last sampled id
 _LOW_ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """How many low bits of a float32 are zero whenever it holds a value of this dtype."""
-
-
-def _multiply_high_low(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves of the product of two 32-bit numbers, in int64 arithmetic that cannot overflow."""
-    high = ((constant * (x >> 16)) + ((constant * (x & 0xFFFF)) >> 16)) >> 16
-    low = ((constant * (x & 0xFFFF)) + (((constant * (x >> 16)) & 0xFFFF) << 16)) & _MASK32
-    return high, low
-
-
-def uniform_reference(seed: Tensor, position: Tensor) -> Tensor:
-    """Philox-4x32-10 (Salmon et al. 2011): float32 [R] in [0, 1) of seed int64 [R], position int32 [R]."""
-    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
-    c0, c1, c2, c3 = (position.long() & _MASK32, *(torch.zeros_like(seed) for _ in range(3)))
-    for _ in range(10):
-        high0, low0 = _multiply_high_low(0xD2511F53, c0)
-        high1, low1 = _multiply_high_low(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + 0x9E3779B9) & _MASK32, (key1 + 0xBB67AE85) & _MASK32
-    return (c0 >> 8).float() * 2.0**-24
-
-
-def support_reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(w float64 [R, V], kept bool [R, V]) of rows whose temperature is above 0, by sorting."""
-    values = logits.float().nan_to_num(nan=float("-inf"), posinf=_FLOAT_MAX.value, neginf=float("-inf"))
-    vocab = values.shape[1]
-    ordered = values.sort(dim=1, descending=True).values
-    largest = ordered[:, :1]
-    spread = torch.where(largest == float("-inf"), 0.0, (values - largest).double())
-    weights = torch.exp(spread / temperature[:, None].clamp(min=_LOWEST_TEMPERATURE.value).double())
-
-    count = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab).long()
-    kept = values >= ordered.gather(1, count[:, None] - 1)
-
-    kept_weights = weights * kept
-    order = values.argsort(dim=1, descending=True)
-    running = kept_weights.gather(1, order).cumsum(1)
-    # The mass of all strictly larger logits.
-    first_equal = torch.searchsorted(-ordered, -ordered, side="left")
-    before = torch.where(first_equal == 0, 0.0, running.gather(1, (first_equal - 1).clamp(min=0)))
-    inside = (before < top_p[:, None].double() * running[:, -1:]) | (top_p[:, None] >= 1) | (first_equal == 0)
-    kept &= torch.empty_like(kept).scatter_(1, order, inside)
-
-    kept &= (weights >= min_p[:, None].double()) | (values == largest)
-    return weights, kept
-
-
-def sample_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """The same as sample, in plain torch, by sorting the vocabulary of every row that is not greedy."""
-    values = logits.float().nan_to_num(nan=float("-inf"), posinf=_FLOAT_MAX.value, neginf=float("-inf"))
-    # torch.argmax promises no order among equals: take the lowest index of the largest value.
-    largest = values.amax(1, keepdim=True)
-    ids = (values == largest).int().argmax(1)
-    drawn_rows = (temperature > 0).nonzero().flatten()
-    if drawn_rows.numel():
-        weights, kept = support_reference(
-            logits[drawn_rows],
-            temperature[drawn_rows],
-            top_k[drawn_rows],
-            top_p[drawn_rows],
-            min_p[drawn_rows],
-        )
-        running = (weights * kept).cumsum(1)
-        uniform = uniform_reference(seed[drawn_rows], position[drawn_rows]).double()
-        target = uniform[:, None] * running[:, -1:]
-        # The first id of the support whose running mass exceeds the target; the last if rounding prevents it.
-        beyond = (running > target) & kept
-        first = torch.where(beyond.any(1), beyond.int().argmax(1), last_true(kept))
-        ids[drawn_rows] = first
-    return ids.masked_fill_(largest[:, 0] == float("-inf"), NO_TOKEN).int()
-
-
-def sample_cpu(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """The same as sample on a CPU: sorts the vocabulary only if some row needs it."""
-    drawn_rows = (temperature > 0).nonzero().flatten()
-    limited = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    if drawn_rows.numel() and bool(limited[drawn_rows].any()):
-        return sample_reference(logits, temperature, top_k, top_p, min_p, seed, position)
-    values = logits.float().nan_to_num(nan=float("-inf"), posinf=_FLOAT_MAX.value, neginf=float("-inf"))
-    largest = values.amax(1, keepdim=True)
-    ids = (values == largest).int().argmax(1)
-    if drawn_rows.numel():
-        largest_drawn = largest[drawn_rows]
-        spread = torch.where(
-            largest_drawn == float("-inf"), 0.0, (values[drawn_rows] - largest_drawn).double()
-        )
-        divisor = temperature[drawn_rows, None].clamp(min=_LOWEST_TEMPERATURE.value).double()
-        running = spread.div_(divisor).exp_().cumsum(1)
-        uniform = uniform_reference(seed[drawn_rows], position[drawn_rows]).double()
-        target = uniform[:, None] * running[:, -1:]
-        first = torch.searchsorted(running, target, right=True).flatten()
-        ids[drawn_rows] = first.clamp(max=logits.shape[1] - 1)
-    return ids.masked_fill_(largest[:, 0] == float("-inf"), NO_TOKEN).int()
-
-
-def last_true(mask: Tensor) -> Tensor:
-    """Index of the last True of each row of mask [R, V]."""
-    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
 
 
 @triton.jit

@@ -180,8 +180,8 @@ def _known_conflicts(packages: dict[str, str | None]) -> list[str]:
             f"{numpy}; serving is not affected; for the tests: pip install 'numpy<2.4'"
         )
     torch = packages["torch"]
-    if torch and not (2, 11) <= _numbers(torch) < (2, 14):
-        found.append(f"torch {torch} is outside what is tested (2.11 to 2.13)")
+    if torch and not (2, 11) <= _numbers(torch) < (2, 15):
+        found.append(f"torch {torch} is outside what is tested (2.11 to 2.14)")
     return found
 
 

@@ -187,7 +187,7 @@ def sample_and_advance(
 ) -> Tensor:
     """Sample a token for each row, int32 [R], and store it as the row's last token.
 
-    A row without any finite logit gets NO_LOGITS (`sample.NO_TOKEN`), and its last token becomes 0.
+    A row without any finite logit gets NO_LOGITS (`sample_reference.NO_TOKEN`), and its last token becomes 0.
 
     Args:
         context_len: int32 [R], the number of tokens of each row so far.

@@ -27,7 +27,7 @@ from minisgl.engine.start.build import build_engine
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit, TokenLogprobs
-from triton_kernels.sample import sample_reference
+from triton_kernels.sample_reference import sample_reference
 
 EOS = 2
 NUM_REQUESTS = 24

@@ -1,29 +1,18 @@
-"""Decodes that go through the model with their step's prompts: nobody can tell by the tokens.
-
-"Recorded" here is a function that runs again on the same tensors, which is all that a graph can do; and a
-decode step is said to take so long that decodes go with chunks wherever they may.
-"""
+"""Decodes that go through the model with their step's prompts: nobody can tell by the tokens."""
 
 import random
-from dataclasses import replace
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_grammar import FakeCompiler, use_fake_grammars
-from fake_recorder import Recorder
+from joining_engines import always_joining, build_joining
 from test_step_timeline import MODEL, started
 
 from minisgl.attention.backends import select
-from minisgl.config import EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.engine import Engine
-from minisgl.engine.graphs import recording
-from minisgl.engine.graphs.decode_graphs import DecodeGraphs
-from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.model_runner import LaunchedStep
-from minisgl.engine.start import build
 from minisgl.engine.step_timeline import UsedGraphs
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
@@ -58,20 +47,10 @@ def joining(
 ) -> Engine:
     """An engine with graphs that joins decodes wherever they may go with chunks."""
 
-    def resolve(*arguments: Any) -> ResolvedConfig:
-        resolved = resolve_engine_config(*arguments)
-        asked: EngineConfig = arguments[0]
-        return replace(
-            resolved, max_graph_batch=10, max_graph_tokens=max_graph_tokens, join_decodes=asked.join_decodes
-        )
-
-    warm_up = PrefillGraphs.warm_up
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "resolve_engine_config", resolve)
-        patch.setattr(recording, "GraphRecorder", Recorder)
-        patch.setattr(PrefillGraphs, "warm_up", partialmethod(warm_up, clock=lambda: 0.0))
-        engine = started(tmp_path, **{**LIMITS, **settings})
-    monkeypatch.setattr(DecodeGraphs, "duration_us", lambda self, num_rows: 1e9)
+    engine = build_joining(
+        lambda: started(tmp_path, **{**LIMITS, **settings}), max_graph_tokens=max_graph_tokens
+    )
+    always_joining(monkeypatch)
     for attention in engine.runner.model.attention_layers():
         attention.attend = select(backend)
     return engine

@@ -20,7 +20,7 @@ from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.scheduler.plan import NO_LOGITS, NONE_ALLOWED, RowInit, RowRules
 from minisgl.scheduler.rules import rules_of_call, rules_of_prompt
 from triton_kernels.logit_rules import RuleTables
-from triton_kernels.sample import NO_TOKEN
+from triton_kernels.sample_reference import NO_TOKEN
 
 SPOILED = 63
 """A token whose embedding is NaN."""

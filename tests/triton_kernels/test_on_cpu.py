@@ -9,7 +9,8 @@ from triton_kernels.linear import gated_linear, linear
 from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, on_one_thread
 from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_kernels.rope_store import rope_store, rope_store_reference
-from triton_kernels.sample import NO_TOKEN, sample, sample_reference
+from triton_kernels.sample import sample
+from triton_kernels.sample_reference import NO_TOKEN, sample_reference
 from triton_kernels.silu_mul import silu_mul, silu_mul_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -24,7 +24,8 @@ from triton_kernels.logit_rules import (
     logit_rules_reference,
     logit_rules_triton,
 )
-from triton_kernels.sample import sample_reference, sample_triton
+from triton_kernels.sample import sample_triton
+from triton_kernels.sample_reference import sample_reference
 from triton_kernels.token_mask import num_mask_words, token_mask_reference, token_mask_triton
 
 SAMPLING = {
