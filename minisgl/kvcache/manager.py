@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.page_allocator import SCRATCH_PAGE, BrokenInvariantError, PageAllocator
+from minisgl.kvcache.page_changes import PageChange, PageChanges
 from minisgl.kvcache.radix_tree import Match, Node, RadixTree, Tokens
 
 TokenIds = Sequence[int] | NDArray[np.integer]
@@ -55,12 +56,15 @@ class KVCacheManager:
         num_pages: pages of the whole pool; page 0 is the scratch page and is never handed out.
         page_size: tokens per page.
         prefix_cache: False = no page is shared or kept after a release.
+        notes_changes: `take_changes` tells which prefixes are cached. False = it tells nothing.
 
     Raises:
         ConfigError: there are fewer than two pages, or a page has no tokens.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, *, num_pages: int, page_size: int, prefix_cache: bool = True, notes_changes: bool = False
+    ) -> None:
         if page_size < 1:
             raise ConfigError(
                 f"the page size must be at least 1 token, got {page_size}; 16 suits most models"
@@ -68,7 +72,8 @@ class KVCacheManager:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size)
+        self._changes = PageChanges() if notes_changes else None
+        self._tree = RadixTree(page_size, self._changes)
         self._leases: dict[Lease, None] = {}
 
     @property
@@ -229,14 +234,22 @@ class KVCacheManager:
         The engine calls it to go on after it found a broken page count.
         """
         self._allocator = PageAllocator(self._allocator.num_usable_pages + 1)
-        self._tree = RadixTree(self.page_size)
+        self._tree = RadixTree(self.page_size, self._changes)
         self._leases = {}
+        if self._changes is not None:
+            self._changes.cleared()
 
     def flush(self) -> int:
         """Evict every cached page that no lease has locked; returns how many pages that freed."""
+        if self._changes is not None and self.num_evictable_pages == self.num_cached_pages:
+            self._changes.cleared()
         page_ids = self._tree.evict(self.num_evictable_pages)
         self._allocator.free(page_ids)
         return len(page_ids)
+
+    def take_changes(self) -> list[PageChange]:
+        """Which prefixes were cached since the last call, and which are not any more, in order."""
+        return self._changes.take() if self._changes is not None else []
 
     def check_invariants(self) -> None:
         """Recompute the whole bookkeeping, in time linear in the pages of the pool and of all leases.
