@@ -67,7 +67,7 @@ class Engine:
         self._ranks = ranks
         self._followers = followers
         self._grammars = grammars
-        self._page_events = page_events
+        self.page_events = page_events
         self._launched: deque[LaunchedStep] = deque()
         self._unsampled: LaunchedStep | None = None  # the newest launched step, if it waits for its masks
         self.timeline = StepTimeline()
@@ -89,11 +89,6 @@ class Engine:
     def num_pages(self) -> int:
         """Pages of the pool that requests can use."""
         return self.cache.num_usable_pages
-
-    @property
-    def page_events_at(self) -> dict[str, str]:
-        """Where page events are published, for `Ready`."""
-        return {} if self._page_events is None else self._page_events.addresses
 
     @property
     def weights_bytes(self) -> int:
@@ -181,8 +176,8 @@ class Engine:
         # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
         self._apply_until(1 if self.config.overlap and plan is not None else 0)
         outputs = self._scheduler.take_outputs()
-        if self._page_events is not None:
-            self._page_events.publish(self.cache.take_changes())
+        if self.page_events is not None:
+            self.page_events.publish(self.cache.take_changes())
         if plan is None or not self._scheduler.has_work:
             self.watch.pace.rest()
         return outputs
@@ -387,8 +382,8 @@ class Engine:
                 self._ranks.leave()  # the other ranks leave at the same time
         if self._followers is not None:
             self._followers.close()  # ranks that were not told to stop are killed
-        if self._page_events is not None:
-            self._page_events.close()
+        if self.page_events is not None:
+            self.page_events.close()
         compile_cache, self._compile_cache = self._compile_cache, None
         if compile_cache is not None:
             if not self._device.has_failed and self._num_compiled > self._num_published:

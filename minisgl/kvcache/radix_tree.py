@@ -11,7 +11,7 @@ unlocked node, least recently used first and a child before its parent; its head
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.kvcache.page_changes import PageChanges
 
 Tokens = NDArray[np.int32]
+TokenIds = Sequence[int] | NDArray[np.integer]
+"""Token ids >= 0 and < 2**31; an int32 array (numpy's or array("i")) is read without conversion."""
 
 
 class Node:
@@ -377,6 +379,22 @@ class RadixTree:
 
     def _key(self, node: Node) -> bytes:
         return node.tokens[: self.page_size].tobytes()
+
+
+def int32_tokens(token_ids: TokenIds, start: int, stop: int) -> Tokens:
+    """`token_ids[start:stop]` as int32.
+
+    Raises:
+        ValueError: a value does not fit into int32 and would become another token.
+    """
+    part = np.asarray(token_ids[start:stop])
+    if part.dtype == np.int32:
+        return part
+    if part.size == 0 or part.dtype.kind in "iu":
+        tokens = part.astype(np.int32)
+        if np.array_equal(tokens, part):
+            return tokens
+    raise ValueError("token ids must be integers that fit into 32 bits")
 
 
 def _subtree(top: Node) -> Iterator[Node]:
