@@ -64,6 +64,7 @@ TARGETS = {
 TENSOR_MEMORY_COLUMNS = 512
 """Of a multiprocessor of sm_100, for the sums of its matrix instructions."""
 TYPES = {
+    torch.bool: "*i1",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",

@@ -162,6 +162,8 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
         "num_pages",
         "seed",
         "compile_cache",
+        "kv_events_endpoint",
+        "kv_events_replay_endpoint",
         "profile_dir",
         "rdzv",
         "cpu_threads",

@@ -79,6 +79,17 @@ class EngineConfig:
     """Folder that keeps compiled code between starts on cuda. Auto: "compiled" in the cache directory. Torch
     and Triton use their own folders instead if this is an empty text, if TORCHINDUCTOR_CACHE_DIR or
     TRITON_CACHE_DIR is set, or with --kernel."""
+    kv_events_endpoint: str | None = None
+    """ZMQ address where the engine publishes which prefixes are cached, in vLLM's schema, for routers:
+    tcp://*:5557 or ipc://path. An address without wildcard is connected to. The events hold the prompts'
+    token ids, so use a trusted network (docs/scaling.md). Auto: no events."""
+    kv_events_replay_endpoint: str | None = None
+    """ZMQ address where routers ask for events that they missed, for example tcp://*:5558. Auto: none."""
+    kv_events_topic: str = ""
+    """Topic of the events."""
+    kv_events_buffer_steps: int = 10_000
+    """Batches of events (at most one a step) that are kept for replay, at most 256 MiB; also the most that
+    wait for a slow router."""
     profile_dir: str | None = None
     """Folder for the torch profiler traces that POST /debug/profile starts. Auto: no traces."""
     tp: int = 1
@@ -130,6 +141,10 @@ class ResolvedConfig:
     """None = each maker of requests (server process, `LLM`) draws a fresh one."""
     strict_compile: bool
     compile_cache: str | None
+    kv_events_endpoint: str | None
+    kv_events_replay_endpoint: str | None
+    kv_events_topic: str
+    kv_events_buffer_steps: int
     profile_dir: str | None
     tp: int
     nnodes: int

@@ -1,5 +1,7 @@
 """Checks the engine's settings: each value's range, and which values contradict each other."""
 
+import re
+
 from minisgl.attention.choice import TORCH, TRITON, parse
 from minisgl.config.engine import EngineConfig, ResolvedConfig
 from minisgl.config.field_checks import LARGEST, check_types, require
@@ -68,6 +70,8 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
         )
     check_range("max_graph_batch", 0, running or 4096, f"max_running_requests ({running or 4096})")
     check_range("max_graph_tokens", 0, step or 1 << 20, f"max_step_tokens ({step or 1 << 20})")
+    check_range("kv_events_buffer_steps", 1, 1 << 20)
+    _check_page_events(config)
     check_range("tp", 1, 64)
     _check_nodes(config)
     check_range("cpu_threads", 1, 1024)
@@ -111,6 +115,18 @@ def _check_attention(config: EngineConfig | ResolvedConfig) -> None:
             f"--max-graph-tokens {config.max_graph_tokens} takes --attention-backend triton for prefill, got "
             f"{attention.prefill}: only its prompts can be recorded; use --max-graph-tokens 0"
         )
+
+
+def _check_page_events(config: EngineConfig | ResolvedConfig) -> None:
+    for flag in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        address = getattr(config, flag)
+        usable = address is None or re.fullmatch(r"tcp://[^\s;]+:(\*|\d{1,5})|ipc://[^\0]+", address)
+        require(bool(usable), flag, "tcp://*:5557, tcp://host:5557 or ipc://path", address)
+    if config.kv_events_endpoint is None:
+        if config.kv_events_replay_endpoint is not None:
+            raise ConfigError("--kv-events-replay-endpoint needs --kv-events-endpoint; give both")
+    elif not config.prefix_cache:
+        raise ConfigError("--kv-events-endpoint needs the prefix cache; leave --no-prefix-cache out")
 
 
 def _check_nodes(config: EngineConfig | ResolvedConfig) -> None:

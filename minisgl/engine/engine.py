@@ -20,6 +20,7 @@ from minisgl.engine.device_faults import DeviceUse
 from minisgl.engine.graphs.rank_compile_cache import publish_compile_cache
 from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.page_events import PageEventPublisher
 from minisgl.engine.profiler import StepProfiler
 from minisgl.engine.step_timeline import StepTimeline
 from minisgl.engine.watch.pace import StepCounts
@@ -55,6 +56,7 @@ class Engine:
         ranks: "Ranks | None",
         followers: "FollowerLink | None",
         grammars: PendingGrammars,
+        page_events: PageEventPublisher | None,
     ) -> None:
         self.config = config
         self._scheduler = scheduler
@@ -65,6 +67,7 @@ class Engine:
         self._ranks = ranks
         self._followers = followers
         self._grammars = grammars
+        self.page_events = page_events
         self._launched: deque[LaunchedStep] = deque()
         self._unsampled: LaunchedStep | None = None  # the newest launched step, if it waits for its masks
         self.timeline = StepTimeline()
@@ -173,6 +176,8 @@ class Engine:
         # With overlap, one step stays in flight while the next one is planned. Without a plan, none does.
         self._apply_until(1 if self.config.overlap and plan is not None else 0)
         outputs = self._scheduler.take_outputs()
+        if self.page_events is not None:
+            self.page_events.publish(self.cache.take_changes())
         if plan is None or not self._scheduler.has_work:
             self.watch.pace.rest()
         return outputs
@@ -377,6 +382,8 @@ class Engine:
                 self._ranks.leave()  # the other ranks leave at the same time
         if self._followers is not None:
             self._followers.close()  # ranks that were not told to stop are killed
+        if self.page_events is not None:
+            self.page_events.close()
         compile_cache, self._compile_cache = self._compile_cache, None
         if compile_cache is not None:
             if not self._device.has_failed and self._num_compiled > self._num_published:

@@ -159,6 +159,7 @@ def _serve(
             device=engine.config.device,
             startup_ms=stages,
             choices=list(choices),
+            page_events=engine.page_events.addresses if engine.page_events else {},
         )
     )
     next_check = time.monotonic() + CHECK_INTERVAL_S

@@ -131,6 +131,8 @@ class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
     """Stage -> milliseconds, in order; the sum is the engine's start-up time."""
     choices: list[tuple[str, str, str]] = []
     """Settings that the engine runs with: flag, value, and why."""
+    page_events: dict[str, str] = {}
+    """Where page events are published: endpoint, replay_endpoint ("": none) and topic; empty: nowhere."""
 
 
 class StartupStage(msgspec.Struct, tag=17, array_like=True, frozen=True):

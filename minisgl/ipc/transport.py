@@ -1,12 +1,14 @@
-"""The sockets between the server processes and one engine process, and between the engine's ranks.
+"""The sockets between the server processes and one engine process, between its ranks, and to routers.
 
 Promise: messages arrive in the order they were sent, and none is dropped while both processes live.
 (PUSH/PULL pairs have no high-water mark; the server's cap on open requests bounds the queues.)
 Endpoints are ipc files in a private directory, two for each server process and each further rank, so two
-instances never share one. Ranks on other hosts connect over TCP. Only this module uses zmq.
+instances never share one. Ranks on other hosts connect over TCP, and routers where the user says (only
+`EventSockets` drops messages: they have numbers and can be asked for again). Only this module uses zmq.
 """
 
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from socket import AF_INET6, SOCK_STREAM, getaddrinfo
@@ -246,6 +248,102 @@ class FollowerSocket:
         self._inbox.close(linger=0)
         self._outbox.close(linger=CLOSE_LINGER_MS)
         self._context.term()
+
+
+class EventSockets:
+    """Sends numbered messages to any number of subscribers, and answers those that missed some.
+
+    `wake` belongs to one thread, and everything else to another one, which waits in `wait`.
+    The frames are those of vLLM 0.33: topic, number (8 bytes, big-endian), message.
+
+    Args:
+        endpoint: tcp:// or ipc://. One with a wildcard (tcp://*:5557) or an ipc:// path is bound; another
+            one is connected to, as vLLM does.
+        replay_endpoint: bound; None = nobody can ask for messages again.
+        num_kept: the most messages that wait for a slow subscriber; it loses others. Also the most that
+            `answer` sends.
+
+    Raises:
+        ConfigError: an endpoint can't be used.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: bytes, num_kept: int) -> None:
+        self._topic = topic
+        self._context = zmq.Context()
+        self._waker = _socket(self._context, zmq.PUSH)
+        self._wakes = _socket(self._context, zmq.PULL)
+        self._events = zmq.Socket(self._context, zmq.PUB)
+        self._replays = zmq.Socket(self._context, zmq.ROUTER)
+        self._poller = zmq.Poller()
+        for socket in (self._wakes, self._replays):
+            self._poller.register(socket, zmq.POLLIN)
+        try:
+            self._wakes.bind("inproc://wake")
+            self._waker.connect("inproc://wake")
+            self._events.setsockopt(zmq.SNDHWM, num_kept)
+            must_bind = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
+            self.endpoint = _open(self._events, "--kv-events-endpoint", endpoint, must_bind)
+            # Reads are confirmed only after half of the limit, so a full answer needs twice its size.
+            self._replays.setsockopt(zmq.SNDHWM, 2 * (num_kept + 1))
+            self.replay_endpoint = None
+            if replay_endpoint is not None:
+                flag = "--kv-events-replay-endpoint"
+                self.replay_endpoint = _open(self._replays, flag, replay_endpoint, True)
+        except BaseException:
+            self.close()
+            raise
+
+    def wake(self) -> None:
+        """Let `wait` return; nothing after `close`."""
+        with suppress(zmq.ZMQError):
+            self._waker.send(b"")
+
+    def wait(self) -> list[tuple[bytes, int]]:
+        """Wait for a `wake` or a question; returns (subscriber, first number wanted) of each question."""
+        self._poller.poll()
+        while self._wakes.poll(0):
+            self._wakes.recv(zmq.NOBLOCK)
+        questions = []
+        while self._replays.poll(0):
+            frames = self._replays.recv_multipart(zmq.NOBLOCK)
+            if len(frames) == 3:  # who asks, an empty frame, the number
+                questions.append((frames[0], int.from_bytes(frames[2][:8], "big")))
+        return questions
+
+    def publish(self, number: int, message: bytes) -> None:
+        """Send a message to every subscriber; never waits."""
+        self._events.send_multipart((self._topic, number.to_bytes(8, "big"), message))
+
+    def answer(self, subscriber: bytes, messages: Iterable[tuple[int, bytes]]) -> None:
+        """Send (number, message) pairs to the one who asked, then the end: number -1 without a message."""
+        for number, message in messages:
+            self._reply(subscriber, self._topic, number, message)
+        self._reply(subscriber, b"", -1, b"")
+
+    def _reply(self, subscriber: bytes, topic: bytes, number: int, message: bytes) -> None:
+        frames = (subscriber, b"", topic, number.to_bytes(8, "big", signed=True), message)
+        with suppress(zmq.ZMQError):  # it has left meanwhile
+            self._replays.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close all sockets once published messages are sent, or after `CLOSE_LINGER_MS`."""
+        for socket in (self._waker, self._wakes, self._events, self._replays):
+            socket.close(linger=CLOSE_LINGER_MS)
+        self._context.term()
+
+
+def _open(socket: zmq.Socket, flag: str, endpoint: str, must_bind: bool) -> str:
+    """Bind or connect; returns the address, with the port that the system chose."""
+    try:
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        if not must_bind:
+            socket.connect(endpoint)
+            return endpoint
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{flag} {endpoint} can't be used: {error}; give a free address") from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _bind_tcp(socket: zmq.Socket, host: str) -> str:

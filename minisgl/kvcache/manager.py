@@ -9,19 +9,14 @@ because the old pages may have another owner by then.
 """
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minisgl.errors import ConfigError
 from minisgl.kvcache.page_allocator import SCRATCH_PAGE, BrokenInvariantError, PageAllocator
-from minisgl.kvcache.radix_tree import Match, Node, RadixTree, Tokens
-
-TokenIds = Sequence[int] | NDArray[np.integer]
-"""Token ids >= 0 and < 2**31; an int32 array (numpy's or array("i")) is read without conversion."""
-
+from minisgl.kvcache.page_changes import PageChange, PageChanges
+from minisgl.kvcache.radix_tree import Match, Node, RadixTree, TokenIds, Tokens, int32_tokens
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
@@ -55,12 +50,15 @@ class KVCacheManager:
         num_pages: pages of the whole pool; page 0 is the scratch page and is never handed out.
         page_size: tokens per page.
         prefix_cache: False = no page is shared or kept after a release.
+        notes_changes: `take_changes` tells which prefixes are cached. False = it tells nothing.
 
     Raises:
         ConfigError: there are fewer than two pages, or a page has no tokens.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, *, num_pages: int, page_size: int, prefix_cache: bool = True, notes_changes: bool = False
+    ) -> None:
         if page_size < 1:
             raise ConfigError(
                 f"the page size must be at least 1 token, got {page_size}; 16 suits most models"
@@ -68,7 +66,8 @@ class KVCacheManager:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size)
+        self._changes = PageChanges() if notes_changes else None
+        self._tree = RadixTree(page_size, self._changes)
         self._leases: dict[Lease, None] = {}
 
     @property
@@ -171,7 +170,7 @@ class KVCacheManager:
         first, end = self._full_pages(lease, token_ids, num_planned_tokens)
         if end <= first:
             return
-        tokens = _int32(token_ids, first * self.page_size, end * self.page_size)
+        tokens = int32_tokens(token_ids, first * self.page_size, end * self.page_size)
         if self._tree.has_page_below(lease.node, tokens):
             return
         lease.node, _ = self._tree.extend(lease.node, tokens, lease.page_ids[first:end])
@@ -190,7 +189,7 @@ class KVCacheManager:
         first, end = self._full_pages(lease, token_ids, num_computed_tokens)
         if end <= first:
             return []
-        tokens = _int32(token_ids, first * self.page_size, end * self.page_size)
+        tokens = int32_tokens(token_ids, first * self.page_size, end * self.page_size)
         own = lease.page_ids[first:end]
         lease.node, found = self._tree.extend(lease.node, tokens, own)
         lease.num_tree_pages = end
@@ -229,14 +228,22 @@ class KVCacheManager:
         The engine calls it to go on after it found a broken page count.
         """
         self._allocator = PageAllocator(self._allocator.num_usable_pages + 1)
-        self._tree = RadixTree(self.page_size)
+        self._tree = RadixTree(self.page_size, self._changes)
         self._leases = {}
+        if self._changes is not None:
+            self._changes.cleared()
 
     def flush(self) -> int:
         """Evict every cached page that no lease has locked; returns how many pages that freed."""
+        if self._changes is not None and self.num_evictable_pages == self.num_cached_pages:
+            self._changes.cleared()
         page_ids = self._tree.evict(self.num_evictable_pages)
         self._allocator.free(page_ids)
         return len(page_ids)
+
+    def take_changes(self) -> list[PageChange]:
+        """Which prefixes were cached since the last call, and which are not any more, in order."""
+        return self._changes.take() if self._changes is not None else []
 
     def check_invariants(self) -> None:
         """Recompute the whole bookkeeping, in time linear in the pages of the pool and of all leases.
@@ -287,24 +294,8 @@ class KVCacheManager:
     def _matchable(self, token_ids: TokenIds, first_page: int = 0) -> Tokens:
         """The tokens of the full pages that may come from the tree; at least one token is left to compute."""
         num_pages = max(0, len(token_ids) - 1) // self.page_size
-        return _int32(token_ids, first_page * self.page_size, num_pages * self.page_size)
+        return int32_tokens(token_ids, first_page * self.page_size, num_pages * self.page_size)
 
     def _require_live(self, lease: Lease) -> None:
         if lease not in self._leases:
             raise LeaseError("this lease was released, or another manager gave it")
-
-
-def _int32(token_ids: TokenIds, start: int, stop: int) -> Tokens:
-    """`token_ids[start:stop]` as int32.
-
-    Raises:
-        ValueError: a value does not fit into int32 and would become another token.
-    """
-    part = np.asarray(token_ids[start:stop])
-    if part.dtype == np.int32:
-        return part
-    if part.size == 0 or part.dtype.kind in "iu":
-        tokens = part.astype(np.int32)
-        if np.array_equal(tokens, part):
-            return tokens
-    raise ValueError("token ids must be integers that fit into 32 bits")

@@ -11,15 +11,18 @@ unlocked node, least recently used first and a child before its parent; its head
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.kvcache.page_allocator import BrokenInvariantError
+from minisgl.kvcache.page_changes import PageChanges
 
 Tokens = NDArray[np.int32]
+TokenIds = Sequence[int] | NDArray[np.integer]
+"""Token ids >= 0 and < 2**31; an int32 array (numpy's or array("i")) is read without conversion."""
 
 
 class Node:
@@ -59,10 +62,14 @@ class RadixTree:
     """Page-aligned prefixes of token ids. Token arguments are int32 [n * S], page ids int32, full pages only.
 
     `num_pages` and `num_unlocked_pages` (the evictable ones) are always up to date.
+
+    Args:
+        changes: is told which pages `find` can find from now on, and which not any more; None: nobody is.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, changes: PageChanges | None = None) -> None:
         self.page_size = page_size
+        self._changes = changes
         self.num_pages = 0
         self.num_unlocked_pages = 0
         self.roots: dict[str, Node] = {}  # by salt; none is without pages and locks
@@ -132,10 +139,14 @@ class RadixTree:
         end, found = self.lock_below(node, tokens)
         if len(found) == len(page_ids):
             return end, found
+        data = tokens[len(found) * self.page_size :].tobytes()
         run = array("i")
-        run.frombytes(tokens[len(found) * self.page_size :].tobytes())
+        run.frombytes(data)
         own = page_ids[len(found) :]
         self.num_pages += len(own)
+        if self._changes is not None and (end.page_ids or end.salt is not None):
+            parent = end.page_ids[-1] if end.page_ids else None
+            self._changes.stored(parent, end.salt or "", data, own[:])
         # If only this caller has locked it, make its run longer. A root has none.
         if end.lock_count == 1 and not end.children and end.parent is not None:
             end.tokens.extend(run)
@@ -177,6 +188,9 @@ class RadixTree:
         top.parent = Node(array("i"), array("i"), None, top.lock_count)
         top.parent.children[key] = top
         self._detached[top.parent] = None
+        if self._changes is not None:
+            for gone in _subtree(top):
+                self._changes.removed(gone.page_ids)
         self._forget_if_unused(root)
 
     def evict(self, count: int) -> list[int]:
@@ -202,15 +216,15 @@ class RadixTree:
                 node.parent = None
         self.num_pages -= len(evicted)
         self.num_unlocked_pages -= len(evicted)
+        if self._changes is not None:
+            self._changes.removed(evicted)
         return evicted
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before their children."""
-        pending = [child for root in self._all_roots for child in root.children.values()]
-        while pending:
-            node = pending.pop()
-            yield node
-            pending.extend(node.children.values())
+        for root in self._all_roots:
+            for child in root.children.values():
+                yield from _subtree(child)
 
     def path_page_ids(self, node: Node) -> array:
         """The pages from the node's root to the end of `node`."""
@@ -365,6 +379,31 @@ class RadixTree:
 
     def _key(self, node: Node) -> bytes:
         return node.tokens[: self.page_size].tobytes()
+
+
+def int32_tokens(token_ids: TokenIds, start: int, stop: int) -> Tokens:
+    """`token_ids[start:stop]` as int32.
+
+    Raises:
+        ValueError: a value does not fit into int32 and would become another token.
+    """
+    part = np.asarray(token_ids[start:stop])
+    if part.dtype == np.int32:
+        return part
+    if part.size == 0 or part.dtype.kind in "iu":
+        tokens = part.astype(np.int32)
+        if np.array_equal(tokens, part):
+            return tokens
+    raise ValueError("token ids must be integers that fit into 32 bits")
+
+
+def _subtree(top: Node) -> Iterator[Node]:
+    """`top` and every node below it, parents before their children."""
+    pending = [top]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(node.children.values())
 
 
 def _path(node: Node, top: Node | None = None) -> list[Node]:

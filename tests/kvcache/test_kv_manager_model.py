@@ -12,7 +12,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from vllm_events import Router, cached_prefixes
 
+from minisgl.engine.page_events import PageEventEncoder
 from minisgl.kvcache.manager import KVCacheManager, Lease, LeaseError
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 63, 64)
@@ -43,7 +45,10 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def start(self, page_size: int, num_pages: int, prefix_cache: bool) -> None:
         self.page_size = page_size
-        self.manager = KVCacheManager(num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
+        self.manager = KVCacheManager(
+            num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache, notes_changes=True
+        )
+        self.encoder, self.router = PageEventEncoder(page_size), Router()
         self.pool = np.full(num_pages * page_size, POISON)
         self.sessions: list[Session] = []
         self.numbers: dict[tuple[int, int], int] = {}
@@ -235,6 +240,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert evictable <= cached
         if not self.sessions:
             assert evictable == cached
+
+    @invariant()
+    def the_events_tell_exactly_which_prefixes_are_cached(self) -> None:
+        self.router.read(self.encoder.encode(self.manager.take_changes()))
+        assert self.router.prefixes == cached_prefixes(self.manager)
 
     @invariant()
     def every_page_table_leads_to_the_right_content(self) -> None:

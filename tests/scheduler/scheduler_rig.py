@@ -28,8 +28,11 @@ def build(
     eos_one_in: int = 0,
     output_reserve_tokens: int = 64,
     vocab_size: int = 50,
+    notes_changes: bool = False,
 ) -> tuple[Scheduler, FakeExecutor, KVCacheManager]:
-    cache = KVCacheManager(num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
+    cache = KVCacheManager(
+        num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache, notes_changes=notes_changes
+    )
     config = SchedulerConfig(
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,

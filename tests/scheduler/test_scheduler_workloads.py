@@ -40,6 +40,7 @@ class OverlappedScheduler(RuleBasedStateMachine):
             num_pages=max(pool_tokens // page_size, 3) + 1,
             page_size=page_size,
             prefix_cache=prefix_cache,
+            notes_changes=False,
             eos_one_in=eos_one_in,
             vocab_size=8,
             **limits,

@@ -31,6 +31,7 @@ from minisgl.engine.graphs.rank_compile_cache import open_rank_compile_cache, pu
 from minisgl.engine.graphs.recording import record_steps
 from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.page_events import PageEventPublisher, open_page_events
 from minisgl.engine.rows import Rows
 from minisgl.engine.start.device import free_host_bytes, keep_freed_memory, peak_host_bytes
 from minisgl.engine.start.memory import (
@@ -110,6 +111,8 @@ def build_rank(
     # RoPE's table has one row per position of the longest context. LongRoPE chooses its factors by that.
     model_config = replace(model_config, max_position=config.max_context_tokens)
     hardware = _set_up_hardware(config, rendezvous)
+    is_first = rendezvous is None or rendezvous.rank == 0
+    page_events = None
     cache = open_rank_compile_cache(config, hardware.device, 0 if rendezvous is None else rendezvous.rank)
     ranks = None
     stages.finish("settings and device")
@@ -118,6 +121,8 @@ def build_rank(
     if config.compile_mode != "off":
         importing.start()  # loading weights waits for the disk and copies, so Python is free
     try:
+        if is_first:
+            page_events = open_page_events(config)  # before the model: a port that is in use ends the start
         rank_config = rank_sizes(model_config, config.tp)
         stager = Stager(hardware.device)
         attention = _build_attention(config, rank_config, hardware, stager)
@@ -135,7 +140,7 @@ def build_rank(
             stages.finish("dummy weights")
         else:
             # All ranks load at the same pace, so only rank 0 shows the progress.
-            if rendezvous is None or rendezvous.rank == 0:
+            if is_first:
                 with ShownProgress(logged_progress(logger)) as shown:
                     _load_weights(loadable, folder, model_config, hardware, shown)
             else:
@@ -157,6 +162,7 @@ def build_rank(
                 ranks,
                 followers,
                 PendingGrammars(partial(_grammar_compiler, folder, rank_config, max_queued_grammars)),
+                page_events,
             )
         if cache is not None:
             publish_compile_cache(cache)
@@ -165,6 +171,8 @@ def build_rank(
     except BaseException as error:
         if ranks is not None and device_fault_of(error) is None:  # after a fault, this could hang
             ranks.leave()
+        if page_events is not None:
+            page_events.close()
         if cache is not None:
             cache.close()
         if isinstance(error, torch.OutOfMemoryError):
@@ -188,6 +196,7 @@ def _assemble(
     ranks: "Ranks | None",
     followers: "FollowerLink | None",
     grammars: PendingGrammars,
+    page_events: PageEventPublisher | None,
 ) -> Engine:
     """Build tables, KV pool, graphs and scheduler around a loaded model.
 
@@ -214,10 +223,15 @@ def _assemble(
     if ranks is not None:
         runner.allocate_logit_tables()  # later, a rank without memory for them would end the engine
     kv_cache = KVCacheManager(
-        num_pages=budget.num_pages, page_size=page_size, prefix_cache=config.prefix_cache
+        num_pages=budget.num_pages,
+        page_size=page_size,
+        prefix_cache=config.prefix_cache,
+        notes_changes=page_events is not None,
     )
     scheduler = _make_scheduler(config, model_config, kv_cache)
-    return Engine(config, scheduler, kv_cache, runner, recorded, cache, ranks, followers, grammars)
+    return Engine(
+        config, scheduler, kv_cache, runner, recorded, cache, ranks, followers, grammars, page_events
+    )
 
 
 def _grammar_compiler(folder: Path, model_config: ModelConfig, max_queued: int | None) -> "GrammarCompiler":
