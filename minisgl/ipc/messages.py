@@ -10,7 +10,13 @@ import msgspec
 import numpy as np
 
 from minisgl.ipc.questions import Question, QuestionAnswer
-from minisgl.request import RequestOutput, SamplingParams, without_stop_strings
+from minisgl.request import (
+    RequestOutput,
+    SamplingParams,
+    params_for_choice,
+    without_prompt_logprobs,
+    without_stop_strings,
+)
 from minisgl.seeds import request_seed
 
 IDS_PER_SERVER = 1 << 40
@@ -46,6 +52,11 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """When the call arrived, by `time.monotonic` of this host; 0 = unknown."""
     user: str = ""
     """Whose they are: users share the engine (scheduler/queue/shares.py). Any text; "" is a user, too."""
+    outputs: tuple[bytes, ...] = ()
+    """What each request has generated already, in an engine that has ended: token ids as little-endian int32.
+    It goes on behind them, and its own outputs have only what is new. () = nothing yet."""
+    waiting_since_s: float = 0.0
+    """Since when it has waited for an engine to be started again, by `time.monotonic`; 0 = it has not."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -106,6 +117,31 @@ def add_requests(
             user=user,
         )
         start += len(data)
+
+
+def one_request(
+    message: AddRequest, index: int, output: Sequence[int], waiting_since_s: float = 0.0
+) -> AddRequest:
+    """The message that starts one request of `message` alone, behind what it has generated.
+
+    Args:
+        index: of the request, in the order of their ids.
+        output: what it has generated in an engine that has ended, token ids.
+        waiting_since_s: see `AddRequest`.
+    """
+    prompt, choice = divmod(index, message.num_choices)
+    params = params_for_choice(message.params, choice)
+    return msgspec.structs.replace(
+        message,
+        request_id=message.request_id + index,
+        prompt_ids=(message.prompt_ids, *message.more_prompts)[prompt],
+        params=without_prompt_logprobs(params) if output else params,
+        num_choices=1,
+        more_prompts=(),
+        seeds=message.seeds[index : index + 1],
+        outputs=(np.asarray(output, "<i4").tobytes(),) if output else (),
+        waiting_since_s=waiting_since_s,
+    )
 
 
 class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):
