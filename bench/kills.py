@@ -4,7 +4,7 @@
 
 It starts `minisgl serve` with the built-in model in float32 on the CPU. 64 calls stream at once: greedy and
 seeded, with penalties, log probabilities, a grammar, two choices. Once undisturbed; then in rounds in which
-the engine's process is killed or stopped at random moments; with --tp 2 also rank 1. Tokens, log
+the engine's process is killed or stopped at random moments; with --tp 3 also rank 1. Tokens, log
 probabilities, ends and usage must be the same. A last round has a request that crashes the engine at a token:
 it must end alone. The exit code is 1 if anything differs that is no tie, is lost, or is held afterwards.
 """
@@ -49,7 +49,7 @@ from minisgl.server.engines.launch import run_server
 from minisgl.weights.sources import resolve_model_folder
 tp, heartbeat_s, worker = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 setup_logging("info", "server")
-engine = EngineConfig(device="cpu", dtype="float32", tp=tp, cpu_threads=1, num_pages=1200,
+engine = EngineConfig(device="cpu", dtype="float32", tp=tp, cpu_threads=tp, num_pages=1200,
     max_running_requests=80, max_context_tokens=512, max_step_tokens=256, chunk_tokens=128)
 server = ServerConfig(port=0, engine_restarts=20, heartbeat_timeout_s=heartbeat_s)
 sys.exit(run_server(server, engine, Path(resolve_model_folder("smollm2-135m")), worker_command=worker or None,
@@ -339,7 +339,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds with --tp 1")
-    parser.add_argument("--rank-rounds", type=int, default=1, help="rounds with --tp 2")
+    parser.add_argument("--rank-rounds", type=int, default=1, help="rounds with --tp 3")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-poison", action="store_true")
@@ -394,7 +394,7 @@ def main() -> int:
 
     began = time.perf_counter()
     expected: list[Answer] = []
-    for tp, num_rounds in ((1, arguments.rounds), (2, arguments.rank_rounds)):
+    for tp, num_rounds in ((1, arguments.rounds), (3, arguments.rank_rounds)):
         for number in range(num_rounds + 1 if num_rounds else 0):
             with running(tp, poisoned=False) as server:
                 if number == 0:
@@ -405,7 +405,7 @@ def main() -> int:
                     expected = expected or part[0]
                     continue
                 kinds = (
-                    ["kill engine", "kill rank"] if tp == 2 else ["kill engine", "hang engine", "kill engine"]
+                    ["kill engine", "kill rank"] if tp == 3 else ["kill engine", "hang engine", "kill engine"]
                 )
                 source.shuffle(kinds)
                 part = asyncio.run(serve_all(server, bodies, kinds, source.randrange(1 << 30)))
