@@ -17,12 +17,15 @@ beside those that the running requests still need. budget: other prompts take al
 rules: the step writes the logit rules of other requests. priority: the first in the queue has a higher
 priority.
 """
-PhaseKind = Literal["server", "grammar", "queued", "prompt", "decoding", "preempted", "folded"]
-"""server: on its way through the server process to the engine. grammar: its grammar is being compiled.
+PhaseKind = Literal[
+    "earlier", "restart", "server", "grammar", "queued", "prompt", "decoding", "preempted", "folded"
+]
+"""earlier: in an engine that has ended since. restart: until the engine ran again and got the request.
+server: on its way through the server process to the engine. grammar: its grammar is being compiled.
 queued: waits for a row. prompt: its tokens are computed, chunk by chunk. decoding: from its first token on.
 preempted: it lost row and pages, and waits again. folded: several phases told as one, in a life of very many.
 """
-State = Literal["grammar", "queued", "prompt", "decoding", "preempted", "ended"]
+State = Literal["restart", "grammar", "queued", "prompt", "decoding", "preempted", "ended"]
 StepReason = Literal[
     "recompile", "graph_recording", "graph_miss", "gc", "grammar", "prompt", "preemption", "messages",
     "planning", "profile", "device",
@@ -82,6 +85,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
     """From its arrival to its end, or until now."""
     first_token_ms: float | None
+    """Of a request from an engine that has ended: the first since."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""

@@ -271,6 +271,11 @@ def without_stop_strings(params: SamplingParams) -> SamplingParams:
     return _replace_unchecked(params, stop=()) if params.stop else params
 
 
+def without_prompt_logprobs(params: SamplingParams) -> SamplingParams:
+    """The same parameters for a request whose prompt's log probabilities have been sent."""
+    return _replace_unchecked(params, prompt_logprobs=None) if params.prompt_logprobs is not None else params
+
+
 def _replace_unchecked(params: SamplingParams, **values: Any) -> SamplingParams:
     """A copy with other values that are known to be valid; unlike `replace`, it checks nothing."""
     changed = copy(params)

@@ -21,7 +21,7 @@ from minisgl.request import SamplingParams
 SERVER = """
     --access-log --admin-key --allowed-host --api-key --api-keys-file --api-workers --cors-origin
     --drain-timeout-s
-    --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
+    --engine-restarts --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
     --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --otlp-endpoint --port
     --chat-template --reasoning-parser --request-timeout-s --sampling-defaults
     --no-special-tokens-in-content --served-model-name --special-tokens-in-content --startup-timeout-s

@@ -57,7 +57,10 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     """Time that open requests get after SIGTERM before they are aborted."""
     heartbeat_timeout_s: float = 30.0
-    """If the engine neither steps nor answers for this long, it counts as dead and the server ends."""
+    """If the engine neither steps nor answers for this long, it counts as dead (--engine-restarts)."""
+    engine_restarts: int | None = None
+    """How often within 10 minutes an engine that died or hangs is started again; open answers go on. 0: the
+    server ends with it. Auto: 3, and 0 with --nnodes."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
     api_key: tuple[str, ...] = ()
@@ -104,6 +107,8 @@ def check_server_config(config: ServerConfig) -> None:
     check_types(config)
     require(0 <= config.port <= 65535, "port", "between 0 and 65535", config.port)
     require(1 <= config.api_workers <= 64, "api_workers", "between 1 and 64", config.api_workers)
+    restarts = config.engine_restarts
+    require(restarts is None or 0 <= restarts <= 100, "engine_restarts", "between 0 and 100", restarts)
     queued = config.max_queued_tokens
     require(queued is None or 1 <= queued <= LARGEST, "max_queued_tokens", f"between 1 and {LARGEST}", queued)
     for flag, keys in (("--api-key", config.api_key), ("--admin-key", config.admin_key)):

@@ -104,6 +104,7 @@ class Engine:
         """Add a request, or a call with several. A later `step` returns its first outputs or its refusal."""
         data = (request.prompt_ids, *request.more_prompts)
         prompts = [np.frombuffer(prompt_ids, dtype="<i4").astype(np.int32) for prompt_ids in data]
+        outputs = [np.frombuffer(token_ids, dtype="<i4").tolist() for token_ids in request.outputs]
         if request.params.needs_tables:
             try:
                 self._device.run(lambda: self.runner.allocate_logit_tables())
@@ -128,6 +129,7 @@ class Engine:
             request.seeds,
             request.cache_salt,
             request.user,
+            outputs,
         )
         self.watch.record(time.perf_counter(), request)
         if request.params.grammar is not None and request.request_id in self._scheduler.grammars:

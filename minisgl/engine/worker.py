@@ -63,9 +63,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     engine: EngineConfig
     model_folder: str
     ipc_dir: str
+    """The directory of the sockets of this life of the engine."""
     log_level: str = "info"
     num_servers: int = 1
     """Number of server processes connected to the sockets."""
+    private_dir: str = ""
+    """The server's directory, which holds `ipc_dir`; removed when the server is killed. "" = `ipc_dir`."""
 
 
 def main() -> int:
@@ -75,7 +78,7 @@ def main() -> int:
     if not line:
         return 1  # the parent has ended already
     config = msgspec.json.decode(line, type=WorkerConfig)
-    exit_with_parent(config.ipc_dir)
+    exit_with_parent(config.private_dir or config.ipc_dir)
     # A terminal or an init system may signal the whole process group. The server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

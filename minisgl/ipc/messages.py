@@ -4,14 +4,10 @@ Promise: plain data only (no pickle, no tensors). Structs are positional: new fi
 have defaults, so that old and new versions can talk. `questions.py` has those that ask and answer.
 """
 
-from collections.abc import Iterator, Sequence
-
 import msgspec
-import numpy as np
 
 from minisgl.ipc.questions import Question, QuestionAnswer
-from minisgl.request import RequestOutput, SamplingParams, without_stop_strings
-from minisgl.seeds import request_seed
+from minisgl.request import RequestOutput, SamplingParams
 
 IDS_PER_SERVER = 1 << 40
 """Server process r uses the request ids from r * IDS_PER_SERVER on, so that ids are unique."""
@@ -46,6 +42,11 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """When the call arrived, by `time.monotonic` of this host; 0 = unknown."""
     user: str = ""
     """Whose they are: users share the engine (scheduler/queue/shares.py). Any text; "" is a user, too."""
+    outputs: tuple[bytes, ...] = ()
+    """What each request has generated already, in an engine that has ended: token ids as little-endian int32.
+    It goes on behind them, and its own outputs have only what is new. () = nothing yet."""
+    waiting_since_s: float = 0.0
+    """Since when it has waited for an engine to be started again, by `time.monotonic`; 0 = it has not."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -57,55 +58,6 @@ class AddRequest(msgspec.Struct, tag=1, array_like=True, frozen=True):
     def num_requests(self) -> int:
         """Requests that this message starts."""
         return self.num_choices * (1 + len(self.more_prompts))
-
-
-def add_requests(
-    request_ids: range,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    base_seed: int,
-    priority: int = 0,
-    streamed: bool = True,
-    cache_salt: str = "",
-    call_id: str = "",
-    arrived_s: float = 0.0,
-    user: str = "",
-) -> Iterator[AddRequest]:
-    """The messages that start the requests of a call, in the order of their ids.
-
-    Args:
-        request_ids: the same number for each prompt; the ids of its choices follow each other.
-        base_seed: see `seeds.request_seed`; used if `params` has no seed.
-    """
-    n = len(request_ids) // len(prompts)
-    params = without_stop_strings(params)
-    start = 0
-    while start < len(prompts):
-        data = [np.asarray(prompts[start], "<i4").tobytes()]
-        num_bytes = len(data[0])
-        for prompt in prompts[start + 1 : start + max(1, SLICE_REQUESTS // n)]:
-            num_bytes += 4 * len(prompt)
-            if num_bytes > SLICE_BYTES:
-                break
-            data.append(np.asarray(prompt, "<i4").tobytes())
-        own = request_ids[start * n : (start + len(data)) * n]
-        seeds = tuple([request_seed(base_seed, one) for one in own]) if params.seed is None else ()
-        yield AddRequest(
-            own[0],
-            data[0],
-            params,
-            priority,
-            streamed,
-            num_choices=n,
-            more_prompts=tuple(data[1:]),
-            seeds=seeds,
-            cache_salt=cache_salt,
-            call_id=call_id,
-            arrived_s=arrived_s,
-            user=user,
-        )
-        start += len(data)
 
 
 class AbortRequest(msgspec.Struct, tag=2, array_like=True, frozen=True):

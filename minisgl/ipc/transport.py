@@ -49,7 +49,7 @@ def make_ipc_dir() -> Path:
     """
     errors = []
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(parent) > MAX_PATH_BYTES - 30:
+        if len(parent) > MAX_PATH_BYTES - 40:
             continue
         try:
             return Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))

@@ -105,6 +105,17 @@ class Grammars:
         ]
 
 
+def start_matcher(request: Request, grammar: CompiledGrammar) -> RequestError | None:
+    """Give a request its matcher, behind the output that it has; returns the error that ends it, if any."""
+    request.matcher = grammar.matcher()
+    try:
+        if request.output:
+            request.matcher.advance(request.output)
+    except Exception as error:
+        return _grammar_failed(request, error)
+    return None
+
+
 def advance(request: Request, token_id: int) -> RequestError | None:
     """Append a token to what follows a request's output; returns the error that ends it, if any."""
     if request.thought is not None:

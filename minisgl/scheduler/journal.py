@@ -28,6 +28,8 @@ class Added(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int
     priority: int
     has_grammar: bool
+    num_output_tokens: int = 0
+    """What it has generated in an engine that has ended."""
 
 
 class GrammarReady(msgspec.Struct, frozen=True, gc=False):
@@ -105,7 +107,13 @@ class Journal:
     def added(self, request: Request) -> None:
         """See `Added`."""
         self.notes.append(
-            Added(request.request_id, len(request.prompt), request.priority, request.has_grammar)
+            Added(
+                request.request_id,
+                len(request.prompt),
+                request.priority,
+                request.has_grammar,
+                len(request.output),
+            )
         )
 
     def grammar_ready(self, request: Request) -> None:

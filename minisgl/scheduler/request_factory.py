@@ -59,19 +59,22 @@ class RequestFactory:
         seeds: Sequence[int] = (),
         cache_salt: str = "",
         account: Account,
+        outputs: Sequence[list[int]] = (),
     ) -> list[Request]:
         """Make the requests for all choices of one prompt; `prompt` is int32 [tokens].
 
         Args:
             seeds: one for each choice; () = the parameters have a seed (`params_for_choice`) or are greedy.
             account: of the call's user.
+            outputs: what each choice has generated already; () = nothing.
 
         Raises:
             RequestError: 400 when the prompt does not fit the context, or has unknown token ids.
         """
         fitted = fit_to_context(len(prompt), call.params, self._max_context_tokens)
         assert fitted.max_tokens is not None
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab_size:
+        largest = max([int(prompt.max()), *(max(output, default=0) for output in outputs)])
+        if int(prompt.min()) < 0 or largest >= self._vocab_size:
             raise RequestError(400, "invalid_token_id", f"token ids must be from 0 to {self._vocab_size - 1}")
         rules = call.rules and rules_of_prompt(call.rules, prompt, fitted.min_tokens)
         made = []
@@ -79,24 +82,35 @@ class RequestFactory:
             params = params_for_choice(fitted, rank)
             arrival = self._num_made
             self._num_made += 1
-            made.append(
-                Request(
-                    request_id,
-                    prompt,
-                    params,
-                    priority=priority,
-                    seniority=seniority(priority, arrival),
-                    streamed=streamed,
-                    seed=seeds[rank] if seeds else params.seed or 0,  # a request without any seed is greedy
-                    max_new_tokens=fitted.max_tokens,
-                    stop_ids=call.stop_ids,
-                    rules=rules,
-                    thought=ThoughtTracker(params.thought_limit) if params.thought_limit else None,
-                    cache_salt=cache_salt,
-                    account=account,
-                )
+            request = Request(
+                request_id,
+                prompt,
+                params,
+                priority=priority,
+                seniority=seniority(priority, arrival),
+                streamed=streamed,
+                seed=seeds[rank] if seeds else params.seed or 0,  # a request without any seed is greedy
+                max_new_tokens=fitted.max_tokens,
+                stop_ids=call.stop_ids,
+                rules=rules,
+                thought=ThoughtTracker(params.thought_limit) if params.thought_limit else None,
+                cache_salt=cache_salt,
+                account=account,
             )
+            if outputs:
+                _go_on_behind(request, outputs[rank])
+            made.append(request)
         return made
+
+
+def _go_on_behind(request: Request, output: list[int]) -> None:
+    """Bring a new request into the state that it has after a preemption behind `output`."""
+    request.output = output
+    request.feed = request.tokens()
+    request.was_admitted = bool(output)
+    if request.thought is not None:
+        for token_id in output:
+            request.thought.advance(token_id)
 
 
 class CheckedCall(NamedTuple):

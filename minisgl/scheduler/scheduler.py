@@ -18,7 +18,7 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.failures import error_output, why_no_token
-from minisgl.scheduler.grammars import CompiledGrammar, FillMasks, Grammars, advance
+from minisgl.scheduler.grammars import CompiledGrammar, FillMasks, Grammars, advance, start_matcher
 from minisgl.scheduler.holdings import Holdings
 from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
@@ -119,6 +119,7 @@ class Scheduler:
         seeds: Sequence[int] = (),
         cache_salt: str = "",
         user: str = "",
+        outputs: Sequence[list[int]] = (),
     ) -> None:
         """Queue `num_choices` requests for each prompt, with consecutive ids from `request_id` on.
 
@@ -129,6 +130,8 @@ class Scheduler:
             seeds: one for each request; () = `params` has a seed or is greedy.
             cache_salt: the requests share cached pages only with others of the same salt.
             user: whose they are; users share the engine (`shares`).
+            outputs: what each request has generated in another engine; it goes on as after a preemption.
+                () = nothing yet.
         """
         firsts = range(request_id, request_id + len(prompts) * num_choices, num_choices)
         ids = [range(first, first + num_choices) for first in firsts]
@@ -150,19 +153,24 @@ class Scheduler:
                     seeds=seeds[own.start - request_id : own.stop - request_id],
                     cache_salt=cache_salt,
                     account=self._shares.account(user),
+                    outputs=outputs[own.start - request_id : own.stop - request_id],
                 )
             except RequestError as error:
                 for one in own:
                     self.refuse(one, error)
                 continue
             for request in requests:
-                self._prompt_logprobs.start(request)
+                if not request.output:
+                    self._prompt_logprobs.start(request)
                 self._requests[request.request_id] = request
                 self.journal.added(request)
                 if request.has_grammar:
                     self.grammars.add(request_id, request)
                 else:
                     self._waiting.add(request)
+                if request.output and len(request.output) >= request.max_new_tokens:
+                    # This engine's context is shorter than that of the one that began it.
+                    self._outputs.append(self._finish(request, FinishReason.LENGTH, []))
 
     def start_with_grammar(self, request_id: int, grammar: CompiledGrammar | RequestError) -> None:
         """Let a call's requests wait for a row, as their grammar is compiled, or end them with an error.
@@ -175,7 +183,9 @@ class Scheduler:
             if isinstance(grammar, RequestError):
                 self._outputs.append(self._end_with_error(request, grammar))
             else:
-                request.matcher = grammar.matcher()
+                error = start_matcher(request, grammar)
+                if error is not None:
+                    self._outputs.append(self._end_with_error(request, error))
 
     def masks(self, plan: StepPlan, fill: FillMasks) -> TokenMasks:
         """The masks of the newest planned step. All steps before it must be applied.

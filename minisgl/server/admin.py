@@ -16,6 +16,7 @@ from minisgl.errors import EngineDeadError, RequestError
 from minisgl.ipc.questions import Status
 from minisgl.server.apis import chat, completions
 from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.middleware import facts_of, json_answer, require_admin
@@ -71,26 +72,23 @@ class Admin:
     Args:
         uploads: reads request bodies.
         settings: the server's and the engine's settings, as given by the user.
-        engine_pid: process id of the engine.
     """
 
     def __init__(
         self,
         model: ServedModel,
         streams: Streams,
-        link: EngineLink,
+        engines: Engines,
         siblings: Siblings,
         uploads: Uploads,
         settings: tuple[ServerConfig, EngineConfig],
-        engine_pid: int,
     ) -> None:
         self._model = model
         self._streams = streams
-        self._link = link
+        self._engines = engines
         self._siblings = siblings
         self._uploads = uploads
         self._server, self._engine = settings
-        self._engine_pid = engine_pid
 
     def routes(self) -> list[Route]:
         """The operators' routes."""
@@ -99,7 +97,7 @@ class Admin:
             Route(
                 "GET",
                 "/health",
-                "200 while the engine is ready and alive, else 503.",
+                "200 while the engine is ready and alive, or is started again, else 503.",
                 self.health,
                 facts,
                 has_503=True,
@@ -121,19 +119,26 @@ class Admin:
         ]
 
     async def health(self, _: web.Request) -> web.Response:
-        """GET /health: 200 only while the engine is ready and alive."""
+        """GET /health: 200 only while the engine is ready and alive, or is started again.
+
+        A restart is no reason to end the server, whose open answers go on after it.
+        """
+        engine = self._engines.first
         reason = self._unavailable_reason()
+        is_well = reason is None or (engine.is_restarting and self._streams.refusal is None)
+        status = "ok" if reason is None else "restarting" if is_well else "unavailable"
         stats = self._streams.stats
         facts = {
-            "status": "ok" if reason is None else "unavailable",
+            "status": status,
             "reason": reason,
             "open_requests": stats.num_open_requests,
             "running_requests": stats.num_running_requests,
-            "engine_pid": self._engine_pid,
+            "engine_pid": engine.pid,
+            "engine_restarts": self._engines.num_restarts,
             "engine_silent_s": round(self._link.silent_s, 3),
             "engine": self._link.status and msgspec.structs.asdict(self._link.status),
         }
-        return _json(facts, 200 if reason is None else 503)
+        return _json(facts, 200 if is_well else 503)
 
     async def ready(self, _: web.Request) -> web.Response:
         """GET /health/ready: 200 if a request would be accepted now and the engine answers."""
@@ -160,7 +165,8 @@ class Admin:
                 "model": self._model.name,
                 "reply_format": self._model.format_facts,
                 "max_model_len": self._streams.max_context_tokens or None,
-                "engine_pid": self._engine_pid,
+                "engine_pid": self._engines.first.pid,
+                "engine_restarts": self._engines.num_restarts,
                 "engine": status and msgspec.structs.asdict(status),
                 "start": ready and msgspec.structs.asdict(ready),
                 "server": msgspec.to_builtins(total(parts)),
@@ -181,7 +187,9 @@ class Admin:
         """GET /metrics, for Prometheus."""
         status = await self._fresh_status()
         ready = self._link.ready.result() if self._link.ready.done() else None
-        text = exposition(self._model.name, total(await self._siblings.stats()), status, ready)
+        text = exposition(
+            self._model.name, total(await self._siblings.stats()), status, ready, self._engines.num_restarts
+        )
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def load(self, _: web.Request) -> web.Response:
@@ -221,23 +229,29 @@ class Admin:
     async def flush_cache(self, request: web.Request) -> web.Response:
         """POST /flush_cache: drop the prefix cache, except pages that running requests use."""
         require_admin(request, "/flush_cache")
-        if not self._link.ready.done() or self._link.died.done():
+        if not self._engines.first.is_up:
             raise RequestError(503, "loading", self._unavailable_reason() or "the engine is not running")
         freed = await self._link.flush_cache(ANSWER_TIMEOUT_S)
         if freed is None:
             raise EngineDeadError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s")
         return _json({"freed_pages": freed})
 
+    @property
+    def _link(self) -> EngineLink:
+        return self._engines.first.link
+
     def _unavailable_reason(self) -> str | None:
-        """Why requests are refused now; None = they are accepted."""
+        """Why requests are refused, or wait for an engine; None = they are taken."""
         if self._streams.refusal is not None:
             return str(self._streams.refusal)
+        if self._engines.first.is_restarting:
+            return self._engines.first.restart_reason
         if self._link.silent_s > self._server.heartbeat_timeout_s:
             return f"the engine has been silent for {self._link.silent_s:.1f} s"
         return None
 
     async def _fresh_status(self) -> Status | None:
-        if not self._link.ready.done() or self._link.died.done():
+        if not self._engines.first.is_up:
             return None
         return await self._link.ask_status(STATUS_TIMEOUT_S)
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from minisgl.errors import EngineDeadError, RequestError
 from minisgl.fields import convert_value
 from minisgl.ipc.questions import DebugAnswer, ProfiledSteps
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
 from minisgl.server.http.middleware import require_admin
 from minisgl.server.http.routes import Answer, Route
 
@@ -21,8 +21,8 @@ ANSWER_TIMEOUT_S = 10.0
 class Debug:
     """The request handlers."""
 
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
 
     def routes(self) -> list[Route]:
         """The debug routes."""
@@ -42,7 +42,7 @@ class Debug:
         """GET /debug/timeline: the last steps in Chrome's trace format."""
         require_admin(request, "/debug/timeline")
         self._check_engine()
-        answer = _answered(await self._link.ask_timeline(ANSWER_TIMEOUT_S))
+        answer = _answered(await self._engines.first.link.ask_timeline(ANSWER_TIMEOUT_S))
         return web.Response(body=answer.body, content_type="application/json")
 
     async def profile(self, request: web.Request) -> web.Response:
@@ -52,13 +52,13 @@ class Debug:
         is_number = text.isascii() and text.isdigit() and len(text) < 10
         num_steps: int = convert_value(int(text) if is_number else text, ProfiledSteps, "steps")
         self._check_engine()
-        answer = _answered(await self._link.ask_profile(num_steps, ANSWER_TIMEOUT_S))
+        answer = _answered(await self._engines.first.link.ask_profile(num_steps, ANSWER_TIMEOUT_S))
         if answer.error:
             raise RequestError(409, "not_possible", answer.error)
         return web.json_response({"steps": num_steps, "file": answer.body.decode()})
 
     def _check_engine(self) -> None:
-        if not self._link.ready.done() or self._link.died.done():
+        if not self._engines.first.is_up:
             raise RequestError(503, "loading", "the engine is not running")
 
 

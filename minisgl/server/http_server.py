@@ -8,6 +8,7 @@ import gc
 import logging
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +17,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
+from minisgl.ipc.messages import StartupStage
 from minisgl.server.admin import Admin
 from minisgl.server.apis.models import ModelApi
 from minisgl.server.apis.tokenize import TokenApi
 from minisgl.server.app import all_routes, make_app
 from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.served_engine import Reader
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.callers import allowed_hosts
 from minisgl.server.http.connections import Connections, connections_that_fit
@@ -60,7 +63,6 @@ class HttpServerSettings(NamedTuple):
     ipc_dir: Path
     rank: int
     """Of this server process, below server.api_workers."""
-    engine_pid: int
 
 
 class HttpServer:
@@ -92,6 +94,15 @@ class HttpServer:
         self._usage_log = usage_log
         self._tracer = tracer
 
+    def reader(self, on_stage: Callable[[StartupStage], None]) -> Reader:
+        """What takes in the messages of the engines; `on_stage` gets the stages of the start."""
+        return Reader(
+            self.streams.deliver,
+            on_stage,
+            lambda ready: self.streams.accept_requests(ready.max_context_tokens),
+            self.streams.note_wait,
+        )
+
     def reload(self) -> None:
         """Read the API key file again, and open the usage log by its name again."""
         self._users.reload()
@@ -121,7 +132,7 @@ class HttpServer:
             self._usage_log.close()
 
 
-async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock: socket.socket) -> HttpServer:
+async def open_http_server(settings: HttpServerSettings, engines: Engines, sock: socket.socket) -> HttpServer:
     """Load tokenizer and chat template, and listen on `sock`. Requests are refused until the engine is ready.
 
     Raises:
@@ -133,7 +144,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     tls = tls_context(server)
     users = read_users(server)
     usage_log = UsageLog(Path(server.usage_log)) if server.usage_log else None
-    tracer = open_tracer(server.otlp_endpoint, settings.model_name, link, rank)
+    tracer = open_tracer(server.otlp_endpoint, settings.model_name, engines, rank)
     if server.access_log:
         start_access_log()
     threads = TextThreads()
@@ -150,7 +161,7 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
         )
     )
     streams = Streams(
-        link.send,
+        engines.send,
         model.tokenizer,
         _share(server.max_queued_requests, server.api_workers, rank),
         server.request_timeout_s,
@@ -168,11 +179,10 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
     watch = Watch(
         model.name,
         streams,
-        link,
+        engines,
         siblings,
         refusals,
         (server, settings.engine),
-        settings.engine_pid,
         rank,
     )
     app = make_app(
@@ -180,8 +190,8 @@ async def open_http_server(settings: HttpServerSettings, link: EngineLink, sock:
             Completer(model, streams, threads, uploads, server.request_timeout_s, meters),
             TokenApi(model, streams, uploads, threads),
             ModelApi(model, streams),
-            Admin(model, streams, link, siblings, uploads, (server, settings.engine), settings.engine_pid),
-            Debug(link),
+            Admin(model, streams, engines, siblings, uploads, (server, settings.engine)),
+            Debug(engines),
             watch,
         ),
         model,

@@ -24,15 +24,18 @@ REQUEST_HELP = {
 }
 
 
-def exposition(model: str, stats: ServerStats, status: Status | None, ready: Ready | None) -> bytes:
+def exposition(
+    model: str, stats: ServerStats, status: Status | None, ready: Ready | None, num_restarts: int = 0
+) -> bytes:
     """The body of GET /metrics.
 
     Args:
         stats: the sums over all server processes.
         status, ready: the engine's last messages; None = none yet.
+        num_restarts: how often engines were started again.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Families(list(_families(model, stats, status, ready))))
+    registry.register(Families(list(_families(model, stats, status, ready, num_restarts))))
     return generate_latest(registry)
 
 
@@ -47,7 +50,9 @@ class Families:
         return self._families
 
 
-def _families(model: str, stats: ServerStats, status: Status | None, ready: Ready | None) -> Iterator[Metric]:
+def _families(
+    model: str, stats: ServerStats, status: Status | None, ready: Ready | None, num_restarts: int
+) -> Iterator[Metric]:
     def gauge(name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
         family.add_metric([model], value)
@@ -77,6 +82,7 @@ def _families(model: str, stats: ServerStats, status: Status | None, ready: Read
     yield gauge(
         "num_queued_tokens", "Prompt tokens of requests that have no token yet.", stats.num_queued_tokens
     )
+    yield counter("engine_restarts", "How often the engine was started again.", num_restarts)
     yield counter("prompt_tokens", "Prompt tokens of requests the engine took.", stats.num_prompt_tokens)
     yield counter("generation_tokens", "Tokens generated.", stats.num_output_tokens)
     yield by_label("request_success", "Requests that ended.", ["finished_reason"], stats.ended)

@@ -12,7 +12,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, StepOutput, ToEngine, add_requests
+from minisgl.ipc.calls import add_requests
+from minisgl.ipc.messages import (
+    IDS_PER_SERVER,
+    AbortRequest,
+    StepOutput,
+    ToEngine,
+)
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.seeds import base_seed
 from minisgl.server.keys.meter import CallMeter
@@ -53,7 +59,7 @@ class Stream:
         self.transport: asyncio.WriteTransport | None = None  # of a streamed answer, once it is sent
         self.taken_at = self.opened_at  # time.monotonic() when the reader last took a delta
         self._streams = streams
-        self._unread: deque[Delta | MinisglError] = deque()
+        self._unread: deque[Delta | MinisglError | None] = deque()  # None: see `arrivals`
         self._has_unread = asyncio.Event()
         self._num_unfinished = num_choices
         self._loop = asyncio.get_running_loop()
@@ -117,7 +123,15 @@ class Stream:
             await self._streams.submit(self, call)
 
     async def deltas(self) -> AsyncIterator[Delta]:
+        """`arrivals` without the notes."""
+        async for delta in self.arrivals():
+            if delta is not None:
+                yield delta
+
+    async def arrivals(self) -> AsyncIterator[Delta | None]:
         """Yields the deltas of all choices as they arrive, until every choice has ended.
+
+        None = the engine is being started again, and the client should hear that its answer goes on.
 
         Raises:
             RequestError: the engine refused a request, or produced no token within `timeout_s`.
@@ -139,6 +153,12 @@ class Stream:
         self._num_unfinished -= delta.finish_reason is not None
         self._unread.append(delta)
         self._has_unread.set()
+
+    def note_wait(self) -> None:
+        """Let the reader tell its client that the answer goes on later, unless it has something to read."""
+        if self._num_unfinished and not self._unread:
+            self._unread.append(None)
+            self._has_unread.set()
 
     def fail(self, error: MinisglError) -> None:
         """End all choices that still run with `error`. The reader gets the queued deltas first."""
@@ -202,9 +222,8 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self._max_context_tokens = 0
-        self._refusal: MinisglError | None = RequestError(
-            503, "loading", "the model is still loading; try again in a moment"
-        )
+        self._loading = RequestError(503, "loading", "the model is still loading; try again in a moment")
+        self._refusal: MinisglError | None = self._loading
 
     @property
     def num_open(self) -> int:
@@ -239,9 +258,13 @@ class Streams:
         return self._refusal
 
     def accept_requests(self, max_context_tokens: int) -> None:
-        """Accept requests from now on, of up to `max_context_tokens` tokens (prompt plus output)."""
+        """The engine is ready: accept requests of up to `max_context_tokens` tokens (prompt plus output).
+
+        After `refuse_requests` they are still refused.
+        """
         self._max_context_tokens = max_context_tokens
-        self._refusal = None
+        if self._refusal is self._loading:
+            self._refusal = None
 
     def refuse_requests(self, error: MinisglError) -> None:
         """Refuse new requests with `error` from now on. Open requests continue."""
@@ -251,6 +274,11 @@ class Streams:
         """End every open request with `error`."""
         for stream in self._open_streams:
             stream.fail(error)
+
+    def note_wait(self) -> None:
+        """Let the clients of all open calls hear that their answers go on later."""
+        for stream in self._open_streams:
+            stream.note_wait()
 
     async def wait_until_empty(self) -> None:
         """Return when no request is open."""

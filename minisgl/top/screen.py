@@ -14,6 +14,7 @@ from minisgl.top.state import State
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOOKS = {
     "serving": "green", "starting": "yellow", "stopping": "yellow", "silent": "red", "dead": "red",
+    "restarting": "yellow", "restart": "yellow",
     "decoding": "green", "prompt": "cyan", "queued": "yellow", "grammar": "magenta", "preempted": "red",
     "ended": "bright_black",
 }  # fmt: skip

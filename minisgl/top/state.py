@@ -21,7 +21,7 @@ SORTS: dict[str, Callable[[RequestView], Any]] = {
 FILTERS: dict[str, Callable[[RequestView], bool]] = {
     "all": lambda one: True,
     "open": lambda one: one.state != "ended",
-    "waiting": lambda one: one.state in ("grammar", "queued", "preempted"),
+    "waiting": lambda one: one.state in ("restart", "grammar", "queued", "preempted"),
 }
 
 

@@ -25,8 +25,9 @@ from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.grammar.spec import GrammarSpec
-from minisgl.ipc.messages import AddRequest
+from minisgl.ipc.messages import AddRequest, StepOutput
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit, TokenLogprobs
+from minisgl.server.engines.sent_requests import SentRequests
 from triton_kernels.sample_reference import sample_reference
 
 EOS = 2
@@ -232,6 +233,42 @@ def test_in_any_company_a_request_gets_the_tokens_that_it_gets_alone(
     record_property("fuzz", f"{fuzz_rounds} rounds of {NUM_REQUESTS} requests, {counts}")
     assert num_preemptions
     assert num_cached
+
+
+def test_a_request_that_goes_on_in_another_engine_gets_the_tokens_that_it_gets_alone(
+    model: Model, fuzz_rounds: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Engines that end after a few steps, each followed by another one that gets the output so far."""
+    num_lives = num_resumed = num_ties = 0
+    for number in range(max(1, fuzz_rounds // 2)):
+        source = random.Random(number)
+        asked = random_requests(source)
+        sent = SentRequests()
+        for one in asked:
+            sent.add(one.request, sent_to=0)
+        answers = [Answer() for _ in asked]
+        while len(sent):
+            num_lives += 1
+            engine = engine_for(model.folder, overlap=True, page_size=4, num_pages=200, chunk_tokens=16)
+            for message in sent.unsent(num_lives, 1.0):
+                num_resumed += bool(message.outputs)
+                engine.add(message)
+            for _ in range(source.randrange(2, 14)):
+                # What a step has computed and nobody was told is lost with the engine.
+                outputs = engine.step()
+                for output in outputs:
+                    answers[output.request_id].take(output)
+                sent.take_output(StepOutput(outputs))
+            assert engine.status(0).num_broken_counts == 0
+            engine.close()
+        for one, answer in zip(asked, answers, strict=True):
+            (expected,) = serve(
+                model.alone, [one._replace(request=as_first(one.request), arrives_at=0, aborted_at=None)]
+            )
+            name = f"round {number}, request {one.request.request_id}: {one.prompt}, {one.request.params}"
+            num_ties += compare(model.reference, one, answer, expected, name)
+    record_property("resumed", f"{num_lives} engines, {num_resumed} resumptions, {num_ties} ties")
+    assert num_resumed > NUM_REQUESTS
 
 
 def as_first(request: AddRequest) -> AddRequest:

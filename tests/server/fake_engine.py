@@ -12,13 +12,15 @@ A prompt's last `@word rest` is a command; one without is answered with "ok":
   @ghost TEXT    TEXT, and after its end more outputs for this and for unknown ids
   @cached TEXT   TEXT, with half of the prompt found in the cache
   @crash         dies at once (SIGKILL)
+  @break TEXT    TEXT, one token a step, then it dies (SIGKILL)
   @freeze        stops answering anything (SIGSTOP)
   @fatal         says Fatal and exits
   @fault TEXT    says Fatal with TEXT and exits, as after a GPU fault; without TEXT it only exits
 
 SIGUSR1 does what @go does, for tests that may not send a request any more.
 
-`fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens}.
+`fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens,
+"pace_ms": milliseconds of a step}.
 """
 
 import json
@@ -69,6 +71,7 @@ class Answer:
         self.num_given = 0
         self.waits = False
         self.fails = False  # when its tokens are given
+        self.breaks = False  # the engine dies then
 
     def step(self, request_id: int, eos: int, most: int) -> RequestOutput | None:
         """Up to `most` tokens, as the real engine gives them."""
@@ -94,6 +97,7 @@ class FakeEngine:
         self.eos = self.encode("<|im_end|>")[0]
         ids = range(tokenizer.vocab_size)
         self.byte_ids = {data[0]: one for one in ids if len(data := tokenizer.token_bytes(one)) == 1}
+        self.pace_ms = 0  # a step takes so long, if no message comes
         self.running: dict[int, Answer] = {}
         self.bursts: set[int] = set()
         self.seen: dict[str, Any] = {"added": 0, "aborted": 0, "params": []}
@@ -149,6 +153,8 @@ class FakeEngine:
                     prompts = (message.prompt_ids, *message.more_prompts)
                     for rank in range(len(prompts) * message.num_choices):
                         self.add(message, message.request_id + rank, prompts[rank // message.num_choices])
+                        if message.outputs:
+                            self.skip(message.request_id + rank, len(message.outputs[rank]) // 4)
                 elif isinstance(message, AbortRequest):
                     self.seen["aborted"] += 1
                     aborted = self.running.pop(message.request_id, None)
@@ -209,7 +215,7 @@ class FakeEngine:
 
     def patience_ms(self) -> int:
         """How long to wait for a message."""
-        return 0 if any(answer.token_ids for answer in self.running.values()) else 100
+        return self.pace_ms if any(answer.token_ids for answer in self.running.values()) else 100
 
     def end(self, number: int, answer: Answer, reason: str, error_code: str = "") -> None:
         """Remember a request that ends now. Half of the time to its first token it was queued."""
@@ -254,6 +260,8 @@ class FakeEngine:
             most = 10_000 if request_id in self.bursts else 1
             output = answer.step(request_id, self.eos, self.due(request_id, most))
             answer.first_token_s = answer.first_token_s or (time.monotonic() if output else 0.0)
+            if output is None and answer.breaks:
+                os.kill(os.getpid(), signal.SIGKILL)
             if output is None and answer.fails:
                 error = (0, 500, "no_finite_logits", "all NaN")
                 output = RequestOutput(request_id, [], FinishReason.ERROR, *error)
@@ -269,6 +277,13 @@ class FakeEngine:
     def due(self, request_id: int, most: int) -> int:
         """How many tokens a request gets in this step."""
         return most
+
+    def skip(self, request_id: int, num_tokens: int) -> None:
+        """A request goes on behind what an engine before this one has given."""
+        self.seen["resumed"] = self.seen.get("resumed", 0) + 1
+        answer = self.running[request_id]
+        del answer.token_ids[:num_tokens]
+        answer.num_given = num_tokens
 
     def go(self) -> None:
         for answer in self.running.values():
@@ -319,14 +334,14 @@ class FakeEngine:
             self.go()
             text = "gone"
         num_cached = len(prompt_ids) // 2 if word == "cached" else 0
-        end = [] if word in ("wait", "spoil") else [self.eos]
+        end = [] if word in ("wait", "spoil", "break") else [self.eos]
         token_ids = self.encode(text) if word != "chars" else self.in_bytes(text)
         answer = Answer(request.params, [*token_ids, *end], num_cached)
         answer.num_prompt_tokens = len(prompt_ids)
         answer.arrived_s, answer.added_s = request.arrived_s, time.monotonic()
-        answer.waits, answer.fails = word == "wait", word == "spoil"
+        answer.waits, answer.fails, answer.breaks = (word == one for one in ("wait", "spoil", "break"))
         self.running[request_id] = answer
-        if word not in ("say", "chars", "wait", "spoil"):
+        if word not in ("say", "chars", "wait", "spoil", "break"):
             self.bursts.add(request_id)
         if word == "ghost":
             output = answer.step(request_id, self.eos, 10_000)
@@ -338,7 +353,7 @@ class FakeEngine:
 
 def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
     settings = json.loads(sys.stdin.readline())
-    exit_with_parent(settings["ipc_dir"])
+    exit_with_parent(settings.get("private_dir") or settings["ipc_dir"])
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())
     socket = EngineSocket(settings["ipc_dir"], settings.get("num_servers", 1))
@@ -352,6 +367,7 @@ def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
     if knobs["start"] == "hang":
         threading.Event().wait()
     engine = kind(socket, Tokenizer.from_folder(folder))
+    engine.pace_ms = knobs.get("pace_ms", 0)
     socket.send(StartupStage("weights", 34.0))
     socket.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0, "weights": 34.0}))
     signal.signal(signal.SIGUSR1, lambda *_: engine.go())

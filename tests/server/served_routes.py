@@ -34,9 +34,7 @@ def served_routes() -> list[Route]:
         Completer(tiny, NOTHING, NOTHING, NOTHING, 1.0, NOTHING),
         TokenApi(tiny, NOTHING, NOTHING, NOTHING),
         ModelApi(tiny, NOTHING),
-        Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING), 1),
+        Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING)),
         Debug(NOTHING),
-        Watch(
-            "tiny", NOTHING, NOTHING, Siblings(NOTHING, NOTHING, NOTHING), NOTHING, (NOTHING, NOTHING), 1, 0
-        ),
+        Watch("tiny", NOTHING, NOTHING, Siblings(NOTHING, NOTHING, NOTHING), NOTHING, (NOTHING, NOTHING), 0),
     )

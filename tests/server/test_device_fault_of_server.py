@@ -47,6 +47,8 @@ def test_a_fault_of_any_rank_is_named_and_ends_the_server_with_code_74(
             str(folder),
             "--port",
             "0",
+            "--engine-restarts",
+            "0",
             "--tp",
             str(tp),
             "--kernel",

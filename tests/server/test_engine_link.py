@@ -13,7 +13,8 @@ from small_model import CONTEXT, make_folder
 from minisgl.ipc.messages import AddRequest, StepOutput
 from minisgl.ipc.transport import make_ipc_dir
 from minisgl.request import SamplingParams
-from minisgl.server.engines.engine_link import EngineLink, EngineProcess
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engine_process import EngineProcess
 
 
 def test_a_listener_that_fails_does_not_end_the_engine(

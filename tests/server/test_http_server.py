@@ -10,23 +10,24 @@ from small_model import make_folder
 
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.ipc.transport import make_ipc_dir
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.http_server import HttpServerSettings, open_http_server
 
 
 def test_a_garbage_collection_does_not_scan_what_the_server_is_made_of(tmp_path: Path) -> None:
     folder, ipc_dir = make_folder(tmp_path / "model"), make_ipc_dir()
     settings = HttpServerSettings(
-        ServerConfig(), EngineConfig(model=str(folder)), "tiny", folder, ipc_dir, rank=0, engine_pid=0
+        ServerConfig(), EngineConfig(model=str(folder)), "tiny", folder, ipc_dir, rank=0
     )
 
     async def main() -> None:
-        link = EngineLink(ipc_dir)
-        server = await open_http_server(settings, link, socket.create_server(("127.0.0.1", 0)))
+        engines = Engines([ServedEngine(0, 0, ipc_dir)])
+        server = await open_http_server(settings, engines, socket.create_server(("127.0.0.1", 0)))
         assert all(one is not server.streams for one in gc.get_objects())
         assert gc.get_freeze_count() > 0
         await server.close()
-        link.close()
+        engines.close()
 
     try:
         asyncio.run(main())

@@ -83,7 +83,7 @@ def open_stream(server: RunningServer, prompt: str = "@wait hello") -> OpenStrea
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[RunningServer]:
-    with RunningServer(folder, heartbeat_timeout_s=2.0) as running:
+    with RunningServer(folder, heartbeat_timeout_s=2.0, engine_restarts=0) as running:
         yield running.ready()
 
 
@@ -246,7 +246,7 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_its_words(
 def test_a_gpu_fault_ends_streams_and_server_with_an_exit_code_of_its_own(
     folder: Path, api_workers: int
 ) -> None:
-    with RunningServer(folder, api_workers=api_workers) as server:
+    with RunningServer(folder, api_workers=api_workers, engine_restarts=0) as server:
         server.ready()
         streams = [open_stream(server) for _ in range(3)]
         streams.append(OpenStream(server, "@fault GPU fault: the memory lost data"))

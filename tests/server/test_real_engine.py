@@ -20,7 +20,10 @@ from minisgl.weights.sources import resolve_model_folder
 
 LIMIT_S = 5.0
 """Within this the other process must be gone."""
-FLAGS = ("--port", "0", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--num-pages", "64")
+FLAGS = (
+    *("--port", "0", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1", "--num-pages", "64"),
+    *("--engine-restarts", "0"),
+)
 
 
 class Served:

@@ -5,7 +5,9 @@ import pytest
 from minisgl.lives import Life
 
 FOLLOWING = {
-    None: {"server", "grammar", "queued"},
+    None: {"earlier", "restart", "server", "grammar", "queued"},
+    "earlier": {"restart"},
+    "restart": {"grammar", "queued"},
     "server": {"grammar", "queued"},
     "grammar": {"queued"},
     "queued": {"prompt"},

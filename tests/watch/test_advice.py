@@ -142,12 +142,10 @@ def test_a_long_list_comes_whole_though_the_engine_answers_in_parts(there: int, 
         requests, queue = watched.scheduler.open_requests()
         return watched.lives.tell(which, int(watched.now_ms * 1e3), 0.0, requests, queue)
 
-    def is_done(done: bool) -> Any:
-        return SimpleNamespace(done=lambda: done)
-
-    link: Any = SimpleNamespace(ready=is_done(True), died=is_done(False), ask_requests=ask_requests)
+    link = SimpleNamespace(is_up=True, ask_requests=ask_requests)
+    engines: Any = SimpleNamespace(first=SimpleNamespace(is_restarting=False, link=link))
     siblings = Siblings(NOTHING, NOTHING, NOTHING)
-    watch = Watch("tiny", NOTHING, link, siblings, NOTHING, (NOTHING, NOTHING), 1, 0)
+    watch = Watch("tiny", NOTHING, engines, siblings, NOTHING, (NOTHING, NOTHING), 0)
     answer = asyncio.run(watch._ask(AskRequests(0, limit=limit)))
     assert answer is not None
     numbers = [life.number for life in answer.requests]

@@ -13,10 +13,12 @@ from watched_scheduler import STEP_MS, WatchedScheduler
 
 from minisgl.engine.watch.lives import MAX_EVENTS, Lives
 from minisgl.engine.watch.moments import Moments
+from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import AskRequests
 from minisgl.lives import MAX_ENDED, MAX_MOMENTS, REQUEST_BOUNDS_S, REQUEST_PARTS, LivesAnswer
-from minisgl.request import FinishReason
+from minisgl.request import FinishReason, SamplingParams
 from minisgl.scheduler.journal import Added, Admitted, Computed, Ended, Held, Note, Preempted, Released
+from minisgl.server.watch.words import causes_of
 
 actions = st.lists(
     st.one_of(
@@ -196,6 +198,26 @@ def test_a_life_of_many_preemptions_is_folded() -> None:
     assert life.num_preemptions == 100
     assert "folded" in {phase.kind for phase in life.phases}
     assert len(life.phases) <= MAX_EVENTS
+
+
+@pytest.mark.parametrize("arrived_s", [2.0, 5.0], ids=["before the crash", "during the restart"])
+def test_a_life_from_an_engine_that_has_ended_says_how_long_it_waited(arrived_s: float) -> None:
+    lives = Lives(Moments())
+    call = AddRequest(
+        7, b"", SamplingParams(temperature=0), call_id="a", arrived_s=arrived_s, waiting_since_s=5.0
+    )
+    num_output = 4 if arrived_s < 5 else 0
+    lives.record([Added(7, 10, 0, False, num_output)], 9_000_000, call)
+    lives.record([Admitted(7, 0)], 9_500_000)
+    lives.record([Computed(7, 10 + num_output, True)], 9_600_000)
+    lives.record([Ended(7, FinishReason.STOP, 20, "")], 9_900_000)
+    (life,) = lives.tell(AskRequests(0), 10**7, 0.0, {}, ()).requests
+    kinds = [phase.kind for phase in life.phases]
+    assert kinds == [*(["earlier"] if num_output else []), "restart", "queued", "prompt", "decoding"]
+    (restart,) = [phase for phase in life.phases if phase.kind == "restart"]
+    assert (restart.begin_ms, restart.end_ms) == (1e3 * (5 - arrived_s), 1e3 * (9 - arrived_s))
+    assert life.phases[-1].figures == {"tokens": 20 - num_output}
+    assert "--engine-restarts" in causes_of(life)[0].words
 
 
 def size_of(thing: Any, seen: set[int]) -> int:

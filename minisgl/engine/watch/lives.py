@@ -39,6 +39,7 @@ class RecordedLife:
 
     __slots__ = (
         "added", "admitted_us", "arrived_us", "call_id", "end", "events", "first_token_us", "number",
+        "waiting_since_us",
     )  # fmt: skip
 
     def __init__(self, number: int, call_id: str, arrived_us: int, added: Added | None) -> None:
@@ -49,6 +50,7 @@ class RecordedLife:
         self.events: list[Event] = []  # the first is `added`, unless it was refused
         self.admitted_us = -1  # for the first time
         self.first_token_us = -1
+        self.waiting_since_us: int | None = None  # for the engine to be started again
         self.end: tuple[int, Ended] | None = None
 
     @property
@@ -138,13 +140,17 @@ class Lives:
         )
 
     def _new(self, number: int, now_us: int, call: AddRequest | None, added: Added | None) -> RecordedLife:
-        arrived_us, call_id = now_us, ""
-        if call is not None:
-            call_id = call.call_id
-            then_us = int(call.arrived_s * 1e6)
-            if max(now_us - LONGEST_SERVER_US, 0) < then_us < now_us:
-                arrived_us = then_us
-        return RecordedLife(number, call_id, arrived_us, added)
+        if call is None:
+            return RecordedLife(number, "", now_us, added)
+        waiting_since_us = int(call.waiting_since_s * 1e6)
+        # A call that is known to have waited may be as old as it says.
+        earliest_us = 0 if waiting_since_us else max(now_us - LONGEST_SERVER_US, 0)
+        then_us = int(call.arrived_s * 1e6)
+        arrived_us = then_us if earliest_us < then_us < now_us else now_us
+        life = RecordedLife(number, call.call_id, arrived_us, added)
+        if arrived_us <= waiting_since_us < now_us:
+            life.waiting_since_us = waiting_since_us
+        return life
 
     def _change(self, life: RecordedLife, note: Note, now_us: int) -> None:
         if isinstance(note, Computed):
@@ -153,7 +159,8 @@ class Lives:
             if note.is_last and life.first_token_us < 0:
                 life.first_token_us = now_us
                 self.times.prefilled(now_us - life.admitted_us)
-                self._count_first_token(life, now_us)
+                if life.waiting_since_us is None:
+                    self._count_first_token(life, now_us)
             life.events.append((now_us, note, None))
         elif isinstance(note, Ended):
             del self._open[life.number]
@@ -231,6 +238,11 @@ class Lives:
             end=None if end is None else end[1].reason.value,
             error_code="" if end is None else end[1].error_code,
             phases=phases_of(
-                life.arrived_us, life.events, None if end is None else end_us, output_tokens, mark
+                life.arrived_us,
+                life.events,
+                None if end is None else end_us,
+                output_tokens,
+                mark,
+                life.waiting_since_us,
             ),
         )

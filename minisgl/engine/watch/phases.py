@@ -43,6 +43,7 @@ def phases_of(
     end_us: int | None,
     num_output_tokens: int,
     mark: Mark | None,
+    waiting_since_us: int | None = None,
 ) -> list[Phase]:
     """The phases of a life.
 
@@ -51,9 +52,14 @@ def phases_of(
         end_us: None = the last phase goes on.
         num_output_tokens: at the end, or so far.
         mark: the queue's clock now, if the request has not ended.
+        waiting_since_us: when it began to wait for the engine to be started again; None = it did not.
     """
     phases: list[Phase] = []
     now = _Now("server", arrived_us, None, {})
+    if waiting_since_us is not None:
+        if waiting_since_us > arrived_us:
+            phases.append(_Now("earlier", arrived_us, None, {}).told(arrived_us, waiting_since_us, None))
+        now = _Now("restart", waiting_since_us, None, {})
     num_fed = num_told = 0  # tokens of the feed that are computed; of the output that are in a phase
     for at_us, note, at_mark in events:
         if isinstance(note, Computed):
@@ -67,6 +73,8 @@ def phases_of(
             num_told = note.num_output_tokens
         if at_us > arrived_us or now.kind != "server":
             phases.append(now.told(arrived_us, at_us, at_mark))
+        if isinstance(note, Added):
+            num_told = note.num_output_tokens
         if isinstance(note, Ended):
             return phases
         figures: dict[str, int] = {}

@@ -33,6 +33,10 @@ DETAIL_BYTES = 64
 """Rough lower bound of the size of one token's log probabilities and ids as JSON."""
 CHOICE_BYTES = 48
 """A choice takes about as long to build as this many bytes take to tokenize."""
+RESTARTING = b": the engine is being started again\n\n"
+"""A comment of server-sent events, which clients skip. It keeps connections open."""
+UNANSWERED_S = 15.0
+"""A call without any event gets the comment only after this time: before, an error can be an HTTP error."""
 WRITE_GRACE_S = 10.0
 """A client may take this much longer than --request-timeout-s to read its last tokens."""
 
@@ -200,10 +204,16 @@ class Completer:
         stream.transport = transport
         cut = stream.limit_silence(self._timeout_s + WRITE_GRACE_S, transport.abort)
         try:
-            async for delta in stream.deltas():
-                call.counter.count(delta)
+            async for delta in stream.arrivals():
                 events = b"" if response.prepared else answer_format.opening(stream.num_choices)
-                events += await self._events(answer_format, delta)
+                if delta is None:
+                    waited_s = time.monotonic() - facts_of(request).arrived_at
+                    if not response.prepared and waited_s < UNANSWERED_S:
+                        continue
+                    events += RESTARTING
+                else:
+                    call.counter.count(delta)
+                    events += await self._events(answer_format, delta)
                 if not response.prepared:
                     await response.prepare(request)
                 if events:

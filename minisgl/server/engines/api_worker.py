@@ -1,8 +1,9 @@
 """An additional server process on the same port, started by the first server process.
 
-It reads a line of JSON (`WorkerSettings`) from stdin, then one command per line: "reload", "drain", "stop" or
-"dead REASON". It writes "ready" when the engine is ready, and "empty" when it drains and no request is open.
-The end of stdin means that the first process has ended; then this process exits.
+It reads a line of JSON (`WorkerSettings`) from stdin, then one command per line: "reload", "drain", "stop",
+"dead REASON"; and of the engine's life G: "lost G REASON", "engine G PID DIRECTORY", "try G" and "resume G".
+It writes "ready G SUSPECTS" when life G is ready, "tried G 0" after "try G", and "empty" when it drains and
+no request is open. The end of stdin means that the first process has ended; then this process exits.
 
 Promise: it gives the same answers as the first process, and ends when told to or when the first process or
 the engine ends.
@@ -15,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
@@ -22,7 +24,8 @@ import msgspec
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.log import setup_logging
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.http_server import HttpServer, HttpServerSettings, open_http_server
 from minisgl.server.streams import Streams
 
@@ -39,6 +42,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     model_name: str
     model_folder: str
     ipc_dir: str
+    engine_dir: str
+    """The directory of the sockets of the engine's first life."""
     rank: int
     engine_pid: int
     listener_fd: int
@@ -71,33 +76,81 @@ async def _serve(config: WorkerSettings) -> None:
         Path(config.model_folder),
         Path(config.ipc_dir),
         config.rank,
-        config.engine_pid,
     )
-    link = EngineLink(settings.ipc_dir, config.rank)
+    engine = ServedEngine(0, config.rank, Path(config.engine_dir))
+    engine.pid = config.engine_pid
+    engines = Engines([engine])
+    follower = EngineFollower(engine, settings.server.heartbeat_timeout_s)
     try:
-        http_server = await open_http_server(settings, link, socket.socket(fileno=config.listener_fd))
+        http_server = await open_http_server(settings, engines, socket.socket(fileno=config.listener_fd))
         try:
-            link.listen(http_server.streams.deliver, lambda _: None)
-            accepting = asyncio.ensure_future(
-                _accept_when_ready(http_server.streams, link, settings.server.heartbeat_timeout_s)
-            )
-            await _follow_commands(http_server)
-            accepting.cancel()
+            engines.listen(http_server.reader(lambda _: None))
+            follower.wait_until_ready()
+            await _follow_commands(http_server, follower)
         finally:
             await http_server.close()
     finally:
-        link.close()
+        follower.close()
+        engines.close()
 
 
-async def _accept_when_ready(streams: Streams, link: EngineLink, heartbeat_timeout_s: float) -> None:
-    """Accept requests as soon as the engine is ready."""
-    ready = await link.ready
-    streams.accept_requests(ready.max_context_tokens)
-    link.start_heartbeat(heartbeat_timeout_s)
-    _tell_first_process("ready")
+class EngineFollower:
+    """Follows what the first process says of the engine's lives."""
+
+    def __init__(self, engine: ServedEngine, heartbeat_timeout_s: float) -> None:
+        self._engine = engine
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._task: asyncio.Task[None] | None = None  # what is being done for the current life
+
+    def wait_until_ready(self) -> None:
+        """Say "ready" when the current life is; send requests to the first life at once."""
+        self._do(self._wait_until_ready())
+
+    def follow(self, word: str, rest: str) -> bool:
+        """Follow a command; False = it is none of the engine's."""
+        engine = self._engine
+        generation, _, more = rest.partition(" ")
+        if word == "lost":
+            self.close()
+            engine.lose(more)
+        elif word == "engine":
+            pid, _, ipc_dir = more.partition(" ")
+            engine.begin(int(generation), Path(ipc_dir))
+            engine.pid = int(pid)
+            self.wait_until_ready()
+        elif word == "try":
+            self._do(self._try_suspects(int(generation)))
+        elif word == "resume":
+            if engine.generation == int(generation) > 1:
+                self._do(engine.resume())
+        else:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop what is being done."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        self.close()
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def _wait_until_ready(self) -> None:
+        engine = self._engine
+        await engine.link.ready
+        engine.link.start_heartbeat(self._heartbeat_timeout_s)
+        if engine.generation == 1:
+            await engine.resume()
+        _tell_first_process(f"ready {engine.generation} {engine.num_suspects}")
+
+    async def _try_suspects(self, generation: int) -> None:
+        if self._engine.generation == generation:
+            await self._engine.try_suspects()
+            _tell_first_process(f"tried {generation} 0")
 
 
-async def _follow_commands(http_server: HttpServer) -> None:
+async def _follow_commands(http_server: HttpServer, follower: EngineFollower) -> None:
     """Follow commands from stdin until told to end; then end every open request with an error."""
     streams = http_server.streams
     commands = asyncio.StreamReader()
@@ -118,7 +171,7 @@ async def _follow_commands(http_server: HttpServer) -> None:
         elif word == "dead":
             end = EngineDeadError(reason)
             break
-        else:
+        elif not follower.follow(word, reason):
             os._exit(1)  # the first process is gone
     if drained is not None:
         drained.cancel()

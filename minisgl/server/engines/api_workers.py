@@ -6,11 +6,13 @@ Promise: `failed` resolves when one of them ends without being told to. After `c
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from minisgl.ipc.child_process import module_command
 from minisgl.server.http_server import LAST_ANSWERS_S, HttpServerSettings
@@ -22,14 +24,25 @@ END_S = LAST_ANSWERS_S + LAST_SPANS_S + 3.0
 
 
 class ApiWorkers:
-    """One process per listener, with ranks from 1. Create and close it in one event loop."""
+    """One process per listener, with ranks from 1. Create and close it in one event loop.
 
-    def __init__(self, settings: HttpServerSettings, listeners: Sequence[socket.socket]) -> None:
+    Args:
+        engine_pid: process id of the engine's first life.
+        engine_dir: the directory of that life's sockets.
+    """
+
+    def __init__(
+        self,
+        settings: HttpServerSettings,
+        listeners: Sequence[socket.socket],
+        engine_pid: int,
+        engine_dir: Path,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = self._loop.create_future()
         self._may_end = False
         self._workers = [
-            ApiWorker(self, settings._replace(rank=rank), listener)
+            ApiWorker(self, settings._replace(rank=rank), listener, engine_pid, engine_dir)
             for rank, listener in enumerate(listeners, start=1)
         ]
 
@@ -40,6 +53,32 @@ class ApiWorkers:
     async def all_empty(self) -> None:
         """Return when, after `drain`, no process has an open request."""
         await asyncio.gather(*[worker.empty.wait() for worker in self._workers])
+
+    async def num_suspects(self, generation: int) -> list[int]:
+        """Of each process: requests that must be tried alone in this life of the engine.
+
+        It returns when every process has said so, which is when it knows that the engine is ready.
+        """
+        return await asyncio.gather(*[worker.number_said("ready", generation) for worker in self._workers])
+
+    async def try_suspects(self, generation: int, num_suspects: Sequence[int]) -> None:
+        """Have the processes try their suspects, one process after the other."""
+        for worker, num in zip(self._workers, num_suspects, strict=True):
+            if num:
+                worker.tell(f"try {generation}")
+                await worker.number_said("tried", generation)
+
+    def resume(self, generation: int) -> None:
+        """Tell the processes to send their open requests to this life of the engine."""
+        self._tell(f"resume {generation}")
+
+    def lose(self, generation: int, reason: str) -> None:
+        """Tell the processes that this life of the engine has ended, and why."""
+        self._tell(f"lost {generation} {' '.join(reason.split())}")
+
+    def begin(self, generation: int, pid: int, ipc_dir: Path) -> None:
+        """Tell the processes to connect to the engine's next life."""
+        self._tell(f"engine {generation} {pid} {ipc_dir}")
 
     def reload(self) -> None:
         """Tell the processes to read and open files again, as `HttpServer.reload` does."""
@@ -87,8 +126,16 @@ class ApiWorkers:
 class ApiWorker:
     """One additional server process and the pipes to its stdin and stdout."""
 
-    def __init__(self, owner: ApiWorkers, settings: HttpServerSettings, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        owner: ApiWorkers,
+        settings: HttpServerSettings,
+        listener: socket.socket,
+        engine_pid: int,
+        engine_dir: Path,
+    ) -> None:
         self.ready, self.empty, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._said: dict[tuple[str, int], asyncio.Future[int]] = {}  # by word and generation
         self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._rank = settings.rank
@@ -108,8 +155,9 @@ class ApiWorker:
             "model_name": settings.model_name,
             "model_folder": str(settings.model_folder),
             "ipc_dir": str(settings.ipc_dir),
+            "engine_dir": str(engine_dir),
             "rank": settings.rank,
-            "engine_pid": settings.engine_pid,
+            "engine_pid": engine_pid,
             "listener_fd": fd,
         }
         self.tell(json.dumps(first_line))
@@ -122,6 +170,10 @@ class ApiWorker:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
+    async def number_said(self, word: str, generation: int) -> int:
+        """The number that it says after this word of this life of the engine; waits for it."""
+        return await asyncio.shield(self._answer(word, generation))
+
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()
@@ -130,12 +182,26 @@ class ApiWorker:
         """Read its stdout and wait for its end. Runs in a thread, so that the end is noticed in any case."""
         assert self._process.stdout is not None  # opened as a pipe
         for line in self._process.stdout:
-            event = {b"ready": self.ready, b"empty": self.empty}.get(line.strip())
-            if event is not None:
-                self._call(event.set)
+            self._call(functools.partial(self._take, line.decode().split()))
         code = self._process.wait()
         self._call(lambda: self._owner.note_end(self._rank, code))
         self._call(self.ended.set)
+
+    def _take(self, words: list[str]) -> None:
+        """A line of its stdout: "empty", or "ready" or "tried" with a generation and a number."""
+        if words == ["empty"]:
+            self.empty.set()
+        elif len(words) == 3:
+            if words[0] == "ready":
+                self.ready.set()
+            answer = self._answer(words[0], int(words[1]))
+            if not answer.done():
+                answer.set_result(int(words[2]))
+
+    def _answer(self, word: str, generation: int) -> asyncio.Future[int]:
+        # Answers of earlier lives, which nobody waits for any more, go.
+        self._said = {key: answer for key, answer in self._said.items() if key[1] >= generation - 1}
+        return self._said.setdefault((word, generation), self._loop.create_future())
 
     def _call(self, callback: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for this

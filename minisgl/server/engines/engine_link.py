@@ -1,25 +1,21 @@
-"""The server's side of the engine: its socket, its heartbeat and its process.
+"""A server process's connection to one life of the engine: its sockets, its answers and its heartbeat.
 
 Promise: `died` resolves soon after the engine exits, reports a fatal error or stops answering. Every wait
-has a limit. `EngineProcess.kill` leaves no process of the engine's process group behind.
+has a limit. No message of an earlier life arrives here.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError
-from minisgl.ipc.messages import Fatal, Ready, Shutdown, StartupStage, StepOutput, ToEngine
+from minisgl.errors import EngineDeadError
+from minisgl.ipc.messages import Fatal, Ready, StartupStage, StepOutput, ToEngine
 from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
@@ -38,16 +34,13 @@ T = TypeVar("T")
 Answer = Status | CacheFlushed | DebugAnswer
 
 PING_INTERVAL_S = 1.0
-LAST_MESSAGES_S = 0.3
-"""How long to read the socket after the engine's process has ended."""
-SHUTDOWN_S = 5.0
-"""An engine that was asked to stop is killed after this time."""
 
 
 class EngineLink:
-    """One server process's connection to the engine. Create, use and close it in one event loop.
+    """One server process's connection to one life of the engine. Create, use and close it in one event loop.
 
     Args:
+        ipc_dir: the directory of this life's sockets.
         rank: of this server process; several server processes may share one engine.
     """
 
@@ -68,6 +61,11 @@ class EngineLink:
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._socket = ServerSocket(ipc_dir, rank)
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine is ready and has not died."""
+        return self.ready.done() and not self.died.done()
 
     @property
     def silent_s(self) -> float:
@@ -196,90 +194,6 @@ class EngineLink:
             heard_at = self._heard_at
             if silent_turns * interval_s >= timeout_s:
                 self.declare_dead(f"it neither stepped nor answered for {timeout_s:g} s")
-
-
-class EngineProcess:
-    """The engine's process, a child of this server process. Create, use and close it in one event loop.
-
-    Args:
-        command: the command line. The process reads one line of JSON from stdin, and exits when stdin ends.
-        first_line: that line of JSON.
-        link: is told when the process has ended. The process is killed when `link.died` resolves.
-
-    Raises:
-        ConfigError: the command can't be started.
-    """
-
-    def __init__(self, command: Sequence[str], first_line: bytes, link: EngineLink) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._link = link
-        self.exited = asyncio.Event()
-        try:
-            # Its own session, so that Ctrl-C in the terminal reaches only the server, which drains first.
-            self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True)
-        except OSError as error:
-            raise ConfigError(f"the engine can't be started: {command[0]}: {error}") from None
-        assert self._process.stdin is not None  # opened as a pipe
-        self._stdin = self._process.stdin
-        threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
-        link.died.add_done_callback(lambda _: self.kill())
-        # If the engine has already ended, `died` resolves. The pipe stays open: its end tells the engine
-        # that the server has ended.
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(first_line + b"\n")
-            self._stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    def kill(self) -> None:
-        """Kill the engine and its children."""
-        if self._process.returncode is None:  # not reaped, so the pid is still the engine's
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def stop(self) -> None:
-        """Ask the engine to exit; kill it after `SHUTDOWN_S`."""
-        with contextlib.suppress(EngineDeadError):
-            self._link.send(Shutdown())
-        if not await self._exits_within(SHUTDOWN_S):
-            log.warning("the engine did not stop within %g s and is killed", SHUTDOWN_S)
-            self.kill()
-            await self._exits_within(SHUTDOWN_S)
-
-    async def close(self) -> None:
-        """Kill the engine if it still runs, and close the pipe."""
-        self.kill()
-        await self._exits_within(SHUTDOWN_S)
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
-
-    async def _exits_within(self, seconds: float) -> bool:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.exited.wait(), seconds)
-        return self.exited.is_set()
-
-    def _wait_for_exit(self) -> None:
-        """Wait for the process to end. Runs in a thread, so that it does not depend on the pipes."""
-        pid = self._process.pid
-        # The zombie still holds the process group's id, so the signal reaches only the engine's children.
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for this
-            self._loop.call_soon_threadsafe(self._after_exit, code)
-
-    def _after_exit(self, code: int) -> None:
-        self.exited.set()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if code == DEVICE_FAULT_EXIT_CODE:  # it, or another rank, may not have been able to say more
-            self._link.is_device_fault = True
-            how += ", a GPU fault"
-        # Its last messages (step outputs, a Fatal) may not have been read yet.
-        self._loop.call_later(LAST_MESSAGES_S, self._link.declare_dead, f"its process ended ({how})")
 
 
 def _call(callback: Callable[[T], None], message: T) -> None:

@@ -7,7 +7,6 @@ and every client has got an answer. Every wait for the engine or a request has a
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import resource
@@ -25,7 +24,8 @@ from minisgl.ipc.child_process import module_command
 from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.transport import make_ipc_dir
 from minisgl.server.engines.api_workers import ApiWorkers
-from minisgl.server.engines.engine_link import EngineLink, EngineProcess
+from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.keeper import EngineKeeper, KeeperSettings
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
 from minisgl.server.http.connections import OTHER_FILES
 from minisgl.server.http_server import (
@@ -42,6 +42,7 @@ from minisgl.server.tracing.call_tracer import LAST_SPANS_S, load_export
 log = logging.getLogger(__name__)
 
 WORKER = tuple(module_command("minisgl.engine.worker"))
+DEFAULT_RESTARTS = 3
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
 EXIT_INTERRUPTED = 130
@@ -69,6 +70,7 @@ def run_server(
     """
     check_server_config(server)
     check_engine_config(engine)
+    check_restarts(server, engine)
     raise_open_file_limit(server.max_queued_requests + OTHER_FILES)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
@@ -80,25 +82,26 @@ def run_server(
     ipc_dir: Path | None = None
     try:
         ipc_dir = make_ipc_dir()
-        first_line = json.dumps(
-            {
+        keeper = KeeperSettings(
+            command=worker_command or list(WORKER),
+            worker={
                 "engine": dataclasses.asdict(engine),
                 "model_folder": str(model_folder),
-                "ipc_dir": str(ipc_dir),
                 "log_level": server.log_level,
                 "num_servers": server.api_workers,
             },
-            allow_nan=False,
-        ).encode()
+            private_dir=ipc_dir,
+            startup_timeout_s=server.startup_timeout_s,
+            heartbeat_timeout_s=server.heartbeat_timeout_s,
+            restarts=num_restarts(server, engine),
+        )
         launch = LaunchSettings(
             server=server,
             engine=engine,
             model_name=served_name(server.served_model_name, engine.model),
             model_folder=model_folder,
             listeners=listeners,
-            command=worker_command or list(WORKER),
-            first_line=first_line,
-            ipc_dir=ipc_dir,
+            keeper=keeper,
             clock=clock,
         )
         return asyncio.run(_serve(launch))
@@ -107,6 +110,26 @@ def run_server(
             listener.close()
         if ipc_dir is not None:
             shutil.rmtree(ipc_dir, ignore_errors=True)
+
+
+def check_restarts(server: ServerConfig, engine: EngineConfig) -> None:
+    """Refuse restarts where they can't work.
+
+    Raises:
+        ConfigError: the engine's other hosts would have to be started again, too.
+    """
+    if server.engine_restarts and engine.nnodes > 1:
+        raise ConfigError(
+            f"--engine-restarts must be 0 with --nnodes {engine.nnodes}, got {server.engine_restarts}: the "
+            "other hosts end with the engine, so have your service manager start all of them again"
+        )
+
+
+def num_restarts(server: ServerConfig, engine: EngineConfig) -> int:
+    """How often the engine is started again within the window."""
+    if server.engine_restarts is not None:
+        return server.engine_restarts
+    return DEFAULT_RESTARTS if engine.nnodes == 1 else 0
 
 
 def raise_open_file_limit(wanted: int) -> None:
@@ -131,9 +154,7 @@ class LaunchSettings(NamedTuple):
     model_name: str
     model_folder: Path
     listeners: list[socket.socket]  # bound and listening, one for each server process
-    command: list[str]  # command line of the engine
-    first_line: bytes  # the engine's settings, its first line on stdin
-    ipc_dir: Path
+    keeper: KeeperSettings
     clock: StartupClock
 
 
@@ -165,37 +186,34 @@ class Signals:
 async def _serve(launch: LaunchSettings) -> int:
     """Start all parts, supervise them, and end them in reverse order; returns the exit code."""
     signals = Signals()
-    link = EngineLink(launch.ipc_dir)
+    keeper = EngineKeeper(0, launch.keeper)
     try:
-        process = EngineProcess(launch.command, launch.first_line, link)
+        engines = Engines([keeper.engine])
+        settings = HttpServerSettings(
+            launch.server,
+            launch.engine,
+            launch.model_name,
+            launch.model_folder,
+            launch.keeper.private_dir,
+            rank=0,
+        )
+        workers = ApiWorkers(settings, launch.listeners[1:], keeper.engine.pid, keeper.dir_of_life())
+        launch.clock.lap("server: port, sockets, processes")
         try:
-            settings = HttpServerSettings(
-                launch.server,
-                launch.engine,
-                launch.model_name,
-                launch.model_folder,
-                launch.ipc_dir,
-                rank=0,
-                engine_pid=process.pid,
-            )
-            workers = ApiWorkers(settings, launch.listeners[1:])
-            launch.clock.lap("server: port, sockets, processes")
+            # This runs while the engine starts, so it does not delay readiness.
+            http_server = await open_http_server(settings, engines, launch.listeners[0])
             try:
-                # This runs while the engine starts, so it does not delay readiness.
-                http_server = await open_http_server(settings, link, launch.listeners[0])
-                try:
-                    if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
-                        signals.on_hangup(http_server.reload, workers.reload)
-                    link.listen(http_server.streams.deliver, _print_stage)
-                    return await _supervise(ServerParts(launch, http_server, link, process, workers, signals))
-                finally:
-                    await http_server.close()
+                if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
+                    signals.on_hangup(http_server.reload, workers.reload)
+                engines.listen(http_server.reader(_print_stage))
+                keeper.keep(workers)
+                return await _supervise(ServerParts(launch, http_server, keeper, workers, signals))
             finally:
-                await workers.close()
+                await http_server.close()
         finally:
-            await process.close()
+            await workers.close()
     finally:
-        link.close()
+        await keeper.close()
 
 
 class ServerParts(NamedTuple):
@@ -203,8 +221,7 @@ class ServerParts(NamedTuple):
 
     launch: LaunchSettings
     http_server: HttpServer
-    link: EngineLink
-    process: EngineProcess
+    keeper: EngineKeeper
     workers: ApiWorkers
     signals: Signals
 
@@ -217,17 +234,15 @@ async def _supervise(parts: ServerParts) -> int:
     Raises:
         ConfigError: the engine refuses its settings or the model.
     """
-    launch, http_server, link, _, workers, signals = parts
-    server, streams, model = launch.server, http_server.streams, http_server.model
+    launch, http_server, keeper, workers, signals = parts
+    server, model = launch.server, http_server.model
     host, port = launch.listeners[0].getsockname()[:2]
     tls = server.tls_cert is not None
     _print_to_user(f"Listening on {base_url(host, port, tls)}; loading {model.name}")
-    failures = (link.died, workers.failed)
-    await _wait_for_first(link.ready, *failures, signals.stop.wait(), timeout_s=server.startup_timeout_s)
-    if link.ready.done() and not any(failure.done() for failure in failures):
-        ready = link.ready.result()
-        streams.accept_requests(ready.max_context_tokens)
-        link.start_heartbeat(server.heartbeat_timeout_s)
+    failures = (keeper.failed, workers.failed)
+    await _wait_for_first(keeper.ready, *failures, signals.stop.wait(), timeout_s=None)
+    if keeper.ready.done() and not any(failure.done() for failure in failures):
+        ready = keeper.ready.result()
         await _wait_for_first(workers.all_ready(), *failures, signals.stop.wait(), timeout_s=None)
         _print_to_user(waterfall({**launch.clock.laps, **_engine_stages(ready)}, launch.clock.total_ms()))
         _print_to_user(
@@ -236,22 +251,18 @@ async def _supervise(parts: ServerParts) -> int:
         needs_key = bool(server.api_key or server.api_keys_file)
         _print_to_user(curl_line(base_url(host, port, tls), model.name, model.template.is_usable, needs_key))
         await _wait_for_first(*failures, signals.stop.wait(), timeout_s=None)
-    elif not any(failure.done() for failure in failures) and not signals.stop.is_set():
-        return _fail(
-            parts,
-            f"the engine was not ready after {server.startup_timeout_s:g} s (see --startup-timeout-s)",
-        )
     if not any(failure.done() for failure in failures):
         if await _drain(parts):
             return EXIT_STOPPED
         if not any(failure.done() for failure in failures):
             return EXIT_INTERRUPTED
-    if link.died.done() and link.is_user_mistake:
-        _fail_open_requests(parts, link.died.result())
-        raise ConfigError(link.died.result())
-    if link.died.done():
-        code = DEVICE_FAULT_EXIT_CODE if link.is_device_fault else EXIT_ENGINE_DIED
-        return _fail(parts, f"the engine died: {link.died.result()}", code)
+    if keeper.failed.done():
+        failure = keeper.failed.result()
+        if failure.is_user_mistake:
+            _fail_open_requests(parts, failure.reason)
+            raise ConfigError(failure.reason)
+        code = DEVICE_FAULT_EXIT_CODE if failure.is_device_fault else EXIT_ENGINE_DIED
+        return _fail(parts, f"the engine died: {failure.reason}", code)
     return _fail(parts, workers.failed.result())
 
 
@@ -260,12 +271,12 @@ async def _drain(parts: ServerParts) -> bool:
 
     Returns False if a process died meanwhile, or if the user does not want to wait (a second SIGINT).
     """
-    launch, http_server, link, process, workers, signals = parts
-    streams, failures = http_server.streams, (link.died, workers.failed)
+    launch, http_server, keeper, workers, signals = parts
+    streams, failures = http_server.streams, (keeper.failed, workers.failed)
     refusal = RequestError(503, "shutting_down", "the server is shutting down")
     streams.refuse_requests(refusal)
     workers.drain()
-    if not link.ready.done():
+    if not keeper.ready.done():
         return True  # no request runs, and a loading engine reads no messages
     limit_s = launch.server.drain_timeout_s
     log.info("stopping: %d open requests may go on for %g s", await http_server.num_open(), limit_s)
@@ -278,7 +289,7 @@ async def _drain(parts: ServerParts) -> bool:
     await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
         await _wait_for_first(http_server.make_spans(), signals.stop_now.wait(), timeout_s=LAST_SPANS_S)
-        await _wait_for_first(process.stop(), signals.stop_now.wait(), timeout_s=None)
+        await _wait_for_first(keeper.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 
 

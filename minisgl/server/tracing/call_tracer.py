@@ -17,7 +17,7 @@ from aiohttp import web
 from minisgl.errors import ConfigError
 from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
 from minisgl.server.http.middleware import CallFacts
 from minisgl.server.tracing.spans import OPERATIONS, EndedCall, span_of_call, spans_of_life
 
@@ -57,21 +57,21 @@ def load_export() -> "type[SpanExport]":
     return SpanExport
 
 
-def open_tracer(endpoint: str | None, model_name: str, link: EngineLink, rank: int) -> "CallTracer | None":
+def open_tracer(endpoint: str | None, model_name: str, engines: Engines, rank: int) -> "CallTracer | None":
     """The tracer of a server process of this rank; None without an endpoint.
 
     Raises:
         ConfigError: the packages for it are not installed.
     """
-    return None if endpoint is None else CallTracer(model_name, link, load_export()(endpoint, rank))
+    return None if endpoint is None else CallTracer(model_name, engines, load_export()(endpoint, rank))
 
 
 class CallTracer:
     """Gets every ended call, and has spans made of those that generate text."""
 
-    def __init__(self, model_name: str, link: EngineLink, export: "SpanExport") -> None:
+    def __init__(self, model_name: str, engines: Engines, export: "SpanExport") -> None:
         self._model_name = model_name
-        self._link = link
+        self._engines = engines
         self._export = export
         self._pending: deque[EndedCall] = deque()
         self._has_pending = asyncio.Event()
@@ -172,8 +172,8 @@ class CallTracer:
 
     async def _lives(self, numbers: Sequence[int]) -> dict[int, Life]:
         """The lives of these requests, as far as the engine still knows them."""
-        if not numbers or not self._link.ready.done() or self._link.died.done():
+        if not numbers or not self._engines.first.is_up:
             return {}
         question = AskRequests(0, numbers=tuple(numbers), limit=len(numbers))
-        answer = await self._link.ask_requests(question, ANSWER_TIMEOUT_S)
+        answer = await self._engines.first.link.ask_requests(question, ANSWER_TIMEOUT_S)
         return {} if answer is None else {life.number: life for life in answer.requests}

@@ -20,6 +20,8 @@ OPERATIONS: Mapping[str, str] = {
     "/generate": "text_completion",
 }
 """The routes that have spans, and what they do by the names of the conventions."""
+BEFORE_QUEUE = ("earlier", "restart", "server")
+"""The phases of a life before its engine had the request."""
 MAX_CHOICES = 16
 """So many choices of a call have spans of their own."""
 
@@ -106,7 +108,7 @@ def spans_of_life(life: Life, choice: int) -> list[SpanData]:
     """
     row_ms = next((phase.begin_ms for phase in life.phases if phase.kind == "prompt"), None)
     token_ms = life.first_token_ms
-    queue_ms = next((phase.begin_ms for phase in life.phases if phase.kind != "server"), life.total_ms)
+    queue_ms = next((one.begin_ms for one in life.phases if one.kind not in BEFORE_QUEUE), life.total_ms)
     bounds = [("queue", queue_ms)]
     if row_ms is not None:
         bounds.append(("prefill", row_ms))
@@ -119,7 +121,9 @@ def spans_of_life(life: Life, choice: int) -> list[SpanData]:
         own = [
             phase
             for phase in life.phases
-            if phase.kind != "server" and begin_ms <= phase.begin_ms and (is_last or phase.begin_ms < end_ms)
+            if phase.kind not in BEFORE_QUEUE
+            and begin_ms <= phase.begin_ms
+            and (is_last or phase.begin_ms < end_ms)
         ]
         attributes: Attributes = {"minisgl.choice": choice, "minisgl.request_number": life.number}
         attributes |= _waits(own)

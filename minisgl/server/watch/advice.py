@@ -88,6 +88,8 @@ FIRST_TOKENS: dict[str, tuple[str, tuple[str, ...]]] = {
         "while its grammar was compiled; the next request with the same response_format finds it ready",
         ("response_format",),
     ),
+    "restart": ("while the engine was started again; its log says why it ended", ("--engine-restarts",)),
+    "earlier": ("in an engine that has ended; its log says why", ()),
     "server": ("on its way through the server process; more --api-workers", ("--api-workers",)),
     "prompt": ("computing its prompt; a higher --mixed-step-tokens needs fewer steps", LARGER_STEPS),
     "preempted": ("preempted; a higher --memory-fraction or --num-pages", MORE_PAGES),

@@ -76,6 +76,8 @@ class Counted(msgspec.Struct, kw_only=True):
     time: float
     clock_s: float
     """Monotonic."""
+    generation: int = 1
+    """Of the engine's life, whose counters begin at 0."""
     status: Status | None
     """None = the engine did not answer."""
     ready: Ready | None
@@ -101,7 +103,8 @@ class History:
         if now.status is not None:
             _fill_gauges(sample, now.status, now.ready)
             before = self._last_answered
-            if before is not None and before.status is not None:
+            is_same_life = before is not None and before.generation == now.generation
+            if before is not None and before.status is not None and is_same_life:
                 _fill_engine(sample, before.status, now.status, now.clock_s - before.clock_s)
             self._last_answered = now
         self._last = now

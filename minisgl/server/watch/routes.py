@@ -21,6 +21,7 @@ from minisgl.fields import convert_value
 from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life, LivesAnswer
 from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.middleware import json_answer, require_admin
 from minisgl.server.http.routes import EVENTS, Answer, Route
@@ -43,6 +44,7 @@ from minisgl.server.watch.views import (
     RequestsAnswer,
     RequestView,
 )
+from minisgl.server.watch.waiting import waiting_lives
 from minisgl.server.watch.words import SlowClient, causes_of
 
 ANSWER_TIMEOUT_S = 5.0
@@ -52,7 +54,19 @@ ASKED_AT_ONCE = 100
 WORDS_AT_ONCE = 50
 """Requests that get their words before other tasks run."""
 CLIENTS_PATH = "/watch/clients"
-STATES = ("open", "waiting", "running", "grammar", "queued", "prompt", "decoding", "preempted", "ended")
+WAITING_PATH = "/watch/waiting"
+STATES = (
+    "open",
+    "waiting",
+    "running",
+    "restart",
+    "grammar",
+    "queued",
+    "prompt",
+    "decoding",
+    "preempted",
+    "ended",
+)
 ANSWER_ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What stands before a call's X-Request-Id in the ids of answers."""
 
@@ -65,7 +79,6 @@ class Watch:
 
     Args:
         settings: the server's and the engine's settings, as given by the user.
-        engine_pid: process id of the engine.
         rank: of this server process.
     """
 
@@ -73,20 +86,19 @@ class Watch:
         self,
         model_name: str,
         streams: Streams,
-        link: EngineLink,
+        engines: Engines,
         siblings: Siblings,
         refusals: Refusals,
         settings: tuple[ServerConfig, EngineConfig],
-        engine_pid: int,
         rank: int,
     ) -> None:
         self._model_name = model_name
         self._streams = streams
-        self._link = link
+        self._engines = engines
         self._siblings = siblings
         self._server, self._engine = settings
-        self._engine_pid = engine_pid
-        self.ticker = Ticker(link, siblings, refusals, rank, self._state)
+        self.ticker = Ticker(engines, siblings, refusals, rank, self._state)
+        siblings.offer(WAITING_PATH, lambda: msgspec.json.encode(waiting_lives(engines.first)))
         siblings.offer(CLIENTS_PATH, lambda: msgspec.json.encode(slow_clients(streams.open_streams)))
 
     def routes(self) -> list[Route]:
@@ -152,12 +164,18 @@ class Watch:
         ready = self._link.ready.result() if self._link.ready.done() else None
         status = self._link.status
         refusal = self._streams.refusal
+        reason = None if refusal is None else str(refusal)
+        if refusal is None and self._engines.first.is_restarting:
+            reason = self._engines.first.restart_reason
         stages = {stage.name: stage.duration_ms for stage in self._link.stages}
         view = EngineView(
             id=0,
             state=self._state(),
-            reason=None if refusal is None else str(refusal),
-            pid=self._engine_pid,
+            reason=reason,
+            pid=self._engines.first.pid,
+            generation=self._engines.first.generation,
+            restarts=self._engines.num_restarts,
+            ended_lives=self._engines.first.ended,
             silent_s=round(self._link.silent_s, 3),
             device=ready and ready.device,
             num_pages=ready and ready.num_pages,
@@ -226,7 +244,13 @@ class Watch:
         require_admin(request, "/debug/events")
         return await self.ticker.send_events(request)
 
+    @property
+    def _link(self) -> EngineLink:
+        return self._engines.first.link
+
     def _state(self) -> EngineState:
+        if self._engines.first.is_restarting:
+            return "restarting"
         if self._link.died.done():
             return "dead"
         if not self._link.ready.done():
@@ -237,8 +261,10 @@ class Watch:
         return "silent" if self._link.silent_s > self._server.heartbeat_timeout_s else "serving"
 
     async def _ask(self, which: AskRequests) -> LivesAnswer | None:
-        """Ask the engine; None = it does not run, or does not answer."""
-        if not self._link.ready.done() or self._link.died.done():
+        """Ask the engine, or the server processes for what waits for it; None = nobody answers."""
+        if self._engines.first.is_restarting:
+            return await self._waiting(which)
+        if not self._link.is_up:
             return None
         requests: dict[int, Life] = {}
         while True:
@@ -251,6 +277,25 @@ class Watch:
             requests |= {life.number: life for life in answer.requests}
             if len(answer.requests) < limit or len(requests) in (known, which.limit):
                 return msgspec.structs.replace(answer, requests=list(requests.values()))
+
+    async def _waiting(self, which: AskRequests) -> LivesAnswer:
+        """The requests that wait for the engine's next life, in all server processes."""
+        answers = await self._siblings.ask_all(WAITING_PATH)
+        lives = [one for answer in answers for one in msgspec.json.decode(answer, type=list[Life])]
+        lives.sort(key=lambda life: (life.arrived_at, life.number), reverse=True)
+        found = [
+            life
+            for life in lives
+            if which.state in ("", "open", "waiting")
+            and (not which.id or life.id == which.id)
+            and (which.number < 0 or life.number == which.number)
+        ]
+        return LivesAnswer(
+            requests=found[which.skip : which.skip + which.limit],
+            num_open=len(lives),
+            num_ended=0,
+            moments=[],
+        )
 
     async def _answer(self, which: AskRequests) -> web.Response:
         return await self._told(await self._ask(which))

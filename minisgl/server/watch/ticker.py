@@ -18,7 +18,7 @@ from minisgl.errors import RequestError
 from minisgl.ipc.messages import Ready
 from minisgl.ipc.questions import AskRequests, Status
 from minisgl.lives import Moment
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.stats import total
 from minisgl.server.watch.advice import advice_on
@@ -48,13 +48,13 @@ class Ticker:
 
     def __init__(
         self,
-        link: EngineLink,
+        engines: Engines,
         siblings: Siblings,
         refusals: Refusals,
         rank: int,
         state: Callable[[], EngineState],
     ) -> None:
-        self._link = link
+        self._engines = engines
         self._siblings = siblings
         self._rank = rank
         self._state = state
@@ -165,22 +165,30 @@ class Ticker:
             if self._num_streams:
                 self._publish(await self._siblings.ask_first(EVENT_PATH) or b"")
             return
-        ready = self._link.ready.result() if self._link.ready.done() else None
-        await self._sample(ready)
+        link = self._engines.first.link
+        await self._sample(link.ready.result() if link.ready.done() else None)
         if self._num_streams or time.monotonic() - self._last_ask_at < 3 * INTERVAL_S:
             event = msgspec.json.encode(await self._make_event())
             self._publish(b"event: sample\ndata: " + event + b"\n\n")
 
     async def _sample(self, ready: Ready | None) -> None:
         status: Status | None = None
-        if ready is not None and not self._link.died.done():
-            status = await self._link.ask_status(ANSWER_S)
+        engine = self._engines.first
+        generation = engine.generation
+        if engine.is_up:
+            status = await engine.link.ask_status(ANSWER_S)
+        if ready is not None or engine.num_restarts:
             parts = await self._siblings.stats()
         else:  # the other processes may not listen yet
             parts = [self._siblings.own_stats()]
         self.history.add(
             Counted(
-                time=time.time(), clock_s=time.monotonic(), status=status, ready=ready, stats=total(parts)
+                time=time.time(),
+                clock_s=time.monotonic(),
+                generation=generation,
+                status=status,
+                ready=ready,
+                stats=total(parts),
             )
         )
 
@@ -188,7 +196,7 @@ class Ticker:
         since, self._told_until = self._told_until, time.time()
         moments = []
         if self._state() == "serving":
-            answer = await self._link.ask_requests(AskRequests(0, limit=0), ANSWER_S)
+            answer = await self._engines.first.link.ask_requests(AskRequests(0, limit=0), ANSWER_S)
             moments = answer.moments if answer is not None else []
         refused = await self.refused()
         return Event(

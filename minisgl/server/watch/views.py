@@ -9,11 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from minisgl.lives import Life, Moment
+from minisgl.server.engines.ended_life import EndedLife
 from minisgl.server.watch.history import Sample
 from minisgl.server.watch.words import Cause, SlowClient
 
-EngineState = Literal["starting", "serving", "silent", "stopping", "dead"]
-"""silent: it has not answered for `--heartbeat-timeout-s`. stopping: it goes on with open requests only."""
+EngineState = Literal["starting", "serving", "silent", "restarting", "stopping", "dead"]
+"""restarting: it has ended and is being started again; requests wait. silent: it has not answered for
+`--heartbeat-timeout-s`. stopping: it goes on with open requests only."""
 
 
 class MomentView(Moment, frozen=True, kw_only=True):
@@ -99,6 +101,11 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     """Why new requests are refused; null = they are taken."""
     pid: int
+    generation: int = 1
+    """Of its life, from 1."""
+    restarts: int = 0
+    ended_lives: list[EndedLife] = []
+    """The oldest first; up to 20."""
     silent_s: float
     """Since its last message."""
     device: str | None

@@ -64,6 +64,10 @@ def causes_of(life: Life, client: SlowClient | None = None) -> list[Cause]:
             add("grammar", ms, _grammar, "response_format")
         elif phase.kind == "server":
             add("server", ms, lambda ms: _server(ms, life), "--api-workers")
+        elif phase.kind == "earlier":
+            add("earlier", ms, lambda ms: f"{duration(ms)} in an engine that has ended; its log says why")
+        elif phase.kind == "restart":
+            add("restart", ms, _restart, "--engine-restarts")
         elif phase.kind == "prompt":
             add("prompt", ms, lambda ms, phase=phase: _prompt(ms, phase), *LARGER_STEPS)
         elif phase.kind == "folded":
@@ -193,6 +197,13 @@ def _server(ms: float, life: Life) -> str:
     return (
         f"{duration(ms)} in the server process: reading, tokenizing {life.prompt_tokens} tokens, and the way "
         "to the engine, which reads between two steps; more --api-workers"
+    )
+
+
+def _restart(ms: float) -> str:
+    return (
+        f"{duration(ms)} while the engine, which had ended, was started again; its log says why it ended; "
+        "--engine-restarts says how often it may be"
     )
 
 

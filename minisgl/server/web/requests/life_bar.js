@@ -5,6 +5,8 @@ import { h } from "../shared/dom.js";
 
 /** How each kind of phase is called. */
 export const PHASES = {
+  earlier: "in an engine that has ended",
+  restart: "waits for the engine to be started again",
   server: "on its way to the engine",
   grammar: "its grammar compiles",
   queued: "waits for a row",

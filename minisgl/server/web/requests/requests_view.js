@@ -15,7 +15,7 @@ const OVERLAP_S = 2;
 const FILTERS = {
   all: () => true,
   open: (life) => life.state !== "ended",
-  waiting: (life) => ["grammar", "queued", "preempted"].includes(life.state),
+  waiting: (life) => ["restart", "grammar", "queued", "preempted"].includes(life.state),
   failed: (life) => life.end === "error" || life.end === "abort",
 };
 

@@ -1,0 +1,196 @@
+"""Keeps an engine running: starts its process, and starts it again when it has ended or hangs.
+
+Promise: one process at a time; the next starts when the one before is gone. `failed` resolves when the engine
+is not started again: its first start failed, its settings can't work, or no restart is left.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minisgl.ipc.messages import Ready
+from minisgl.server.engines.api_workers import ApiWorkers
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engine_process import EngineProcess
+from minisgl.server.engines.restarts import WINDOW_S, Restarts
+from minisgl.server.engines.served_engine import ServedEngine
+
+log = logging.getLogger(__name__)
+
+
+class KeeperSettings(NamedTuple):
+    """The arguments of `EngineKeeper`."""
+
+    command: Sequence[str]
+    """Command line of the engine."""
+    worker: dict[str, Any]
+    """The engine's settings, its first line on stdin, without `ipc_dir`."""
+    private_dir: Path
+    """Gets a directory for the sockets of each life."""
+    startup_timeout_s: float
+    heartbeat_timeout_s: float
+    restarts: int
+    """Most restarts within `restarts.WINDOW_S`."""
+
+
+class Failure(NamedTuple):
+    """Why the engine is not started again."""
+
+    reason: str
+    is_user_mistake: bool = False
+    """The settings or the model can't work."""
+    is_device_fault: bool = False
+
+
+class EngineKeeper:
+    """The first server process has one for each engine. Create, use and close it in one event loop.
+
+    Raises:
+        ConfigError: the command can't be started.
+    """
+
+    def __init__(self, number: int, settings: KeeperSettings) -> None:
+        self._settings = settings
+        self._restarts = Restarts(settings.restarts)
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        """Of the first life."""
+        self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+        self.engine = ServedEngine(number, 0, self._make_dir(number, 1))
+        try:
+            self._process = self._start_process(self.engine.link, self._dir(number, 1))
+        except BaseException:
+            self.engine.close()
+            raise
+        self.engine.pid = self._process.pid
+        self._task: asyncio.Task[None] | None = None
+
+    def dir_of_life(self) -> Path:
+        """The directory of the current life's sockets."""
+        return self._dir(self.engine.number, self.engine.generation)
+
+    def keep(self, workers: ApiWorkers) -> None:
+        """From now on, start the engine again when it ends. `workers` are told of it."""
+        self._task = asyncio.get_running_loop().create_task(self._keep(workers))
+
+    async def stop(self) -> None:
+        """Ask the engine to exit, and kill it if it does not. It is not started again."""
+        await self._stop_keeping()
+        if self.engine.link.is_up:
+            await self._process.stop()
+        else:
+            await self._process.close()
+
+    async def close(self) -> None:
+        """Kill the engine if it still runs, and close its sockets."""
+        await self._stop_keeping()
+        await self._process.close()
+        self.engine.close()
+
+    async def _stop_keeping(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _keep(self, workers: ApiWorkers) -> None:
+        try:
+            while True:
+                await self._live(workers)
+                failure = await self._bury(workers)
+                if failure is not None:
+                    self.failed.set_result(failure)
+                    return
+                self._begin_next_life(workers)
+        except Exception as error:
+            log.exception("the engine can't be kept running")
+            self.failed.set_result(Failure(f"it can't be started again: {error}"))
+
+    async def _live(self, workers: ApiWorkers) -> None:
+        """Return when the current life has ended; until then, its requests run."""
+        link, limit_s = self.engine.link, self._settings.startup_timeout_s
+        await asyncio.wait((link.ready, link.died), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if not link.ready.done() and not link.died.done():
+            link.declare_dead(f"it was not ready after {limit_s:g} s (see --startup-timeout-s)")
+        if link.is_up:
+            if not self.ready.done():
+                self.ready.set_result(link.ready.result())
+            link.start_heartbeat(self._settings.heartbeat_timeout_s)
+            resuming = asyncio.ensure_future(self._resume(workers))
+            await asyncio.wait((resuming, link.died), return_when=asyncio.FIRST_COMPLETED)
+            if not resuming.done():
+                resuming.cancel()
+            elif resuming.exception() is not None:
+                log.error("requests can't be sent to the engine", exc_info=resuming.exception())
+                link.declare_dead("its requests could not be sent")
+        await link.died
+
+    async def _resume(self, workers: ApiWorkers) -> None:
+        engine = self.engine
+        if engine.generation > 1:
+            # The workers are asked first, because nothing else may run beside a suspect.
+            in_workers = await workers.num_suspects(engine.generation)
+            if engine.num_suspects or any(in_workers):
+                num = engine.num_suspects + sum(in_workers)
+                log.warning("%d requests, on one of which the engine may have crashed, are tried alone", num)
+                await engine.try_suspects()
+                await workers.try_suspects(engine.generation, in_workers)
+        await engine.resume()
+        workers.resume(engine.generation)
+
+    async def _bury(self, workers: ApiWorkers) -> Failure | None:
+        """See that the process is gone, and tell everybody; returns why there is no next life, if so."""
+        engine, link = self.engine, self.engine.link
+        reason = link.died.result()
+        await self._process.close()
+        failure = Failure(reason, link.is_user_mistake, link.is_device_fault)
+        if not self.ready.done():
+            return failure
+        wait_s = None if link.is_user_mistake else self._restarts.take(time.monotonic())
+        if wait_s is None:
+            used_up = f"; it was started again {self._restarts.most} times within {WINDOW_S / 60:g} minutes"
+            is_used_up = self._restarts.most and not link.is_user_mistake
+            return failure._replace(reason=reason + used_up) if is_used_up else failure
+        log.error(
+            "the engine died%s: %s; it is started again (restart %d of %d within %g minutes)",
+            " of a GPU fault" if link.is_device_fault else "",
+            reason,
+            self._restarts.num_counted,
+            self._restarts.most,
+            WINDOW_S / 60,
+        )
+        engine.lose(reason)
+        workers.lose(engine.generation, reason)
+        shutil.rmtree(self.dir_of_life(), ignore_errors=True)
+        await asyncio.sleep(wait_s)
+        return None
+
+    def _begin_next_life(self, workers: ApiWorkers) -> None:
+        engine, generation = self.engine, self.engine.generation + 1
+        ipc_dir = self._make_dir(engine.number, generation)
+        engine.begin(generation, ipc_dir)
+        self._process = self._start_process(engine.link, ipc_dir)
+        engine.pid = self._process.pid
+        workers.begin(generation, engine.pid, ipc_dir)
+
+    def _start_process(self, link: EngineLink, ipc_dir: Path) -> EngineProcess:
+        line = {
+            **self._settings.worker,
+            "ipc_dir": str(ipc_dir),
+            "private_dir": str(self._settings.private_dir),
+        }
+        return EngineProcess(self._settings.command, json.dumps(line, allow_nan=False).encode(), link)
+
+    def _make_dir(self, number: int, generation: int) -> Path:
+        ipc_dir = self._dir(number, generation)
+        ipc_dir.mkdir(mode=0o700)
+        return ipc_dir
+
+    def _dir(self, number: int, generation: int) -> Path:
+        # Short, because the paths of unix sockets are.
+        return self._settings.private_dir / f"e{number}.{generation}"

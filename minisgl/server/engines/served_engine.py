@@ -1,0 +1,270 @@
+"""One engine as a server process sees it, through all of its lives.
+
+Each life has a generation, counted from 1, and sockets of its own. A request that is added between two lives
+is sent when the next one is ready.
+
+Promise: each life gets every request that was added and has not ended, behind the output that its reader has
+got. Nothing of a life that has ended reaches the server or the next life.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from minisgl.errors import EngineDeadError
+from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, StartupStage, StepOutput, ToEngine
+from minisgl.request import FinishReason, RequestOutput
+from minisgl.server.engines.ended_life import EndedLife
+from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.sent_requests import SentRequest, SentRequests
+
+log = logging.getLogger(__name__)
+
+WAIT_NOTE_S = 5.0
+"""While the engine is started again, clients hear this often that their answer goes on."""
+MAX_ENDED_LIVES = 20
+
+
+class Reader(NamedTuple):
+    """Who reads what the engine says. Each is called in the event loop."""
+
+    on_output: Callable[[StepOutput], None]
+    on_stage: Callable[[StartupStage], None]
+    """A stage of the first life's start is over."""
+    on_ready: Callable[[Ready], None]
+    """Before the first request is sent to a life."""
+    on_wait: Callable[[], None]
+    """Now and then while the engine is started again."""
+
+
+class ServedEngine:
+    """Create, use and close it in one event loop.
+
+    Args:
+        number: of the engine, from 0.
+        rank: of this server process.
+        ipc_dir: the directory of the first life's sockets.
+    """
+
+    def __init__(self, number: int, rank: int, ipc_dir: Path) -> None:
+        self.number = number
+        self.generation = 1
+        self.pid = 0
+        """Of the current life's process, or of the last one's; 0 = none yet."""
+        self.link = EngineLink(ipc_dir, rank)
+        """The connection to the current life, or to the one that ended last."""
+        self.ended: list[EndedLife] = []
+        """The lives that have ended, the oldest first; up to `MAX_ENDED_LIVES`."""
+        self._rank = rank
+        self._loop = asyncio.get_running_loop()
+        self._requests = SentRequests()
+        self._reader: Reader | None = None
+        self._is_open = False  # requests are sent as they come
+        self._is_lost = False  # the life has ended
+        self._down_since_s = 0.0  # time.monotonic
+        self._trial: _Trial | None = None
+        self._notes: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine takes requests now."""
+        return self._is_open and self.link.is_up
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether a life has ended, and the next one does not take all requests yet."""
+        return bool(self.ended) and not self._is_open
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was started again."""
+        return self.generation - 1
+
+    @property
+    def num_suspects(self) -> int:
+        """Requests that must be tried alone before the others are sent."""
+        return len(self._requests.suspects())
+
+    @property
+    def restart_reason(self) -> str:
+        """Why the engine is being started again, for people."""
+        why = self.ended[-1].reason if self.ended else ""
+        return f"the engine is being started again ({why})"
+
+    def listen(self, reader: Reader) -> None:
+        """Pass on the engine's messages from now on."""
+        self._reader = reader
+        self.link.listen(self._take, reader.on_stage)
+
+    def begin(self, generation: int, ipc_dir: Path) -> None:
+        """Connect to the next life. Its process may start before or after."""
+        assert generation > self.generation, f"life {generation} begins behind life {self.generation}"
+        self.link.close()
+        self.generation = generation
+        self._is_lost = False
+        self.link = EngineLink(ipc_dir, self._rank)
+        assert self._reader is not None, "nobody listens"
+        self.link.listen(self._take, lambda _: None)
+
+    def lose(self, reason: str) -> None:
+        """The current life has ended. Requests wait for the next one, but those that it crashes on end."""
+        if self._is_lost:
+            return
+        self.link.declare_dead(reason)
+        self.link.close()
+        self._is_lost, was_open, self._is_open = True, self._is_open, False
+        if was_open or not self.ended:
+            self._down_since_s = time.monotonic()
+        life = EndedLife(generation=self.generation, pid=self.pid, ended_at=_now(), reason=reason)
+        self.ended = [*self.ended[-MAX_ENDED_LIVES + 1 :], life]
+        if self._trial is not None:
+            self._trial.over.set()
+        for request in self._requests.lose(self.generation):
+            self._end_guilty(request, reason)
+        if self._notes is None:
+            self._notes = self._loop.create_task(self._note_wait())
+
+    async def try_suspects(self) -> None:
+        """Send each suspect alone, until it is past the place of the crash or has ended."""
+        generation = self.generation
+        for request in self._requests.suspects():
+            if self._is_lost or self.generation != generation:
+                return
+            if request.request_id in self._requests:
+                await self._try(request)
+
+    async def resume(self) -> None:
+        """Send all open requests that this life has not got, and from now on requests as they come."""
+        if self._reader is not None:
+            self._reader.on_ready(self.link.ready.result())
+        generation, num_sent = self.generation, 0
+        # More may be added while these are sent; they are sent behind them.
+        while not self._is_open:
+            for message in self._requests.unsent(generation, self._down_since_s):
+                if self._is_lost or self.generation != generation:
+                    return
+                self._send(message)
+                num_sent += message.num_requests
+                await asyncio.sleep(0)
+            if self._is_lost or self.generation != generation:
+                return
+            self._is_open = not any(one.sent_to != generation for one in self._requests)
+        if self._notes is not None:
+            self._notes.cancel()
+            self._notes = None
+        if self.ended:
+            self.ended[-1] = msgspec.structs.replace(self.ended[-1], back_at=_now())
+            down_s = time.monotonic() - self._down_since_s
+            log.warning("the engine is back after %.1f s; %d requests go on", down_s, num_sent)
+
+    def send(self, message: AddRequest | AbortRequest) -> None:
+        """Take in a message without waiting. If the engine is down, it is remembered."""
+        if isinstance(message, AddRequest):
+            self._requests.add(message, self.generation if self.is_up else 0)
+            if self.is_up:
+                self._send(message)
+            return
+        self._requests.forget(message.request_id)
+        if self._trial is not None and self._trial.request.request_id == message.request_id:
+            self._trial.over.set()
+        self._send(message)
+
+    def waiting(self) -> tuple[list[SentRequest], float]:
+        """The requests that wait for the next life, and since when (`time.monotonic`)."""
+        return (list(self._requests) if self.is_restarting else []), self._down_since_s
+
+    def has(self, request_id: int) -> bool:
+        """Whether this request was sent here and has not ended."""
+        return request_id in self._requests
+
+    def close(self) -> None:
+        """Stop listening, and close the sockets."""
+        if self._notes is not None:
+            self._notes.cancel()
+        self.link.close()
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self.link.send(message)
+        except EngineDeadError:  # the next life gets all open requests
+            log.debug("a message did not reach the engine, which has ended")
+
+    async def _try(self, request: SentRequest) -> None:
+        trial = self._trial = _Trial(request)
+        try:
+            self._send(self._requests.again(request, self.generation, self._down_since_s))
+            await trial.over.wait()
+            if self._is_lost:
+                return
+            request.acquit()
+            if request.request_id in self._requests:
+                # It is taken back, so that the next suspect is alone, and sent again with all others.
+                trial.over.clear()
+                trial.is_taken_back = True
+                self._send(AbortRequest(request.request_id))
+                await trial.over.wait()
+                request.sent_to = 0
+        finally:
+            self._trial = None
+
+    def _take(self, step: StepOutput) -> None:
+        """Keep what the step's requests have generated, and pass it on."""
+        assert self._reader is not None
+        trial = self._trial
+        if trial is not None:
+            number = trial.request.request_id
+            own = [one for one in step.outputs if one.request_id == number]
+            if trial.is_taken_back and own and own[-1].finish_reason is FinishReason.ABORT:
+                # The answer to our own abort, not its end. Its tokens came before it.
+                step = StepOutput([one for one in step.outputs if one is not own[-1]])
+                trial.over.set()
+        self._requests.take_output(step)
+        self._reader.on_output(step)
+        if trial is not None and not trial.is_taken_back and trial.request.is_past_its_crash:
+            trial.over.set()
+        if trial is not None and trial.request.request_id not in self._requests:
+            trial.over.set()
+
+    def _end_guilty(self, request: SentRequest, reason: str) -> None:
+        log.error(
+            "request %d of call %s ends: the engine crashed on it %d times, the last time while it ran alone",
+            request.request_id,
+            request.message.call_id or "?",
+            request.num_crashes,
+        )
+        error = RequestOutput(
+            request.request_id,
+            [],
+            FinishReason.ERROR,
+            error_status=500,
+            error_code="request_crashes_engine",
+            error_message=f"the engine crashed {request.num_crashes} times behind {len(request.output)} "
+            f"tokens of this request, the last time while it ran alone ({reason}); do not send it again",
+        )
+        self._requests.forget(request.request_id)
+        if self._reader is not None:
+            self._reader.on_output(StepOutput([error]))
+
+    async def _note_wait(self) -> None:
+        while True:
+            if self._reader is not None:
+                self._reader.on_wait()
+            await asyncio.sleep(WAIT_NOTE_S)
+
+
+class _Trial:
+    """A suspect that is alone in the engine."""
+
+    def __init__(self, request: SentRequest) -> None:
+        self.request = request
+        self.over = asyncio.Event()  # it got past its crash, has ended, or was taken back; or the life ended
+        self.is_taken_back = False
+
+
+def _now() -> float:
+    return round(time.time(), 3)
