@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 from minisgl.weights.sources import resolve_model_folder
-from triton_kernels.sample import sample_reference
+from triton_kernels.sample_reference import sample_reference
 
 NUM_STREAMS = 64
 TIE = 1e-4

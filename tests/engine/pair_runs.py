@@ -21,7 +21,8 @@ from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.grammar.spec import GrammarSpec
-from minisgl.ipc.messages import AddRequest, add_requests
+from minisgl.ipc.calls import add_requests
+from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from minisgl.seeds import request_seed
 from minisgl.text.reply import ReplyText

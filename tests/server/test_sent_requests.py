@@ -1,5 +1,7 @@
 """What is sent again when an engine has ended, and which requests are suspected of its crashes."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,11 +17,11 @@ from minisgl.server.engines.sent_requests import NEAR_TOKENS, SentRequests
 PROMPTS = [[5, 6, 7], [8, 9]]
 
 
-def call(n: int = 2, **params: object) -> AddRequest:
-    values = {"max_tokens": 50, "temperature": 1.0} | params
+def call(n: int = 2, **params: Any) -> AddRequest:
+    values: dict[str, Any] = {"max_tokens": 50, "temperature": 1.0, **params}
     (message,) = add_requests(
         range(10, 10 + n * len(PROMPTS)), PROMPTS, SamplingParams(**values), base_seed=3, arrived_s=7.0
-    )  # pyright: ignore[reportArgumentType]
+    )
     return message
 
 
