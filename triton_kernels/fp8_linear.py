@@ -212,6 +212,6 @@ def _check(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, gat
         wanted = (halves * ceil_div(outputs // halves, GROUP), groups)
     if tuple(weight_scale.shape) != wanted or x_scale.shape[0] != groups or x.shape[1] != width:
         raise ValueError(
-            f"a weight {tuple(weight.shape)} with scales {wanted} needs rows of {width} with {groups} scales "
-            f"each; got weight scales {tuple(weight_scale.shape)}, rows of {x.shape[1]} with {x_scale.shape[0]}"
+            f"a weight {(outputs, width)} with scales {wanted} needs rows of {width} with {groups} scales "
+            f"each; got scales {tuple(weight_scale.shape)}, rows of {x.shape[1]} with {x_scale.shape[0]}"
         )

@@ -6,10 +6,10 @@
 M rows, N outputs, K inputs. x's rows may be strided, w is [N, K], contiguous.
 
 As linear_few.py: reading the weights dominates, BLOCK_N rows of w are the tensor cores' tall operand and the
-rows of x the narrow one. With few outputs per program the weight is the narrow operand, and the warps sum over
-different parts of k. The products of BLOCK_K inputs are summed by the tensor cores, which keep 14 bits, and
-these sums are added up in float32. Scales of channels and rows are applied at the end, scales of blocks to
-the sums over 128 inputs.
+rows of x the narrow one. With few outputs per program the weight is the narrow operand, and the warps sum
+over different parts of k. The products of BLOCK_K inputs are summed by the tensor cores, which keep 14 bits,
+and these sums are added up in float32. Scales of channels and rows are applied at the end, scales of blocks
+to the sums over 128 inputs.
 
 A row's result is the same to the last bit in all batches with the same number of rows a program.
 

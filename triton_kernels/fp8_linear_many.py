@@ -88,9 +88,8 @@ def _fp8_tiled_kernel(
     EARLY: tl.constexpr,
 ):
     STEP_N: tl.constexpr = 2 * BLOCK_N if WIDE and not GATED else BLOCK_N
-    SHAPE: tl.constexpr = [BLOCK_M, BLOCK_N] if ROWS_TALL else [BLOCK_N, BLOCK_M]
-    row_axis: tl.constexpr = 1 if ROWS_TALL else 0
-    output_axis: tl.constexpr = 0 if ROWS_TALL else 1
+    TALL: tl.constexpr = BLOCK_M if ROWS_TALL else BLOCK_N
+    NARROW: tl.constexpr = BLOCK_N if ROWS_TALL else BLOCK_M
     program = after_predecessor(tl.program_id(0), EARLY)
     num_row_blocks = tl.cdiv(num_rows, BLOCK_M)
     num_output_blocks = tl.cdiv(OUT, STEP_N)
@@ -113,8 +112,8 @@ def _fp8_tiled_kernel(
         first = split * blocks_each
         last = tl.minimum(first + blocks_each, blocks)
         rows = row_start + tl.arange(0, BLOCK_M)
-        acc = tl.zeros(SHAPE, tl.float32)
-        more = tl.zeros(SHAPE, tl.float32)
+        acc = tl.zeros([TALL, NARROW], tl.float32)
+        more = tl.zeros([TALL, NARROW], tl.float32)
         if BLOCKS:
             scale_row = output_start // _GROUP
             w_scales = w_scale_ptr + scale_row * groups
@@ -130,24 +129,24 @@ def _fp8_tiled_kernel(
             x = x_desc.load([row_start, block * BLOCK_K])
             w = w_desc.load([output_start, block * BLOCK_K])
             if BLOCKS:
-                scale = tl.expand_dims(x_scale, row_axis)
+                scale = tl.expand_dims(x_scale, 1 if ROWS_TALL else 0)
                 ahead = tl.minimum(block + 1, last - 1)
                 x_scale = tl.load(x_scales + ahead * num_rows, rows < num_rows, other=0.0)
-                product = _product(w, x, tl.zeros(SHAPE, tl.float32), ROWS_TALL, False)
+                product = _product(w, x, tl.zeros([TALL, NARROW], tl.float32), ROWS_TALL, False)
                 acc += product * (scale * tl.load(w_scales + block))
             else:
                 acc = _product(w, x, acc, ROWS_TALL, TWO_LEVEL)
             if WIDE:
                 w = w_desc.load([second + output_start, block * BLOCK_K])
                 if BLOCKS:
-                    product = _product(w, x, tl.zeros(SHAPE, tl.float32), ROWS_TALL, False)
+                    product = _product(w, x, tl.zeros([TALL, NARROW], tl.float32), ROWS_TALL, False)
                     more += product * (scale * tl.load(more_scales + block))
                 else:
                     more = _product(w, x, more, ROWS_TALL, TWO_LEVEL)
         if not PERSISTENT:
             row_start = let_next_start_here(row_start, EARLY)
-        wide_rows = tl.expand_dims(row_start + tl.arange(0, BLOCK_M), row_axis)
-        outputs = tl.expand_dims(output_start + tl.arange(0, BLOCK_N), output_axis)
+        wide_rows = tl.expand_dims(row_start + tl.arange(0, BLOCK_M), 1 if ROWS_TALL else 0)
+        outputs = tl.expand_dims(output_start + tl.arange(0, BLOCK_N), 0 if ROWS_TALL else 1)
         there = (wide_rows < num_rows) & (outputs < OUT)
         if not BLOCKS:
             scale = tl.load(x_scale_ptr + wide_rows, wide_rows < num_rows, other=0.0)

@@ -11,13 +11,15 @@ multiple of 128), T may be 0, rows may be strided.
 Cost: 3*T*K bytes moved for 16-bit x, 5*T*K from gate and up: memory bound.
 """
 
-# A kernel launch looks like a call, but it takes options that the kernel does not declare.
-# pyright: reportCallIssue=false
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
+# another looks like the call that raises outside of a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
@@ -34,7 +36,7 @@ GROUPED_BLOCK = 1024
 """Columns of a program, where a row has several scales."""
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 def quantize_fp8_reference(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ def quantized(values, GROUP: tl.constexpr):
 
 @triton.jit
 def store_quantized(q_ptr, scales_ptr, values, rows, columns, num_rows, width, GROUP: tl.constexpr):
-    """Quantize float32 `values` [R, C] of these rows and columns (from a multiple of GROUP on); store both."""
+    """Quantize float32 `values` [R, C] of these rows and columns, from a multiple of GROUP on; store both."""
     rounded, scales = quantized(values, GROUP)
     there = (rows < num_rows)[:, None]
     tl.store(q_ptr + rows[:, None] * width + columns[None, :], rounded, there & (columns < width)[None, :])

@@ -19,6 +19,11 @@ class Layer(NamedTuple):
     exact_x: torch.Tensor
     exact_weight: torch.Tensor
 
+    @property
+    def four(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first arguments of every FP8 layer."""
+        return self.x, self.x_scale, self.weight, self.weight_scale
+
     def expected(self, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The product."""
         return F.linear(self.exact_x, self.exact_weight, None if bias is None else bias.double())
@@ -43,8 +48,9 @@ def behind(values: torch.Tensor) -> torch.Tensor:
     return around[: values.shape[0]]
 
 
-def layer(rows: int, outputs: int, width: int, device: str, blocks: bool = False, halves: int = 1) -> Layer:
-    """A layer [outputs, width] over some rows; a gated one has two halves with scales of their own."""
+def layer(size: tuple[int, int, int], device: str, blocks: bool = False, halves: int = 1) -> Layer:
+    """A layer of this size, rows, outputs, width; a gated one has two halves with scales of their own."""
+    rows, outputs, width = size
     rng = torch.Generator().manual_seed(rows + outputs)
     x = torch.randn(rows, width, generator=rng) * torch.rand(rows, 1, generator=rng)
     weight = torch.randn(outputs, width, generator=rng) * torch.rand(outputs, 1, generator=rng)

@@ -21,21 +21,21 @@ H200 = Gpu((9, 0), 227 << 10, 132)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("rows", [3, 80])
 def test_the_layers_yield_the_products_of_the_dequantized_numbers(rows, blocks, device):
-    one = layer(rows, 272, 256, device, blocks)
-    assert_close(fp8_linear(*one[:4], one.bias, torch.float32), one.expected(one.bias))
-    gated = layer(rows, 272, 256, device, blocks, halves=2)
-    assert_close(fp8_gated_linear(*gated[:4], torch.float32), gated.expected_gated(), on_gpu=8e-3)
+    one = layer((rows, 272, 256), device, blocks)
+    assert_close(fp8_linear(*one.four, one.bias, torch.float32), one.expected(one.bias))
+    gated = layer((rows, 272, 256), device, blocks, halves=2)
+    assert_close(fp8_gated_linear(*gated.four, torch.float32), gated.expected_gated(), on_gpu=8e-3)
 
 
 def test_the_reference_is_exact_in_float64():
-    one = layer(5, 40, 64, "cpu")
-    torch.testing.assert_close(fp8_linear_reference(*one[:4], dtype=torch.float64), one.expected())
+    one = layer((5, 40, 64), "cpu")
+    torch.testing.assert_close(fp8_linear_reference(*one.four, dtype=torch.float64), one.expected())
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_scales_that_do_not_fit_are_refused(blocks):
-    one = layer(5, 256, 256, "cpu", blocks)
-    other = layer(5, 256, 256, "cpu", not blocks)
+    one = layer((5, 256, 256), "cpu", blocks)
+    other = layer((5, 256, 256), "cpu", not blocks)
     with pytest.raises(ValueError, match=r"a weight \(256, 256\) with scales"):
         fp8_linear(one.x, one.x_scale, one.weight, one.weight_scale[:1])
     with pytest.raises(ValueError, match="scales each"):
@@ -56,7 +56,7 @@ def test_few_rows_and_many_rows_have_kernels_of_their_own(monkeypatch):
     for name in ("few", "many_with"):
         monkeypatch.setattr(module, f"fp8_linear_{name}", named(name))
     for rows in (1, 64, 65):
-        fp8_linear_many(*layer(rows, 48, 64, "cpu")[:4])
+        fp8_linear_many(*layer((rows, 48, 64), "cpu").four)
     assert called == ["few", "few", "many_with"]
 
 
@@ -74,7 +74,7 @@ def test_they_are_ops_of_a_compiled_graph_for_any_number_of_rows():
     torch._dynamo.reset()
     compiled = torch.compile(both, backend=look, fullgraph=True, dynamic=False)
     for rows in (17, 80, 300):
-        one = layer(rows, 64, 64, "cpu")
+        one = layer((rows, 64, 64), "cpu")
         x, scale = one.x.contiguous(), one.x_scale
         torch._dynamo.mark_dynamic(x, 0, min=17, max=512)
         torch._dynamo.mark_dynamic(scale, 1, min=17, max=512)

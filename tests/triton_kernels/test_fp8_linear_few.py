@@ -40,29 +40,29 @@ def dtype(device: str) -> torch.dtype:
 
 @pytest.mark.parametrize(("size", "config"), [*CASES, *SPLIT_CASES])
 def test_scales_of_rows_and_channels_with_and_without_bias(size, config, device, dtype):
-    one = layer(*size, device)
+    one = layer(size, device)
     bias = one.bias if size[0] % 2 else None
-    got = fp8_linear_few(*one[:4], bias, dtype, config)
+    got = fp8_linear_few(*one.four, bias, dtype, config)
     assert got.dtype == dtype
     assert_close(got, one.expected(bias))
 
 
 @pytest.mark.parametrize(("size", "config"), BLOCK_CASES)
 def test_scales_of_blocks_are_applied_inside_the_sum(size, config, device, dtype):
-    one = layer(*size, device, blocks=True)
-    assert_close(fp8_linear_few(*one[:4], one.bias, dtype, config), one.expected(one.bias))
+    one = layer(size, device, blocks=True)
+    assert_close(fp8_linear_few(*one.four, one.bias, dtype, config), one.expected(one.bias))
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("rows", [1, 21])
 def test_a_gated_layer_takes_the_gate_from_the_first_half(rows, blocks, device, dtype):
-    one = layer(rows, 2 * 136, 256, device, blocks, halves=2)
-    assert_close(fp8_gated_linear_few(*one[:4], dtype), one.expected_gated(), on_gpu=8e-3)
+    one = layer((rows, 2 * 136, 256), device, blocks, halves=2)
+    assert_close(fp8_gated_linear_few(*one.four, dtype), one.expected_gated(), on_gpu=8e-3)
 
 
 @pytest.mark.parametrize("config", [None, Fp8Config(32, 64, 2, 3), SPLIT_CASES[1][1]])
 def test_a_row_is_the_same_to_the_last_bit_alone_and_in_a_batch(config, device, dtype):
-    one = layer(16, 130, 272, device)
+    one = layer((16, 130, 272), device)
     # Whole numbers: numpy's products in the interpreter add up in an order that depends on the place.
     x, weight = ((rounded.float() / 64).round().to(rounded.dtype) for rounded in (one.x, one.weight))
     together = fp8_linear_few(x, one.x_scale, weight, one.weight_scale, None, dtype, config)

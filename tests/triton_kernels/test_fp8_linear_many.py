@@ -40,29 +40,29 @@ def poison_what_is_allocated_next(rows: int, outputs: int, splits: int, device: 
 
 @pytest.mark.parametrize(("size", "config"), CASES)
 def test_every_row_and_output_is_computed_and_nothing_else_is_used(size, config, device, dtype):
-    one = layer(*size, device)
+    one = layer(size, device)
     bias = one.bias if size[0] % 2 else None
     poison_what_is_allocated_next(size[0], size[1], config.splits, device)
-    assert_close(fp8_linear_many_with(*one[:4], bias, dtype, config=config), one.expected(bias))
+    assert_close(fp8_linear_many_with(*one.four, bias, dtype, config=config), one.expected(bias))
 
 
 @pytest.mark.parametrize(("size", "config"), BLOCK_CASES)
 def test_scales_of_blocks_are_applied_inside_the_sum(size, config, device, dtype):
-    one = layer(*size, device, blocks=True)
+    one = layer(size, device, blocks=True)
     poison_what_is_allocated_next(size[0], size[1], config.splits, device)
-    assert_close(fp8_linear_many_with(*one[:4], one.bias, dtype, config=config), one.expected(one.bias))
+    assert_close(fp8_linear_many_with(*one.four, one.bias, dtype, config=config), one.expected(one.bias))
 
 
 @pytest.mark.parametrize(("size", "config"), [*CASES[1:4], *BLOCK_CASES])
 def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, dtype):
     rows, outputs, width = size
-    one = layer(rows, 2 * outputs, width, device, config in [c for _, c in BLOCK_CASES], halves=2)
+    one = layer((rows, 2 * outputs, width), device, config in [c for _, c in BLOCK_CASES], halves=2)
     poison_what_is_allocated_next(rows, 2 * outputs, config.splits, device)
-    got = fp8_gated_linear_many_with(*one[:4], dtype, config=config)
+    got = fp8_gated_linear_many_with(*one.four, dtype, config=config)
     assert_close(got, one.expected_gated(), on_gpu=8e-3)
 
 
 def test_tiles_that_do_not_fit_scales_of_blocks_are_refused(device):
-    one = layer(4, 256, 256, device, blocks=True)
+    one = layer((4, 256, 256), device, blocks=True)
     with pytest.raises(ValueError, match="need block_k = 128"):
-        fp8_linear_many_with(*one[:4], config=Fp8TiledConfig(64, 64, 64, 4, 2))
+        fp8_linear_many_with(*one.four, config=Fp8TiledConfig(64, 64, 64, 4, 2))
