@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.kernels import fp8_ops
+from minisgl.benchmark.kernels import fp8_ops, int4_ops
 from minisgl.benchmark.kernels.kernel_timing import (
     MAX_ERROR,
     Ceilings,
@@ -39,6 +39,13 @@ from minisgl.benchmark.reports.report import make_report, write_report
 from triton_kernels.fp8_linear_few import Fp8Config, fp8_gated_linear_few, fp8_linear_few
 from triton_kernels.fp8_linear_many import fp8_gated_linear_many_with, fp8_linear_many_with
 from triton_kernels.gpu import gpu_of
+from triton_kernels.int4_linear import int4_gated_linear_dequantized, int4_linear_dequantized
+from triton_kernels.int4_linear_few import Int4Config, int4_gated_linear_few, int4_linear_few
+from triton_kernels.int4_linear_many import (
+    Int4TiledConfig,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
+)
 from triton_kernels.linear_few import FEW_ROWS, gated_linear_triton, linear_triton
 from triton_kernels.linear_many import gated_linear_many, linear_many
 from triton_kernels.quantize_fp8 import GROUP, quantize_fp8_triton, silu_mul_fp8_triton
@@ -105,6 +112,42 @@ def linear_works(run: Run, rows_wanted: list[int], blocks: bool) -> Iterator[Wor
                     "scaled_mm": functools.partial(_scaled_mm_calls, gated=gated, blocks=blocks),
                 },
             )
+
+
+def int4_works(run: Run, rows_wanted: list[int]) -> Iterator[Work]:
+    """The linear layers of 4-bit weights; at 8 rows also with zero points, and with groups of 32."""
+    gpu, on_gpu = gpu_of(run.device), run.device.type == "cuda"
+    kinds = [(rows, 128, False) for rows in rows_wanted]
+    kinds += [(8, 128, True), (8, 32, False)] if 8 in rows_wanted else []
+    for rows, group, zero_points in kinds:
+        for name, (outputs, width) in (LAYERS if on_gpu else CPU_LAYERS).items():
+            gated = name == GATED
+            results = outputs // 2 if gated else outputs
+            found: list[Int4Config | Int4TiledConfig] = [
+                *int4_ops.few_rows_candidates(results, width, rows, gpu, gated=gated),
+                *int4_ops.many_rows_candidates(results, width, rows, gpu, gated=gated, group=group),
+            ]
+            if not on_gpu:
+                found = [found[0], found[-1]]
+            dequantized = int4_gated_linear_dequantized if gated else int4_linear_dequantized
+            build = functools.partial(
+                int4_ops.int4_linear_problem, rows, width, outputs, run.device, run.dtype, gated=gated,
+                group=group, zero_points=zero_points,
+            )  # fmt: skip
+            part = "w4a16" + (" zeros" if zero_points else "") + (f" by {group}" if group != 128 else "")
+            candidates = [(_short(config), _with_int4(config, gated)) for config in found]
+            if rows > FEW_ROWS:
+                candidates.append(("dequantized", dequantized))
+            bf16 = functools.partial(_bf16_calls, run, rows, width, outputs, gated)
+            yield Work(part, name, rows, build, candidates, {"bf16": bf16})
+
+
+def _with_int4(config: Int4Config | Int4TiledConfig, gated: bool) -> Callable[..., Any]:
+    if isinstance(config, Int4Config):
+        function = int4_gated_linear_few if gated else int4_linear_few
+    else:
+        function = int4_gated_linear_many_with if gated else int4_linear_many_with
+    return functools.partial(function, config=config)
 
 
 def quantizing_works(run: Run, rows_wanted: list[int]) -> Iterator[Work]:
@@ -334,6 +377,7 @@ PARTS: dict[str, Callable[[Run, list[int]], Iterator[Work]]] = {
     "fp8_linear": functools.partial(linear_works, blocks=False),
     "fp8_blocks": functools.partial(linear_works, blocks=True),
     "quantize": quantizing_works,
+    "w4a16": int4_works,
 }
 
 

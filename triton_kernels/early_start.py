@@ -23,6 +23,8 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_fp8_linear_kernel": None,
     "_fp8_split_linear_kernel": None,
     "_fp8_tiled_kernel": None,
+    "_int4_linear_kernel": None,
+    "_int4_tiled_kernel": None,
     "_linear_kernel": None,
     "_norm_router_kernel": None,
     "_paged_decode_kernel": None,

@@ -36,14 +36,16 @@ class Layer(NamedTuple):
 
 def surrounded(values: torch.Tensor) -> torch.Tensor:
     """The same rows in the middle of NaN: beside them, where rows may lie apart, and behind the last."""
-    around = torch.full((values.shape[0] + 5, values.shape[1] + 16), float("nan")).to(values.dtype)
+    shape = (values.shape[0] + 5, values.shape[1] + 16)
+    around = torch.full(shape, float("nan"), device=values.device).to(values.dtype)
     around[: values.shape[0], : values.shape[1]] = values
     return around[: values.shape[0], : values.shape[1]]
 
 
 def behind(values: torch.Tensor) -> torch.Tensor:
     """The same contiguous tensor with NaN behind it."""
-    around = torch.full((values.shape[0] + 9, *values.shape[1:]), float("nan")).to(values.dtype)
+    shape = (values.shape[0] + 9, *values.shape[1:])
+    around = torch.full(shape, float("nan"), device=values.device).to(values.dtype)
     around[: values.shape[0]] = values
     return around[: values.shape[0]]
 

@@ -188,6 +188,17 @@ def _prompt_candidates(gpu: Gpu, *, gated: bool, blocks: bool) -> list[Fp8TiledC
         Fp8TiledConfig(256, 64, 128, 8, 4, wide=True, persistent=True, row_blocks=8),
         Fp8TiledConfig(128, 128, 128, 8, 4, wide=True, rows_tall=False, persistent=True, row_blocks=16),
     ]
+    if blocks:
+        # Smaller tiles: while one program scales its sums, another one of the multiprocessor multiplies.
+        found += [
+            Fp8TiledConfig(64, 128, 128, 4, 3, row_blocks=16),
+            Fp8TiledConfig(64, 128, 128, 4, 4, row_blocks=32),
+            Fp8TiledConfig(128, 64, 128, 4, 4, row_blocks=16),
+            Fp8TiledConfig(128, 64, 128, 8, 4, row_blocks=16),
+            Fp8TiledConfig(128, 128, 128, 8, 3, row_blocks=16),
+            Fp8TiledConfig(128, 128, 128, 16, 4, persistent=True, row_blocks=16),
+            Fp8TiledConfig(128, 128, 128, 8, 6, persistent=True, row_blocks=8),
+        ]
     if not blocks and not gated:
         found += [
             Fp8TiledConfig(128, 256, 128, 8, 4, two_level=False, persistent=True, row_blocks=rows)
