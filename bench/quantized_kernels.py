@@ -38,6 +38,7 @@ from minisgl.benchmark.kernels.linear_ops import gated_linear_problem, linear_pr
 from minisgl.benchmark.reports.report import make_report, write_report
 from triton_kernels.fp8_linear_few import Fp8Config, fp8_gated_linear_few, fp8_linear_few
 from triton_kernels.fp8_linear_many import fp8_gated_linear_many_with, fp8_linear_many_with
+from triton_kernels.fp8_linear_torch import ROWS, fp8_linear_torch
 from triton_kernels.gpu import gpu_of
 from triton_kernels.int4_linear import int4_gated_linear_dequantized, int4_linear_dequantized
 from triton_kernels.int4_linear_few import Int4Config, int4_gated_linear_few, int4_linear_few
@@ -109,7 +110,7 @@ def linear_works(run: Run, rows_wanted: list[int], blocks: bool) -> Iterator[Wor
                 [(_short(config), _with(config, gated, run.dtype)) for config in found],
                 {
                     "bf16": functools.partial(_bf16_calls, run, rows, width, outputs, gated),
-                    "scaled_mm": functools.partial(_scaled_mm_calls, gated=gated, blocks=blocks),
+                    "scaled_mm": functools.partial(_scaled_mm_calls, gated=gated),
                 },
             )
 
@@ -254,21 +255,19 @@ def _bf16_calls(
     return build(rows, width, outputs, run.device, run.dtype).calls(function)
 
 
-def _scaled_mm_calls(problem: Problem, *, gated: bool, blocks: bool) -> list[Callable[[], Any]]:
-    """torch's own product of FP8 numbers, over rows padded to 16."""
+def _scaled_mm_calls(problem: Problem, *, gated: bool) -> list[Callable[[], Any]]:
+    """torch's own product of FP8 numbers, over rows that are padded beforehand."""
     calls = []
-    for x, x_scale, weight, weight_scale in problem.arguments:
-        padding = (0, 0, 0, -x.shape[0] % 16)
-        padded = torch.nn.functional.pad(x.float(), padding).to(x.dtype)
-        scales = torch.nn.functional.pad(x_scale, (0, -x.shape[0] % 16))
-        scale = scales.t() if blocks else scales[0].unsqueeze(1)
-        other = weight_scale.t() if blocks else weight_scale.unsqueeze(0)
-        calls.append(functools.partial(_scaled_mm, padded, weight.t(), scale, other, gated, blocks))
+    for x, x_scale, *weight in problem.arguments:
+        missing = -x.shape[0] % ROWS
+        padded = torch.nn.functional.pad(x.float(), (0, 0, 0, missing)).to(x.dtype)
+        scales = torch.nn.functional.pad(x_scale, (0, missing))
+        calls.append(functools.partial(_torchs, padded, scales, *weight, gated=gated))
     return calls
 
 
-def _scaled_mm(x: Tensor, weight: Tensor, sx: Tensor, sw: Tensor, gated: bool, blocks: bool) -> Tensor:
-    y = torch.ops.aten._scaled_mm(x, weight, sx, sw, out_dtype=torch.bfloat16, use_fast_accum=not blocks)
+def _torchs(*arguments: Tensor, gated: bool) -> Tensor:
+    y = fp8_linear_torch(*arguments)
     return silu_mul(y) if gated else y
 
 

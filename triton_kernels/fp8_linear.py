@@ -11,8 +11,8 @@ quantize_fp8 gives.
 M rows, N outputs, K inputs, F = N / 2. x and w are e4m3, w is [N, K], contiguous, x's rows may be strided.
 Sums in float32, `round` to the dtype of y. A scale for the whole weight is sw with equal values.
 
-fp8_linear_few.py serves up to FEW_ROWS rows, fp8_linear_many.py more. GPUs before 8.9 have no FP8: there,
-plain torch multiplies the numbers in float32, slowly.
+fp8_linear_few.py serves up to FEW_ROWS rows, fp8_linear_many.py more, fp8_linear_torch.py those for which the
+tuning table says so. GPUs before 8.9 have no FP8: there, plain torch multiplies in float32, slowly.
 """
 
 import torch
@@ -21,14 +21,16 @@ from torch.nn import functional as F
 
 from triton_kernels.fp8_linear_few import FEW_ROWS, FEWEST_ROWS, fp8_gated_linear_few, fp8_linear_few
 from triton_kernels.fp8_linear_many import (
+    LIBRARY,
     Fp8TiledConfig,
     fp8_gated_linear_many_with,
     fp8_linear_many_with,
 )
+from triton_kernels.fp8_linear_torch import fp8_linear_torch
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.quantize_fp8 import GROUP, dequantize_fp8
-from triton_kernels.silu_mul import silu_mul_reference
+from triton_kernels.silu_mul import silu_mul, silu_mul_reference
 from triton_kernels.tuning import tuned
 
 
@@ -75,19 +77,57 @@ def dequantized_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torc
 def default_fp8_tiled_config(
     num_outputs: int, rows: int, blocks: bool, gated: bool, gpu: Gpu
 ) -> Fp8TiledConfig:
-    """The configuration of more than FEW_ROWS rows if none is given or tuned; not measured yet.
+    """The configuration if none is given or tuned; measured on an H200.
 
     Args:
         num_outputs: outputs per row: N, or N / 2 if `gated`.
+        rows: a power of two.
     """
-    if rows <= 128:
-        config = Fp8TiledConfig(rows, 64, 128, 4, 6, rows_tall=False)
-    elif blocks or rows <= 512:
-        config = Fp8TiledConfig(128, 128 if not gated else 64, 128, 8, 4)
+    if rows > 512:
+        config = _prompt_config(blocks, gated)
+    elif blocks:
+        config = _blocks_config(num_outputs, rows, gated, gpu)
+    elif rows > 64 and num_outputs > 8192:
+        config = Fp8TiledConfig(128, 128, GROUP, 8, 4)
     else:
-        config = Fp8TiledConfig(128, 128, 128, 8, 4, wide=True, persistent=True, row_blocks=16)
+        block_m = max(16, min(rows, 128))
+        splits = 1 if gated else _splits(num_outputs, rows, block_m, 64, gpu)
+        config = Fp8TiledConfig(block_m, 64, 2 * GROUP, 4, 4, splits, rows_tall=False)
     stage_bytes = config.block_k * (config.block_m + config.block_n * (2 if gated or config.wide else 1))
     return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes))
+
+
+def _prompt_config(blocks: bool, gated: bool) -> Fp8TiledConfig:
+    row_blocks = 8 if gated else 16
+    if blocks or gated:
+        return Fp8TiledConfig(128, 128, GROUP, 8, 4, two_level=blocks, persistent=True, row_blocks=row_blocks)
+    return Fp8TiledConfig(128, 256, GROUP, 8, 4, two_level=False, persistent=True, row_blocks=row_blocks)
+
+
+def _blocks_config(num_outputs: int, rows: int, gated: bool, gpu: Gpu) -> Fp8TiledConfig:
+    """For weights with scales of blocks, over up to 512 rows."""
+    if rows > 64:
+        return Fp8TiledConfig(128, 64 if gated else 128, GROUP, 8, 4)
+    block_m = max(16, rows)
+    if gated:
+        return Fp8TiledConfig(block_m, 128, GROUP, 8, 5, rows_tall=False)
+    if rows > 32:
+        splits = 4 if ceil_div(num_outputs, 64) <= gpu.multiprocessors else 1
+        return Fp8TiledConfig(64, 64, GROUP, 4, 6, splits)
+    splits = min(4, _splits(num_outputs, rows, block_m, 128, gpu))
+    return Fp8TiledConfig(block_m, 128, GROUP, 4, 6, splits, rows_tall=False)
+
+
+def _splits(num_outputs: int, rows: int, block_m: int, block_n: int, gpu: Gpu) -> int:
+    """As many programs for each tile as the multiprocessors have room for."""
+    return max(1, gpu.multiprocessors // (ceil_div(rows, block_m) * ceil_div(num_outputs, block_n)))
+
+
+def _are_few(x: Tensor, weight_scale: Tensor, gated: bool) -> bool:
+    """Whether fp8_linear_few.py is faster: more rows of many inputs, and blocks, have their sums split."""
+    if weight_scale.dim() == 2 and not gated:
+        return False
+    return x.shape[0] <= (FEW_ROWS if x.shape[1] <= 8192 else FEW_ROWS // 2)
 
 
 def _many_config(x: Tensor, weight: Tensor, blocks: bool, gated: bool) -> Fp8TiledConfig:
@@ -95,7 +135,7 @@ def _many_config(x: Tensor, weight: Tensor, blocks: bool, gated: bool) -> Fp8Til
     size = next_power_of_2(x.shape[0])
     default = default_fp8_tiled_config(num_outputs, size, blocks, gated, gpu_of(x.device))
     op = ("fp8_gated_linear_many" if gated else "fp8_linear_many") + ("_blocks" if blocks else "")
-    return tuned(default, op, x.device, x.dtype, exact=(*weight.shape,), near=(), size=size)
+    return tuned(default, op, x.device, torch.bfloat16, exact=(*weight.shape,), near=(), size=size)
 
 
 # Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
@@ -115,9 +155,12 @@ def fp8_linear_many(
     arguments = (x, x_scale, weight, weight_scale, bias, dtype)
     if not _has_kernels(x):
         return fp8_linear_reference(*arguments)
-    if x.shape[0] <= FEW_ROWS:
+    if _are_few(x, weight_scale, gated=False):
         return fp8_linear_few(*arguments)
-    return fp8_linear_many_with(*arguments, config=_many_config(x, weight, weight_scale.dim() == 2, False))
+    config = _many_config(x, weight, weight_scale.dim() == 2, False)
+    if config == LIBRARY:
+        return fp8_linear_torch(*arguments)
+    return fp8_linear_many_with(*arguments, config=config)
 
 
 @fp8_linear_many.register_fake
@@ -140,9 +183,11 @@ def fp8_gated_linear_many(
     arguments = (x, x_scale, weight, weight_scale, dtype)
     if not _has_kernels(x):
         return fp8_gated_linear_reference(*arguments)
-    if x.shape[0] <= FEW_ROWS:
+    if _are_few(x, weight_scale, gated=True):
         return fp8_gated_linear_few(*arguments)
     config = _many_config(x, weight, weight_scale.dim() == 2, True)
+    if config == LIBRARY:
+        return silu_mul(fp8_linear_torch(x, x_scale, weight, weight_scale, None, dtype))
     return fp8_gated_linear_many_with(*arguments, config=config)
 
 
@@ -170,7 +215,7 @@ def fp8_linear(
     arguments = (x, x_scale, weight, weight_scale, bias, dtype)
     if x.device.type == "cpu":
         return fp8_linear_reference(*arguments)
-    if x.shape[0] <= FEWEST_ROWS and _has_kernels(x):
+    if x.shape[0] <= FEWEST_ROWS and weight_scale.dim() == 1 and _has_kernels(x):
         return fp8_linear_few(*arguments)
     return fp8_linear_many(*arguments)
 

@@ -51,6 +51,10 @@ class Fp8TiledConfig(NamedTuple):
     row_blocks: int = 64  # blocks of rows that share outputs, before the next outputs' turn
 
 
+LIBRARY = Fp8TiledConfig(0, 0, 0, 0, 0)
+"""Stands for torch's own product; fp8_linear_torch.py has it."""
+
+
 @triton.jit
 def _product(w, x, acc, ROWS_TALL: tl.constexpr, TWO_LEVEL: tl.constexpr):
     """acc and the product of w [outputs, k] and x [rows, k]: [rows, outputs] if ROWS_TALL, or transposed."""

@@ -1,5 +1,7 @@
 """The FP8 linear layers as layers call them: the reference, the choice of a kernel, refusals."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,7 +15,9 @@ from triton_kernels.fp8_linear import (
     fp8_linear_many,
     fp8_linear_reference,
 )
+from triton_kernels.fp8_linear_many import LIBRARY
 from triton_kernels.gpu import Gpu
+from triton_kernels.silu_mul import silu_mul_reference
 
 H200 = Gpu((9, 0), 227 << 10, 132)
 
@@ -57,7 +61,20 @@ def test_few_rows_and_many_rows_have_kernels_of_their_own(monkeypatch):
         monkeypatch.setattr(module, f"fp8_linear_{name}", named(name))
     for rows in (1, 64, 65):
         fp8_linear_many(*layer((rows, 48, 64), "cpu").four)
-    assert called == ["few", "few", "many_with"]
+    fp8_linear_many(*layer((1, 256, 128), "cpu", blocks=True).four)
+    assert called == ["few", "few", "many_with", "many_with"]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_tuning_table_may_choose_torchs_product(blocks, monkeypatch):
+    monkeypatch.setattr(module, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(module, "_many_config", lambda *_: LIBRARY)
+    monkeypatch.setattr(module, "fp8_linear_torch", fp8_linear_reference)
+    one = layer((80, 256, 128), "cpu", blocks)
+    assert_close(fp8_linear_many(*one.four, one.bias, torch.float32), one.expected(one.bias))
+    gated = layer((80, 256, 128), "cpu", blocks, halves=2)
+    monkeypatch.setattr(module, "silu_mul", silu_mul_reference)
+    assert_close(fp8_gated_linear_many(*gated.four, torch.float32), gated.expected_gated())
 
 
 def test_they_are_ops_of_a_compiled_graph_for_any_number_of_rows():
@@ -86,9 +103,9 @@ def test_they_are_ops_of_a_compiled_graph_for_any_number_of_rows():
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
-    for rows in (128, 256, 512, 8192):
+    for outputs, rows in itertools.product((1024, 4096, 14336), (16, 32, 64, 128, 256, 512, 8192)):
         for blocks in (False, True):
-            config = default_fp8_tiled_config(4096, rows, blocks, gated, H200)
+            config = default_fp8_tiled_config(outputs, rows, blocks, gated, H200)
             tiles = config.block_n * (2 if gated or config.wide else 1)
             assert config.num_stages >= 2
             assert config.block_k * (config.block_m + tiles) * config.num_stages <= H200.shared_bytes
