@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from kernel_launches import Launch, candidate_launches, launches
+from quantized_launches import quantized_launches
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as NVIDIA_BACKEND
@@ -70,6 +71,8 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async\.[bc]|atom\.|red\.)")
 COUNTED = {
@@ -264,7 +267,8 @@ def main() -> int:
     candidates: dict[str, list[dict[str, Any]]] = {}
     for name in args.targets.split(","):
         compiler, gpu = Compiler(name, args.stop_at_shared), TARGETS[name].gpu
-        wanted = [one for one in launches(gpu) if one.every or gpu.has_wgmma]
+        every = (*launches(gpu), *quantized_launches(gpu))
+        wanted = [one for one in every if one.every or gpu.has_wgmma]
         defaults[name] = list(compiler.run([one for one in wanted if _is_named(one, args.names)]))
         if args.candidates:
             known = len(compiler.lines)

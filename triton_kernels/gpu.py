@@ -29,6 +29,11 @@ class Gpu(NamedTuple):
         return self.capability >= (9, 0)
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies numbers of e4m3, and converts to and from them."""
+        return self.capability >= (8, 9)
+
+    @property
     def has_tma(self) -> bool:
         """Whether it copies tiles by descriptors (TMA).
 

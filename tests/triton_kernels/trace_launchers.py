@@ -16,13 +16,18 @@ from triton.backends.compiler import GPUTarget
 
 from triton_kernels import (
     advance_rows,
+    fp8_linear_few,
+    int4_linear_few,
     linear_few,
     logit_rules,
     norm_router,
     paged_decode,
     paged_prefill,
+    quantize_fp8,
+    quantize_int4,
     read_rows,
     rms_norm,
+    rms_norm_fp8,
     rope_store,
     sample,
     silu_mul,
@@ -90,6 +95,31 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
+def trace_quantized(x: torch.Tensor, norm: torch.Tensor) -> None:
+    """The launchers of quantized models that compiled code calls directly."""
+    rounded, scales = quantize_fp8.quantize_weight_fp8(torch.randn(80, 64))
+    rows, row_scales = quantize_fp8.quantize_fp8_reference(x)
+    packed = quantize_int4.quantize_weight_int4(torch.randn(80, 128), 64, zero_points=True)
+    trace("quantize_fp8", quantize_fp8.quantize_fp8_triton, x, dynamic=(0,))
+    trace(
+        "add_rms_norm_fp8",
+        lambda x, w: rms_norm_fp8.add_rms_norm_fp8_triton(x, x, w, 1e-5),
+        x,
+        norm,
+        dynamic=(0,),
+    )
+    for name, launcher in (
+        ("fp8_linear", fp8_linear_few.fp8_linear_few),
+        ("fp8_gated_linear", fp8_linear_few.fp8_gated_linear_few),
+    ):
+        trace(name, launcher, rows, row_scales, rounded, scales, dynamic=(0,))
+    for name, launcher in (
+        ("int4_linear", int4_linear_few.int4_linear_few),
+        ("int4_gated_linear", int4_linear_few.int4_gated_linear_few),
+    ):
+        trace(name, launcher, torch.randn(6, 128), packed, dynamic=(0,))
+
+
 def main() -> None:
     """Trace each launcher once."""
     torch.utils._triton.has_triton = lambda: True
@@ -107,6 +137,7 @@ def main() -> None:
     trace("silu_mul", silu_mul.silu_mul_triton, x, dynamic=(0,))
     trace("linear", linear_few.linear_triton, x, torch.randn(80, 64), dynamic=(0,))
     trace("gated_linear", linear_few.gated_linear_triton, x, torch.randn(80, 64), dynamic=(0,))
+    trace_quantized(x, weight)
     trace(
         "add_rms_norm_router",
         lambda x, w, slots: norm_router.add_rms_norm_router_triton(x, x, w, 1e-5, torch.randn(8, 64), slots),

@@ -10,10 +10,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from triton_kernels.gpu import gpu_of
 
 COLD_BYTES = 240 << 20
 """Four times the L2 of an H200."""
@@ -34,6 +37,7 @@ class Problem(NamedTuple):
     arguments: list[tuple[Any, ...]]  # for the op's function, one per input set
     set_bytes: int  # memory that one call touches
     check: Callable[[Callable[..., Any]], float]  # gives the relative error; ValueError for other faults
+    in_fp8: bool = False  # multiplies numbers of e4m3, at their rate
 
     def calls(self, function: Callable[..., Any]) -> list[Callable[[], Any]]:
         """`function` on each input set."""
@@ -50,15 +54,19 @@ class Ceilings(NamedTuple):
 
     copy_tb_s: float  # bytes read and written
     matmul_tflop_s: float
+    fp8_tflop_s: float = 0.0  # 0 = not measured: products of FP8 numbers count as others do
 
     def floor_us(self, problem: Problem) -> float:
         """The least microseconds of any kernel for the problem."""
-        return max(problem.num_bytes / self.copy_tb_s, problem.flop / self.matmul_tflop_s) * 1e-6
+        return max(problem.num_bytes / self.copy_tb_s, problem.flop / self._tflop_s(problem)) * 1e-6
 
     def limit(self, problem: Problem) -> str:
         """The unit of the rate that limits the problem: "TB/s" or "TFLOP/s"."""
         by_bytes = problem.num_bytes / self.copy_tb_s
-        return "TB/s" if by_bytes >= problem.flop / self.matmul_tflop_s else "TFLOP/s"
+        return "TB/s" if by_bytes >= problem.flop / self._tflop_s(problem) else "TFLOP/s"
+
+    def _tflop_s(self, problem: Problem) -> float:
+        return self.fp8_tflop_s if problem.in_fp8 and self.fp8_tflop_s else self.matmul_tflop_s
 
     def rate(self, problem: Problem, microseconds: float) -> float:
         """The rate of a call of this time, in the unit of `limit`."""
@@ -67,7 +75,7 @@ class Ceilings(NamedTuple):
 
 
 def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
-    """Copy bandwidth and matrix rate (bfloat16 on a GPU) of the device."""
+    """Copy bandwidth and matrix rates (bfloat16 and FP8 on a GPU) of the device."""
     on_gpu = device.type == "cuda"
     source = torch.randn(1 << 28 if on_gpu else 1 << 20, device=device)
     target = torch.empty_like(source)
@@ -76,7 +84,14 @@ def measure_ceilings(timer: Timer, device: torch.device) -> Ceilings:
     width = 8192 if on_gpu else 256
     a = torch.randn((width, width), device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     matmul_us = timer([lambda: a @ a])
-    return Ceilings(2 * source.nbytes / copy_us * 1e-6, 2 * width**3 / matmul_us * 1e-6)
+    fp8_us = math.inf
+    if on_gpu and gpu_of(device).has_fp8:
+        one, rounded = torch.ones((), device=device), a.to(torch.float8_e4m3fn)
+        product = torch.ops.aten._scaled_mm
+        with suppress(RuntimeError):  # torch's product may be for other GPUs
+            fp8_us = timer([lambda: product(rounded, rounded.t(), one, one, out_dtype=a.dtype)])
+    flop = 2e-6 * width**3
+    return Ceilings(2 * source.nbytes / copy_us * 1e-6, flop / matmul_us, flop / fp8_us)
 
 
 def graph_microseconds(calls: Calls) -> float:

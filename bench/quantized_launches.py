@@ -1,0 +1,107 @@
+"""The launches of the kernels of quantized models, at shapes of models and on meta tensors.
+
+Promise: as kernel_launches.py. GPUs without FP8 have no launches of FP8 layers, those without TMA none of its
+kernels.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from kernel_launches import BF16, F32, Launch, empty
+
+from triton_kernels import (
+    fp8_linear,
+    fp8_linear_few,
+    fp8_linear_many,
+    int4_linear,
+    int4_linear_few,
+    int4_linear_many,
+    quantize_fp8,
+    quantize_int4,
+    rms_norm_fp8,
+)
+from triton_kernels.gpu import Gpu
+from triton_kernels.quantize_fp8 import FP8, GROUP
+from triton_kernels.quantize_int4 import BLOCK, HALF, Int4Weight
+
+SPLIT = fp8_linear_few.Fp8Config(16, 512, 2, 6, splits=2)
+"""Tuning tries it where outputs are few."""
+
+
+def quantized_launches(gpu: Gpu) -> Iterator[Launch]:
+    """Every launch for this GPU."""
+    if gpu.has_fp8:
+        yield from _rounding()
+        yield from _fp8_layers(gpu)
+    yield from _int4_layers(gpu)
+
+
+def _rounding() -> Iterator[Launch]:
+    row, wide, weight = empty(64, 4096), empty(64, 2 * 14336), empty(4096)
+    for group in (None, GROUP):
+        name = "" if group is None else " by 128"
+        call = functools.partial(quantize_fp8.quantize_fp8_triton, row, group)
+        yield Launch(f"quantize_fp8{name}", call, group is None)
+        yield Launch(f"silu_mul_fp8{name}", functools.partial(quantize_fp8.silu_mul_fp8_triton, wide, group))
+        call = functools.partial(rms_norm_fp8.add_rms_norm_fp8_triton, row, row, weight, 1e-5, group)
+        yield Launch(f"add_rms_norm_fp8{name}", call)
+
+
+def _fp8_layers(gpu: Gpu) -> Iterator[Launch]:
+    for outputs, width, gated in ((4096, 4096, False), (28672, 4096, True)):
+        results = outputs // 2 if gated else outputs
+        for blocks in (False, True):
+            scales = (
+                empty(outputs // GROUP, width // GROUP, dtype=F32) if blocks else empty(outputs, dtype=F32)
+            )
+            for rows in (16, 64, 256, 8192):
+                arguments = (
+                    empty(rows, width, dtype=FP8),
+                    empty(width // GROUP if blocks else 1, rows, dtype=F32),
+                    empty(outputs, width, dtype=FP8),
+                    scales,
+                )
+                name = f"fp8_{'gated_' * gated}linear {rows} to {outputs}x{width}{' by blocks' * blocks}"
+                if rows <= fp8_linear_few.FEW_ROWS:
+                    few = fp8_linear_few.fp8_gated_linear_few if gated else fp8_linear_few.fp8_linear_few
+                    yield Launch(name, functools.partial(few, *arguments), rows == 16)
+                if gpu.has_tma and rows > 16:
+                    config = fp8_linear.default_fp8_tiled_config(results, rows, blocks, gated, gpu)
+                    many = fp8_linear_many.fp8_linear_many_with
+                    if gated:
+                        many = fp8_linear_many.fp8_gated_linear_many_with
+                    yield Launch(
+                        f"{name}, tiled", functools.partial(many, *arguments, config=config), rows == 256
+                    )
+            if not blocks and not gated:
+                arguments = (empty(16, width, dtype=FP8), empty(1, 16, dtype=F32), arguments[2], scales)
+                config = fp8_linear_few.fp8_that_fits(SPLIT, 16, gated, gpu)
+                call = functools.partial(fp8_linear_few.fp8_linear_few, *arguments, config=config)
+                yield Launch("fp8_linear 16 split", call)
+
+
+def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
+    def weight(outputs: int, width: int, group: int, zero_points: bool) -> Int4Weight:
+        packed = empty(width // BLOCK, outputs, HALF, dtype=torch.uint8)
+        zeros = empty(width // group, outputs) if zero_points else None
+        return Int4Weight(packed, empty(width // group, outputs), zeros)
+
+    kinds = ((4096, 4096, False, 128, False), (28672, 4096, True, 128, False), (4096, 4096, False, 32, True))
+    for outputs, width, gated, group, zero_points in kinds:
+        own = weight(outputs, width, group, zero_points)
+        name = f"int4_{'gated_' * gated}linear to {outputs}x{width} by {group}"
+        for rows in (8, 32):
+            few = int4_linear_few.int4_gated_linear_few if gated else int4_linear_few.int4_linear_few
+            yield Launch(f"{name}, {rows}", functools.partial(few, empty(rows, width), own), rows == 8)
+        if gpu.has_tma:
+            results = outputs // 2 if gated else outputs
+            for rows in (64, 256):
+                config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu)
+                many = int4_linear_many.int4_linear_many_with
+                if gated:
+                    many = int4_linear_many.int4_gated_linear_many_with
+                call = functools.partial(many, empty(rows, width), own, config=config)
+                yield Launch(f"{name}, {rows} tiled", call, rows == 64)
+    call = functools.partial(quantize_int4.dequantize_int4_triton, weight(4096, 4096, 128, False), BF16)
+    yield Launch("dequantize_int4", call)

@@ -1,0 +1,115 @@
+"""The linear layers of 4-bit weights.
+
+Promise: every candidate fits the GPU's shared memory and keeps its sums in registers.
+R rows, K width, N outputs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
+from triton_kernels.gpu import Gpu
+from triton_kernels.int4_linear import (
+    MOST_ROWS,
+    int4_gated_linear_reference,
+    int4_linear_reference,
+)
+from triton_kernels.int4_linear_few import FEW_ROWS, Int4Config, int4_that_fits, rows_of_a_program
+from triton_kernels.int4_linear_many import Int4TiledConfig
+from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.quantize_int4 import BLOCK, HALF, quantize_weight_int4
+
+FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 2048
+LEAST_STEPS = 4
+"""The least steps over K of a split."""
+
+
+def int4_linear_problem(
+    rows: int,
+    width: int,
+    outputs: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    group: int,
+    zero_points: bool = False,
+) -> Problem:
+    """A linear layer [N, K] of 4-bit weights over R rows, without bias; its arguments are x and the weight.
+
+    Args:
+        gated: the layer is a gated MLP's first half; it yields N / 2 outputs.
+        group: inputs that share a scale.
+    """
+    results = outputs // 2 if gated else outputs
+    of_groups = outputs * width // group * dtype.itemsize * (2 if zero_points else 1)
+    moved = outputs * width // 2 + of_groups + rows * (width + results) * dtype.itemsize
+    arguments = []
+    for _ in range(num_sets(moved, device)):
+        x = torch.randn((rows, width), device=device, dtype=dtype)
+        weight = torch.randn((outputs, width), device=device, dtype=dtype) * width**-0.5
+        arguments.append((x, quantize_weight_int4(weight, group, zero_points)))
+    known: list[Tensor] = []
+
+    def check(function: Any) -> float:
+        poison(rows * results * dtype.itemsize, device)
+        x, weight = arguments[0]
+        got = function(x, weight)
+        if not known:
+            exact = int4_gated_linear_reference if gated else int4_linear_reference
+            known.append(exact(x.double(), weight))
+        return relative_error(got, known[0])
+
+    return Problem(moved, 2.0 * rows * outputs * width, arguments, moved, check)
+
+
+def few_rows_candidates(outputs: int, width: int, rows: int, gpu: Gpu, *, gated: bool) -> list[Int4Config]:
+    """Candidates for up to FEW_ROWS rows. `outputs` are those of a row: N, or N / 2 if `gated`."""
+    if rows > FEW_ROWS:
+        return []
+    found = []
+    for block_n in (16, 32, 64):
+        for warps, stages in ((2, 6), (4, 3), (4, 5), (8, 2), (8, 3)):
+            programs = ceil_div(outputs, block_n)
+            # Sums of a thread: each warp has its own.
+            sums = block_n * rows_of_a_program(rows) * (2 if gated else 1) // 32
+            if warps * BLOCK <= width and sums <= 64 and FEWEST_PROGRAMS <= programs <= MOST_PROGRAMS:
+                found.append(int4_that_fits(Int4Config(block_n, warps, stages), rows, gated, gpu))
+    return [config for config in dict.fromkeys(found) if config.num_stages > 1]
+
+
+def many_rows_candidates(
+    outputs: int, width: int, rows: int, gpu: Gpu, *, gated: bool, group: int
+) -> list[Int4TiledConfig]:
+    """Candidates for up to MOST_ROWS rows, by TMA; none on a GPU without it."""
+    if not gpu.has_tma or rows > MOST_ROWS:
+        return []
+    narrow = max(16, next_power_of_2(min(rows, 256)))
+    tiles = [(narrow, 64, 4, 8), (narrow, 128, 8, 6), (narrow, 128, 4, 6)]
+    if narrow > 128:
+        tiles += [(128, 64, 4, 6), (128, 128, 8, 5), (128, 128, 4, 4)]
+    found = []
+    for block_m, block_n, warps, stages in tiles:
+        weight_rows = 2 * block_n if gated else block_n
+        stages = gpu.stages_that_fit(stages, HALF * (weight_rows + 4 * block_m))
+        # A thread has its sums, and the numbers made of a tile.
+        if stages < 2 or weight_rows * block_m > 160 * 32 * warps:
+            continue
+        units = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
+        most = width // (BLOCK * LEAST_STEPS)
+        splits = [
+            n for n in (1, 2, 3, 4, 8) if n == 1 or (n <= most and n * units <= 4 * gpu.multiprocessors)
+        ]
+        splits.sort(key=lambda n, units=units: -_share_of_waves(n * units, gpu.multiprocessors))
+        for n in splits[:2]:
+            found.append(Int4TiledConfig(block_m, block_n, warps, stages, n))
+            if group == BLOCK and 2 * weight_rows * block_m <= 160 * 32 * warps:
+                found.append(Int4TiledConfig(block_m, block_n, warps, stages, n, scale_sums=True))
+    return list(dict.fromkeys(found))
+
+
+def _share_of_waves(programs: int, multiprocessors: int) -> float:
+    """The used share of the multiprocessors' time, if each runs one program at a time."""
+    return programs / (ceil_div(programs, multiprocessors) * multiprocessors)

@@ -1,0 +1,59 @@
+"""Linear layers of 4-bit weights for tests: inputs of odd sizes, and what they must yield, in float64."""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from tests.triton_kernels.fp8_layer import behind, surrounded
+from triton_kernels.quantize_int4 import Int4Weight, pack_int4
+
+
+class Layer(NamedTuple):
+    """The arguments of a layer, and the weight's numbers in float64."""
+
+    x: torch.Tensor
+    weight: Int4Weight
+    bias: torch.Tensor
+    exact_weight: torch.Tensor
+
+    def expected(self, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The product."""
+        return F.linear(self.x.double(), self.exact_weight, None if bias is None else bias.double())
+
+    def expected_gated(self) -> torch.Tensor:
+        """silu(gate) * up of the product."""
+        gate, up = self.expected().chunk(2, dim=1)
+        return F.silu(gate) * up
+
+
+def layer(size: tuple[int, int, int], group: int, zero_points: bool, device: str) -> Layer:
+    """A layer of this size, rows, outputs, width, of random numbers, scales and zero points.
+
+    The numbers come first and the weight from them, by the formula alone.
+    """
+    rows, outputs, width = size
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rng = torch.Generator().manual_seed(rows + outputs + group)
+    numbers = torch.randint(0, 16, (outputs, width), generator=rng)
+    scales = (torch.rand(width // group, outputs, generator=rng) + 0.1).to(dtype)
+    zeros = torch.randint(0, 17, scales.shape, generator=rng).to(dtype) if zero_points else None
+    exact = torch.empty(outputs, width, dtype=torch.float64)
+    for k in range(width):
+        zero = 8.0 if zeros is None else zeros[k // group].double()
+        exact[:, k] = (numbers[:, k].double() - zero) * scales[k // group].double()
+    x = torch.randn(rows, width, generator=rng).to(dtype)
+    weight = Int4Weight(
+        pack_int4(numbers).to(device),
+        behind(scales.to(device)),
+        None if zeros is None else behind(zeros.to(device)),
+    )
+    bias = torch.randn(outputs, generator=rng).to(dtype).to(device)
+    return Layer(surrounded(x.to(device)), weight, bias, exact.to(device))
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Close by norm: to float32's sums in the interpreter, to bfloat16 on a GPU."""
+    assert got.isfinite().all()
+    tolerance = 5e-3 if got.dtype == torch.bfloat16 else 1e-5
+    assert (got.double() - expected).norm() <= tolerance * expected.norm()

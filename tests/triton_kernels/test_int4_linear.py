@@ -1,0 +1,81 @@
+"""The linear layers of 4-bit weights as layers call them: the reference, the choice of a kernel, refusals."""
+
+import pytest
+import torch
+
+from tests.triton_kernels.int4_layer import assert_close, layer
+from triton_kernels.gpu import Gpu
+from triton_kernels.int4_linear import (
+    MOST_ROWS,
+    default_int4_tiled_config,
+    int4_gated_linear,
+    int4_gated_linear_dequantized,
+    int4_gated_linear_many,
+    int4_linear,
+    int4_linear_dequantized,
+    int4_linear_many,
+    int4_linear_reference,
+)
+from triton_kernels.quantize_int4 import HALF, Int4Weight
+
+H200 = Gpu((9, 0), 227 << 10, 132)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("rows", [3, 20, 80, MOST_ROWS + 1])
+def test_the_layers_yield_the_products_of_the_dequantized_numbers(rows, zero_points, device):
+    one = layer((rows, 144, 256), 128, zero_points, device)
+    assert_close(int4_linear(one.x, one.weight, one.bias), one.expected(one.bias))
+    assert_close(int4_gated_linear(one.x, one.weight), one.expected_gated())
+
+
+def test_torchs_product_of_the_dequantized_weight_is_the_same_layer(device):
+    one = layer((9, 144, 256), 64, True, device)
+    assert_close(int4_linear_dequantized(one.x, one.weight, one.bias), one.expected(one.bias))
+    assert_close(int4_gated_linear_dequantized(one.x, one.weight), one.expected_gated())
+
+
+def test_the_reference_is_exact_in_float64():
+    one = layer((5, 40, 128), 32, True, "cpu")
+    torch.testing.assert_close(int4_linear_reference(one.x.double(), one.weight), one.expected())
+
+
+def test_rows_of_another_width_are_refused():
+    one = layer((5, 48, 256), 64, False, "cpu")
+    with pytest.raises(ValueError, match="a weight of 256 inputs needs rows of as many, got 128"):
+        int4_linear(one.x[:, :128], one.weight)
+    with pytest.raises(ValueError, match="packed 4-bit weights"):
+        int4_gated_linear(one.x, one.weight._replace(scales=one.weight.scales[:, :-1]))
+
+
+def test_they_are_ops_of_a_compiled_graph_for_any_number_of_rows():
+    graphs = []
+
+    def look(graph, _):
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def both(x, packed, scales):
+        return int4_linear_many(x, packed, scales), int4_gated_linear_many(x, packed, scales)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(both, backend=look, fullgraph=True, dynamic=False)
+    for rows in (17, 80, 300):
+        one = layer((rows, 64, 128), 128, False, "cpu")
+        x, weight = one.x.contiguous(), Int4Weight(one.weight.packed, one.weight.scales.clone())
+        torch._dynamo.mark_dynamic(x, 0, min=17, max=512)
+        plain, gated = compiled(x, weight.packed, weight.scales)
+        assert_close(plain, one.expected())
+        assert_close(gated, one.expected_gated())
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
+    for outputs in (1024, 4096, 14336, 151936):
+        for rows in (32, 64, 128, 256, 512):
+            config = default_int4_tiled_config(outputs, rows, gated, H200)
+            weight_rows = config.block_n * (2 if gated else 1)
+            assert config.num_stages >= 2
+            assert HALF * (weight_rows + 4 * config.block_m) * config.num_stages <= H200.shared_bytes
+            assert weight_rows * config.block_m <= 160 * 32 * config.num_warps

@@ -1,0 +1,164 @@
+"""A linear layer of 4-bit weights and 16-bit rows, plain and as a gated MLP's first half.
+
+    int4_linear:        y[m, n] = sum over k of x[m, k] * w[n, k]  (+ bias[n])
+    int4_gated_linear:  y[m, f] = silu(g) * u,   g, u = round of the above at n = f and n = F + f;   N = 2 * F
+
+M rows, N outputs, K inputs, F = N / 2. The weight is as quantize_int4.py says, x's rows may be strided. Sums
+in float32, `round` to the dtype of x.
+
+int4_linear_few.py serves up to FEW_ROWS rows, int4_linear_many.py up to MOST_ROWS on GPUs with TMA. Beyond,
+the weight is made 16-bit numbers, which torch multiplies: that takes 2*N*K bytes of memory for a moment.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.int4_linear_few import FEW_ROWS, int4_gated_linear_few, int4_linear_few
+from triton_kernels.int4_linear_many import (
+    Int4TiledConfig,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
+)
+from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.quantize_int4 import (
+    HALF,
+    Int4Weight,
+    check_int4,
+    dequantize_int4,
+    dequantize_int4_reference,
+)
+from triton_kernels.silu_mul import silu_mul, silu_mul_reference
+from triton_kernels.tuning import tuned
+
+MOST_ROWS = 512
+
+
+def int4_linear_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    """The same as int4_linear, in plain torch; in float64 if x is, else in float32."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    numbers = dequantize_int4_reference(weight, wide)
+    return F.linear(x.to(wide), numbers, None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+def int4_gated_linear_reference(x: Tensor, weight: Int4Weight) -> Tensor:
+    """The same as int4_gated_linear, in plain torch."""
+    return silu_mul_reference(int4_linear_reference(x, weight))
+
+
+def int4_linear_dequantized(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    """int4_linear by torch's product, for many rows: the weight is rounded to the dtype of x."""
+    return F.linear(x, dequantize_int4(weight, x.dtype), bias)
+
+
+def int4_gated_linear_dequantized(x: Tensor, weight: Int4Weight) -> Tensor:
+    """int4_gated_linear by torch's product, for many rows: the weight is rounded to the dtype of x."""
+    return silu_mul(int4_linear_dequantized(x, weight))
+
+
+def default_int4_tiled_config(num_outputs: int, rows: int, gated: bool, gpu: Gpu) -> Int4TiledConfig:
+    """The configuration of more than FEW_ROWS rows if none is given or tuned; not measured yet.
+
+    Args:
+        num_outputs: outputs per row: N, or N / 2 if `gated`.
+        rows: a power of two.
+    """
+    block_m = max(16, min(rows, 128))
+    block_n, warps = (128, 8) if num_outputs > 8192 and not gated else (64, 4)
+    tiles = ceil_div(rows, block_m) * ceil_div(num_outputs, block_n)
+    splits = max(1, min(4, gpu.multiprocessors // tiles))
+    stage_bytes = HALF * (block_n * (2 if gated else 1) + 4 * block_m)
+    return Int4TiledConfig(block_m, block_n, warps, gpu.stages_that_fit(6, stage_bytes), splits)
+
+
+def _many_config(x: Tensor, weight: Int4Weight, gated: bool) -> Int4TiledConfig:
+    outputs = weight.outputs // 2 if gated else weight.outputs
+    size = next_power_of_2(x.shape[0])
+    default = default_int4_tiled_config(outputs, size, gated, gpu_of(x.device))
+    op = "int4_gated_linear_many" if gated else "int4_linear_many"
+    exact = (weight.outputs, weight.width, weight.group, int(weight.zeros is not None))
+    return tuned(default, op, x.device, x.dtype, exact=exact, near=(), size=size)
+
+
+def _suits_tma(x: Tensor) -> bool:
+    is_aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x.shape[0] <= MOST_ROWS and is_aligned and gpu_of(x.device).has_tma
+
+
+# Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
+# for each recorded graph.
+
+
+@torch.library.custom_op("minisgl::int4_linear_many", mutates_args=())
+def int4_linear_many(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """int4_linear, by the fastest kernel for this number of rows."""
+    weight = Int4Weight(packed, scales, zeros)
+    if x.device.type == "cpu":
+        return int4_linear_reference(x, weight, bias)
+    if x.shape[0] <= FEW_ROWS:
+        return int4_linear_few(x, weight, bias)
+    if _suits_tma(x):
+        return int4_linear_many_with(x, weight, bias, config=_many_config(x, weight, False))
+    return int4_linear_dequantized(x, weight, bias)
+
+
+@int4_linear_many.register_fake
+def _(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return x.new_empty((x.shape[0], packed.shape[1]))
+
+
+@torch.library.custom_op("minisgl::int4_gated_linear_many", mutates_args=())
+def int4_gated_linear_many(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """int4_gated_linear, by the fastest kernel for this number of rows."""
+    weight = Int4Weight(packed, scales, zeros)
+    if x.device.type == "cpu":
+        return int4_gated_linear_reference(x, weight)
+    if x.shape[0] <= FEW_ROWS:
+        return int4_gated_linear_few(x, weight)
+    if _suits_tma(x):
+        return int4_gated_linear_many_with(x, weight, config=_many_config(x, weight, True))
+    return int4_gated_linear_dequantized(x, weight)
+
+
+@int4_gated_linear_many.register_fake
+def _(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    return x.new_empty((x.shape[0], packed.shape[1] // 2))
+
+
+def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
+    """x [M, K], bias [N] -> [M, N], all of one dtype.
+
+    Raises:
+        ValueError: the weight's tensors do not fit each other, or x.
+    """
+    _check(x, weight)
+    if x.device.type == "cpu":
+        return int4_linear_reference(x, weight, bias)
+    if x.shape[0] <= FEW_ROWS // 2:
+        return int4_linear_few(x, weight, bias)
+    return int4_linear_many(x, *weight, bias)
+
+
+def int4_gated_linear(x: Tensor, weight: Int4Weight) -> Tensor:
+    """x [M, K], a weight [2F, K] (the gate's outputs first) -> silu(gate) * up, [M, F], of the dtype of x.
+
+    Raises:
+        ValueError: the weight's tensors do not fit each other, or x.
+    """
+    _check(x, weight)
+    if x.device.type == "cpu":
+        return int4_gated_linear_reference(x, weight)
+    if x.shape[0] <= FEW_ROWS // 2:
+        return int4_gated_linear_few(x, weight)
+    return int4_gated_linear_many(x, *weight)
+
+
+def _check(x: Tensor, weight: Int4Weight) -> None:
+    check_int4(weight)
+    if x.shape[1] != weight.width:
+        raise ValueError(f"a weight of {weight.width} inputs needs rows of as many, got {x.shape[1]}")

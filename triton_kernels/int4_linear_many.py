@@ -1,0 +1,217 @@
+"""A linear layer of 4-bit weights, plain and gated, over the rows of a larger decode batch.
+
+    int4_linear_many_with:        as int4_linear.int4_linear, by one configuration
+    int4_gated_linear_many_with:  as int4_linear.int4_gated_linear, by one configuration
+
+M rows, N outputs, K inputs. x's rows may be strided; the weight is as quantize_int4.py says. Needs TMA.
+
+The copy engine fetches tiles several steps ahead. Packed weights become 16-bit numbers in registers, the tall
+operand of the tensor cores; x is the narrow one. Scales are applied to the weights, which are rounded to the
+dtype of x, or with SCALE_SUMS in float32 to the sums over 128 inputs (groups of 128 only). SPLITS programs
+may share the sum over k; a second kernel adds their parts in a fixed order.
+
+Cost: N*K/2 + 2*M*K bytes read, 2*M*N bytes written, 2*M*N*K FLOP: memory bound up to about 80 rows.
+"""
+
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int in a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
+from triton_kernels.launch import ceil_div
+from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel
+from triton_kernels.quantize_int4 import (
+    BLOCK,
+    HALF,
+    MIDDLE,
+    Int4Weight,
+    int4_base,
+    int4_halves,
+    int4_values,
+)
+
+_HALF = tl.constexpr(HALF)
+_MIDDLE = tl.constexpr(MIDDLE)
+
+
+class Int4TiledConfig(NamedTuple):
+    """A launch configuration of the kernel."""
+
+    block_m: int  # rows per program
+    block_n: int  # outputs per program, at least 64
+    num_warps: int
+    num_stages: int
+    splits: int = 1  # programs that share the sum over k
+    scale_sums: bool = False  # else the weights are scaled; only groups of 128
+
+
+@triton.jit
+def _values(pointers, block, N, high: tl.constexpr, other, GROUP: tl.constexpr):
+    """Scales or zero points of half of a block; `other`, those of the low half, if both halves share them."""
+    if high and GROUP == 2 * _HALF:
+        return other
+    else:
+        return int4_values(pointers, block, N, high, GROUP)
+
+
+@triton.jit
+def _added(
+    acc, packed, x_low, x_high, scales, zeros, block, N,
+    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, SCALE_SUMS: tl.constexpr,
+):  # fmt: skip
+    """acc [outputs, rows] and one block's products."""
+    dtype: tl.constexpr = x_low.dtype
+    low_scale = int4_values(scales, block, N, False, GROUP)
+    high_scale = _values(scales, block, N, True, low_scale, GROUP)
+    if HAS_ZEROS:
+        low_zero = int4_values(zeros, block, N, False, GROUP)
+        high_zero = _values(zeros, block, N, True, low_zero, GROUP)
+    else:
+        low_zero = tl.full([1, 1], _MIDDLE, dtype)
+        high_zero = low_zero
+    low, high = int4_halves(packed, int4_base(low_zero, dtype), int4_base(high_zero, dtype), dtype)
+    if SCALE_SUMS:
+        product = tl.dot(low, x_low.T, input_precision="ieee")
+        product = tl.dot(high, x_high.T, product, input_precision="ieee")
+        return acc + product * low_scale.to(tl.float32)
+    acc = tl.dot(low * low_scale.to(dtype), x_low.T, acc, input_precision="ieee")
+    return tl.dot(high * high_scale.to(dtype), x_high.T, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _int4_tiled_kernel(
+    x_desc,
+    w_desc,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    OUT,
+    K,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    N = 2 * OUT if GATED else OUT
+    # Programs that read the same part of the weight follow each other.
+    program = after_predecessor(tl.program_id(0), EARLY)
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_M)
+    row_start = program % num_row_blocks * BLOCK_M
+    tile = program // num_row_blocks
+    split = tile % SPLITS
+    output_start = tile // SPLITS * BLOCK_N
+    blocks = K // (2 * _HALF)
+    blocks_each = tl.cdiv(blocks, SPLITS)
+    first = split * blocks_each
+    scales = scale_ptr + tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1)
+    zeros = zero_ptr + tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in range(first, min(first + blocks_each, blocks)):
+        # The copy engine reads zeros beyond the last row; a tile beyond the last output has the next block's.
+        x_low = x_desc.load([row_start, block * (2 * _HALF)])
+        x_high = x_desc.load([row_start, block * (2 * _HALF) + _HALF])
+        packed = w_desc.load([block * N + output_start, 0])
+        acc = _added(
+            acc, packed, x_low, x_high, scales, zeros, block, N, GROUP, HAS_ZEROS, SCALE_SUMS
+        )  # fmt: skip
+        if GATED:
+            packed = w_desc.load([block * N + OUT + output_start, 0])
+            up = _added(
+                up, packed, x_low, x_high, scales + OUT, zeros + OUT, block, N, GROUP, HAS_ZEROS, SCALE_SUMS
+            )  # fmt: skip
+    row_start = let_next_start_here(row_start, EARLY)
+    outputs = (output_start + tl.arange(0, BLOCK_N))[:, None]
+    rows = (row_start + tl.arange(0, BLOCK_M))[None, :]
+    there = (rows < num_rows) & (outputs < OUT)
+    if SPLITS > 1:  # y is the partial sums: float32 [SPLITS, M, N]
+        places = (split * num_rows + rows).to(tl.int64) * N + outputs
+        tl.store(y_ptr + places, acc, there)
+        if GATED:
+            tl.store(y_ptr + places + OUT, up, there)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)
+        if GATED:
+            gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(y_ptr + rows.to(tl.int64) * OUT + outputs, acc.to(y_ptr.dtype.element_ty), there)
+
+
+def int4_linear_many_with(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, config: Int4TiledConfig
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N] by one configuration, whatever the device."""
+    return _launch(x, weight, bias, False, config)
+
+
+def int4_gated_linear_many_with(x: Tensor, weight: Int4Weight, *, config: Int4TiledConfig) -> Tensor:
+    """x [M, K], weight [2F, K] -> silu(gate) * up, [M, F], by one configuration, whatever the device."""
+    return _launch(x, weight, None, True, config)
+
+
+def _launch(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, config: Int4TiledConfig
+) -> Tensor:
+    if config.scale_sums and weight.group != BLOCK:
+        raise ValueError(f"scaling sums needs groups of {BLOCK}, got {weight.group} and {config}")
+    num_rows, width = x.shape
+    num_outputs = weight.outputs // 2 if gated else weight.outputs
+    splits = config.splits
+    y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    partial = y
+    if splits > 1:
+        partial = torch.empty((splits, num_rows, weight.outputs), dtype=torch.float32, device=x.device)
+    kind = {
+        "HAS_BIAS": bias is not None,
+        "GATED": gated,
+        "SPLITS": splits,
+        "EARLY": can_start_early(x.device),
+    }
+    tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
+    _int4_tiled_kernel[(tiles * splits,)](
+        TensorDescriptor.from_tensor(x, [config.block_m, HALF]),
+        TensorDescriptor.from_tensor(weight.packed.view(-1, HALF), [config.block_n, HALF]),
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if bias is None else bias,
+        partial,
+        num_rows,
+        num_outputs,
+        width,
+        GROUP=weight.group,
+        HAS_ZEROS=weight.zeros is not None,
+        SCALE_SUMS=config.scale_sums,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **kind,
+    )
+    if splits > 1:
+        _sum_splits_kernel[(num_rows, ceil_div(num_outputs, SUM_BLOCK))](
+            partial,
+            x if bias is None else bias,
+            y,
+            num_rows,
+            num_outputs,
+            BLOCK=SUM_BLOCK,
+            num_warps=4,
+            **kind,
+        )
+    return y
