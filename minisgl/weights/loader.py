@@ -72,7 +72,7 @@ def load_weights(
         ModelError: files are missing or damaged, or tensors are missing, unexpected or of the wrong shape;
             the message lists them.
     """
-    targets = model.checkpoint_tensors()
+    targets = dict(model.checkpoint_tensors())
     for name, view in targets.items():
         allowed = (dtype, torch.float32, DTYPES[FP8])
         assert view.dtype in allowed, f"{name} is allocated as {view.dtype}, not as {dtype}"
