@@ -4,7 +4,7 @@ Everything here is written apart from the engine's own quantization, which tests
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,10 +110,10 @@ def rounded_weight(weight: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return numbers, scales, numbers.double() * wide.double()
 
 
-def rounded_input(x: Tensor, kind: str) -> Tensor:
+def rounded_input(x: Tensor, kind: str, peak: float = STATIC_PEAK) -> Tensor:
     """x [..., in] rounded to e4m3 and back, in float64."""
     if kind == "static":
-        scale = torch.tensor(STATIC_PEAK / 448)
+        scale = torch.tensor(peak / 448)
         return (x / scale).clamp(-448, 448).to(E4M3).double() * scale.double()
     if kind == "group":
         groups = [rounded_input(part, "token") for part in x.split(128, dim=-1)]
@@ -125,15 +125,18 @@ def rounded_input(x: Tensor, kind: str) -> Tensor:
 class RoundedLinear(nn.Module):
     """A linear layer as its format defines it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activations: str) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activations: str, peak: float = STATIC_PEAK
+    ) -> None:
         super().__init__()
         self.rounded = weight
         self.added = bias
         self.activations = activations
+        self.peak = peak
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], float32."""
-        y = F.linear(rounded_input(x, self.activations), self.rounded)
+        y = F.linear(rounded_input(x, self.activations, self.peak), self.rounded)
         return (y if self.added is None else y + self.added.double()).float()
 
 
@@ -143,12 +146,14 @@ def quantize(
     folder: Path,
     is_kept: Callable[[str], bool] = lambda name: False,
     more_config: dict[str, object] | None = None,
+    peaks: Mapping[str, float] | None = None,
 ) -> None:
     """Write `model` as a checkpoint of a format to `folder`, and make it compute as that format says.
 
     Args:
         is_kept: whether the layer of a name stays unquantized, beside the head.
         more_config: further keys of quantization_config.
+        peaks: the largest input of each layer, for static scales.
     """
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -158,11 +163,12 @@ def quantize(
         numbers, scales, exact = rounded_weight(layer.weight.detach(), form.weights)
         tensors[f"{name}.weight"] = numbers
         tensors[f"{name}.{form.scale_name}"] = scales
+        peak = peaks[name] if peaks else STATIC_PEAK
         if form.activations == "static":
-            tensors[f"{name}.input_scale"] = torch.tensor(STATIC_PEAK / 448)
+            tensors[f"{name}.input_scale"] = torch.tensor(peak / 448)
         outer, _, leaf = name.rpartition(".")
         bias = None if layer.bias is None else layer.bias.detach()
-        setattr(model.get_submodule(outer), leaf, RoundedLinear(exact, bias, form.activations))
+        setattr(model.get_submodule(outer), leaf, RoundedLinear(exact, bias, form.activations, peak))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     set_quantization(folder, form.config | (more_config or {}))
 
