@@ -37,7 +37,7 @@ ENGINE = """
     --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
-    --prefix-cache --profile-dir --rdzv --revision --strict-compile --tokenizer --tp
+    --prefix-cache --profile-dir --quantization --rdzv --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --choice --ebnf --json-schema --regex
@@ -96,7 +96,7 @@ FLAGS = {
     "cache": set(),
     **{f"cache {what}": {"--compile-cache"} for what in ("ls", "verify", "export", "import", "clear")},
     "top": {"--api-key", "--interval-s", "--url"},
-    "verify": {"--out", *ENGINE.split()} - {"--model"},
+    "verify": {"--out", *ENGINE.split()} - {"--model", "--quantization"},
     "doctor": {"--json", *ENGINE.split()},
 }
 

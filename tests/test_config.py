@@ -157,6 +157,7 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
     assert hints.keys() == open_hints.keys() | {"must_compile"}
     optional = {name for name, kind in hints.items() if NoneType in get_args(kind)}
     none = {
+        "quantization",
         "revision",
         "tokenizer",
         "num_pages",

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention": "errors attention.choice triton_kernels",
         "layers": "errors model_config attention triton_kernels",
         "models": "errors model_config parallel layers attention triton_kernels",
-        "weights": "errors progress ipc model_config parallel",
+        "weights": "errors progress ipc model_config parallel triton_kernels",
         "engine": "errors lives log progress request grammar config ipc attention.choice model_config "
         "kvcache scheduler parallel layers attention models weights triton_kernels compile_cache __init__",
         # what talks to people: no torch

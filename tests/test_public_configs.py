@@ -232,13 +232,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         PHI_3 | {"rope_parameters": LONGROPE | {"rope_type": "longrope", "partial_rotary_factor": 0.75}},
         "partial_rotary_factor = 0.75",
     ),
-    "Qwen3-8B-FP8": (
-        QWEN3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        "quantized weights .fp8.",
-    ),
     "Qwen2.5-7B-Instruct-AWQ": (
         QWEN2 | {"quantization_config": {"quant_method": "awq", "bits": 4}},
-        "quantized weights .awq.",
+        "quant_method 'awq'",
     ),
     "Mistral-7B-GPTQ": (MISTRAL | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     "a Llama in 4 bits of bitsandbytes": (

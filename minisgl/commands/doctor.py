@@ -289,7 +289,7 @@ def _model(
         warnings.append(str(error))
         return {"name": name, "folder": "not here"}, None
     try:
-        config = read_model_config(folder)
+        config = read_model_config(folder, engine.quantization)
     except MinisglError as error:
         problems.append(f"{name}: {error}")
         return {"name": name, "folder": str(folder)}, None

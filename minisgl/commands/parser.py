@@ -171,7 +171,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         help="What to compare: as --model of serve (default: %(default)s).",
     )  # fmt: skip
     verify.add_argument("--out", metavar="FILE", help="Write the report as JSON to this file.")
-    add_flags(verify, "engine", EngineConfig, environ, skip=("seed", "model"))
+    add_flags(verify, "engine", EngineConfig, environ, skip=("seed", "model", "quantization"))
 
     doctor = command("doctor", "Show what is installed, which settings serve would choose, and why.")
     doctor.add_argument("--json", action="store_true", help="As JSON, for a bug report.")

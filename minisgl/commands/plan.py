@@ -101,7 +101,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         ConfigError: the model does not fit, or a setting is impossible.
         ModelError: config.json can't be read.
     """
-    model = read_model_config(folder)
+    model = read_model_config(folder, config.quantization)
     capability = OTHER_COMPUTE.get(_known_gpu(gpu) or "", (9, 0))
     # The packages of that machine are unknown, so flashinfer is assumed to be installed.
     facts = DeviceFacts(has_cuda=True, cuda_name=gpu, compute_capability=capability, flashinfer="assumed")

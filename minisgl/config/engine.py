@@ -18,6 +18,10 @@ class EngineConfig:
     it. Auto: the model's."""
     dummy_weights: bool = False
     """Use random weights N(0, 0.02) instead of the checkpoint's, for benchmarks; needs only config.json."""
+    quantization: str | None = None
+    """Quantize the weights of an unquantized checkpoint while they load: "fp8" (a scale for each output
+    feature and for each row of activations) or "fp8-block" (for 128 x 128 weights, and for 128 activations).
+    Head and embedding stay as they are. Auto: the weights are used as the checkpoint has them."""
     device: str | None = None
     """Either "cuda" or "cpu". Auto: cuda if the machine has a CUDA GPU, else cpu."""
     dtype: str | None = None
@@ -118,6 +122,7 @@ class ResolvedConfig:
     revision: str | None
     tokenizer: str | None
     dummy_weights: bool
+    quantization: str | None
     device: str
     dtype: str
     max_context_tokens: int

@@ -7,6 +7,7 @@ from minisgl.config.engine import EngineConfig, ResolvedConfig
 from minisgl.config.field_checks import LARGEST, check_types, require
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import DTYPE_BYTES
+from minisgl.model_config.quantization_formats import QUANTIZED_WHILE_LOADING
 
 
 def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
@@ -28,6 +29,7 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
 
     check_choice("device", "cuda", "cpu")
     check_choice("dtype", *DTYPE_BYTES)
+    check_choice("quantization", *QUANTIZED_WHILE_LOADING)
     check_choice("compile_mode", "layers", "full", "off")
     check_range("max_context_tokens", 2)
     check_range("max_running_requests", 1, 4096)

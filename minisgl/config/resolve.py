@@ -65,6 +65,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         revision=config.revision,
         tokenizer=config.tokenizer,
         dummy_weights=config.dummy_weights,
+        quantization=config.quantization,
         device=device,
         dtype=dtype,
         max_context_tokens=max_context_tokens,

@@ -1,12 +1,31 @@
-"""Matrix products with weights stored as Hugging Face does: [out, in].
+"""Linear layers, alone and fused with others of the same input; a `Weight` does the work.
 
 N rows of input, `in` and `out` features.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from triton_kernels.registry import KERNELS
+from minisgl.layers.fp8_weight import Fp8Weight
+from minisgl.layers.weight import Input, InputFormat, PlainWeight
+from minisgl.model_config.quantization import Fp8Scheme
+
+
+def make_weight(
+    in_features: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    bias: bool,
+    scheme: Fp8Scheme | None,
+) -> PlainWeight | Fp8Weight:
+    """A weight of the kind that `scheme` says (None = unquantized) with parts of these output features."""
+    if scheme is None:
+        return PlainWeight(in_features, sizes, dtype, device, bias=bias)
+    return Fp8Weight(in_features, sizes, scheme, dtype, device, bias=bias)
 
 
 class Linear(nn.Module):
@@ -20,20 +39,19 @@ class Linear(nn.Module):
         device: torch.device,
         *,
         bias: bool = False,
+        scheme: Fp8Scheme | None = None,
     ) -> None:
         super().__init__()
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(
-                torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
-            )
-        self.kernels = KERNELS
+        self.weight = make_weight(in_features, [out_features], dtype, device, bias=bias, scheme=scheme)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
         """[N, in] -> [N, out]."""
-        return self.kernels.linear(x, self.weight, self.bias)
+        return self.weight.multiply(x)
+
+    def part_tensors(self) -> dict[str, Tensor]:
+        """Views of the tensors to load, by name in the checkpoint."""
+        (tensors,) = self.weight.part_tensors()
+        return tensors
 
 
 class FusedLinear(nn.Module):
@@ -52,28 +70,30 @@ class FusedLinear(nn.Module):
         device: torch.device,
         *,
         bias: bool = False,
+        scheme: Fp8Scheme | None = None,
     ) -> None:
         super().__init__()
-        self.parts = parts
-        self.kernels = KERNELS
-        out_features = sum(parts.values())
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(
-                torch.empty(out_features, dtype=dtype, device=device), requires_grad=False
-            )
+        self.parts = tuple(parts)
+        sizes = list(parts.values())
+        self.weight = make_weight(in_features, sizes, dtype, device, bias=bias, scheme=scheme)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def input_format(self) -> InputFormat:
+        """What `forward` and `gated` take beside plain rows."""
+        return self.weight.input_format
+
+    def forward(self, x: Input) -> Tensor:
         """[N, in] -> [N, sum of the parts]."""
-        return self.kernels.linear(x, self.weight, self.bias)
+        return self.weight.multiply(x)
+
+    def gated(self, x: Input) -> Tensor:
+        """silu(first part) * second part, two of one size: [N, in] -> [N, out / 2]."""
+        return self.weight.gated(x)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """Views of the fused tensors, by name in the checkpoint: each part's weight [out, in], bias [out]."""
-        views: dict[str, Tensor] = {}
-        for kind, fused in (("weight", self.weight), ("bias", self.bias)):
-            if fused is not None:
-                rows = torch.split(fused.detach(), list(self.parts.values()))
-                views |= {f"{part}.{kind}": some for part, some in zip(self.parts, rows, strict=True)}
-        return views
+        return {
+            f"{part}.{kind}": tensor
+            for part, tensors in zip(self.parts, self.weight.part_tensors(), strict=True)
+            for kind, tensor in tensors.items()
+        }

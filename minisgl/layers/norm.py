@@ -6,7 +6,10 @@ N rows, M model width.
 import torch
 from torch import Tensor, nn
 
+from minisgl.layers.weight import Fp8Rows, Input, InputFormat
+from triton_kernels.quantize_fp8 import GROUP
 from triton_kernels.registry import KERNELS
+from triton_kernels.rms_norm_fp8 import add_rms_norm_fp8
 
 
 class RMSNorm(nn.Module):
@@ -42,6 +45,14 @@ class RMSNorm(nn.Module):
     def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), each [N, M]."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def forward_add_as(self, x: Tensor, residual: Tensor, wanted: InputFormat) -> tuple[Input, Tensor]:
+        """`forward_add` with the norm as the next layer wants it; plain if the user has replaced the op."""
+        if wanted is InputFormat.PLAIN or self.kernels.add_rms_norm is not KERNELS.add_rms_norm:
+            return self.forward_add(x, residual)
+        group = GROUP if wanted is InputFormat.FP8_GROUPS else None
+        values, scales, residual = add_rms_norm_fp8(x, residual, self.weight, self.eps, group)
+        return Fp8Rows(values, scales), residual
 
     def add_one(self) -> None:
         """Called once, after the checkpoint is loaded."""

@@ -5,6 +5,8 @@ Promise: frozen and complete. Layers, loader and memory budget are built from it
 
 from dataclasses import dataclass
 
+from minisgl.model_config.quantization import Quantization
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -99,6 +101,8 @@ class ModelConfig:
     checkpoint_prefix: str = ""
     """Prefix of the text model's tensor names in multimodal checkpoints, whose other parts are not loaded
     (Gemma 3, Mistral Small 3)."""
+    quantization: Quantization | None = None
+    """How linear layers are quantized; None = no layer is."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": the dtype of the stored weights."""
     eos_token_ids: tuple[int, ...]

@@ -13,14 +13,19 @@ from minisgl.errors import ModelError
 from minisgl.model_config.config import DTYPE_BYTES, ModelConfig, RopeScaling
 from minisgl.model_config.families import FAMILIES, MULTIMODAL_CLASSES, TEXT_PREFIX, Family, Windows
 from minisgl.model_config.json_fields import integer, number, read_json, unsupported, whole_number
+from minisgl.model_config.quantization_formats import quantized_while_loading, read_quantization
 from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, quantization: str | None = None) -> ModelConfig:
     """Read the model in `folder` and check that this engine supports all its settings.
+
+    Args:
+        quantization: `EngineConfig.quantization`: how to quantize the weights while loading.
 
     Raises:
         ModelError: config.json is missing or malformed, or has an unsupported setting.
+        ConfigError: `quantization` does not fit the model.
     """
     raw = read_json(folder / "config.json", required=True)
     generation = read_json(folder / "generation_config.json", required=False)
@@ -70,11 +75,31 @@ def read_model_config(folder: Path) -> ModelConfig:
         windows=_windows(raw, family, max_position),
         experts=family.read_experts(raw) if family.read_experts else None,
         checkpoint_prefix=prefix,
+        quantization=read_quantization(raw, prefix),
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_joined_ids("eos_token_id", generation, raw),
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
     )
-    return _with_gemma_settings(config, raw, family, rope.local_theta) if family.is_gemma else config
+    if family.is_gemma:
+        config = _with_gemma_settings(config, raw, family, rope.local_theta)
+    _refuse_quantized_experts(config)
+    return quantized_while_loading(config, quantization)
+
+
+def _refuse_quantized_experts(config: ModelConfig) -> None:
+    """Refuse a mixture whose experts or router are quantized.
+
+    Raises:
+        ModelError: they are.
+    """
+    experts, quantization = config.experts, config.quantization
+    if experts is None or quantization is None:
+        return
+    for layer in range(config.num_layers):
+        outer = f"model.layers.{layer}.{experts.module_name}"
+        for name in (f"{outer}.gate", *(f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names)):
+            if layer not in experts.dense_layers and quantization.includes(name):
+                raise unsupported(f"quantized experts ({name}); take a version with unquantized experts")
 
 
 def _with_gemma_settings(
@@ -159,10 +184,6 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
     Raises:
         ModelError: names the first such setting.
     """
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise unsupported(f"quantized weights ({method}); take the model's unquantized version")
     activation, known = family.activation
     if raw.get(activation, known) != known:
         raise unsupported(f"{activation} = {raw[activation]!r}; only {known!r} is known")

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
+from minisgl.layers.fp8_weight import Fp8Weight
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
+from minisgl.layers.weight import Input, InputFormat, PlainWeight
 from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.quantization import layer_scheme
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
 """`call_block`, or a compiled equivalent."""
@@ -60,11 +63,7 @@ class Decoder(nn.Module):
             make_block(config, layer, attend, dtype, device) for layer in range(config.num_layers)
         )
         self.norm = make_norm(config, config.hidden_size, dtype, device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, torch.device("meta"))
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        else:
-            self.lm_head.to_empty(device=device)
+        self.lm_head = self._make_head(config, dtype, device)
         self.register_buffer("cos_sin", make_cos_sin(config, device), persistent=False)
         self.local_rope_layers = config.local_rope_layers
         if config.local_rope_layers:
@@ -74,6 +73,15 @@ class Decoder(nn.Module):
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         self.logit_softcap = config.logit_softcap
         self.logits_dtype = dtype if config.logits_dtype is None else getattr(torch, config.logits_dtype)
+
+    def _make_head(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Linear:
+        """The output head. If it is tied, its values are the embedding's."""
+        sizes = (config.hidden_size, config.vocab_size)
+        if not config.tie_word_embeddings:
+            return Linear(*sizes, dtype, device, scheme=layer_scheme(config.quantization, "lm_head"))
+        head = Linear(*sizes, dtype, torch.device("meta"))
+        head.weight.values = self.embed_tokens.weight
+        return head
 
     def forward(
         self,
@@ -151,9 +159,12 @@ class Decoder(nn.Module):
             if isinstance(module, FusedLinear | MoeMLP):
                 views |= {f"model.{outer}.{name}": rows for name, rows in module.part_tensors().items()}
             elif module is self.lm_head:
-                if self.lm_head.weight is not self.embed_tokens.weight:
-                    views["lm_head.weight"] = self.lm_head.weight.detach()
-            elif isinstance(module, Linear | Embedding | RMSNorm):
+                if self.lm_head.weight.values is not self.embed_tokens.weight:
+                    named = self.lm_head.part_tensors()
+                    views |= {f"lm_head.{name}": tensor for name, tensor in named.items()}
+            elif isinstance(module, Linear):
+                views |= {f"model.{path}.{name}": rows for name, rows in module.part_tensors().items()}
+            elif isinstance(module, Embedding | RMSNorm):
                 named = module.named_parameters()
                 views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
         return views
@@ -163,6 +174,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.add_one()
+            elif isinstance(module, PlainWeight | Fp8Weight):
+                module.finish_loading()
 
 
 def call_block(
@@ -193,7 +206,8 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(config, layer, attend, dtype, device)
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype, device)
         if config.experts is None or layer in config.experts.dense_layers:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype, device)
+            sizes = (config.hidden_size, config.intermediate_size)
+            self.mlp = GatedMLP(*sizes, dtype, device, config.quantization, f"model.layers.{layer}.mlp")
         else:
             self.mlp = MoeMLP(config.experts, config.hidden_size, dtype, device)
 
@@ -206,13 +220,13 @@ class Block(nn.Module):
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
         """x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
-        x, residual = self.input_layernorm.forward_add(x, residual)
-        x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.select_outputs(residual)
+        normed, residual = self.input_layernorm.forward_add_as(x, residual, self.self_attn.input_format)
+        x, residual = self.self_attn(normed, positions, cos_sin, inputs), inputs.select_outputs(residual)
         norm = self.post_attention_layernorm
         if isinstance(self.mlp, MoeMLP):
             return self.mlp.forward_add(x, residual, norm, inputs.select_outputs(inputs.slot_mapping))
-        x, residual = norm.forward_add(x, residual)
-        return self.mlp(x), residual
+        normed, residual = norm.forward_add_as(x, residual, self.mlp.input_format)
+        return self.mlp(normed), residual
 
 
 class SelfAttention(nn.Module):
@@ -224,7 +238,11 @@ class SelfAttention(nn.Module):
         super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, dtype, device, bias=config.qkv_bias)
+        name = f"model.layers.{layer}.self_attn"
+        scheme = layer_scheme(config.quantization, f"{name}.qkv_proj", tuple(parts))
+        self.qkv_proj = FusedLinear(
+            config.hidden_size, parts, dtype, device, bias=config.qkv_bias, scheme=scheme
+        )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = make_norm(config, config.head_dim, dtype, device)
@@ -239,9 +257,15 @@ class SelfAttention(nn.Module):
             scale=config.attention_scale,
             softcap=config.attention_softcap or 0.0,
         )
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
+        scheme = layer_scheme(config.quantization, f"{name}.o_proj")
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias, scheme=scheme)
 
-    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
+    @property
+    def input_format(self) -> InputFormat:
+        """What `forward` takes beside plain rows."""
+        return self.qkv_proj.input_format
+
+    def forward(self, x: Input, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """[T, M] -> [N, M]."""
         qkv = self.qkv_proj(x)
         out = self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm)

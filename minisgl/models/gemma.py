@@ -33,7 +33,8 @@ class GemmaBlock(nn.Module):
         self.self_attn = SelfAttention(config, layer, attend, dtype, device)
         self.post_attention_layernorm = make_norm(config, width, dtype, device)
         self.pre_feedforward_layernorm = make_norm(config, width, dtype, device)
-        self.mlp = GeluMLP(width, config.intermediate_size, dtype, device)
+        name = f"model.layers.{layer}.mlp"
+        self.mlp = GeluMLP(width, config.intermediate_size, dtype, device, config.quantization, name)
         self.post_feedforward_layernorm = make_norm(config, width, dtype, device)
 
     def forward(

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.embedding import Embedding
+from minisgl.layers.fp8_weight import Fp8Weight
 from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.weight import InputFormat, PlainWeight
 from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Block, Decoder
 from minisgl.models.registry import build_model
@@ -103,6 +105,10 @@ class SummingNorm(nn.Module):
             return self.norm.forward_add(self.rank_sum(x), residual)
         return self.rank_sum.norm(x, residual, self.norm.weight, self.norm.eps)
 
+    def forward_add_as(self, x: Tensor, residual: Tensor, wanted: InputFormat) -> tuple[Tensor, Tensor]:
+        """`forward_add`: the sum's kernel emits plain rows, and the next layer rounds them itself."""
+        return self.forward_add(x, residual)
+
 
 class SummedLayer(nn.Module):
     """A layer that is split by input features: the ranks' outputs are summed."""
@@ -156,7 +162,7 @@ class ShardedHead(nn.Module):
         self.group = ranks.group
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> PlainWeight | Fp8Weight:
         """This rank's rows."""
         return self.shard.weight
 

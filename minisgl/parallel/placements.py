@@ -82,10 +82,10 @@ def place_tensors(
     for name, view in views.items():
         *_, layer, kind = name.split(".")
         split = plan.get(layer)
-        mesh, placements = flat, _placements(split, kind)
+        shape = shapes[name]
+        mesh, placements = flat, _placements(split, kind, view.shape, shape)
         if split is Split.KV_HEADS and copies is not None:
             mesh, placements = copies, (*placements, Replicate())
-        shape = shapes[name]
         local_shape, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
         if split is Split.VOCABULARY:
             view = view[: local_shape[0]]  # further rows are padding
@@ -97,9 +97,16 @@ def place_tensors(
     return placed
 
 
-def _placements(split: Split | None, kind: str) -> tuple[Placement, ...]:
+def _placements(
+    split: Split | None, kind: str, local: torch.Size, whole: torch.Size
+) -> tuple[Placement, ...]:
     if split is None:
         return (Replicate(),)
+    if kind not in ("weight", "bias"):
+        # Scales are split as the features that they are for, whether one is for a feature or for a block of
+        # them; one that is for all features is whole on every rank.
+        smaller = [dim for dim, size in enumerate(whole) if local[dim] < size]
+        return (Shard(smaller[0]),) if smaller else (Replicate(),)
     if split is Split.ROWWISE:
         # Only the first rank holds the bias and the others zeros, so the sum of outputs contains it once.
         return (Shard(1),) if kind == "weight" else (Partial(),)

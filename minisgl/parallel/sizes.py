@@ -8,6 +8,10 @@ from dataclasses import replace
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.experts_config import EXPERT_TILE
+from minisgl.model_config.quantization import WeightScales
+
+BLOCK = 128
+"""Features with one scale, in a weight whose scales are for blocks."""
 
 
 def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
@@ -58,4 +62,22 @@ def _uneven(model: ModelConfig, tp: int) -> str | None:
         return f"MLP width of {model.intermediate_size}"
     if experts is not None and experts.intermediate_size % (EXPERT_TILE * tp):
         return f"expert width of {experts.intermediate_size} (in multiples of {EXPERT_TILE})"
+    return _uneven_blocks(model, tp)
+
+
+def _uneven_blocks(model: ModelConfig, tp: int) -> str | None:
+    """The first size whose share is not made of whole blocks, if the weights have scales of blocks."""
+    quantization = model.quantization
+    if tp == 1 or quantization is None or quantization.scheme.weights is not WeightScales.BLOCK:
+        return None
+    shares = {
+        f"{model.num_heads} attention heads": model.num_heads // tp * model.head_dim,
+        f"{model.num_kv_heads} KV heads": max(model.num_kv_heads // tp, 1) * model.head_dim,
+        f"MLP width of {model.intermediate_size}": model.intermediate_size // tp,
+    }
+    if not model.tie_word_embeddings and quantization.includes("lm_head"):
+        shares[f"vocabulary of {model.vocab_size}"] = vocabulary_rows(model.vocab_size, tp)
+    for size, share in shares.items():
+        if share % BLOCK:
+            return f"{size} (in blocks of {BLOCK} features with one scale)"
     return None

@@ -115,7 +115,12 @@ def verify_model(config: EngineConfig, folder: Path, say: Callable[[str], None])
     """
     if config.tp != 1:
         raise ConfigError(f"minisgl verify runs on one GPU, got --tp {config.tp}; leave it away")
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, config.quantization)
+    if model_config.quantization is not None:
+        raise ConfigError(
+            f"minisgl verify compares unquantized models, and the weights are "
+            f"{model_config.quantization.describe()}; bench/quality.py compares quantized ones"
+        )
     if config.dummy_weights and model_config.checkpoint_prefix:
         raise ConfigError("--dummy-weights can't verify a model of text and images; take one of text")
     config = _with_defaults(config, model_config)

@@ -1,22 +1,51 @@
 """Random weights for benchmarks that need only the shapes."""
 
+from typing import Protocol, runtime_checkable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 STANDARD_DEVIATION = 0.02
 DUMMY_SEED = 0
 """Seed of an engine's dummy weights, independent of --seed."""
 
 
+@runtime_checkable
+class Quantizable(Protocol):
+    """A module whose weight is quantized."""
+
+    dtype: torch.dtype
+    in_features: int
+    values: Tensor
+
+    def quantize(self, values: Tensor) -> None:
+        """Set numbers and scales from unquantized values [out, in_features]."""
+        ...
+
+
 def fill_dummy(model: nn.Module, seed: int) -> None:
     """Fill matrices from N(0, 0.02) and vectors (norm weights, biases) with 1. Deterministic per seed, dtype
-    and device."""
+    and device; a quantized weight gets the numbers that it would have unquantized, quantized."""
     generators: dict[torch.device, torch.Generator] = {}
+
+    def normal(parameter: Tensor) -> None:
+        if parameter.device not in generators:
+            generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
+        parameter.normal_(0.0, STANDARD_DEVIATION, generator=generators[parameter.device])
+
+    filled = set()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
-            if parameter.device not in generators:
-                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
-            parameter.normal_(0.0, STANDARD_DEVIATION, generator=generators[parameter.device])
+        for module in model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            if isinstance(module, Quantizable):
+                shape = (module.values.shape[0], module.in_features)
+                values = torch.empty(shape, dtype=module.dtype, device=module.values.device)
+                normal(values)
+                module.quantize(values)
+                own = {name: parameter for name, parameter in own.items() if name == "bias"}
+            for parameter in own.values():
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                elif id(parameter) not in filled:
+                    filled.add(id(parameter))
+                    normal(parameter)

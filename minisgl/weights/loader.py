@@ -7,7 +7,7 @@ READERS pieces of a tensor, whatever the size of the files.
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,16 +22,23 @@ from minisgl.errors import ModelError
 from minisgl.model_config.config import ModelConfig
 from minisgl.parallel.shards import shard_of
 from minisgl.progress import BYTES, Progress, no_progress
+from minisgl.weights.fitting import (
+    DTYPES,
+    FP8,
+    StoredTensor,
+    check_fit,
+    is_shared,
+    joined_names,
+    parts_of_each,
+    take_scales_to_compute,
+)
+from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
 
 READERS = {"cuda": 8, "cpu": 2}
 """Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other reads."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that some checkpoints (Phi-3's) store fused, with the parts' rows one after the other."""
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
-NAMES_SHOWN = 6
 
 
 class LoadableModel(Protocol):
@@ -57,21 +64,25 @@ def load_weights(
 ) -> int:
     """Fill `model`, whose parameters are allocated on `device`, from the safetensors in `folder`.
 
+    If `config` says so, unquantized weights are quantized on the way, on `device`.
+
     Returns the bytes of the parameters that were filled.
 
     Raises:
         ModelError: files are missing or damaged, or tensors are missing, unexpected or of the wrong shape;
             the message lists them.
     """
-    targets = model.checkpoint_tensors()
+    targets = dict(model.checkpoint_tensors())
     for name, view in targets.items():
-        assert view.dtype in (dtype, torch.float32), f"{name} is allocated as {view.dtype}, not as {dtype}"
+        allowed = (dtype, torch.float32, DTYPES[FP8])
+        assert view.dtype in allowed, f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
     stored = _without_prefix(_read_headers(checkpoint_files(folder)), config.checkpoint_prefix)
-    parts = _parts_of_each(stored, targets)
-    _check_names_and_shapes(parts, stored, config, folder)
-
     total = sum(shard_of(target).memory.nbytes for target in targets.values())
+    scales = take_scales_to_compute(targets, config)
+    parts = parts_of_each(stored, targets)
+    stored = check_fit(parts, stored, config, folder)
+
     done = 0
     on_progress("loading the weights", done, total, BYTES)
     pieces: list[Piece] = []  # in the order of the files
@@ -83,22 +94,15 @@ def load_weights(
                 memory.zero_()
                 done += memory.nbytes
             else:
-                pieces += _pieces(stored[name], begin, place, memory)
-            begin += target.numel() * FLOAT_DTYPES[stored[name].dtype].itemsize
+                computed = shard_of(scales[id(target)]).memory if id(target) in scales else None
+                pieces += _pieces(stored[name], begin, place, memory, computed)
+            if not is_shared(stored[name], parts[name]):
+                begin += target.numel() * DTYPES[stored[name].dtype].itemsize
     for num_bytes in _copy_pieces(pieces, torch.device(device)):
         done += num_bytes
         on_progress("loading the weights", done, total, BYTES)
     model.finish_loading()
     return total
-
-
-class StoredTensor(NamedTuple):
-    """A tensor's entry in a file's header."""
-
-    path: Path
-    shape: list[int]
-    dtype: str  # as safetensors writes it, for example "BF16"
-    begin: int  # offset of its bytes in the file
 
 
 class Piece(NamedTuple):
@@ -110,6 +114,8 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     columns: tuple[slice, ...]  # the slice of the rows to copy
     target: Tensor
+    scales: Tensor | None = None
+    """Of the target, if the rows have to be quantized: [rows, 1] or [blocks of rows, blocks of columns]."""
 
     @property
     def num_bytes(self) -> int:
@@ -169,7 +175,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         absent = [path.name for path in files if not path.is_file()]
         if absent:
             raise ModelError(
-                f"{folder} is incomplete: {_joined_names(absent)} named in {INDEX} missing; "
+                f"{folder} is incomplete: {joined_names(absent)} named in {INDEX} missing; "
                 "download the model again"
             )
         return files
@@ -183,68 +189,27 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def _parts_of_each(stored: Iterable[str], targets: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """The parameters that each checkpoint tensor fills; several for a fused tensor."""
-    parts = {name: [target] for name, target in targets.items()}
-    for name in stored:
-        layer, _, kind = name.rpartition(".")
-        outer, _, leaf = layer.rpartition(".")
-        members = [f"{outer}.{part}.{kind}" for part in FUSED.get(leaf, ())]
-        if members and name not in parts and all(member in parts for member in members):
-            parts[name] = [parts.pop(member)[0] for member in members]
-    return parts
-
-
-def _check_names_and_shapes(
-    parts: dict[str, list[Tensor]], stored: dict[str, StoredTensor], config: ModelConfig, folder: Path
-) -> None:
-    """Compare the model's parameters with the files' headers.
-
-    Raises:
-        ModelError: a tensor is missing, unexpected, of the wrong shape or not floating-point.
-    """
-    complaints = []
-    missing = sorted(parts.keys() - stored.keys())
-    if missing:
-        complaints.append(f"missing: {_joined_names(missing)}")
-    unexpected = sorted(name for name in stored.keys() - parts.keys() if not _ignorable(name, config))
-    if unexpected:
-        complaints.append(f"not part of {config.architecture}: {_joined_names(unexpected)}")
-    common = sorted(parts.keys() & stored.keys())
-    needed = {
-        name: [sum(part.shape[0] for part in parts[name]), *parts[name][0].shape[1:]] for name in common
-    }
-    shapes = [
-        f"{name} is {stored[name].shape}, needed {needed[name]}"
-        for name in common
-        if stored[name].shape != needed[name]
-    ]
-    if shapes:
-        complaints.append(f"wrong shape: {_joined_names(shapes)}")
-    kinds = [f"{name} is {stored[name].dtype}" for name in common if stored[name].dtype not in FLOAT_DTYPES]
-    if kinds:
-        complaints.append(f"quantized or no numbers: {_joined_names(kinds)}")
-    if complaints:
-        raise ModelError(f"the weights in {folder} do not fit its config.json; " + "; ".join(complaints))
-
-
-def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Whether the checkpoint may contain this tensor although the model does not use it."""
-    copy_of_the_embedding = name == "lm_head.weight" and config.tie_word_embeddings
-    return copy_of_the_embedding or name.endswith("rotary_emb.inv_freq")
-
-
-def _pieces(stored: StoredTensor, begin: int, place: tuple[slice, ...], memory: Tensor) -> Iterator[Piece]:
+def _pieces(
+    stored: StoredTensor,
+    begin: int,
+    place: tuple[slice, ...],
+    memory: Tensor,
+    scales: Tensor | None,
+) -> Iterator[Piece]:
     """Split the copy to `memory` into pieces of about PIECE_BYTES.
 
     Args:
         begin: offset in the file of the tensor that `place` is a slice of.
+        scales: memory for the scales of `memory` if it is quantized on the way.
     """
     rows, *columns = place
-    dtype = FLOAT_DTYPES[stored.dtype]
+    dtype = DTYPES[stored.dtype]
     row_shape = stored.shape[1:]
     row_bytes = math.prod(row_shape) * dtype.itemsize
     step = max(1, PIECE_BYTES // max(1, row_bytes))
+    unit = 1
+    if scales is not None and len(scales) < len(memory):  # of blocks, which no piece may cut
+        step, unit = -(-step // GROUP) * GROUP, GROUP
     for first in range(rows.start, rows.stop, step):
         last = min(first + step, rows.stop)
         yield Piece(
@@ -254,6 +219,9 @@ def _pieces(stored: StoredTensor, begin: int, place: tuple[slice, ...], memory: 
             dtype=dtype,
             columns=tuple(columns),
             target=memory[first - rows.start : last - rows.start],
+            scales=None
+            if scales is None
+            else scales[(first - rows.start) // unit : -(-(last - rows.start) // unit)],
         )
 
 
@@ -280,16 +248,32 @@ def _copy_pieces(pieces: list[Piece], device: torch.device) -> Iterator[int]:
                 with _damaged_file_errors(piece.path):
                     _read(files[piece.path].fileno(), read.numpy().data, piece.begin)
                 rows = read.view(piece.dtype).view(piece.shape)
-                piece.target.copy_(rows[(slice(None), *piece.columns)], non_blocking=True)
+                if piece.scales is None:
+                    piece.target.copy_(rows[(slice(None), *piece.columns)], non_blocking=True)
+                else:
+                    _quantize(piece, rows.to(piece.target.device, non_blocking=True))
                 if device.type == "cuda":
                     torch.cuda.current_stream(piece.target.device).synchronize()
             finally:
                 buffers.put(buffer)
-            return piece.target.nbytes
+            return piece.target.nbytes + (0 if piece.scales is None else piece.scales.nbytes)
 
         pool = stack.enter_context(ThreadPoolExecutor(num_readers, thread_name_prefix="read-weights"))
         stack.callback(pool.shutdown, cancel_futures=True)  # after an error, do not read the rest
         yield from pool.map(copy, pieces)
+
+
+def _quantize(piece: Piece, rows: Tensor) -> None:
+    """Fill a piece's target and scales from `rows`, which are as wide as in the file."""
+    assert piece.scales is not None
+    (columns,) = piece.columns
+    has_blocks = len(piece.scales) < len(rows) or piece.scales.shape[1] > 1
+    values, scales = quantize_weight_fp8(rows, has_blocks)
+    piece.target.copy_(values[:, columns])
+    if has_blocks:
+        piece.scales.copy_(scales[:, columns.start // GROUP : -(-columns.stop // GROUP)])
+    else:
+        piece.scales.copy_(scales.unsqueeze(1))
 
 
 def _read(file: int, into: memoryview, begin: int) -> None:
@@ -308,9 +292,3 @@ def _damaged_file_errors(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} can't be read ({error}); download the model again") from error
-
-
-def _joined_names(items: Iterable[str]) -> str:
-    items = list(items)
-    more = f" and {len(items) - NAMES_SHOWN} more" if len(items) > NAMES_SHOWN else ""
-    return ", ".join(items[:NAMES_SHOWN]) + more

@@ -42,19 +42,20 @@ def test_the_gated_mlp_takes_the_gate_from_the_first_half() -> None:
     x = torch.randn(7, 12, generator=torch.Generator().manual_seed(2))
     parts = mlp.gate_up_proj.part_tensors()
     gate, up = (double(x) @ double(parts[f"{name}.weight"]).T for name in ("gate_proj", "up_proj"))
-    expected = (gate * gate.sigmoid() * up) @ double(mlp.down_proj.weight).T
+    expected = (gate * gate.sigmoid() * up) @ double(mlp.down_proj.weight.values).T
     torch.testing.assert_close(double(mlp(x)), expected, atol=1e-3, rtol=1e-4)
 
 
 def test_writing_to_a_part_writes_to_the_fused_weight_and_bias() -> None:
     fused = FusedLinear(3, {"a": 2, "b": 4}, torch.float32, CPU, bias=True)
     views = fused.part_tensors()
-    for value, name in enumerate(("a.weight", "b.weight", "a.bias", "b.bias")):
+    names = ("a.weight", "b.weight", "a.bias", "b.bias")
+    for value, name in enumerate(names):
         views[name].fill_(value)
-    assert fused.weight[:, 0].tolist() == [0, 0, 1, 1, 1, 1]
-    assert fused.bias is not None
-    assert fused.bias.tolist() == [2, 2, 3, 3, 3, 3]
-    assert [tuple(view.shape) for view in views.values()] == [(2, 3), (4, 3), (2,), (4,)]
+    assert fused.weight.values[:, 0].tolist() == [0, 0, 1, 1, 1, 1]
+    assert fused.weight.bias is not None
+    assert fused.weight.bias.tolist() == [2, 2, 3, 3, 3, 3]
+    assert [tuple(views[name].shape) for name in names] == [(2, 3), (4, 3), (2,), (4,)]
     assert fused(torch.ones(1, 3)).tolist() == [[2, 2, 6, 6, 6, 6]]
 
 

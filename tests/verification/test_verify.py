@@ -74,12 +74,12 @@ def swap_heads(rows: torch.Tensor, first: int, second: int) -> None:
 
 def permute_q_heads(engine: Engine, folder: Path) -> None:
     layer: Any = engine.runner.model.layers[1]
-    swap_heads(layer.self_attn.qkv_proj.weight, 0, 4)  # heads of different KV heads
+    swap_heads(layer.self_attn.qkv_proj.weight.values, 0, 4)  # heads of different KV heads
 
 
 def permute_v_heads(engine: Engine, folder: Path) -> None:
     layer: Any = engine.runner.model.layers[2]
-    swap_heads(layer.self_attn.qkv_proj.weight, 8, 9)  # behind 6 heads of q and 2 of k
+    swap_heads(layer.self_attn.qkv_proj.weight.values, 8, 9)  # behind 6 heads of q and 2 of k
 
 
 def change_rope_base(engine: Engine, folder: Path) -> None:
@@ -96,7 +96,7 @@ def leave_a_norm_out(engine: Engine, folder: Path) -> None:
 
 def overflow(engine: Engine, folder: Path) -> None:
     layer: Any = engine.runner.model.layers[1]
-    layer.mlp.down_proj.weight.mul_(3e38)
+    layer.mlp.down_proj.weight.values.mul_(3e38)
 
 
 def widen_the_window(engine: Engine, folder: Path) -> None:
@@ -164,7 +164,7 @@ def test_float16_that_is_too_narrow_for_the_model_is_no_fault_of_ours(tmp_path: 
     model = random_model(family="gemma3_text", **{"num_hidden_layers": 3, **GEMMA})
     layer: Any = model.model.layers[1]
     with torch.no_grad():
-        layer.mlp.down_proj.weight.mul_(1e5)
+        layer.mlp.down_proj.weight.values.mul_(1e5)
     model.save_pretrained(tmp_path)
     assert run(tmp_path, "bfloat16").passed
     (finding,) = run(tmp_path, "float16").findings

@@ -28,4 +28,5 @@ def test_matrices_are_normal_norms_are_one_and_the_seed_decides(dtype: torch.dty
             assert a.float().mean().abs() < 2e-3
             assert abs(a.float().std().item() - 0.02) < 2e-3
     weights = dict(first.named_parameters())
-    assert not torch.equal(weights["layers.0.mlp.down_proj.weight"], weights["layers.1.mlp.down_proj.weight"])
+    first_down, second_down = (weights[f"layers.{layer}.mlp.down_proj.weight.values"] for layer in range(2))
+    assert not torch.equal(first_down, second_down)

@@ -55,18 +55,18 @@ def assert_holds(ours: Decoder, theirs: LlamaForCausalLM, dtype: torch.dtype = t
         mine = ours.layers[i].state_dict()
         qkv = torch.cat([expected[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
         gate_up = torch.cat([expected[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-        assert torch.equal(mine["self_attn.qkv_proj.weight"], qkv.to(dtype))
-        assert torch.equal(mine["mlp.gate_up_proj.weight"], gate_up.to(dtype))
-        for name in (
-            "self_attn.o_proj",
-            "mlp.down_proj",
-            "input_layernorm",
-            "post_attention_layernorm",
+        assert torch.equal(mine["self_attn.qkv_proj.weight.values"], qkv.to(dtype))
+        assert torch.equal(mine["mlp.gate_up_proj.weight.values"], gate_up.to(dtype))
+        for name, kept in (
+            ("self_attn.o_proj", "weight.values"),
+            ("mlp.down_proj", "weight.values"),
+            ("input_layernorm", "weight"),
+            ("post_attention_layernorm", "weight"),
         ):
-            assert torch.equal(mine[f"{name}.weight"], expected[f"{prefix}{name}.weight"].to(dtype))
+            assert torch.equal(mine[f"{name}.{kept}"], expected[f"{prefix}{name}.weight"].to(dtype))
     assert torch.equal(ours.embed_tokens.weight, expected["model.embed_tokens.weight"].to(dtype))
     assert torch.equal(ours.norm.weight, expected["model.norm.weight"].to(dtype))
-    assert torch.equal(ours.lm_head.weight, expected["lm_head.weight"].to(dtype))
+    assert torch.equal(ours.lm_head.weight.values, expected["lm_head.weight"].to(dtype))
     assert not any(parameter.isnan().any() for parameter in ours.parameters())
 
 
@@ -288,12 +288,13 @@ def test_matrices_that_a_checkpoint_has_as_one_are_taken_apart(
 def test_a_file_that_ends_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_llama(tmp_path)
     path = tmp_path / "model.safetensors"
-    check = loader._check_names_and_shapes
+    check = loader.check_fit
 
-    def check_then_truncate(*arguments: Any) -> None:
-        check(*arguments)
+    def check_then_truncate(*arguments: Any) -> Any:
+        fitting = check(*arguments)
         path.write_bytes(path.read_bytes()[:-1000])
+        return fitting
 
-    monkeypatch.setattr(loader, "_check_names_and_shapes", check_then_truncate)
+    monkeypatch.setattr(loader, "check_fit", check_then_truncate)
     with pytest.raises(ModelError, match=r"model\.safetensors can't be read \(it ends too early\)"):
         load(tmp_path)

@@ -88,7 +88,7 @@ def run_step_bench(
     ceilings = _gpu_ceilings() if on_gpu else None
     with ShownProgress(lines_on()) as progress:
         with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
-            model_config = read_model_config(folder)
+            model_config = read_model_config(folder, engine_config.quantization)
             stages: dict[str, float] = {}
 
             def on_stage(stage: str, duration_ms: float) -> None:
@@ -99,7 +99,7 @@ def run_step_bench(
                 engine = build_engine(engine_config, folder, on_stage)
         peak_bytes = peak_host_bytes()
         try:
-            ceilings = ceilings or _cpu_ceilings(engine.runner.model.lm_head.weight.dtype)
+            ceilings = ceilings or _cpu_ceilings(engine.runner.model.embed_tokens.weight.dtype)
             engine.record_graphs()
             report = measure_steps(engine, model_config, points, ceilings, progress)
             if engine.config.tp > 1:

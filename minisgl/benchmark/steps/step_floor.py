@@ -3,6 +3,8 @@
 Promise: each weight, key and value that the step needs counts once, and nothing else counts. In a layer with
 a window, only the tokens inside the window count. Of the experts, only those that get a token count. In the
 last layer, keys and values of all tokens count, and the other work only for tokens whose logits are needed.
+Products of quantized weights count as many FLOPs as others, so a GPU that has a faster rate for them may come
+under the floor of a large prefill.
 """
 
 from collections.abc import Callable
@@ -44,6 +46,7 @@ class Costs(NamedTuple):
     expert_parameters: int = 0  # one expert in every layer that has experts
     last_expert_parameters: int = 0  # one expert of the last layer
     experts_per_token: int = 0
+    saved_bytes: int = 0  # of the blocks' parameters, because they are quantized
 
     def decode(self, batch: int, context: float, experts_hit: float = 0.0) -> Work:
         """A decode step of `batch` rows with `context` tokens each, the new one included.
@@ -79,16 +82,16 @@ class Costs(NamedTuple):
 
     def _weight_bytes(self, experts_hit: float) -> float:
         parameters = self.block_parameters + self.head_parameters + experts_hit * self.expert_parameters
-        return parameters * self.item_bytes
+        return parameters * self.item_bytes - self.saved_bytes
 
 
 def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     """The costs of a model, or of one rank's share; `config` must have the rank's sizes."""
     model = runner.model
-    item_bytes = model.lm_head.weight.element_size()
-    head = model.lm_head.weight.numel()
     embedding = model.embed_tokens.weight
-    outside = 0 if embedding is model.lm_head.weight else embedding.numel()
+    item_bytes = embedding.element_size()
+    head = model.lm_head.weight.values.numel()
+    outside = 0 if embedding is model.lm_head.weight.values else embedding.numel()
     blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
     last = sum(parameter.numel() for parameter in model.layers[-1].parameters())
     last -= 2 * config.num_kv_heads * config.head_dim * config.hidden_size
@@ -111,6 +114,11 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         expert_parameters=expert,
         last_expert_parameters=last_expert,
         experts_per_token=experts_per_token,
+        saved_bytes=sum(
+            parameter.numel() * item_bytes - parameter.nbytes
+            for parameter in model.layers.parameters()
+            if parameter.element_size() < item_bytes
+        ),
     )
 
 

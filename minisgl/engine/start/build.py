@@ -65,7 +65,7 @@ def build_engine(
             "--tp, --nnodes and --rdzv starts this host's ranks"
         )
     stages = StartupStages(on_stage)
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, config.quantization)
     facts = find_device_facts()
     resolved = resolve_engine_config(config, model_config, facts)
     _warn_of_slower_attention(config, resolved, model_config, facts)
@@ -87,7 +87,8 @@ def build_engine(
 
 def reasons_for_settings(config: EngineConfig, resolved: ResolvedConfig, folder: Path) -> list[ChosenSetting]:
     """The settings of an engine that was built of `config`, and why it has them."""
-    return chosen_settings(config, resolved, read_model_config(folder), find_device_facts())
+    model_config = read_model_config(folder, config.quantization)
+    return chosen_settings(config, resolved, model_config, find_device_facts())
 
 
 def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous, on_stage: OnStage) -> Engine:
@@ -99,7 +100,8 @@ def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous,
     Raises:
         MinisglError: as in `build_engine`.
     """
-    return build_rank(config, folder, read_model_config(folder), StartupStages(on_stage), rendezvous, None)
+    model_config = read_model_config(folder, config.quantization)
+    return build_rank(config, folder, model_config, StartupStages(on_stage), rendezvous, None)
 
 
 def _warn_of_slower_attention(
