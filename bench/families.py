@@ -40,7 +40,7 @@ from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import STANDARD_DEVIATION
-from minisgl.weights.loader import FUSED
+from minisgl.weights.fitting import FUSED
 from triton_kernels.moe_route import top_k_reference
 from triton_kernels.registry import KERNELS
 

@@ -266,7 +266,7 @@ def _scaled_mm_calls(problem: Problem, *, gated: bool) -> list[Callable[[], Any]
     return calls
 
 
-def _torchs(*arguments: Tensor, gated: bool) -> Tensor:
+def _torchs(*arguments: Any, gated: bool) -> Tensor:
     y = fp8_linear_torch(*arguments)
     return silu_mul(y) if gated else y
 
