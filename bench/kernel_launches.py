@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.benchmark.kernels.all_ops import TUNABLE
 from minisgl.benchmark.kernels.linear_ops import Matrix, many_rows_candidates
 from minisgl.benchmark.kernels.model_shapes import read_model_shape
+from minisgl.benchmark.kernels.quantized_tunings import QUANTIZED
 from triton_kernels import (
     advance_rows,
     all_reduce,
@@ -239,12 +240,14 @@ LARGEST = {"linear_many": (64, 128, 256), "gated_linear_many": (64, 128, 256)}
 def candidate_launches(gpu: Gpu) -> Iterator[Launch]:
     """Every configuration that `minisgl tune` tries on this GPU, each with one shape that it is tried for.
 
+    Those of quantized layers are quantized_launches.py's to compile.
+
     Of numbers of splits, 1 and another: more of them take no more of a program.
     """
     seen = set()
     for shape in map(read_model_shape, CANDIDATES_OF):
         for op, tuning in TUNABLE.items():
-            if op == "fused_moe" and not shape.experts:
+            if op in QUANTIZED or (op == "fused_moe" and not shape.experts):
                 continue
             for part in tuning.parts(shape):
                 # A matrix's sizes do not change what a configuration takes; heads and widths do.

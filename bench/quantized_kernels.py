@@ -258,16 +258,16 @@ def _bf16_calls(
 def _scaled_mm_calls(problem: Problem, *, gated: bool) -> list[Callable[[], Any]]:
     """torch's own product of FP8 numbers, over rows that are padded beforehand."""
     calls = []
-    for x, x_scale, *weight in problem.arguments:
+    for x, x_scale, weight, weight_scale in problem.arguments:
         missing = -x.shape[0] % ROWS
         padded = torch.nn.functional.pad(x.float(), (0, 0, 0, missing)).to(x.dtype)
         scales = torch.nn.functional.pad(x_scale, (0, missing))
-        calls.append(functools.partial(_torchs, padded, scales, *weight, gated=gated))
+        calls.append(functools.partial(_torchs, padded, scales, weight, weight_scale, gated=gated))
     return calls
 
 
-def _torchs(*arguments: Any, gated: bool) -> Tensor:
-    y = fp8_linear_torch(*arguments)
+def _torchs(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, gated: bool) -> Tensor:
+    y = fp8_linear_torch(x, x_scale, weight, weight_scale)
     return silu_mul(y) if gated else y
 
 

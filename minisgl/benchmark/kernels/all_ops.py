@@ -1,4 +1,4 @@
-"""Every op that is measured, in the order of reports, and those of them that are tuned."""
+"""Every op that is measured, in the order of reports, and those that are tuned: of quantized layers, too."""
 
 from minisgl.benchmark.kernels import (
     activation_ops,
@@ -9,6 +9,7 @@ from minisgl.benchmark.kernels import (
     rope_ops,
     row_ops,
 )
+from minisgl.benchmark.kernels.quantized_tunings import QUANTIZED
 
 OPS = {
     op.name: op
@@ -36,4 +37,4 @@ OPS = {
         attention_ops.PAGED_PREFILL_HOPPER,
     )
 }
-TUNABLE = {name: op.tuning for name, op in OPS.items() if op.tuning is not None}
+TUNABLE = {name: op.tuning for name, op in OPS.items() if op.tuning is not None} | QUANTIZED
