@@ -301,6 +301,7 @@ def _model(
         "architecture": config.architecture,
         "context": f"{config.max_position} tokens",
         "weights stored as": config.checkpoint_dtype,
+        "quantization": "none" if config.quantization is None else config.quantization.describe(),
         "--tp may be": ", ".join(str(tp) for tp in supported_tp_sizes(config)),
     }, config
 

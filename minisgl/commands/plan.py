@@ -64,6 +64,8 @@ class Capacity(NamedTuple):
     budget: MemoryBudget
     requests: dict[int, int]
     """Context in tokens -> requests of that length whose pages fit, ignoring --max-running-requests."""
+    quantized: str = ""
+    """How weights are quantized, as the end of a phrase."""
 
 
 def gpu_gib(name: str) -> float:
@@ -140,14 +142,15 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         context: usable // -(-context // resolved.page_size)
         for context in (*contexts, resolved.max_context_tokens)
     }
-    return Capacity(resolved, budget, requests)
+    quantized = "" if model.quantization is None else f" and {model.quantization.describe()}"
+    return Capacity(resolved, budget, requests, quantized)
 
 
 def describe(capacity: Capacity, model: str, gpu: str) -> str:
     """The plan as text for the user."""
-    config, budget, requests = capacity
+    config, budget, requests = capacity.config, capacity.budget, capacity.requests
     parts = [
-        ("weights", budget.weights_bytes, f"in {config.dtype}"),
+        ("weights", budget.weights_bytes, f"in {config.dtype}{capacity.quantized}"),
         ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),
         ("tables", budget.tables_bytes, f"{config.max_running_requests} rows"),
         ("reserve", budget.reserve_bytes, "CUDA graphs, penalties, log probabilities, libraries"),

@@ -44,6 +44,9 @@ def chosen_settings(
         asked = getattr(config, name) is not None
         why = "asked for" if asked else reason
         choices.append(ChosenSetting("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
+    if model.quantization is not None:
+        value = resolved.quantization or "as stored"
+        choices.append(ChosenSetting("--quantization", value, model.quantization.describe()))
     return choices
 
 

@@ -1,8 +1,5 @@
 """The decoder of the Llama family, also the frame of Gemma's blocks (gemma.py).
 
-The family: Llama, Mistral and Phi-3 (window), Mixtral (experts), Qwen2 (qkv bias), Qwen3 (q/k norm) and
-Qwen3-MoE (experts and q/k norm).
-
 Promise: the forward pass is a straight line of tensor operations, without branches on tensor values, so it
 traces as a single graph. The only state is the KV pool in the attention layers' buffers.
 
@@ -18,15 +15,15 @@ from torch import Tensor, nn
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.fp8_weight import Fp8Weight
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
-from minisgl.layers.weight import Input, InputFormat, PlainWeight
+from minisgl.layers.weight import Input, InputFormat
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.quantization import layer_scheme
+from minisgl.models.checkpoint import finish_loading, tensors_by_name
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
 """`call_block`, or a compiled equivalent."""
@@ -153,29 +150,11 @@ class Decoder(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Views of the parameters to fill, by their names in the checkpoint, which must have them all."""
-        views: dict[str, Tensor] = {}
-        for path, module in self.named_modules():
-            outer = path.rpartition(".")[0]
-            if isinstance(module, FusedLinear | MoeMLP):
-                views |= {f"model.{outer}.{name}": rows for name, rows in module.part_tensors().items()}
-            elif module is self.lm_head:
-                if self.lm_head.weight.values is not self.embed_tokens.weight:
-                    named = self.lm_head.part_tensors()
-                    views |= {f"lm_head.{name}": tensor for name, tensor in named.items()}
-            elif isinstance(module, Linear):
-                views |= {f"model.{path}.{name}": rows for name, rows in module.part_tensors().items()}
-            elif isinstance(module, Embedding | RMSNorm):
-                named = module.named_parameters()
-                views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
-        return views
+        return tensors_by_name(self, is_tied=self.lm_head.weight.values is self.embed_tokens.weight)
 
     def finish_loading(self) -> None:
         """Called once, after `checkpoint_tensors` are filled."""
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.add_one()
-            elif isinstance(module, PlainWeight | Fp8Weight):
-                module.finish_loading()
+        finish_loading(self)
 
 
 def call_block(

@@ -1,6 +1,6 @@
 """Random weights for benchmarks that need only the shapes."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ DUMMY_SEED = 0
 """Seed of an engine's dummy weights, independent of --seed."""
 
 
-@runtime_checkable
 class Quantizable(Protocol):
     """A module whose weight is quantized."""
 
@@ -37,11 +36,13 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for module in model.modules():
             own = dict(module.named_parameters(recurse=False))
-            if isinstance(module, Quantizable):
-                shape = (module.values.shape[0], module.in_features)
-                values = torch.empty(shape, dtype=module.dtype, device=module.values.device)
+            # Not isinstance: from Python 3.12 on, a protocol's check does not see a module's parameters.
+            if hasattr(module, "quantize"):
+                weight = cast(Quantizable, module)
+                shape = (weight.values.shape[0], weight.in_features)
+                values = torch.empty(shape, dtype=weight.dtype, device=weight.values.device)
                 normal(values)
-                module.quantize(values)
+                weight.quantize(values)
                 own = {name: parameter for name, parameter in own.items() if name == "bias"}
             for parameter in own.values():
                 if parameter.dim() == 1:

@@ -75,7 +75,8 @@ def test_two_ranks_have_the_logits_and_the_tensors_of_one(
     name: str, num_kv_heads: int, tmp_path: Path
 ) -> None:
     form = FORMATS[name]
-    reference = random_model(**SETTINGS | {"num_key_value_heads": num_kv_heads})
+    settings: dict[str, Any] = SETTINGS | {"num_key_value_heads": num_kv_heads}
+    reference = random_model(**settings)
     plain = logits_of(reference, PROMPT)
     quantize(reference, form, tmp_path)
     expected = logits(load_ours(tmp_path))
@@ -109,7 +110,8 @@ def test_two_ranks_quantize_while_loading_what_one_does(flag: str, tmp_path: Pat
 
 
 def test_ranks_that_would_cut_a_block_are_refused_by_name(tmp_path: Path) -> None:
-    random_model(**SETTINGS | {"intermediate_size": 384}).save_pretrained(tmp_path)
+    settings: dict[str, Any] = SETTINGS | {"intermediate_size": 384}
+    random_model(**settings).save_pretrained(tmp_path)
     config = read_model_config(tmp_path, "fp8-block")
     assert supported_tp_sizes(config) == [1]
     assert 2 in supported_tp_sizes(read_model_config(tmp_path, "fp8"))

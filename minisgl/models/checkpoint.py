@@ -1,0 +1,44 @@
+"""A decoder's parameters as its checkpoint names them.
+
+Promise: every parameter appears once; that of a fused layer as views of its parts.
+"""
+
+from torch import Tensor, nn
+
+from minisgl.layers.embedding import Embedding
+from minisgl.layers.fp8_weight import Fp8Weight
+from minisgl.layers.linear import FusedLinear, Linear
+from minisgl.layers.moe import MoeMLP
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.weight import PlainWeight
+
+
+def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
+    """Views of the parameters to fill. Names are those of the modules behind "model.", but for the head's.
+
+    Args:
+        is_tied: the head has no tensors of its own.
+    """
+    views: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        outer, _, leaf = path.rpartition(".")
+        if isinstance(module, FusedLinear | MoeMLP):
+            views |= {f"model.{outer}.{name}": rows for name, rows in module.part_tensors().items()}
+        elif isinstance(module, Linear):
+            is_head = leaf == "lm_head"
+            if not (is_head and is_tied):
+                prefix = path if is_head else f"model.{path}"
+                views |= {f"{prefix}.{name}": rows for name, rows in module.part_tensors().items()}
+        elif isinstance(module, Embedding | RMSNorm):
+            named = module.named_parameters()
+            views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
+    return views
+
+
+def finish_loading(model: nn.Module) -> None:
+    """Complete norms and weights, once, after their tensors are filled."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.add_one()
+        elif isinstance(module, PlainWeight | Fp8Weight):
+            module.finish_loading()
