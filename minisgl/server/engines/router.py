@@ -66,9 +66,9 @@ class Router:
     def begin(
         self, engine: int, first_id: int, prompts: Sequence[bytes], num_choices: int = 1, salt: str = ""
     ) -> None:
-        """Count requests that are sent to an engine: `num_choices` for each prompt, by ids from `first_id` on.
+        """Count requests that are sent to an engine: `num_choices` for each prompt.
 
-        The tokens of a prompt count once, and only those that are not cached there.
+        Their ids go from `first_id` on. The tokens of a prompt count once, and only those not cached there.
         """
         target = self._engines[engine]
         for place, prompt in enumerate(prompts):
