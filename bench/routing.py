@@ -80,7 +80,7 @@ class Outcome:
 
 
 def run(kind: str, num_engines: int, pages_tokens: int, num_open: int, num_calls: int, by: str) -> Outcome:
-    """Simulate calls of `num_open` conversations at a time, over engines with pages for so many tokens each."""
+    """Simulate calls of `num_open` conversations at a time, over engines that hold so many tokens each."""
     draw, chance = random.Random(0), random.Random(1)
     systems = [[draw.randrange(50_000) for _ in range(draw.randint(128, 512))] for _ in range(8)]
     router, outcome = Router(num_engines), Outcome(num_engines)

@@ -1,4 +1,4 @@
-"""Several engines behind one server: calls go to the cached prompt; the end of one engine disturbs no other."""
+"""Several engines behind one server: calls go to the cached prompt; the end of one disturbs no other."""
 
 import json
 import os
