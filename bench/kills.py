@@ -4,7 +4,7 @@
 
 It starts `minisgl serve` with the built-in model in float32 on the CPU. 64 calls stream at once: greedy and
 seeded, with penalties, log probabilities, a grammar, two choices. Once undisturbed; then in rounds in which
-the engine's process is killed or stopped at random moments; with --tp 2 also rank 1. Tokens, log
+the engine's process is killed or stopped at random moments; with --tp 3 also rank 1. Tokens, log
 probabilities, ends and usage must be the same. A last round has a request that crashes the engine at a token:
 it must end alone. The exit code is 1 if anything differs that is no tie, is lost, or is held afterwards.
 """
@@ -26,12 +26,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import torch
 from kills_engine import POISON
+from transformers import AutoModelForCausalLM
 
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
+from minisgl.weights.sources import resolve_model_folder
+from triton_kernels.sample import sample_reference
 
 NUM_STREAMS = 64
 TIE = 1e-4
+NUM_TIE_TRIALS = 400
 HEARTBEAT_S = 20.0
 LIMIT_S = 900.0
 SERVE = """
@@ -44,7 +49,7 @@ from minisgl.server.engines.launch import run_server
 from minisgl.weights.sources import resolve_model_folder
 tp, heartbeat_s, worker = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 setup_logging("info", "server")
-engine = EngineConfig(device="cpu", dtype="float32", tp=tp, cpu_threads=1, num_pages=1200,
+engine = EngineConfig(device="cpu", dtype="float32", tp=tp, cpu_threads=tp, num_pages=1200,
     max_running_requests=80, max_context_tokens=512, max_step_tokens=256, chunk_tokens=128)
 server = ServerConfig(port=0, engine_restarts=20, heartbeat_timeout_s=heartbeat_s)
 sys.exit(run_server(server, engine, Path(resolve_model_folder("smollm2-135m")), worker_command=worker or None,
@@ -262,7 +267,8 @@ def compare(body: dict[str, Any], found: Answer, expected: Answer) -> list[str]:
         ours = found.token_ids.get(index, [])
         if ours != tokens:
             place = next((p for p, (a, b) in enumerate(zip(ours, tokens, strict=False)) if a != b), len(ours))
-            wrong.append(f"choice {index}: token {place} of {len(tokens)} differs")
+            parts = f"{ours[place : place + 1]} instead of {tokens[place : place + 1]}"
+            wrong.append(f"choice {index}: token {place} of {len(tokens)} differs, {parts}")
     if wrong:
         return wrong
     for index, values in expected.logprobs.items():
@@ -279,28 +285,53 @@ def compare(body: dict[str, Any], found: Answer, expected: Answer) -> list[str]:
     return wrong
 
 
-async def is_tie(server: Server, body: dict[str, Any], found: Answer, expected: Answer) -> bool:
-    """Whether a greedy call parts from the other where two candidates lie within TIE of each other."""
-    if body["temperature"] != 0 or not found.is_whole:
-        return False
-    ours, theirs = found.token_ids[0], expected.token_ids[0]
-    place = next((p for p, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-    if place is None or "repetition_penalty" in body:
-        return False
-    ask = {
-        "prompt": [*body["prompt"], *theirs[:place]],
-        "max_tokens": 1,
-        "temperature": 0,
-        "logprobs": 20,
-        "return_tokens_as_token_ids": True,
-    }
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{server.url}/v1/completions", json=ask) as response,
-    ):
-        top = (await response.json())["choices"][0]["logprobs"]["top_logprobs"][0]
-    values = [top.get(f"token_id:{token}") for token in (ours[place], theirs[place])]
-    return None not in values and abs(values[0] - values[1]) <= TIE
+class Ties:
+    """Tells ties from differences, with transformers' logits of the same model.
+
+    Sampling in float32 draws from sums of probabilities, so where a tail token is drawn, rounding chooses
+    between neighbours. A tie is a place where logits that differ by TIE / 2 at most give both tokens.
+    """
+
+    def __init__(self) -> None:
+        self._model: Any = None
+
+    def is_tie(self, body: dict[str, Any], found: Answer, expected: Answer) -> bool:
+        """Whether each choice that differs parts at a tie; never where penalties or a grammar are."""
+        rules = ("repetition_penalty", "frequency_penalty", "structured_outputs")
+        if not found.is_whole or any(name in body for name in rules):
+            return False
+        for index, theirs in expected.token_ids.items():
+            ours = found.token_ids.get(index, [])
+            if ours != theirs and not self._parts_at_a_tie(body, index, ours, theirs):
+                return False
+        return True
+
+    def _parts_at_a_tie(self, body: dict[str, Any], index: int, ours: list[int], theirs: list[int]) -> bool:
+        place = next((p for p, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if place is None:
+            return False
+        if self._model is None:
+            folder = resolve_model_folder("smollm2-135m")
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tokens = [*body["prompt"], *theirs[:place]]
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([tokens])).logits[0, -1]
+        noise = torch.empty(NUM_TIE_TRIALS, len(logits))
+        noise.uniform_(-TIE / 2, TIE / 2, generator=torch.Generator().manual_seed(0))
+
+        def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((NUM_TIE_TRIALS,), value, dtype=dtype)
+
+        drawn = sample_reference(
+            logits + noise,
+            column(body["temperature"], torch.float32),
+            column(0, torch.int32),
+            column(body.get("top_p", 1.0), torch.float32),
+            column(0.0, torch.float32),
+            column(body["seed"] + index, torch.int64),
+            column(len(tokens), torch.int32),
+        ).tolist()
+        return ours[place] in drawn and theirs[place] in drawn
 
 
 def main() -> int:
@@ -308,7 +339,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds with --tp 1")
-    parser.add_argument("--rank-rounds", type=int, default=1, help="rounds with --tp 2")
+    parser.add_argument("--rank-rounds", type=int, default=1, help="rounds with --tp 3")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-poison", action="store_true")
@@ -318,7 +349,9 @@ def main() -> int:
     source = random.Random(arguments.seed)
     rounds: list[dict[str, Any]] = []
     fault_rows: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
     num_wrong = num_ties = 0
+    tie_check = Ties()
 
     def book(
         server: Server,
@@ -331,11 +364,12 @@ def main() -> int:
         ties = different = 0
         for number, (body, found, wanted) in enumerate(zip(bodies, answers, expected, strict=True)):
             wrong = compare(body, found, wanted)
-            if wrong and asyncio.run(is_tie(server, body, found, wanted)):
+            if wrong and tie_check.is_tie(body, found, wanted):
                 ties += 1
             elif wrong:
                 different += 1
-                print(f"round {len(rounds)}, call {number}: {'; '.join(wrong)}", flush=True)
+                differences.append({"round": len(rounds), "call": number, "what": "; ".join(wrong)})
+                print(format_table(differences[-1:]), flush=True)
         num_ties += ties
         restarts = held.pop("restarts")
         num_wrong += different + any(held.values())
@@ -360,7 +394,7 @@ def main() -> int:
 
     began = time.perf_counter()
     expected: list[Answer] = []
-    for tp, num_rounds in ((1, arguments.rounds), (2, arguments.rank_rounds)):
+    for tp, num_rounds in ((1, arguments.rounds), (3, arguments.rank_rounds)):
         for number in range(num_rounds + 1 if num_rounds else 0):
             with running(tp, poisoned=False) as server:
                 if number == 0:
@@ -371,7 +405,7 @@ def main() -> int:
                     expected = expected or part[0]
                     continue
                 kinds = (
-                    ["kill engine", "kill rank"] if tp == 2 else ["kill engine", "hang engine", "kill engine"]
+                    ["kill engine", "kill rank"] if tp == 3 else ["kill engine", "hang engine", "kill engine"]
                 )
                 source.shuffle(kinds)
                 part = asyncio.run(serve_all(server, bodies, kinds, source.randrange(1 << 30)))
@@ -395,8 +429,7 @@ def main() -> int:
             pairs = list(zip([*bodies[:20], *bodies[21:]], others, wanted, strict=True))
             different = [compare(*pair) for pair in pairs]
             ties = [
-                bool(wrong) and asyncio.run(is_tie(server, *pair))
-                for wrong, pair in zip(different, pairs, strict=True)
+                bool(wrong) and tie_check.is_tie(*pair) for wrong, pair in zip(different, pairs, strict=True)
             ]
             num_different = sum(bool(wrong) and not tie for wrong, tie in zip(different, ties, strict=True))
             restarts = held.pop("restarts")
@@ -417,7 +450,7 @@ def main() -> int:
             for wrong in different:
                 if wrong:
                     print(wrong, flush=True)
-    tables = {"rounds": rounds, "faults": fault_rows, "poison": poison}
+    tables = {"rounds": rounds, "faults": fault_rows, "poison": poison, "differences": differences}
     for rows in tables.values():
         if rows:
             print(format_table(rows))

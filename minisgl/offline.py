@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minisgl.errors import DeviceFaultError, EngineDeadError, MinisglError, RequestError
-from minisgl.ipc.messages import AddRequest, add_requests
+from minisgl.ipc.calls import add_requests
+from minisgl.ipc.messages import (
+    AddRequest,
+)
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, fit_to_context
 from minisgl.seeds import base_seed
 from minisgl.text.formats.events import Event

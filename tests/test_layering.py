@@ -88,7 +88,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     },
     ("commands.verify", "weights"): {"minisgl.weights.progress"},
     ("weights", "ipc"): {"minisgl.ipc.child_process"},
-    ("offline", "ipc"): {"minisgl.ipc.messages"},
+    ("offline", "ipc"): {"minisgl.ipc.calls", "minisgl.ipc.messages"},
     ("benchmark", "compile_cache"): {"compile_cache.bytecode"},
     ("benchmark", "server"): {"minisgl.server.engines.startup_report"},
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},

@@ -12,7 +12,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
-from minisgl.ipc.messages import IDS_PER_SERVER, AbortRequest, StepOutput, ToEngine, add_requests
+from minisgl.ipc.calls import add_requests
+from minisgl.ipc.messages import (
+    IDS_PER_SERVER,
+    AbortRequest,
+    StepOutput,
+    ToEngine,
+)
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.seeds import base_seed
 from minisgl.server.keys.meter import CallMeter

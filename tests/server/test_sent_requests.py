@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from minisgl.ipc.messages import AddRequest, StepOutput, add_requests
+from minisgl.ipc.calls import add_requests
+from minisgl.ipc.messages import (
+    AddRequest,
+    StepOutput,
+)
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.server.engines.restarts import LONGEST_WAIT_S, WINDOW_S, Restarts
 from minisgl.server.engines.sent_requests import NEAR_TOKENS, SentRequests

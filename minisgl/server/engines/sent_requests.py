@@ -9,7 +9,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from minisgl.ipc.messages import AddRequest, StepOutput, one_request
+from minisgl.ipc.calls import one_request
+from minisgl.ipc.messages import (
+    AddRequest,
+    StepOutput,
+)
 
 NEAR_TOKENS = 4
 """A crash counts against a request that has generated at most so many tokens since the crash before. Steps in
