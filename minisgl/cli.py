@@ -138,7 +138,13 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
 
         run_node(engine, folder, lambda line: print(line, file=sys.stderr, flush=True))
         return EXIT_OK
-    return run_server(server, engine, folder, started_at=started_at)
+    return run_server(
+        server,
+        engine,
+        folder,
+        visible_gpus=environ.get("CUDA_VISIBLE_DEVICES"),
+        started_at=started_at,
+    )
 
 
 def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:

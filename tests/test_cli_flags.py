@@ -23,7 +23,7 @@ SERVER = """
     --drain-timeout-s
     --engine-restarts --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
     --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --otlp-endpoint --port
-    --chat-template --reasoning-parser --request-timeout-s --sampling-defaults
+    --chat-template --reasoning-parser --replicas --request-timeout-s --sampling-defaults
     --no-special-tokens-in-content --served-model-name --special-tokens-in-content --startup-timeout-s
     --tls-cert --tls-key
     --tool-parser --upload-timeout-s --usage-log

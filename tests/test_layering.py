@@ -117,7 +117,12 @@ ONLY_IN: dict[str, set[str]] = {
         "minisgl/commands/doctor.py",
         "minisgl/weights/pull.py",
     },
-    "os.environ": {"minisgl/cli.py", "minisgl/parallel/regions.py", "compile_cache/"},
+    "os.environ": {
+        "minisgl/cli.py",
+        "minisgl/engine/worker.py",
+        "minisgl/parallel/regions.py",
+        "compile_cache/",
+    },
     "os.getenv": set(),
     "os.putenv": set(),
 }

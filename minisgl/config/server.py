@@ -91,6 +91,10 @@ class ServerConfig:
     otlp_endpoint: str | None = None
     """Send a span for each call that generates text to this OpenTelemetry collector, by OTLP over HTTP, for
     example http://127.0.0.1:4318; needs minisgl[otel]."""
+    replicas: int = 1
+    """Engines behind this server, 1 to 64, each with the model in GPUs of its own: --tp of them each, on this
+    host. Calls go where most of their prompt is cached, unless that engine is much busier. Needs
+    --api-workers 1."""
     api_workers: int = 1
     """Server processes that share the port, 1 to 64: more of them tokenize and stream more. The limits on
     open requests and queued tokens are split among them."""
@@ -107,6 +111,12 @@ def check_server_config(config: ServerConfig) -> None:
     check_types(config)
     require(0 <= config.port <= 65535, "port", "between 0 and 65535", config.port)
     require(1 <= config.api_workers <= 64, "api_workers", "between 1 and 64", config.api_workers)
+    require(1 <= config.replicas <= 64, "replicas", "between 1 and 64", config.replicas)
+    if config.replicas > 1 and config.api_workers > 1:
+        raise ConfigError(
+            f"--replicas {config.replicas} needs --api-workers 1, got {config.api_workers}: one process "
+            "chooses the engine of each call"
+        )
     restarts = config.engine_restarts
     require(restarts is None or 0 <= restarts <= 100, "engine_restarts", "between 0 and 100", restarts)
     queued = config.max_queued_tokens

@@ -7,6 +7,7 @@ Promise: the process never outlives its parent, answers every message, and repor
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -69,6 +70,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Number of server processes connected to the sockets."""
     private_dir: str = ""
     """The server's directory, which holds `ipc_dir`; removed when the server is killed. "" = `ipc_dir`."""
+    num_engines: int = 1
+    """Engines of this host that share the processor."""
+    visible_gpus: str = ""
+    """What CUDA_VISIBLE_DEVICES is set to; "" = it is left as it is."""
 
 
 def main() -> int:
@@ -121,6 +126,8 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         stages[name] = duration_ms
         socket.send(StartupStage(name, duration_ms))
 
+    if config.visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.visible_gpus  # CUDA reads it when it starts
     if config.engine.compile_cache:
         keep_bytecode(Path(config.engine.compile_cache).expanduser())
     with pause_then_freeze_gc():
@@ -129,7 +136,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
 
         on_stage("import torch", (time.perf_counter() - started) * 1e3)
         engine = build_engine(
-            config.engine,
+            _with_share_of_threads(config.engine, config.num_engines),
             Path(config.model_folder),
             on_stage,
             ipc_dir=Path(config.ipc_dir),
@@ -144,6 +151,16 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             engine.close()
         raise
     engine.close()
+
+
+def _with_share_of_threads(engine: EngineConfig, num_engines: int) -> EngineConfig:
+    """The settings of one of several engines on a host: each gets as many of torch's threads."""
+    if num_engines == 1 or engine.cpu_threads is not None:
+        return engine
+    import torch  # lazy: it takes seconds, which a stage counts
+
+    num_threads = torch.get_num_threads() // (num_engines * engine.tp)
+    return dataclasses.replace(engine, cpu_threads=max(1, num_threads))
 
 
 def _serve(

@@ -4,6 +4,7 @@ Promise: statistics are summed over all server processes, and the engine is aske
 unknown value is null, never zero.
 """
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -17,12 +18,13 @@ from minisgl.ipc.questions import Status
 from minisgl.server.apis import chat, completions
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.middleware import facts_of, json_answer, require_admin
 from minisgl.server.http.routes import TEXT, Answer, Route
 from minisgl.server.http.uploads import Uploads
-from minisgl.server.metrics import CONTENT_TYPE, exposition
+from minisgl.server.metrics import CONTENT_TYPE, EngineFigures, exposition
 from minisgl.server.served_model import ServedModel
 from minisgl.server.stats import total
 from minisgl.server.streams import Streams
@@ -123,9 +125,9 @@ class Admin:
 
         A restart is no reason to end the server, whose open answers go on after it.
         """
-        engine = self._engines.first
         reason = self._unavailable_reason()
-        is_well = reason is None or (engine.is_restarting and self._streams.refusal is None)
+        is_restarting = self._engines.restart_reason is not None
+        is_well = reason is None or (is_restarting and self._streams.refusal is None)
         status = "ok" if reason is None else "restarting" if is_well else "unavailable"
         stats = self._streams.stats
         facts = {
@@ -133,17 +135,18 @@ class Admin:
             "reason": reason,
             "open_requests": stats.num_open_requests,
             "running_requests": stats.num_running_requests,
-            "engine_pid": engine.pid,
+            "engine_pid": self._engines.first.pid,
             "engine_restarts": self._engines.num_restarts,
-            "engine_silent_s": round(self._link.silent_s, 3),
+            "engine_silent_s": round(self._engines.silent_s, 3),
             "engine": self._link.status and msgspec.structs.asdict(self._link.status),
+            "engines": [_facts_of(engine, engine.link.status) for engine in self._engines.all],
         }
         return _json(facts, 200 if is_well else 503)
 
     async def ready(self, _: web.Request) -> web.Response:
-        """GET /health/ready: 200 if a request would be accepted now and the engine answers."""
+        """GET /health/ready: 200 if a request would be accepted now and an engine answers."""
         reason = self._unavailable_reason()
-        if reason is None and await self._link.ask_status(ANSWER_TIMEOUT_S) is None:
+        if reason is None and not await self._any_answers():
             reason = f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s"
         return _json({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
 
@@ -153,9 +156,9 @@ class Admin:
 
     async def info(self, _: web.Request) -> web.Response:
         """GET /server_info: the engine's status, statistics, and all settings except keys."""
-        status = await self._fresh_status()
+        statuses = await self._fresh_statuses()
         parts = await self._siblings.stats()
-        ready = self._link.ready.result() if self._link.ready.done() else None
+        ready, status = self._engines.first.last_ready, statuses[0]
         settings = dataclasses.asdict(self._server)
         for name in ("api_key", "admin_key"):
             settings[name] = f"{len(settings[name])} given"
@@ -169,6 +172,10 @@ class Admin:
                 "engine_restarts": self._engines.num_restarts,
                 "engine": status and msgspec.structs.asdict(status),
                 "start": ready and msgspec.structs.asdict(ready),
+                "engines": [
+                    _facts_of(engine, status)
+                    for engine, status in zip(self._engines.all, statuses, strict=True)
+                ],
                 "server": msgspec.to_builtins(total(parts)),
                 "processes": [
                     {
@@ -185,26 +192,29 @@ class Admin:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics, for Prometheus."""
-        status = await self._fresh_status()
-        ready = self._link.ready.result() if self._link.ready.done() else None
-        text = exposition(
-            self._model.name, total(await self._siblings.stats()), status, ready, self._engines.num_restarts
-        )
+        statuses = await self._fresh_statuses()
+        figures = [
+            EngineFigures(status, engine.last_ready, engine.num_restarts, engine.is_up)
+            for engine, status in zip(self._engines.all, statuses, strict=True)
+        ]
+        text = exposition(self._model.name, total(await self._siblings.stats()), figures)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def load(self, _: web.Request) -> web.Response:
         """GET /load: how busy the server is, for load balancers."""
-        status = await self._fresh_status()
+        statuses = [status for status in await self._fresh_statuses() if status is not None]
         whole = total(await self._siblings.stats())
-        ready = self._link.ready.result() if self._link.ready.done() else None
+        num_pages = sum(engine.last_ready.num_pages for engine in self._engines.up if engine.last_ready)
         return _json(
             {
                 "server_load": whole.num_open_requests,
                 "max_load": self._server.max_queued_requests,
                 "queued_tokens": whole.num_queued_tokens,
-                "running": status and status.num_running,
-                "waiting": status and status.num_waiting,
-                "kv_cache_usage": status and ready and status.num_held_pages / ready.num_pages,
+                "running": sum(one.num_running for one in statuses) if statuses else None,
+                "waiting": sum(one.num_waiting for one in statuses) if statuses else None,
+                "kv_cache_usage": sum(one.num_held_pages for one in statuses) / num_pages
+                if statuses and num_pages
+                else None,
             }
         )
 
@@ -229,12 +239,15 @@ class Admin:
     async def flush_cache(self, request: web.Request) -> web.Response:
         """POST /flush_cache: drop the prefix cache, except pages that running requests use."""
         require_admin(request, "/flush_cache")
-        if not self._engines.first.is_up:
+        engines = self._engines.up
+        if not engines:
             raise RequestError(503, "loading", self._unavailable_reason() or "the engine is not running")
-        freed = await self._link.flush_cache(ANSWER_TIMEOUT_S)
-        if freed is None:
-            raise EngineDeadError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s")
-        return _json({"freed_pages": freed})
+        self._engines.forget_caches()
+        freed = await asyncio.gather(*[engine.link.flush_cache(ANSWER_TIMEOUT_S) for engine in engines])
+        for engine, num_pages in zip(engines, freed, strict=True):
+            if num_pages is None:
+                raise EngineDeadError(f"{engine.name} did not answer within {ANSWER_TIMEOUT_S:g} s")
+        return _json({"freed_pages": sum(num_pages or 0 for num_pages in freed)})
 
     @property
     def _link(self) -> EngineLink:
@@ -244,16 +257,39 @@ class Admin:
         """Why requests are refused, or wait for an engine; None = they are taken."""
         if self._streams.refusal is not None:
             return str(self._streams.refusal)
-        if self._engines.first.is_restarting:
-            return self._engines.first.restart_reason
-        if self._link.silent_s > self._server.heartbeat_timeout_s:
-            return f"the engine has been silent for {self._link.silent_s:.1f} s"
+        if self._engines.restart_reason is not None:
+            return self._engines.restart_reason
+        if self._engines.silent_s > self._server.heartbeat_timeout_s:
+            return f"the engine has been silent for {self._engines.silent_s:.1f} s"
         return None
 
-    async def _fresh_status(self) -> Status | None:
-        if not self._engines.first.is_up:
-            return None
-        return await self._link.ask_status(STATUS_TIMEOUT_S)
+    async def _any_answers(self) -> bool:
+        """Whether an engine answers; returns as soon as one does."""
+        questions = [engine.link.ask_status(ANSWER_TIMEOUT_S) for engine in self._engines.up]
+        for answer in asyncio.as_completed(questions):
+            if await answer is not None:
+                return True
+        return False
+
+    async def _fresh_statuses(self) -> list[Status | None]:
+        """What each engine says of itself now; None = it is down or does not answer."""
+
+        async def ask(engine: ServedEngine) -> Status | None:
+            return await engine.link.ask_status(STATUS_TIMEOUT_S) if engine.is_up else None
+
+        return await asyncio.gather(*[ask(engine) for engine in self._engines.all])
+
+
+def _facts_of(engine: ServedEngine, status: Status | None) -> dict[str, Any]:
+    """What is told of one engine."""
+    return {
+        "id": engine.number,
+        "up": engine.is_up,
+        "pid": engine.pid,
+        "restarts": engine.num_restarts,
+        "silent_s": round(engine.link.silent_s, 3),
+        "status": status and msgspec.structs.asdict(status),
+    }
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:

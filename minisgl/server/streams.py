@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
 from minisgl.ipc.calls import add_requests
@@ -270,9 +270,9 @@ class Streams:
         for stream in self._open_streams:
             stream.fail(error)
 
-    def note_wait(self) -> None:
-        """Let the clients of all open calls hear that their answers go on later."""
-        for stream in self._open_streams:
+    def note_wait(self, request_ids: Iterable[int]) -> None:
+        """Let the clients of these requests hear that their answers go on later."""
+        for stream in dict.fromkeys(self._choices[one].stream for one in request_ids if one in self._choices):
             stream.note_wait()
 
     async def wait_until_empty(self) -> None:

@@ -9,6 +9,7 @@ from minisgl.server.apis.tokenize import TokenApi
 from minisgl.server.app import all_routes
 from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
+from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.routes import Route
 from minisgl.server.watch.routes import Watch
@@ -29,12 +30,12 @@ def model(vocab_size: int, **defaults: float) -> Any:
 
 def served_routes() -> list[Route]:
     """All routes; their handlers can't be called."""
-    tiny = model(300)
+    tiny, none = model(300), Siblings(NOTHING, NOTHING, NOTHING)
     return all_routes(
         Completer(tiny, NOTHING, NOTHING, NOTHING, 1.0, NOTHING),
         TokenApi(tiny, NOTHING, NOTHING, NOTHING),
         ModelApi(tiny, NOTHING),
         Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING)),
         Debug(NOTHING),
-        Watch("tiny", NOTHING, NOTHING, Siblings(NOTHING, NOTHING, NOTHING), NOTHING, (NOTHING, NOTHING), 0),
+        Watch("tiny", NOTHING, Engines([]), none, NOTHING, (NOTHING, NOTHING), 0),
     )

@@ -20,7 +20,7 @@ from minisgl.ipc.messages import Ready
 from minisgl.ipc.questions import Status
 from minisgl.lives import STEP_BOUNDS_MS
 from minisgl.server.apis.models import ModelList
-from minisgl.server.metrics import exposition
+from minisgl.server.metrics import EngineFigures, exposition
 from minisgl.server.stats import ServerStats
 from minisgl.text.tokenizer import Tokenizer
 
@@ -184,7 +184,7 @@ def test_metrics_count_what_happened_and_only_that(server: RunningServer, tokeni
 
 def test_metrics_count_the_requests_that_got_no_token() -> None:
     status = Status(0, num_without_logits=2, num_without_token=1)
-    text = exposition("tiny", ServerStats(), status, Ready(9, 9, 4, 2, "cpu", {})).decode()
+    text = exposition("tiny", ServerStats(), [EngineFigures(status, Ready(9, 9, 4, 2, "cpu", {}))]).decode()
     name = 'minisgl:engine_request_errors_total{code="%s",model_name="tiny"} %.1f'
     assert name % ("no_finite_logits", 2) in text
     assert name % ("no_token_left", 1) in text
@@ -204,7 +204,7 @@ def test_metrics_have_the_times_that_the_engine_counts() -> None:
         step_part_s=[20.0, 1.0],
         gc_s=0.5,
     )
-    text = exposition("tiny", ServerStats(), status, Ready(9, 9, 4, 2, "cpu", {})).decode()
+    text = exposition("tiny", ServerStats(), [EngineFigures(status, Ready(9, 9, 4, 2, "cpu", {}))]).decode()
     found = {
         (sample.name.removeprefix("minisgl:"), sample.labels.get("le", "")): sample.value
         for family in text_string_to_metric_families(text)
@@ -220,7 +220,7 @@ def test_metrics_have_the_times_that_the_engine_counts() -> None:
     assert found["request_inference_time_seconds_count", ""] == 0
     assert (found["engine_step_seconds_count", ""], found["engine_step_seconds_sum", ""]) == (1, 21)
     assert found["engine_gc_seconds_total", ""] == 0.5
-    assert "engine_step" not in exposition("tiny", ServerStats(), Status(0), None).decode()
+    assert "engine_step" not in exposition("tiny", ServerStats(), [EngineFigures(Status(0), None)]).decode()
 
 
 def test_server_info_and_load_show_what_is_held_now(server: RunningServer) -> None:

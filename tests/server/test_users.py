@@ -177,7 +177,7 @@ def test_usage_is_counted_as_the_answer_says_it_and_once() -> None:
     assert stats.key_tokens == {"alice prompt": 30, "alice output": 20, "alice cached": 16}
     assert stats.key_requests == {"alice stop": 3, "alice length": 1}
     assert user.headers()["x-ratelimit-remaining-tokens"] == "950"
-    text = exposition("tiny", stats, None, None).decode()
+    text = exposition("tiny", stats, []).decode()
     labels = 'model_name="tiny"'
     assert f'minisgl:key_tokens_total{{api_key="alice",kind="cached",{labels}}} 16.0' in text
     assert f'minisgl:key_requests_total{{api_key="alice",finished_reason="stop",{labels}}} 3.0' in text

@@ -13,6 +13,7 @@ from minisgl.commands.flags import fields_of
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.ipc.questions import AskRequests
 from minisgl.lives import LivesAnswer, Moment, PhaseKind, StepReason, WaitReason
+from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.watch import advice, words
 from minisgl.server.watch.advice import FIRST_TOKENS, REFUSALS, STEPS, advice_on
@@ -91,7 +92,7 @@ class Transport:
 
 def test_a_slow_reader_of_events_is_skipped_and_in_the_end_dropped() -> None:
     async def main() -> None:
-        ticker = Ticker(NOTHING, Siblings(NOTHING, NOTHING, NOTHING), NOTHING, 0, lambda: "serving")
+        ticker = Ticker(Engines([]), Siblings(NOTHING, NOTHING, NOTHING), NOTHING, 0, lambda _: "serving")
         slow, quick = Transport(), Transport()
         quick.unsent = 0
         written: dict[str, list[bytes]] = {"slow": [], "quick": []}
@@ -143,10 +144,10 @@ def test_a_long_list_comes_whole_though_the_engine_answers_in_parts(there: int, 
         return watched.lives.tell(which, int(watched.now_ms * 1e3), 0.0, requests, queue)
 
     link = SimpleNamespace(is_up=True, ask_requests=ask_requests)
-    engines: Any = SimpleNamespace(first=SimpleNamespace(is_restarting=False, link=link))
+    engine: Any = SimpleNamespace(is_restarting=False, link=link)
     siblings = Siblings(NOTHING, NOTHING, NOTHING)
-    watch = Watch("tiny", NOTHING, engines, siblings, NOTHING, (NOTHING, NOTHING), 0)
-    answer = asyncio.run(watch._ask(AskRequests(0, limit=limit)))
+    watch = Watch("tiny", NOTHING, Engines([]), siblings, NOTHING, (NOTHING, NOTHING), 0)
+    answer = asyncio.run(watch._ask(engine, AskRequests(0, limit=limit)))
     assert answer is not None
     numbers = [life.number for life in answer.requests]
     assert numbers == sorted(range(there), reverse=True)[:limit]

@@ -1,12 +1,17 @@
 """The engines behind a server process, as all that talks to engines sees them.
 
-Promise: a request's messages all go to the engine that was chosen for it. Today there is one engine.
+Promise: a call's requests go to one engine, and stay there while it runs. When it has ended and another one
+is up, those that may go on there do; a suspect of the crash waits for the next life of its own engine.
 """
 
+import functools
+import time
 from collections.abc import Sequence
 
 from minisgl.errors import EngineDeadError
-from minisgl.ipc.messages import AbortRequest, AddRequest, ToEngine
+from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, StepOutput, ToEngine
+from minisgl.server.engines.router import Router
+from minisgl.server.engines.sent_requests import SentRequest
 from minisgl.server.engines.served_engine import Reader, ServedEngine
 
 
@@ -19,20 +24,46 @@ class Engines:
 
     def __init__(self, engines: Sequence[ServedEngine]) -> None:
         self.all = engines
+        self._router = Router(len(engines))
+        self._calls: dict[tuple[str, float], tuple[ServedEngine, int]] = {}  # the engine, and open requests
+        self._call_of: dict[int, tuple[str, float]] = {}  # by request id
 
     @property
     def first(self) -> ServedEngine:
-        """The engine that is asked for what there is once."""
+        """The engine whose figures stand where there is room for one."""
         return self.all[0]
+
+    @property
+    def up(self) -> list[ServedEngine]:
+        """The engines that take requests now."""
+        return [engine for engine in self.all if engine.is_up]
 
     @property
     def num_restarts(self) -> int:
         """How often engines were started again."""
         return sum(engine.num_restarts for engine in self.all)
 
+    @property
+    def restart_reason(self) -> str | None:
+        """Why requests wait for an engine to be started again, for people; None = they need not wait."""
+        reasons = [engine.restart_reason for engine in self.all if engine.is_restarting]
+        return reasons[0] if reasons and not self.up else None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message of the engine that was heard last, of those that run."""
+        return min(engine.link.silent_s for engine in self.up or self.all)
+
     def choose(self, message: AddRequest) -> ServedEngine:
         """The engine for the requests of a message."""
-        return self.all[0]
+        if len(self.all) == 1:
+            return self.all[0]
+        known = self._calls.get(_call_of(message))
+        if known is not None and known[0].is_up:
+            return known[0]
+        candidates = self.up or [engine for engine in self.all if not engine.has_failed] or self.all
+        prompts = (message.prompt_ids, *message.more_prompts)
+        return self.all[self._router.choose(prompts, message.cache_salt, [one.number for one in candidates])]
 
     def send(self, message: ToEngine) -> None:
         """Hand the requests of a message to an engine, or end a request in the engine that has it.
@@ -41,8 +72,11 @@ class Engines:
             EngineDeadError: the message is neither of the two.
         """
         if isinstance(message, AddRequest):
-            self.choose(message).send(message)
+            engine = self.choose(message)
+            self._begin(engine, message)
+            engine.send(message)
         elif isinstance(message, AbortRequest):
+            self._end(message.request_id)
             for engine in self.all:
                 if engine.has(message.request_id):
                     engine.send(message)
@@ -52,9 +86,80 @@ class Engines:
     def listen(self, reader: Reader) -> None:
         """Pass on the messages of all engines from now on."""
         for engine in self.all:
-            engine.listen(reader)
+            if len(self.all) == 1:
+                engine.listen(reader)
+                continue
+            own = reader._replace(
+                on_output=functools.partial(self._take, reader),
+                on_ready=functools.partial(self._take_ready, reader, engine),
+            )
+            engine.listen(own, functools.partial(self._move_requests, engine))
+
+    def forget_caches(self) -> None:
+        """The engines have dropped their prefix caches."""
+        for engine in self.all:
+            self._router.forget(engine.number)
 
     def close(self) -> None:
         """Stop listening, and close the sockets."""
         for engine in self.all:
             engine.close()
+
+    def _take(self, reader: Reader, step: StepOutput) -> None:
+        for output in step.outputs:
+            if output.finish_reason is not None:
+                self._end(output.request_id)
+        reader.on_output(step)
+
+    def _take_ready(self, reader: Reader, engine: ServedEngine, ready: Ready) -> None:
+        self._router.set_capacity(engine.number, ready.num_pages * ready.page_size)
+        reader.on_ready(ready)
+
+    def _begin(self, engine: ServedEngine, message: AddRequest) -> None:
+        if len(self.all) == 1:
+            return
+        call = _call_of(message)
+        prompts = (message.prompt_ids, *message.more_prompts)
+        self._router.begin(
+            engine.number, message.request_id, prompts, message.num_choices, message.cache_salt
+        )
+        known = self._calls.get(call)
+        self._calls[call] = engine, message.num_requests + (known[1] if known is not None else 0)
+        for index in range(message.num_requests):
+            self._call_of[message.request_id + index] = call
+
+    def _end(self, request_id: int) -> None:
+        self._router.end(request_id)
+        call = self._call_of.pop(request_id, None)
+        if call is not None:
+            engine, num_open = self._calls.pop(call)
+            if num_open > 1:
+                self._calls[call] = engine, num_open - 1
+
+    def _move_requests(self, lost: ServedEngine) -> None:
+        """Give the requests of an engine that has ended to others, if there are any."""
+        self._router.forget(lost.number)
+        others = self.up
+        if not others and lost.has_failed:
+            others = [engine for engine in self.all if not engine.has_failed]
+        if not others:
+            return
+        moved: dict[int, list[SentRequest]] = {engine.number: [] for engine in others}
+        targets: dict[tuple[str, float], int] = {}
+        for request in lost.give_up():
+            message, number = request.message, request.request_id
+            call, prompts = _call_of(message), (request.prompt_ids,)
+            if call not in targets:
+                targets[call] = self._router.choose(prompts, message.cache_salt, list(moved))
+                if call in self._calls:
+                    self._calls[call] = self.all[targets[call]], self._calls[call][1]
+            self._router.end(number)
+            self._router.begin(targets[call], number, prompts, 1, message.cache_salt)
+            moved[targets[call]].append(request)
+        for engine in others:
+            engine.take_over(moved[engine.number], time.monotonic())
+
+
+def _call_of(message: AddRequest) -> tuple[str, float]:
+    """What the messages of a call have in common. Two calls with one name do not arrive at the same time."""
+    return message.call_id, message.arrived_s

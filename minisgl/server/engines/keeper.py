@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from minisgl.ipc.messages import Ready
 from minisgl.server.engines.api_workers import ApiWorkers
-from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.engine_process import EngineProcess
 from minisgl.server.engines.restarts import WINDOW_S, Restarts
 from minisgl.server.engines.served_engine import ServedEngine
@@ -51,23 +50,36 @@ class Failure(NamedTuple):
 class EngineKeeper:
     """The first server process has one for each engine. Create, use and close it in one event loop.
 
+    Args:
+        name: of the engine, for people.
+        starts_after: the first life starts when this is done; None = now.
+
     Raises:
         ConfigError: the command can't be started.
     """
 
-    def __init__(self, number: int, settings: KeeperSettings) -> None:
+    def __init__(
+        self,
+        number: int,
+        settings: KeeperSettings,
+        *,
+        name: str = "the engine",
+        starts_after: asyncio.Future[Ready] | None = None,
+    ) -> None:
         self._settings = settings
         self._restarts = Restarts(settings.restarts)
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         """Of the first life."""
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        self.engine = ServedEngine(number, 0, self._make_dir(number, 1))
-        try:
-            self._process = self._start_process(self.engine.link, self._dir(number, 1))
-        except BaseException:
-            self.engine.close()
-            raise
-        self.engine.pid = self._process.pid
+        self.engine = ServedEngine(number, 0, self._make_dir(number, 1), name)
+        self._process: EngineProcess | None = None
+        self._starts_after = starts_after
+        if starts_after is None:
+            try:
+                self._start_process()
+            except BaseException:
+                self.engine.close()
+                raise
         self._task: asyncio.Task[None] | None = None
 
     def dir_of_life(self) -> Path:
@@ -81,15 +93,20 @@ class EngineKeeper:
     async def stop(self) -> None:
         """Ask the engine to exit, and kill it if it does not. It is not started again."""
         await self._stop_keeping()
-        if self.engine.link.is_up:
-            await self._process.stop()
-        else:
-            await self._process.close()
+        if self._process is not None:
+            await (self._process.stop() if self.engine.link.is_up else self._process.close())
 
     async def close(self) -> None:
         """Kill the engine if it still runs, and close its sockets."""
         await self._stop_keeping()
-        await self._process.close()
+        if self._process is not None:
+            await self._process.close()
+        self.engine.close()
+
+    def kill(self) -> None:
+        """Kill the engine and close its sockets, without waiting. Call it before `keep` only."""
+        if self._process is not None:
+            self._process.kill()
         self.engine.close()
 
     async def _stop_keeping(self) -> None:
@@ -100,6 +117,9 @@ class EngineKeeper:
 
     async def _keep(self, workers: ApiWorkers) -> None:
         try:
+            if self._starts_after is not None:
+                await asyncio.shield(self._starts_after)
+                self._start_process()
             while True:
                 await self._live(workers)
                 failure = await self._bury(workers)
@@ -108,7 +128,7 @@ class EngineKeeper:
                     return
                 self._begin_next_life(workers)
         except Exception as error:
-            log.exception("the engine can't be kept running")
+            log.exception("%s can't be kept running", self.engine.name)
             self.failed.set_result(Failure(f"it can't be started again: {error}"))
 
     async def _live(self, workers: ApiWorkers) -> None:
@@ -147,7 +167,8 @@ class EngineKeeper:
         """See that the process is gone, and tell everybody; returns why there is no next life, if so."""
         engine, link = self.engine, self.engine.link
         reason = link.died.result()
-        await self._process.close()
+        if self._process is not None:
+            await self._process.close()
         failure = Failure(reason, link.is_user_mistake, link.is_device_fault)
         if not self.ready.done():
             return failure
@@ -157,7 +178,8 @@ class EngineKeeper:
             is_used_up = self._restarts.most and not link.is_user_mistake
             return failure._replace(reason=reason + used_up) if is_used_up else failure
         log.error(
-            "the engine died%s: %s; it is started again (restart %d of %d within %g minutes)",
+            "%s died%s: %s; it is started again (restart %d of %d within %g minutes)",
+            engine.name,
             " of a GPU fault" if link.is_device_fault else "",
             reason,
             self._restarts.num_counted,
@@ -174,17 +196,18 @@ class EngineKeeper:
         engine, generation = self.engine, self.engine.generation + 1
         ipc_dir = self._make_dir(engine.number, generation)
         engine.begin(generation, ipc_dir)
-        self._process = self._start_process(engine.link, ipc_dir)
-        engine.pid = self._process.pid
+        self._start_process()
         workers.begin(generation, engine.pid, ipc_dir)
 
-    def _start_process(self, link: EngineLink, ipc_dir: Path) -> EngineProcess:
+    def _start_process(self) -> None:
         line = {
             **self._settings.worker,
-            "ipc_dir": str(ipc_dir),
+            "ipc_dir": str(self.dir_of_life()),
             "private_dir": str(self._settings.private_dir),
         }
-        return EngineProcess(self._settings.command, json.dumps(line, allow_nan=False).encode(), link)
+        first_line = json.dumps(line, allow_nan=False).encode()
+        self._process = EngineProcess(self._settings.command, first_line, self.engine.link)
+        self.engine.pid = self._process.pid
 
     def _make_dir(self, number: int, generation: int) -> Path:
         ipc_dir = self._dir(number, generation)

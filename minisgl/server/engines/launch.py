@@ -25,7 +25,9 @@ from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.transport import make_ipc_dir
 from minisgl.server.engines.api_workers import ApiWorkers
 from minisgl.server.engines.engines import Engines
-from minisgl.server.engines.keeper import EngineKeeper, KeeperSettings
+from minisgl.server.engines.keeper import KeeperSettings
+from minisgl.server.engines.keepers import EngineKeepers
+from minisgl.server.engines.replicas import check_replicas, replica_workers
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
 from minisgl.server.http.connections import OTHER_FILES
 from minisgl.server.http_server import (
@@ -54,12 +56,14 @@ def run_server(
     model_folder: Path,
     *,
     worker_command: list[str] | None = None,
+    visible_gpus: str | None = None,
     started_at: float,
 ) -> int:
     """Serve `model_folder` until a signal or the engine's end; returns the process's exit code.
 
     Args:
         worker_command: command line of the engine, for tests; None = minisgl's own engine.
+        visible_gpus: the value of CUDA_VISIBLE_DEVICES; None = it is not set.
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
@@ -71,6 +75,7 @@ def run_server(
     check_server_config(server)
     check_engine_config(engine)
     check_restarts(server, engine)
+    check_replicas(server, engine, visible_gpus)
     raise_open_file_limit(server.max_queued_requests + OTHER_FILES)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
@@ -82,14 +87,15 @@ def run_server(
     ipc_dir: Path | None = None
     try:
         ipc_dir = make_ipc_dir()
+        worker = {
+            "engine": dataclasses.asdict(engine),
+            "model_folder": str(model_folder),
+            "log_level": server.log_level,
+            "num_servers": server.api_workers,
+        }
         keeper = KeeperSettings(
             command=worker_command or list(WORKER),
-            worker={
-                "engine": dataclasses.asdict(engine),
-                "model_folder": str(model_folder),
-                "log_level": server.log_level,
-                "num_servers": server.api_workers,
-            },
+            worker=worker,
             private_dir=ipc_dir,
             startup_timeout_s=server.startup_timeout_s,
             heartbeat_timeout_s=server.heartbeat_timeout_s,
@@ -102,6 +108,7 @@ def run_server(
             model_folder=model_folder,
             listeners=listeners,
             keeper=keeper,
+            workers=replica_workers(worker, server.replicas, engine.tp, visible_gpus),
             clock=clock,
         )
         return asyncio.run(_serve(launch))
@@ -155,6 +162,7 @@ class LaunchSettings(NamedTuple):
     model_folder: Path
     listeners: list[socket.socket]  # bound and listening, one for each server process
     keeper: KeeperSettings
+    workers: list[dict[str, Any]]  # the first line of each engine
     clock: StartupClock
 
 
@@ -186,9 +194,10 @@ class Signals:
 async def _serve(launch: LaunchSettings) -> int:
     """Start all parts, supervise them, and end them in reverse order; returns the exit code."""
     signals = Signals()
-    keeper = EngineKeeper(0, launch.keeper)
+    # On a GPU the first engine compiles, and the others find its code.
+    keepers = EngineKeepers(launch.keeper, launch.workers, one_first=launch.engine.device != "cpu")
     try:
-        engines = Engines([keeper.engine])
+        engines = Engines(keepers.engines)
         settings = HttpServerSettings(
             launch.server,
             launch.engine,
@@ -197,7 +206,8 @@ async def _serve(launch: LaunchSettings) -> int:
             launch.keeper.private_dir,
             rank=0,
         )
-        workers = ApiWorkers(settings, launch.listeners[1:], keeper.engine.pid, keeper.dir_of_life())
+        first = keepers.first
+        workers = ApiWorkers(settings, launch.listeners[1:], first.engine.pid, first.dir_of_life())
         launch.clock.lap("server: port, sockets, processes")
         try:
             # This runs while the engine starts, so it does not delay readiness.
@@ -206,14 +216,14 @@ async def _serve(launch: LaunchSettings) -> int:
                 if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
                     signals.on_hangup(http_server.reload, workers.reload)
                 engines.listen(http_server.reader(_print_stage))
-                keeper.keep(workers)
-                return await _supervise(ServerParts(launch, http_server, keeper, workers, signals))
+                keepers.keep(workers)
+                return await _supervise(ServerParts(launch, http_server, keepers, workers, signals))
             finally:
                 await http_server.close()
         finally:
             await workers.close()
     finally:
-        await keeper.close()
+        await keepers.close()
 
 
 class ServerParts(NamedTuple):
@@ -221,7 +231,7 @@ class ServerParts(NamedTuple):
 
     launch: LaunchSettings
     http_server: HttpServer
-    keeper: EngineKeeper
+    keepers: EngineKeepers
     workers: ApiWorkers
     signals: Signals
 
@@ -234,15 +244,15 @@ async def _supervise(parts: ServerParts) -> int:
     Raises:
         ConfigError: the engine refuses its settings or the model.
     """
-    launch, http_server, keeper, workers, signals = parts
+    launch, http_server, keepers, workers, signals = parts
     server, model = launch.server, http_server.model
     host, port = launch.listeners[0].getsockname()[:2]
     tls = server.tls_cert is not None
     _print_to_user(f"Listening on {base_url(host, port, tls)}; loading {model.name}")
-    failures = (keeper.failed, workers.failed)
-    await _wait_for_first(keeper.ready, *failures, signals.stop.wait(), timeout_s=None)
-    if keeper.ready.done() and not any(failure.done() for failure in failures):
-        ready = keeper.ready.result()
+    failures = (keepers.failed, workers.failed)
+    await _wait_for_first(keepers.ready, *failures, signals.stop.wait(), timeout_s=None)
+    if keepers.ready.done() and not any(failure.done() for failure in failures):
+        ready = keepers.ready.result()
         await _wait_for_first(workers.all_ready(), *failures, signals.stop.wait(), timeout_s=None)
         _print_to_user(waterfall({**launch.clock.laps, **_engine_stages(ready)}, launch.clock.total_ms()))
         _print_to_user(
@@ -256,8 +266,8 @@ async def _supervise(parts: ServerParts) -> int:
             return EXIT_STOPPED
         if not any(failure.done() for failure in failures):
             return EXIT_INTERRUPTED
-    if keeper.failed.done():
-        failure = keeper.failed.result()
+    if keepers.failed.done():
+        failure = keepers.failed.result()
         if failure.is_user_mistake:
             _fail_open_requests(parts, failure.reason)
             raise ConfigError(failure.reason)
@@ -271,12 +281,12 @@ async def _drain(parts: ServerParts) -> bool:
 
     Returns False if a process died meanwhile, or if the user does not want to wait (a second SIGINT).
     """
-    launch, http_server, keeper, workers, signals = parts
-    streams, failures = http_server.streams, (keeper.failed, workers.failed)
+    launch, http_server, keepers, workers, signals = parts
+    streams, failures = http_server.streams, (keepers.failed, workers.failed)
     refusal = RequestError(503, "shutting_down", "the server is shutting down")
     streams.refuse_requests(refusal)
     workers.drain()
-    if not keeper.ready.done():
+    if not any(keeper.ready.done() for keeper in keepers.all):
         return True  # no request runs, and a loading engine reads no messages
     limit_s = launch.server.drain_timeout_s
     log.info("stopping: %d open requests may go on for %g s", await http_server.num_open(), limit_s)
@@ -289,7 +299,7 @@ async def _drain(parts: ServerParts) -> bool:
     await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
         await _wait_for_first(http_server.make_spans(), signals.stop_now.wait(), timeout_s=LAST_SPANS_S)
-        await _wait_for_first(keeper.stop(), signals.stop_now.wait(), timeout_s=None)
+        await _wait_for_first(keepers.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 
 

@@ -41,9 +41,14 @@ class SentRequest:
         return self.message.request_id + self.index
 
     @property
-    def num_prompt_tokens(self) -> int:
+    def prompt_ids(self) -> bytes:
+        """Little-endian int32."""
         prompts = (self.message.prompt_ids, *self.message.more_prompts)
-        return len(prompts[self.index // self.message.num_choices]) // 4
+        return prompts[self.index // self.message.num_choices]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids) // 4
 
     @property
     def is_past_its_crash(self) -> bool:
@@ -92,6 +97,11 @@ class SentRequests:
             request = SentRequest(message, index)
             request.sent_to = sent_to
             self._requests[request.request_id] = request
+
+    def adopt(self, request: SentRequest) -> None:
+        """Keep a request that another engine has given up; this one has not got it yet."""
+        request.sent_to = 0
+        self._requests[request.request_id] = request
 
     def forget(self, request_id: int) -> None:
         """Of a request that was aborted; ids of ended requests are ignored."""

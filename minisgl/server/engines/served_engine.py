@@ -10,7 +10,7 @@ got. Nothing of a life that has ended reaches the server or the next life.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ class Reader(NamedTuple):
     """A stage of the first life's start is over."""
     on_ready: Callable[[Ready], None]
     """Before the first request is sent to a life."""
-    on_wait: Callable[[], None]
-    """Now and then while the engine is started again."""
+    on_wait: Callable[[Iterable[int]], None]
+    """Now and then while the engine is started again; gets the ids of the requests that wait for it."""
 
 
 class ServedEngine:
@@ -49,10 +49,14 @@ class ServedEngine:
         number: of the engine, from 0.
         rank: of this server process.
         ipc_dir: the directory of the first life's sockets.
+        name: of the engine, for people.
     """
 
-    def __init__(self, number: int, rank: int, ipc_dir: Path) -> None:
+    def __init__(self, number: int, rank: int, ipc_dir: Path, name: str = "the engine") -> None:
         self.number = number
+        self.name = name
+        self.has_failed = False
+        """Whether it has ended and is not started again."""
         self.generation = 1
         self.pid = 0
         """Of the current life's process, or of the last one's; 0 = none yet."""
@@ -64,6 +68,8 @@ class ServedEngine:
         self._loop = asyncio.get_running_loop()
         self._requests = SentRequests()
         self._reader: Reader | None = None
+        self._on_lost: Callable[[], None] | None = None
+        self._moving: set[asyncio.Task[int]] = set()
         self._is_open = False  # requests are sent as they come
         self._is_lost = False  # the life has ended
         self._down_since_s = 0.0  # time.monotonic
@@ -78,7 +84,13 @@ class ServedEngine:
     @property
     def is_restarting(self) -> bool:
         """Whether a life has ended, and the next one does not take all requests yet."""
-        return bool(self.ended) and not self._is_open
+        return bool(self.ended) and not self._is_open and not self.has_failed
+
+    @property
+    def last_ready(self) -> Ready | None:
+        """What the current life said when it was ready; None = it is not yet."""
+        ready = self.link.ready
+        return ready.result() if ready.done() else None
 
     @property
     def num_restarts(self) -> int:
@@ -94,11 +106,11 @@ class ServedEngine:
     def restart_reason(self) -> str:
         """Why the engine is being started again, for people."""
         why = self.ended[-1].reason if self.ended else ""
-        return f"the engine is being started again ({why})"
+        return f"{self.name} is being started again ({why})"
 
-    def listen(self, reader: Reader) -> None:
-        """Pass on the engine's messages from now on."""
-        self._reader = reader
+    def listen(self, reader: Reader, on_lost: Callable[[], None] | None = None) -> None:
+        """Pass on the engine's messages from now on. `on_lost` is called when a life has ended."""
+        self._reader, self._on_lost = reader, on_lost
         self.link.listen(self._take, reader.on_stage)
 
     def begin(self, generation: int, ipc_dir: Path) -> None:
@@ -126,8 +138,53 @@ class ServedEngine:
             self._trial.over.set()
         for request in self._requests.lose(self.generation):
             self._end_guilty(request, reason)
-        if self._notes is None:
+        if self._on_lost is not None:
+            self._on_lost()
+        if self._notes is None and not self.has_failed:
             self._notes = self._loop.create_task(self._note_wait())
+
+    def fail(self, reason: str) -> None:
+        """The engine has ended and is not started again. Requests that no other engine takes end."""
+        self.has_failed = True
+        self.lose(reason)
+        if self._notes is not None:
+            self._notes.cancel()
+        errors = [
+            RequestOutput(
+                request.request_id,
+                [],
+                FinishReason.ERROR,
+                error_status=503,
+                error_code="engine_dead",
+                error_message=f"{self.name} died: {reason}",
+            )
+            for request in self._requests
+        ]
+        for error in errors:
+            self._requests.forget(error.request_id)
+        if errors and self._reader is not None:
+            self._reader.on_output(StepOutput(errors))
+
+    def give_up(self) -> list[SentRequest]:
+        """After the end of a life: the requests that another engine may run, which this one forgets."""
+        given = [request for request in self._requests if not request.is_suspect]
+        for request in given:
+            self._requests.forget(request.request_id)
+        return given
+
+    def take_over(self, requests: Sequence[SentRequest], since_s: float) -> None:
+        """Run requests that another engine has given up, behind their output.
+
+        Args:
+            since_s: when that engine ended (`time.monotonic`).
+        """
+        for request in requests:
+            self._requests.adopt(request)
+        if requests and self.is_up:  # else the next life gets them
+            log.warning("%s goes on with %d requests of another", self.name, len(requests))
+            task = self._loop.create_task(self._send_unsent(since_s))
+            self._moving.add(task)
+            task.add_done_callback(self._moving.discard)
 
     async def try_suspects(self) -> None:
         """Send each suspect alone, until it is past the place of the crash or has ended."""
@@ -145,12 +202,7 @@ class ServedEngine:
         generation, num_sent = self.generation, 0
         # More may be added while these are sent; they are sent behind them.
         while not self._is_open:
-            for message in self._requests.unsent(generation, self._down_since_s):
-                if self._is_lost or self.generation != generation:
-                    return
-                self._send(message)
-                num_sent += message.num_requests
-                await asyncio.sleep(0)
+            num_sent += await self._send_unsent(self._down_since_s)
             if self._is_lost or self.generation != generation:
                 return
             self._is_open = not any(one.sent_to != generation for one in self._requests)
@@ -160,7 +212,7 @@ class ServedEngine:
         if self.ended:
             self.ended[-1] = msgspec.structs.replace(self.ended[-1], back_at=_now())
             down_s = time.monotonic() - self._down_since_s
-            log.warning("the engine is back after %.1f s; %d requests go on", down_s, num_sent)
+            log.warning("%s is back after %.1f s; %d requests go on", self.name, down_s, num_sent)
 
     def send(self, message: AddRequest | AbortRequest) -> None:
         """Take in a message without waiting. If the engine is down, it is remembered."""
@@ -186,7 +238,20 @@ class ServedEngine:
         """Stop listening, and close the sockets."""
         if self._notes is not None:
             self._notes.cancel()
+        for task in self._moving:
+            task.cancel()
         self.link.close()
+
+    async def _send_unsent(self, since_s: float) -> int:
+        """Send the open requests that this life has not got; returns how many it has got now."""
+        generation, num_sent = self.generation, 0
+        for message in self._requests.unsent(generation, since_s):
+            if self._is_lost or self.generation != generation:
+                break
+            self._send(message)
+            num_sent += message.num_requests
+            await asyncio.sleep(0)
+        return num_sent
 
     def _send(self, message: ToEngine) -> None:
         try:
@@ -253,7 +318,7 @@ class ServedEngine:
     async def _note_wait(self) -> None:
         while True:
             if self._reader is not None:
-                self._reader.on_wait()
+                self._reader.on_wait([request.request_id for request in self._requests])
             await asyncio.sleep(WAIT_NOTE_S)
 
 

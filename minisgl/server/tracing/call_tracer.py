@@ -171,9 +171,11 @@ class CallTracer:
             await asyncio.sleep(0)
 
     async def _lives(self, numbers: Sequence[int]) -> dict[int, Life]:
-        """The lives of these requests, as far as the engine still knows them."""
-        if not numbers or not self._engines.first.is_up:
+        """The lives of these requests, as far as an engine still knows them."""
+        if not numbers:
             return {}
         question = AskRequests(0, numbers=tuple(numbers), limit=len(numbers))
-        answer = await self._engines.first.link.ask_requests(question, ANSWER_TIMEOUT_S)
-        return {} if answer is None else {life.number: life for life in answer.requests}
+        answers = await asyncio.gather(
+            *[engine.link.ask_requests(question, ANSWER_TIMEOUT_S) for engine in self._engines.up]
+        )
+        return {life.number: life for answer in answers if answer is not None for life in answer.requests}

@@ -7,7 +7,7 @@ that does not answer has an empty list and its state, not an error, so that a pa
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,8 +20,8 @@ from minisgl.errors import RequestError
 from minisgl.fields import convert_value
 from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life, LivesAnswer
-from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.middleware import json_answer, require_admin
 from minisgl.server.http.routes import EVENTS, Answer, Route
@@ -98,7 +98,7 @@ class Watch:
         self._siblings = siblings
         self._server, self._engine = settings
         self.ticker = Ticker(engines, siblings, refusals, rank, self._state)
-        siblings.offer(WAITING_PATH, lambda: msgspec.json.encode(waiting_lives(engines.first)))
+        siblings.offer(WAITING_PATH, lambda: msgspec.json.encode([waiting_lives(one) for one in engines.all]))
         siblings.offer(CLIENTS_PATH, lambda: msgspec.json.encode(slow_clients(streams.open_streams)))
 
     def routes(self) -> list[Route]:
@@ -161,22 +161,25 @@ class Watch:
     async def engines(self, request: web.Request) -> web.Response:
         """GET /debug/engines."""
         require_admin(request, "/debug/engines")
-        ready = self._link.ready.result() if self._link.ready.done() else None
-        status = self._link.status
+        views = [await self._engine_view(engine) for engine in self._engines.all]
+        return _json(EnginesAnswer(time=_now(), version=__version__, model=self._model_name, engines=views))
+
+    async def _engine_view(self, engine: ServedEngine) -> EngineView:
+        ready, status = engine.last_ready, engine.link.status
         refusal = self._streams.refusal
         reason = None if refusal is None else str(refusal)
-        if refusal is None and self._engines.first.is_restarting:
-            reason = self._engines.first.restart_reason
-        stages = {stage.name: stage.duration_ms for stage in self._link.stages}
-        view = EngineView(
-            id=0,
-            state=self._state(),
+        if refusal is None and engine.is_restarting:
+            reason = engine.restart_reason
+        stages = {stage.name: stage.duration_ms for stage in engine.link.stages}
+        return EngineView(
+            id=engine.number,
+            state=self._state(engine),
             reason=reason,
-            pid=self._engines.first.pid,
-            generation=self._engines.first.generation,
-            restarts=self._engines.num_restarts,
-            ended_lives=self._engines.first.ended,
-            silent_s=round(self._link.silent_s, 3),
+            pid=engine.pid,
+            generation=engine.generation,
+            restarts=engine.num_restarts,
+            ended_lives=engine.ended,
+            silent_s=round(engine.link.silent_s, 3),
             device=ready and ready.device,
             num_pages=ready and ready.num_pages,
             page_size=ready and ready.page_size,
@@ -185,10 +188,9 @@ class Watch:
             startup_ms=stages if ready is None else ready.startup_ms,
             choices=[] if ready is None else [ChosenSetting(*choice) for choice in ready.choices],
             settings=dataclasses.asdict(self._engine),
-            sample=await self.ticker.last_sample(),
+            sample=await self.ticker.last_sample(engine.number),
             counters=None if status is None else msgspec.structs.asdict(status),
         )
-        return _json(EnginesAnswer(time=_now(), version=__version__, model=self._model_name, engines=[view]))
 
     async def requests(self, request: web.Request) -> web.Response:
         """GET /debug/requests?state=&limit=&ended_after=."""
@@ -204,10 +206,10 @@ class Watch:
         """GET /debug/requests/{id}: by the call's X-Request-Id, its answer's id, or a request's number."""
         require_admin(request, "/debug/requests/{id}")
         name = request.match_info["id"]
-        asked = await self._ask(AskRequests(0, id=call_id_of(name), limit=MAX_LISTED))
-        if not (asked and asked.requests) and name.isascii() and name.isdigit() and len(name) < 18:
-            asked = await self._ask(AskRequests(0, number=int(name), limit=1))
-        if not (asked and asked.requests):
+        asked = await self._ask_all(AskRequests(0, id=call_id_of(name), limit=MAX_LISTED))
+        if not _found(asked) and name.isascii() and name.isdigit() and len(name) < 18:
+            asked = await self._ask_all(AskRequests(0, number=int(name), limit=1))
+        if not _found(asked):
             message = f"no request of the call {name[:128]!r} is known; the last 1000 that ended are"
             raise RequestError(404, "not_found", message)
         return await self._told(asked)
@@ -218,59 +220,68 @@ class Watch:
         name = request.match_info["id"]
         aborted = await self._siblings.abort(call_id_of(name))
         if not aborted and name.isascii() and name.isdigit() and len(name) < 18:
-            asked = await self._ask(AskRequests(0, number=int(name), limit=1))
-            if asked and asked.requests and asked.requests[0].id:
-                aborted = await self._siblings.abort(asked.requests[0].id)
+            found = _found(await self._ask_all(AskRequests(0, number=int(name), limit=1)))
+            if found and found[0].id:
+                aborted = await self._siblings.abort(found[0].id)
         return _json(Aborted(aborted))
 
     async def moments(self, request: web.Request) -> web.Response:
         """GET /debug/moments."""
         require_admin(request, "/debug/moments")
-        asked = await self._ask(AskRequests(0, limit=0))
-        moments = [] if asked is None else [moment_view(one) for one in asked.moments]
+        asked = await self._ask_all(AskRequests(0, limit=0))
         refused = [moment_view(one) for one in await self.ticker.refused()]
-        engine = EngineMoments(id=0, state=self._state(), moments=moments)
-        return _json(MomentsAnswer(time=_now(), engines=[engine], refused=refused))
+        engines = [
+            EngineMoments(
+                id=engine.number,
+                state=self._state(engine),
+                moments=[] if told is None else [moment_view(one) for one in told.moments],
+            )
+            for engine, told in zip(self._engines.all, asked, strict=True)
+        ]
+        return _json(MomentsAnswer(time=_now(), engines=engines, refused=refused))
 
     async def history(self, request: web.Request) -> web.Response:
         """GET /debug/history?seconds=N."""
         require_admin(request, "/debug/history")
         columns = await self.ticker.columns(_number(request, "seconds", Seconds, CAPACITY))
-        engine = EngineHistory(id=0, state=self._state(), columns=columns)
-        return _json(HistoryAnswer(time=_now(), interval_s=INTERVAL_S, engines=[engine]))
+        engines = [
+            EngineHistory(id=engine.number, state=self._state(engine), columns=own)
+            for engine, own in zip(self._engines.all, columns, strict=True)
+        ]
+        return _json(HistoryAnswer(time=_now(), interval_s=INTERVAL_S, engines=engines))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """GET /debug/events."""
         require_admin(request, "/debug/events")
         return await self.ticker.send_events(request)
 
-    @property
-    def _link(self) -> EngineLink:
-        return self._engines.first.link
-
-    def _state(self) -> EngineState:
-        if self._engines.first.is_restarting:
+    def _state(self, engine: ServedEngine) -> EngineState:
+        if engine.is_restarting:
             return "restarting"
-        if self._link.died.done():
+        if engine.link.died.done():
             return "dead"
-        if not self._link.ready.done():
+        if not engine.link.ready.done():
             return "starting"
         refusal = self._streams.refusal
         if isinstance(refusal, RequestError) and refusal.code == "shutting_down":
             return "stopping"
-        return "silent" if self._link.silent_s > self._server.heartbeat_timeout_s else "serving"
+        return "silent" if engine.link.silent_s > self._server.heartbeat_timeout_s else "serving"
 
-    async def _ask(self, which: AskRequests) -> LivesAnswer | None:
-        """Ask the engine, or the server processes for what waits for it; None = nobody answers."""
-        if self._engines.first.is_restarting:
-            return await self._waiting(which)
-        if not self._link.is_up:
+    async def _ask_all(self, which: AskRequests) -> list[LivesAnswer | None]:
+        """See `_ask`; of each engine."""
+        return await asyncio.gather(*[self._ask(engine, which) for engine in self._engines.all])
+
+    async def _ask(self, engine: ServedEngine, which: AskRequests) -> LivesAnswer | None:
+        """Ask an engine, or the server processes for what waits for it; None = nobody answers."""
+        if engine.is_restarting:
+            return await self._waiting(engine, which)
+        if not engine.link.is_up:
             return None
         requests: dict[int, Life] = {}
         while True:
             limit = min(which.limit - len(requests), ASKED_AT_ONCE)
             part = msgspec.structs.replace(which, skip=len(requests), limit=limit)
-            answer = await self._link.ask_requests(part, ANSWER_TIMEOUT_S)
+            answer = await engine.link.ask_requests(part, ANSWER_TIMEOUT_S)
             if answer is None:
                 return None
             known = len(requests)
@@ -278,10 +289,11 @@ class Watch:
             if len(answer.requests) < limit or len(requests) in (known, which.limit):
                 return msgspec.structs.replace(answer, requests=list(requests.values()))
 
-    async def _waiting(self, which: AskRequests) -> LivesAnswer:
-        """The requests that wait for the engine's next life, in all server processes."""
+    async def _waiting(self, engine: ServedEngine, which: AskRequests) -> LivesAnswer:
+        """The requests that wait for an engine's next life, in all server processes."""
         answers = await self._siblings.ask_all(WAITING_PATH)
-        lives = [one for answer in answers for one in msgspec.json.decode(answer, type=list[Life])]
+        parts = [msgspec.json.decode(answer, type=list[list[Life]]) for answer in answers]
+        lives = [one for part in parts for one in part[engine.number]]
         lives.sort(key=lambda life: (life.arrived_at, life.number), reverse=True)
         found = [
             life
@@ -298,25 +310,41 @@ class Watch:
         )
 
     async def _answer(self, which: AskRequests) -> web.Response:
-        return await self._told(await self._ask(which))
+        return await self._told(await self._ask_all(which))
 
-    async def _told(self, asked: LivesAnswer | None) -> web.Response:
+    async def _told(self, answers: Sequence[LivesAnswer | None]) -> web.Response:
         """The answer with words, which other tasks do not wait for."""
-        asked = asked or LivesAnswer(requests=[], num_open=0, num_ended=0, moments=[])
         clients = {one.id: one for one in await self._slow_clients()}
+        engines = [
+            await self._told_of(engine, asked, clients)
+            for engine, asked in zip(self._engines.all, answers, strict=True)
+        ]
+        return _json(RequestsAnswer(time=_now(), engines=engines))
+
+    async def _told_of(
+        self, engine: ServedEngine, asked: LivesAnswer | None, clients: Mapping[str, SlowClient]
+    ) -> EngineRequests:
+        asked = asked or LivesAnswer(requests=[], num_open=0, num_ended=0, moments=[])
         views: list[RequestView] = []
         for place, life in enumerate(asked.requests):
             views.append(_view(life, clients.get(life.id)))
             if place % WORDS_AT_ONCE == WORDS_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        engine = EngineRequests(
-            id=0, state=self._state(), num_open=asked.num_open, num_ended=asked.num_ended, requests=views
+        return EngineRequests(
+            id=engine.number,
+            state=self._state(engine),
+            num_open=asked.num_open,
+            num_ended=asked.num_ended,
+            requests=views,
         )
-        return _json(RequestsAnswer(time=_now(), engines=[engine]))
 
     async def _slow_clients(self) -> Sequence[SlowClient]:
         answers = await self._siblings.ask_all(CLIENTS_PATH)
         return [one for answer in answers for one in msgspec.json.decode(answer, type=list[SlowClient])]
+
+
+def _found(answers: Sequence[LivesAnswer | None]) -> list[Life]:
+    return [life for answer in answers if answer is not None for life in answer.requests]
 
 
 def call_id_of(name: str) -> str:

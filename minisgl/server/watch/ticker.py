@@ -15,12 +15,12 @@ import msgspec
 from aiohttp import web
 
 from minisgl.errors import RequestError
-from minisgl.ipc.messages import Ready
-from minisgl.ipc.questions import AskRequests, Status
+from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Moment
 from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.engines.siblings import Siblings
-from minisgl.server.stats import total
+from minisgl.server.stats import ServerStats, total
 from minisgl.server.watch.advice import advice_on
 from minisgl.server.watch.history import NAMES, Counted, History, Sample
 from minisgl.server.watch.refusals import Refusals
@@ -43,7 +43,7 @@ class Ticker:
 
     Args:
         rank: of this server process; 0 = it samples.
-        state: tells the engine's state.
+        state: tells an engine's state.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Ticker:
         siblings: Siblings,
         refusals: Refusals,
         rank: int,
-        state: Callable[[], EngineState],
+        state: Callable[[ServedEngine], EngineState],
     ) -> None:
         self._engines = engines
         self._siblings = siblings
         self._rank = rank
         self._state = state
-        self.history = History()
+        self._histories = [History() for _ in engines.all]
         self._event = b""  # the newest, as server-sent event
         self._has_event = asyncio.Event()  # another one for each event
         self._num_streams = 0
@@ -67,7 +67,7 @@ class Ticker:
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         siblings.offer(EVENT_PATH, self._give_event)
-        siblings.offer(HISTORY_PATH, lambda: msgspec.json.encode(self.history.columns(1 << 20)))
+        siblings.offer(HISTORY_PATH, self._give_history)
         siblings.offer(REFUSED_PATH, lambda: msgspec.json.encode(refusals.told()))
 
     def start(self) -> None:
@@ -89,19 +89,20 @@ class Ticker:
         found = [one for answer in answers for one in msgspec.json.decode(answer, type=list[Moment])]
         return sorted(found, key=lambda one: (one.at, one.number))
 
-    async def columns(self, seconds: int) -> dict[str, list[float | None]]:
-        """See `History.columns`; of the process that samples."""
+    async def columns(self, seconds: int) -> list[dict[str, list[float | None]]]:
+        """See `History.columns`; of each engine, by the process that samples."""
         if self._rank == 0:
-            return self.history.columns(seconds)
+            return [history.columns(seconds) for history in self._histories]
         answer = await self._siblings.ask_first(HISTORY_PATH)
         if answer is None:
-            return {name: [] for name in NAMES}
-        whole = msgspec.json.decode(answer, type=dict[str, list[float | None]])
-        return {name: values[-seconds:] for name, values in whole.items()}
+            return [{name: [] for name in NAMES} for _ in self._histories]
+        whole = msgspec.json.decode(answer, type=list[dict[str, list[float | None]]])
+        return [{name: values[-seconds:] for name, values in one.items()} for one in whole]
 
-    async def last_sample(self) -> Sample | None:
-        """The newest sample; of the process that samples."""
-        found = {name: values[-1] for name, values in (await self.columns(1)).items() if values}
+    async def last_sample(self, engine: int) -> Sample | None:
+        """The newest sample of an engine; of the process that samples."""
+        columns = (await self.columns(1))[engine]
+        found = {name: values[-1] for name, values in columns.items() if values}
         return msgspec.convert(found, Sample) if found else None
 
     async def send_events(self, request: web.Request) -> web.StreamResponse:
@@ -165,52 +166,59 @@ class Ticker:
             if self._num_streams:
                 self._publish(await self._siblings.ask_first(EVENT_PATH) or b"")
             return
-        link = self._engines.first.link
-        await self._sample(link.ready.result() if link.ready.done() else None)
+        await self._sample()
         if self._num_streams or time.monotonic() - self._last_ask_at < 3 * INTERVAL_S:
             event = msgspec.json.encode(await self._make_event())
             self._publish(b"event: sample\ndata: " + event + b"\n\n")
 
-    async def _sample(self, ready: Ready | None) -> None:
-        status: Status | None = None
-        engine = self._engines.first
-        generation = engine.generation
-        if engine.is_up:
-            status = await engine.link.ask_status(ANSWER_S)
-        if ready is not None or engine.num_restarts:
+    async def _sample(self) -> None:
+        if any(engine.last_ready or engine.num_restarts for engine in self._engines.all):
             parts = await self._siblings.stats()
         else:  # the other processes may not listen yet
             parts = [self._siblings.own_stats()]
-        self.history.add(
+        stats = total(parts)
+        await asyncio.gather(*[self._sample_engine(engine, stats) for engine in self._engines.all])
+
+    async def _sample_engine(self, engine: ServedEngine, stats: ServerStats) -> None:
+        """Take a sample of an engine, with the figures of the whole server in it."""
+        ready, generation = engine.last_ready, engine.generation
+        status = await engine.link.ask_status(ANSWER_S) if engine.is_up else None
+        self._histories[engine.number].add(
             Counted(
                 time=time.time(),
                 clock_s=time.monotonic(),
                 generation=generation,
                 status=status,
                 ready=ready,
-                stats=total(parts),
+                stats=stats,
             )
         )
 
     async def _make_event(self) -> Event:
         since, self._told_until = self._told_until, time.time()
-        moments = []
-        if self._state() == "serving":
-            answer = await self._engines.first.link.ask_requests(AskRequests(0, limit=0), ANSWER_S)
-            moments = answer.moments if answer is not None else []
+        events = [self._engine_event(engine, since) for engine in self._engines.all]
+        engines = await asyncio.gather(*events)
         refused = await self.refused()
         return Event(
             time=round(self._told_until, 3),
-            engines=[
-                EngineEvent(
-                    id=0,
-                    state=self._state(),
-                    sample=self.history.last,
-                    moments=[moment_view(one) for one in moments if one.until >= since],
-                )
-            ],
+            engines=engines,
             refused=[moment_view(one) for one in refused if one.until >= since],
         )
+
+    async def _engine_event(self, engine: ServedEngine, since: float) -> EngineEvent:
+        moments: list[Moment] = []
+        if self._state(engine) == "serving":
+            answer = await engine.link.ask_requests(AskRequests(0, limit=0), ANSWER_S)
+            moments = answer.moments if answer is not None else []
+        return EngineEvent(
+            id=engine.number,
+            state=self._state(engine),
+            sample=self._histories[engine.number].last,
+            moments=[moment_view(one) for one in moments if one.until >= since],
+        )
+
+    def _give_history(self) -> bytes:
+        return msgspec.json.encode([history.columns(1 << 20) for history in self._histories])
 
     def _publish(self, event: bytes) -> None:
         self._event = event

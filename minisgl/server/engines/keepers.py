@@ -1,0 +1,90 @@
+"""Keeps the engines of --replicas running, each through lives of its own.
+
+Promise: the server starts with all of them or not at all. Later it goes on while one is left: `failed`
+resolves when the last one is not started again.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from minisgl.ipc.messages import Ready
+from minisgl.server.engines.api_workers import ApiWorkers
+from minisgl.server.engines.keeper import EngineKeeper, Failure, KeeperSettings
+from minisgl.server.engines.served_engine import ServedEngine
+
+
+class EngineKeepers:
+    """One `EngineKeeper` for each engine. Create, use and close it in one event loop.
+
+    Args:
+        workers: the first line of each engine, which replaces `settings.worker`.
+        one_first: start the others when the first engine is ready, so that they find the code that it has
+            compiled. Else all start at once.
+
+    Raises:
+        ConfigError: the command can't be started.
+    """
+
+    def __init__(
+        self, settings: KeeperSettings, workers: Sequence[dict[str, Any]], *, one_first: bool
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        """The first engine's answer, when all of them are ready for the first time."""
+        self.failed: asyncio.Future[Failure] = loop.create_future()
+        self.all: list[EngineKeeper] = []
+        several = len(workers) > 1
+        try:
+            for number, worker in enumerate(workers):
+                keeper = EngineKeeper(
+                    number,
+                    settings._replace(worker=worker),
+                    name=f"engine {number}" if several else "the engine",
+                    starts_after=self.all[0].ready if one_first and number else None,
+                )
+                self.all.append(keeper)
+                keeper.ready.add_done_callback(lambda _: self._note_ready())
+                keeper.failed.add_done_callback(lambda _, keeper=keeper: self._note_failure(keeper))
+        except BaseException:
+            for keeper in self.all:
+                keeper.kill()
+            raise
+
+    @property
+    def engines(self) -> list[ServedEngine]:
+        """The engines, by their numbers."""
+        return [keeper.engine for keeper in self.all]
+
+    @property
+    def first(self) -> EngineKeeper:
+        """The keeper of engine 0."""
+        return self.all[0]
+
+    def keep(self, workers: ApiWorkers) -> None:
+        """See `EngineKeeper.keep`."""
+        for keeper in self.all:
+            keeper.keep(workers)
+
+    async def stop(self) -> None:
+        """Ask all engines to exit, and kill those that do not."""
+        await asyncio.gather(*[keeper.stop() for keeper in self.all])
+
+    async def close(self) -> None:
+        """Kill the engines that still run, and close their sockets."""
+        await asyncio.gather(*[keeper.close() for keeper in self.all])
+
+    def _note_ready(self) -> None:
+        if not self.ready.done() and all(keeper.ready.done() for keeper in self.all):
+            self.ready.set_result(self.first.ready.result())
+
+    def _note_failure(self, lost: EngineKeeper) -> None:
+        if self.failed.done():
+            return
+        failure = lost.failed.result()
+        if len(self.all) > 1:
+            failure = failure._replace(reason=f"{lost.engine.name}: {failure.reason}")
+        if not self.ready.done() or all(keeper.failed.done() for keeper in self.all):
+            self.failed.set_result(failure)
+        else:
+            lost.engine.fail(failure.reason)

@@ -1,0 +1,79 @@
+"""Says which GPUs each engine of --replicas gets, and refuses what does not go together.
+
+GPUs are counted by their device files, because the server process does not load torch.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.errors import ConfigError
+
+DEVICES = Path("/proc/driver/nvidia/gpus")
+"""Has a folder for each GPU of NVIDIA's driver."""
+
+
+def check_replicas(
+    server: ServerConfig, engine: EngineConfig, visible_gpus: str | None, devices: Path = DEVICES
+) -> None:
+    """Refuse what does not go with several engines, and more of them than there are GPUs.
+
+    Args:
+        visible_gpus: the value of CUDA_VISIBLE_DEVICES; None = it is not set.
+
+    Raises:
+        ConfigError: it says what is needed and what is there.
+    """
+    num = server.replicas
+    if num == 1:
+        return
+    if engine.nnodes > 1:
+        raise ConfigError(
+            f"--replicas {num} needs --nnodes 1, got {engine.nnodes}: its engines are on one host; run a "
+            "server for each engine that spans hosts"
+        )
+    if engine.device == "cpu":
+        return
+    needed, there = num * engine.tp, _num_gpus(visible_gpus, devices)
+    if there is not None and there < needed and (there or engine.device == "cuda"):
+        limit = " (CUDA_VISIBLE_DEVICES)" if visible_gpus is not None else ""
+        raise ConfigError(
+            f"--replicas {num} with --tp {engine.tp} needs {needed} GPUs, and {there} are here{limit}; lower "
+            "one of the two, or take --device cpu"
+        )
+
+
+def replica_workers(
+    worker: dict[str, Any], num_replicas: int, tp: int, visible_gpus: str | None
+) -> list[dict[str, Any]]:
+    """The first line of each engine: `worker`, and its share of processor and GPUs.
+
+    Replica i gets the GPUs from i * tp on, of those that are visible.
+    """
+    if num_replicas == 1:
+        return [worker]
+    if visible_gpus is None:
+        names = [str(number) for number in range(num_replicas * tp)]
+    else:
+        names = _names(visible_gpus)
+    return [
+        {
+            **worker,
+            "num_engines": num_replicas,
+            "visible_gpus": ",".join(names[number * tp : (number + 1) * tp]),
+        }
+        for number in range(num_replicas)
+    ]
+
+
+def _num_gpus(visible_gpus: str | None, devices: Path) -> int | None:
+    """The GPUs that torch will see; None = unknown."""
+    if visible_gpus is not None:
+        return len(_names(visible_gpus))
+    return len(list(devices.iterdir())) if devices.is_dir() else None
+
+
+def _names(visible_gpus: str) -> list[str]:
+    """The GPUs in CUDA_VISIBLE_DEVICES, which ends at the first -1."""
+    names = [name.strip() for name in visible_gpus.split(",") if name.strip()]
+    return names[: names.index("-1")] if "-1" in names else names
