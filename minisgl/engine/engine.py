@@ -133,7 +133,8 @@ class Engine:
         )
         self.watch.record(time.perf_counter(), request)
         if request.params.grammar is not None and request.request_id in self._scheduler.grammars:
-            self._grammars.compile(request.request_id, request.params.grammar)
+            is_new = not request.waiting_since_s  # not sent again by a restart, with all others at once
+            self._grammars.compile(request.request_id, request.params.grammar, may_refuse=is_new)
 
     def abort(self, request_id: int) -> None:
         """Stop a request. A later `step` returns its final ABORT output. Ignores unknown and ended ids."""

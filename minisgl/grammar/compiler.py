@@ -131,11 +131,12 @@ class GrammarCompiler:
                 )
             return self._tokenizer
 
-    def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
+    def compile(self, spec: GrammarSpec, *, may_refuse: bool = True) -> "Future[Grammar]":
         """The grammar, once it is compiled; its error is a `RequestError`. Callbacks run in a thread of ours.
 
         Several callers with the same grammar share one compilation; each may cancel its own future. A grammar
-        whose last caller cancels leaves the queue. With a full queue, the error is a 429.
+        whose last caller cancels leaves the queue. With a full queue, the error is a 429, unless `may_refuse`
+        is False, as for a request that was accepted by an engine before this one.
         """
         answer: Future[Grammar] = Future()
         key = (spec.kind, spec.text, spec.whitespace, spec.around)
@@ -152,7 +153,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(key)
             elif key in self._waiting:
                 self._waiting[key].append((spec, answer))
-            elif self._max_queued is not None and len(self._queue) >= self._max_queued:
+            elif may_refuse and self._max_queued is not None and len(self._queue) >= self._max_queued:
                 answer.set_exception(_queue_is_full(len(self._queue), spec))
                 return answer
             else:

@@ -40,15 +40,15 @@ class PendingGrammars:
         self._filler: MaskFiller | None = None
         self._futures: dict[int, Future[Grammar]] = {}
 
-    def compile(self, request_id: int, spec: GrammarSpec) -> None:
-        """Start to compile a call's grammar. `take_compiled` will have it."""
+    def compile(self, request_id: int, spec: GrammarSpec, *, may_refuse: bool = True) -> None:
+        """Start to compile a call's grammar. `take_compiled` will have it. `may_refuse`: see the compiler."""
         compiler = self._compiler()
         if isinstance(compiler, RequestError):
             failed: Future[Grammar] = Future()
             failed.set_exception(compiler)
             self._futures[request_id] = failed
         else:
-            self._futures[request_id] = compiler.compile(spec)
+            self._futures[request_id] = compiler.compile(spec, may_refuse=may_refuse)
 
     def cancel(self, request_id: int) -> None:
         """Nobody waits for a call's grammar any more: it is not compiled, unless that has begun."""

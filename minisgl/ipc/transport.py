@@ -152,8 +152,10 @@ class ServerSocket:
         """Queue `message` for the engine without waiting.
 
         Raises:
-            EngineDeadError: no engine is connected.
+            EngineDeadError: no engine is connected, or this end is closed.
         """
+        if self._outbox.closed:
+            raise EngineDeadError("the connection to the engine is closed")
         try:
             self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_grammar import FakeCompiler, FakeGrammar, allowed, fill_one_by_one, use_fake_grammars
@@ -120,6 +121,14 @@ def test_the_grammar_of_a_call_that_has_left_is_not_compiled(engine: Engine) -> 
         step_until(engine, answers, 1)
     assert [answers[number].end[2] for number in (0, 1, 2)] == ["", "", ""]
     assert answers[2].token_ids
+
+
+def test_a_full_queue_of_grammars_refuses_new_requests_only(engine: Engine) -> None:
+    compiler = FakeCompiler(VOCAB_SIZE, EOS)
+    use_fake_grammars(engine, compiler)
+    new = constrained(0)
+    run(engine, [new, msgspec.structs.replace(new, request_id=1, waiting_since_s=1.0)])
+    assert compiler.may_refuse == [True, False], "the second one comes from an engine that has ended"
 
 
 def test_the_grammar_of_a_call_that_is_refused_is_not_compiled(engine: Engine) -> None:

@@ -125,6 +125,7 @@ def test_a_full_queue_refuses_grammars_that_are_not_in_it(monkeypatch: pytest.Mo
     assert "2 grammars wait" in error.message
     assert queued[1].cancel()
     queued.append(compiler.compile(integers(4)))
+    queued.append(compiler.compile(integers(5), may_refuse=False))
     held.go.set()
     for waiting in (begun, *queued):
         assert waiting.cancelled() or isinstance(waiting.result(30), Grammar)

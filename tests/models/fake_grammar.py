@@ -63,8 +63,10 @@ class FakeCompiler:
         self.eos = eos
         self.at_once = at_once
         self.open: list[tuple[GrammarSpec, Future[Any]]] = []
+        self.may_refuse: list[bool] = []  # of each call of `compile`
 
-    def compile(self, spec: GrammarSpec) -> "Future[Any]":
+    def compile(self, spec: GrammarSpec, *, may_refuse: bool = True) -> "Future[Any]":
+        self.may_refuse.append(may_refuse)
         future: Future[Any] = Future()
         self.open.append((spec, future))
         if self.at_once:

@@ -138,7 +138,8 @@ class EngineFollower:
 
     async def _wait_until_ready(self) -> None:
         engine = self._engine
-        await engine.link.ready
+        # Others read `ready`, too: it must not be cancelled with this task.
+        await asyncio.shield(engine.link.ready)
         engine.link.start_heartbeat(self._heartbeat_timeout_s)
         if engine.generation == 1:
             await engine.resume()

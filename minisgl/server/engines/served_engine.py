@@ -281,12 +281,10 @@ class ServedEngine:
         """Keep what the step's requests have generated, and pass it on."""
         assert self._reader is not None
         trial = self._trial
-        if trial is not None:
-            number = trial.request.request_id
-            own = [one for one in step.outputs if one.request_id == number]
-            if trial.is_taken_back and own and own[-1].finish_reason is FinishReason.ABORT:
-                # The answer to our own abort, not its end. Its tokens came before it.
-                step = StepOutput([one for one in step.outputs if one is not own[-1]])
+        outputs = [one for one in step.outputs if not self._is_taken_back(one)]
+        if len(outputs) < len(step.outputs):
+            step = StepOutput(outputs)
+            if trial is not None:
                 trial.over.set()
         self._requests.take_output(step)
         self._reader.on_output(step)
@@ -294,6 +292,13 @@ class ServedEngine:
             trial.over.set()
         if trial is not None and trial.request.request_id not in self._requests:
             trial.over.set()
+
+    def _is_taken_back(self, output: RequestOutput) -> bool:
+        """Whether it answers our abort after a trial, and so is no end. Requests that clients abort are gone.
+
+        This holds behind the trial, too, which ends early when the life does.
+        """
+        return output.finish_reason is FinishReason.ABORT and output.request_id in self._requests
 
     def _end_guilty(self, request: SentRequest, reason: str) -> None:
         log.error(
