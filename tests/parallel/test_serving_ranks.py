@@ -22,6 +22,7 @@ from minisgl.ipc.child_process import module_command
 
 LIMIT_S = 5.0
 FLAGS = ("--tp", "2", "--port", "0", "--device", "cpu", "--dtype", "float32", "--cpu-threads", "1")
+NO_RESTARTS = ("--engine-restarts", "0")
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_every_stream_ends_with_an_error_and_no_process_is_left(tmp_path: Path, 
     folder = make_folder(tmp_path / "model")
     random_model(vocab_size=401, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
     process = subprocess.Popen(
-        module_command("minisgl", "serve", "--model", str(folder), *FLAGS),
+        module_command("minisgl", "serve", "--model", str(folder), *FLAGS, *NO_RESTARTS),
         cwd=(planted := plant_modules(tmp_path / "downloaded")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -214,5 +214,9 @@ def test_what_does_not_go_together_is_refused_by_name() -> None:
         check_server_config(ServerConfig(replicas=2, api_workers=3))
     with pytest.raises(ConfigError, match="--replicas 2 needs --nnodes 1, got 2"):
         check_replicas(ServerConfig(replicas=2), EngineConfig(model="m", tp=2, nnodes=2), None)
+    with pytest.raises(ConfigError, match="--replicas 2 does not go with --kv-events-endpoint"):
+        check_replicas(
+            ServerConfig(replicas=2), EngineConfig(model="m", kv_events_endpoint="tcp://*:5557"), None
+        )
     with pytest.raises(ConfigError, match="replicas must be between 1 and 64, got 0"):
         check_server_config(ServerConfig(replicas=0))

@@ -41,7 +41,7 @@ class Lives:
         self.given = Given()
         self._folder = folder
         self.engine = ServedEngine(0, 0, self._dir(1))
-        self.engine.listen(Reader(self.given.take, lambda _: None, lambda _: None, lambda: None))
+        self.engine.listen(Reader(self.given.take, lambda _: None, lambda _: None, lambda _: None))
         self.process = EngineSocket(self._dir(1))
 
     def next_life(self) -> None:

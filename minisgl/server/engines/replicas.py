@@ -32,6 +32,11 @@ def check_replicas(
             f"--replicas {num} needs --nnodes 1, got {engine.nnodes}: its engines are on one host; run a "
             "server for each engine that spans hosts"
         )
+    if engine.kv_events_endpoint is not None:
+        raise ConfigError(
+            f"--replicas {num} does not go with --kv-events-endpoint, got {engine.kv_events_endpoint!r}: "
+            "each engine would need an address of its own; run a server for each engine"
+        )
     if engine.device == "cpu":
         return
     needed, there = num * engine.tp, _num_gpus(visible_gpus, devices)
