@@ -86,10 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parser.parse_args`, but the error for an unknown flag suggests the command's closest flag.
-
-    If no flag is close, the error names the command's help.
-    """
+    """Like `parser.parse_args`, but the error for an unknown flag names the closest one, or the help."""
     arguments, unknown = parser.parse_known_args(argv)
     if not unknown:
         return arguments
