@@ -298,7 +298,7 @@ class EventSockets:
     def wake(self) -> None:
         """Let `wait` return; nothing after `close`."""
         with suppress(zmq.ZMQError):
-            self._waker.send(b"")
+            self._waker.send(b"", zmq.NOBLOCK)  # refused: many wakes wait already
 
     def wait(self) -> list[tuple[bytes, int]]:
         """Wait for a `wake` or a question; returns (subscriber, first number wanted) of each question."""

@@ -95,6 +95,7 @@ class Subscriber:
 
     def __init__(self, publisher: PageEventPublisher, topic: bytes = b"") -> None:
         self._context = zmq.Context()
+        self._context.setsockopt(zmq.BLOCKY, 0)  # a test that fails leaves it open, and must not wait for it
         self._events = self._context.socket(zmq.SUB)
         self._events.setsockopt(zmq.SUBSCRIBE, topic)
         self._events.connect(publisher.addresses["endpoint"].replace("0.0.0.0", "127.0.0.1"))
@@ -154,6 +155,10 @@ def open_publisher(kind: str, folder: Path, buffer_steps: int = 1000) -> PageEve
 def test_a_late_subscriber_gets_everything_by_replay(publisher: PageEventPublisher) -> None:
     publisher.publish([stored(1, 1, 2)])
     publisher.publish([stored(2, 3, 4, parent=1)])
+    early = Subscriber(publisher)
+    while len(early.replay(0)) < 3:  # its own and these two are sent before anybody subscribes
+        pass
+    early.close()
     late = Subscriber(publisher, b"kv@")
     seq, _ = late.first(publisher, 9)
     assert seq > 2, "it came too late for the first ones"

@@ -164,7 +164,7 @@ def test_float16_that_is_too_narrow_for_the_model_is_no_fault_of_ours(tmp_path: 
     model = random_model(family="gemma3_text", **{"num_hidden_layers": 3, **GEMMA})
     layer: Any = model.model.layers[1]
     with torch.no_grad():
-        layer.mlp.down_proj.weight.values.mul_(1e5)
+        layer.mlp.down_proj.weight.mul_(1e5)
     model.save_pretrained(tmp_path)
     assert run(tmp_path, "bfloat16").passed
     (finding,) = run(tmp_path, "float16").findings
@@ -177,7 +177,7 @@ def test_a_wrong_end_of_sequence_id_fails_though_all_numbers_are_right(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = replace(read_model_config(llama), eos_token_ids=(5,))
-    monkeypatch.setattr(verify, "read_model_config", lambda folder: wrong)
+    monkeypatch.setattr(verify, "read_model_config", lambda *_: wrong)
     found = run(llama)
     (finding,) = found.findings
     assert finding.check == "end of sequence"
