@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.kernels.all_ops import TUNABLE
-from minisgl.benchmark.kernels.linear_ops import Matrix, many_rows_candidates
 from minisgl.benchmark.kernels.model_shapes import read_model_shape
-from minisgl.benchmark.kernels.quantized_tunings import QUANTIZED
+from minisgl.benchmark.kernels.ops.all_ops import TUNABLE
+from minisgl.benchmark.kernels.ops.linear_ops import Matrix, many_rows_candidates
+from minisgl.benchmark.kernels.ops.quantized_tunings import QUANTIZED
 from triton_kernels import (
     advance_rows,
     all_reduce,

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.kernels import fp8_ops, int4_ops
 from minisgl.benchmark.kernels.kernel_timing import (
     MAX_ERROR,
     Ceilings,
@@ -34,7 +33,8 @@ from minisgl.benchmark.kernels.kernel_timing import (
     quick_graph_microseconds,
     wall_microseconds,
 )
-from minisgl.benchmark.kernels.linear_ops import gated_linear_problem, linear_problem
+from minisgl.benchmark.kernels.ops import fp8_ops, int4_ops
+from minisgl.benchmark.kernels.ops.linear_ops import gated_linear_problem, linear_problem
 from minisgl.benchmark.reports.report import make_report, write_report
 from triton_kernels.fp8_linear_few import Fp8Config, fp8_gated_linear_few, fp8_linear_few
 from triton_kernels.fp8_linear_many import fp8_gated_linear_many_with, fp8_linear_many_with

@@ -15,7 +15,7 @@ from minisgl.ipc.child_process import module_command
 CHILDREN = (
     ("minisgl.engine.worker", (), 1),
     ("minisgl.engine.ranks.follower", (), 1),
-    ("minisgl.server.engines.api_worker", (), 1),
+    ("minisgl.server.processes.api_worker", (), 1),
     ("minisgl.benchmark.steps.startup_child", (), 1),
     ("pip", ("--version",), 0),
 )

@@ -19,12 +19,12 @@ from minisgl.server.apis import chat, completions
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
-from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.middleware import facts_of, json_answer, require_admin
 from minisgl.server.http.routes import TEXT, Answer, Route
 from minisgl.server.http.uploads import Uploads
 from minisgl.server.metrics import CONTENT_TYPE, EngineFigures, exposition
+from minisgl.server.processes.siblings import Siblings
 from minisgl.server.served_model import ServedModel
 from minisgl.server.stats import total
 from minisgl.server.streams import Streams

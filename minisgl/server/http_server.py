@@ -26,7 +26,6 @@ from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import Reader
-from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.callers import allowed_hosts
 from minisgl.server.http.connections import Connections, connections_that_fit
 from minisgl.server.http.listener import Listener
@@ -36,6 +35,7 @@ from minisgl.server.keys.meter import Meters
 from minisgl.server.keys.usage_log import UsageLog
 from minisgl.server.keys.users import Users
 from minisgl.server.page import is_page
+from minisgl.server.processes.siblings import Siblings
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads

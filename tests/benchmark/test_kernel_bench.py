@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from minisgl.benchmark.kernels.all_ops import OPS
 from minisgl.benchmark.kernels.kernel_bench import with_results
 from minisgl.benchmark.kernels.kernel_timing import Ceilings, Problem
 from minisgl.benchmark.kernels.model_shapes import read_model_shape
-from minisgl.benchmark.kernels.moe_ops import fused_moe_problem, moe_route_problem
-from minisgl.benchmark.kernels.rope_ops import rope_store_problem
-from minisgl.benchmark.kernels.row_ops import advance_rows_problem
+from minisgl.benchmark.kernels.ops.all_ops import OPS
+from minisgl.benchmark.kernels.ops.moe_ops import fused_moe_problem, moe_route_problem
+from minisgl.benchmark.kernels.ops.rope_ops import rope_store_problem
+from minisgl.benchmark.kernels.ops.row_ops import advance_rows_problem
 from minisgl.benchmark.reports.report import make_report, read_report
 from minisgl.cli import main
 from triton_kernels.fused_moe import fused_moe_reference

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from minisgl.benchmark.kernels import tune
-from minisgl.benchmark.kernels.all_ops import TUNABLE
 from minisgl.benchmark.kernels.kernel_op import Case
-from minisgl.benchmark.kernels.linear_ops import Matrix, many_rows_candidates
 from minisgl.benchmark.kernels.model_shapes import MODEL_SHAPES, TO_SERVE, read_model_shape
+from minisgl.benchmark.kernels.ops.all_ops import TUNABLE
+from minisgl.benchmark.kernels.ops.linear_ops import Matrix, many_rows_candidates
 from minisgl.benchmark.kernels.tune import CaseResult, Timed, best_for_all, run_tune
 from minisgl.benchmark.settings import TuneSettings
 from minisgl.cli import main

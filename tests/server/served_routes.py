@@ -10,8 +10,8 @@ from minisgl.server.app import all_routes
 from minisgl.server.calls.completer import Completer
 from minisgl.server.debug import Debug
 from minisgl.server.engines.engines import Engines
-from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.routes import Route
+from minisgl.server.processes.siblings import Siblings
 from minisgl.server.watch.routes import Watch
 
 NOTHING: Any = None

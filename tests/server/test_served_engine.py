@@ -11,9 +11,9 @@ import numpy as np
 from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, StepOutput
 from minisgl.ipc.transport import EngineSocket, make_ipc_dir
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
-from minisgl.server.engines.api_worker import EngineFollower
 from minisgl.server.engines.sent_requests import NEAR_TOKENS
 from minisgl.server.engines.served_engine import Reader, ServedEngine
+from minisgl.server.processes.api_worker import EngineFollower
 
 LIMIT_S = 10.0
 READY = Ready(64, 9, 4, 2, "none", {})

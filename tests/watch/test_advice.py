@@ -14,7 +14,7 @@ from minisgl.config import EngineConfig, ServerConfig
 from minisgl.ipc.questions import AskRequests
 from minisgl.lives import LivesAnswer, Moment, PhaseKind, StepReason, WaitReason
 from minisgl.server.engines.engines import Engines
-from minisgl.server.engines.siblings import Siblings
+from minisgl.server.processes.siblings import Siblings
 from minisgl.server.watch import advice, words
 from minisgl.server.watch.advice import FIRST_TOKENS, REFUSALS, STEPS, advice_on
 from minisgl.server.watch.routes import ASKED_AT_ONCE, Watch

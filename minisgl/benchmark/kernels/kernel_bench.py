@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import torch
 from msgspec.structs import replace
 
-from minisgl.benchmark.kernels.all_ops import OPS
 from minisgl.benchmark.kernels.kernel_baselines import BASELINES, baseline_calls
 from minisgl.benchmark.kernels.kernel_op import Case, KernelOp
 from minisgl.benchmark.kernels.kernel_timing import (
@@ -26,6 +25,7 @@ from minisgl.benchmark.kernels.kernel_timing import (
     wall_samples,
 )
 from minisgl.benchmark.kernels.model_shapes import read_model_shapes
+from minisgl.benchmark.kernels.ops.all_ops import OPS
 from minisgl.benchmark.reports.plots import check_output, write_outputs
 from minisgl.benchmark.reports.report import BarsChart, Cell, Report, make_report
 from minisgl.benchmark.settings import KernelBenchSettings, OutputSettings

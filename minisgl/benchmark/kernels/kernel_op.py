@@ -1,7 +1,7 @@
 """The description of one op: the cases to measure, what to compare it with, and how to tune it.
 
-Promise: `minisgl bench kernel` and `minisgl tune` read the same descriptions (`all_ops.py`). An op's problem,
-sizes, candidates and baselines stand in one file.
+Promise: `minisgl bench kernel` and `minisgl tune` read the same descriptions (`ops/all_ops.py`). An op's
+problem, sizes, candidates and baselines stand in one file.
 """
 
 import functools
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minisgl.benchmark.kernels.attention_problems import AttentionShape
 from minisgl.benchmark.kernels.kernel_timing import Calls, Problem
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from minisgl.benchmark.kernels.ops.attention_problems import AttentionShape
 from triton_kernels.gpu import Gpu
 
 BENCH_TOKENS = (1, 64, 256, 4096, 16384)

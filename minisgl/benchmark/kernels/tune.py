@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from minisgl.benchmark.kernels.all_ops import TUNABLE
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning
 from minisgl.benchmark.kernels.kernel_timing import (
     MAX_ERROR,
@@ -26,6 +25,7 @@ from minisgl.benchmark.kernels.kernel_timing import (
     wall_microseconds,
 )
 from minisgl.benchmark.kernels.model_shapes import ModelShape, read_model_shapes
+from minisgl.benchmark.kernels.ops.all_ops import TUNABLE
 from minisgl.benchmark.reports.panels import Group
 from minisgl.benchmark.reports.plots import check_chart_path, write_chart
 from minisgl.benchmark.settings import TuneSettings

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minisgl.ipc.messages import Ready
-from minisgl.server.engines.api_workers import ApiWorkers
 from minisgl.server.engines.engine_process import EngineProcess
 from minisgl.server.engines.restarts import WINDOW_S, Restarts
 from minisgl.server.engines.served_engine import ServedEngine
+from minisgl.server.processes.api_workers import ApiWorkers
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError,
 from minisgl.ipc.child_process import module_command
 from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.transport import make_ipc_dir
-from minisgl.server.engines.api_workers import ApiWorkers
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.keeper import KeeperSettings
 from minisgl.server.engines.keepers import EngineKeepers
@@ -38,6 +37,7 @@ from minisgl.server.http_server import (
     read_users,
     tls_context,
 )
+from minisgl.server.processes.api_workers import ApiWorkers
 from minisgl.server.served_model import served_name
 from minisgl.server.tracing.call_tracer import LAST_SPANS_S, load_export
 

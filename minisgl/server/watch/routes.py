@@ -22,9 +22,9 @@ from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life, LivesAnswer
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
-from minisgl.server.engines.siblings import Siblings
 from minisgl.server.http.middleware import json_answer, require_admin
 from minisgl.server.http.routes import EVENTS, Answer, Route
+from minisgl.server.processes.siblings import Siblings
 from minisgl.server.streams import Streams
 from minisgl.server.watch.clients import slow_clients
 from minisgl.server.watch.history import CAPACITY

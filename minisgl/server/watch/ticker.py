@@ -19,7 +19,7 @@ from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Moment
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
-from minisgl.server.engines.siblings import Siblings
+from minisgl.server.processes.siblings import Siblings
 from minisgl.server.stats import ServerStats, total
 from minisgl.server.watch.advice import advice_on
 from minisgl.server.watch.history import NAMES, Counted, History, Sample

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.benchmark.kernels.attention_problems import (
+from minisgl.benchmark.kernels.kernel_op import ELEMENT_SIZE, Case, KernelOp, Tuning
+from minisgl.benchmark.kernels.kernel_timing import Calls, Problem
+from minisgl.benchmark.kernels.model_shapes import ModelShape
+from minisgl.benchmark.kernels.ops.attention_problems import (
     AttentionShape,
     decode_problem,
     decode_shape,
     prefill_problem,
     rope_decode_problem,
 )
-from minisgl.benchmark.kernels.kernel_op import ELEMENT_SIZE, Case, KernelOp, Tuning
-from minisgl.benchmark.kernels.kernel_timing import Calls, Problem
-from minisgl.benchmark.kernels.model_shapes import ModelShape
 from triton_kernels.decode_config import DecodeConfig, decode_that_fits, default_decode_config
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.kernels import fp8_ops, int4_ops
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning
 from minisgl.benchmark.kernels.kernel_timing import Problem
-from minisgl.benchmark.kernels.linear_ops import Matrix, gate_up_matrices, plain_matrices
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from minisgl.benchmark.kernels.ops import fp8_ops, int4_ops
+from minisgl.benchmark.kernels.ops.linear_ops import Matrix, gate_up_matrices, plain_matrices
 from triton_kernels.fp8_linear import default_fp8_tiled_config
 from triton_kernels.fp8_linear_many import (
     LIBRARY,

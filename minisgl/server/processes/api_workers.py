@@ -18,7 +18,7 @@ from minisgl.ipc.child_process import module_command
 from minisgl.server.http_server import LAST_ANSWERS_S, HttpServerSettings
 from minisgl.server.tracing.call_tracer import LAST_SPANS_S
 
-COMMAND = tuple(module_command("minisgl.server.engines.api_worker"))
+COMMAND = tuple(module_command("minisgl.server.processes.api_worker"))
 END_S = LAST_ANSWERS_S + LAST_SPANS_S + 3.0
 """Processes that were told to end are killed after this time."""
 

@@ -1,6 +1,6 @@
 """Every op that is measured, in the order of reports, and those that are tuned: of quantized layers, too."""
 
-from minisgl.benchmark.kernels import (
+from minisgl.benchmark.kernels.ops import (
     activation_ops,
     attention_ops,
     linear_ops,
@@ -9,7 +9,7 @@ from minisgl.benchmark.kernels import (
     rope_ops,
     row_ops,
 )
-from minisgl.benchmark.kernels.quantized_tunings import QUANTIZED
+from minisgl.benchmark.kernels.ops.quantized_tunings import QUANTIZED
 
 OPS = {
     op.name: op

@@ -1,0 +1,1 @@
+"""What is measured of each op: its problems, candidates and baselines."""
