@@ -14,6 +14,7 @@ import test_real_engine
 from running_server import eventually
 
 START_S = 120.0
+NUM_TOKENS = 20
 ASKS = [
     {"prompt": f"{number} days ago, a {who} walked into", "seed": number, "temperature": 0.8 * (number % 2)}
     for number, who in enumerate(("king", "cat", "nurse", "cook", "bear", "judge"))
@@ -42,7 +43,7 @@ def told(served: Any, path: str) -> Any:
         return json.load(answer)
 
 
-async def texts(served: Any, at_token: Callable[[int], None], num_tokens: int = 40) -> list[str]:
+async def texts(served: Any, at_token: Callable[[int], None], num_tokens: int = NUM_TOKENS) -> list[str]:
     """The answers of all calls at once; `at_token` is told how many events have come."""
     num_events = 0
 
@@ -68,7 +69,7 @@ async def texts(served: Any, at_token: Callable[[int], None], num_tokens: int = 
 def alone(served: Any) -> list[str]:
     found = []
     for ask in ASKS:
-        body = json.dumps({**ask, "max_tokens": 40, "ignore_eos": True}).encode()
+        body = json.dumps({**ask, "max_tokens": NUM_TOKENS, "ignore_eos": True}).encode()
         request = urllib.request.Request(
             f"{served.url}/v1/completions", body, {"Content-Type": "application/json"}
         )
