@@ -257,6 +257,6 @@ def test_a_process_that_waits_for_a_lost_rank_ends_with_the_code_of_the_loss(
 ) -> None:
     timer = Mock()
     monkeypatch.setattr(worker.threading, "Timer", timer)
-    worker._exit_soon("rank 1 ended", is_device_fault)
+    worker.end_soon("rank 1 ended", is_device_fault)
     timer.assert_called_once_with(worker.EXIT_DEADLINE_S, os._exit, (code,))
     timer.return_value.start.assert_called_once_with()

@@ -85,6 +85,15 @@ def build_engine(
         raise cause from (error if cause is not error else None)
 
 
+def resolve_for_folder(config: EngineConfig, folder: Path) -> ResolvedConfig:
+    """The settings that `build_engine` would use on this machine.
+
+    Raises:
+        ConfigError, ModelError: as in `build_engine`.
+    """
+    return resolve_engine_config(config, read_model_config(folder, config.quantization), find_device_facts())
+
+
 def reasons_for_settings(config: EngineConfig, resolved: ResolvedConfig, folder: Path) -> list[ChosenSetting]:
     """The settings of an engine that was built of `config`, and why it has them."""
     model_config = read_model_config(folder, config.quantization)

@@ -1,0 +1,109 @@
+"""An engine that connects to a server: it loads the model once, and serves one connection after the other.
+
+Promise: a new connection is a new life. The requests of the one before have ended, and its cache is kept.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compile_cache.bytecode import keep_bytecode
+from minisgl import __version__
+from minisgl.config import EngineConfig
+from minisgl.config.model_facts import engine_facts
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.worker import end_soon, fatal_message, ready_message, serve
+from minisgl.grammar.limits import MAX_QUEUED
+from minisgl.ipc.messages import Hello, Ready, StartupStage
+from minisgl.ipc.server_line import ServerDoor, ServerLine, ServerLostError
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+def run_connected_engine(
+    config: EngineConfig, folder: Path, server: str, secret: str, say: Say, started: float
+) -> None:
+    """Connect to the server, load the model, and serve until the process is ended.
+
+    Args:
+        config: checked.
+        server: tcp://host:port of a server's --engine-listen.
+        say: called with each line of progress.
+        started: `time.monotonic()` when the program began.
+
+    Raises:
+        ConfigError: the server refuses this engine, or a setting is impossible.
+        ModelError: the folder's model can't be loaded.
+        DeviceFaultError: the GPU failed.
+        EngineDeadError: another rank has ended.
+    """
+    if config.compile_cache:
+        keep_bytecode(Path(config.compile_cache).expanduser())
+    door = ServerDoor(server, secret, say)
+    stages: dict[str, float] = {}
+    with pause_then_freeze_gc():
+        from minisgl.engine.start.build import build_engine, reasons_for_settings, resolve_for_folder
+
+        stages["import torch"] = (time.monotonic() - started) * 1e3
+        # The server may refuse it, so it is asked before the model is loaded.
+        facts = engine_facts(resolve_for_folder(config, folder), folder)
+        line = door.enter(_hello(facts))
+        say(f"connected to {server}")
+
+        def on_stage(name: str, duration_ms: float) -> None:
+            stages[name] = duration_ms
+            line.send(StartupStage(name, duration_ms))
+
+        on_stage("import torch", stages["import torch"])
+        try:
+            engine = build_engine(
+                config, folder, on_stage, on_lost_rank=end_soon, max_queued_grammars=MAX_QUEUED
+            )
+        except Exception as error:
+            line.send(fatal_message(error))
+            line.close()
+            raise
+    try:
+        choices = reasons_for_settings(config, engine.config, folder)
+        ready = ready_message(engine, stages, [(one.flag, one.value, one.why) for one in choices])
+        say("ready")
+        _serve_lives(engine, ready, door, line, facts, say)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to report
+            engine.close()
+        raise
+
+
+def _serve_lives(
+    engine: "Engine", ready: Ready, door: ServerDoor, line: ServerLine, facts: dict[str, str], say: Say
+) -> None:
+    while True:
+        try:
+            line.send(ready)
+            serve(engine, line)
+        except ServerLostError as lost:
+            say(f"the connection to the server has ended ({lost}); its requests end here")
+            line.close()
+            engine.abort_all()
+        except Exception as error:
+            line.send(fatal_message(error))
+            line.close()
+            raise
+        line = door.enter(_hello(facts))
+        say("connected again")
+
+
+def _hello(facts: dict[str, str]) -> Hello:
+    """Of the next life."""
+    return Hello(__version__, uuid.uuid4().hex[:12], socket.gethostname(), os.getpid(), facts)
