@@ -132,13 +132,8 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     is_door = server.engine_listen is not None
     secret = read_secret(server.engine_secret_file, environ) if is_door else None
     engine = with_cache_dir(engine, cache_dir(environ))
-    _start_log(server.log_level, "server" if engine.node_rank == 0 else f"node {engine.node_rank}")
+    _start_log(server.log_level, "server")
     folder = _fetch_model(engine, environ, with_weights=not is_door)
-    if engine.node_rank:
-        from minisgl.engine.ranks.node import run_node
-
-        run_node(engine, folder, lambda line: print(line, file=sys.stderr, flush=True))
-        return EXIT_OK
     return run_server(
         server,
         engine,
@@ -150,13 +145,15 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
 
 
 def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
-    from minisgl.engine.remote.connected_engine import run_connected_engine
+    from minisgl.engine.ranks.job import job_from
+    from minisgl.engine.remote.connected_engine import run_connected_engine, run_rank_of_job
 
     connect = ConnectConfig(**values_of(ConnectConfig, arguments, environ))
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_connect_config(connect)
     check_engine_config(engine)
     secret = read_secret(connect.engine_secret_file, environ)
+    job = job_from(environ)
     engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(connect.log_level, "engine")
     folder = _fetch_model(engine, environ)
@@ -164,7 +161,9 @@ def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    run_connected_engine(engine, folder, connect.server, secret, say, started_at)
+    if job is not None and job.rank:
+        return run_rank_of_job(engine, folder, job)
+    run_connected_engine(engine, folder, connect.server, secret, say, started_at, job)
     return EXIT_OK
 
 

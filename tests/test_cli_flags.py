@@ -33,12 +33,11 @@ ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
     --dummy-weights --join-decodes --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
     --max-running-requests
-    --max-step-tokens --memory-fraction --mixed-step-tokens --model --nnodes --no-dummy-weights
+    --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights
     --no-join-decodes --no-overlap
-    --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
-    --prefix-cache --profile-dir --quantization --rdzv --revision --strict-compile --tokenizer --tp
+    --prefix-cache --profile-dir --quantization --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --choice --ebnf --json-schema --regex

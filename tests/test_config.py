@@ -166,7 +166,6 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
         "kv_events_endpoint",
         "kv_events_replay_endpoint",
         "profile_dir",
-        "rdzv",
         "cpu_threads",
     }
     assert optional == none

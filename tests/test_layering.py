@@ -98,7 +98,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("llm", "weights"): {"minisgl.weights.sources"},
     ("cli", "engine"): {
         "minisgl.engine.device_faults",
-        "minisgl.engine.ranks.node",
+        "minisgl.engine.ranks.job",
         "minisgl.engine.remote.connected_engine",
     },
     ("cli", "weights"): {"minisgl.weights.builtin_models", "minisgl.weights.sources"},

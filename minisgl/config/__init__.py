@@ -12,7 +12,7 @@ the command line are generated from the fields and their docstrings (`minisgl/co
 """
 
 from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig, with_cache_dir
-from minisgl.config.engine_checks import check_engine_config, split_rdzv
+from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import GIB, MIB
 from minisgl.config.reasons import ChosenSetting, chosen_settings
 from minisgl.config.resolve import attention_environment, auto_mixed_tokens, resolve_engine_config
@@ -34,6 +34,5 @@ __all__ = [
     "check_server_config",
     "chosen_settings",
     "resolve_engine_config",
-    "split_rdzv",
     "with_cache_dir",
 ]

@@ -93,7 +93,7 @@ class ServerConfig:
     """If the engine neither steps nor answers for this long, it counts as dead (--engine-restarts)."""
     engine_restarts: int | None = None
     """How often within 10 minutes an engine that died or hangs is started again; open answers go on. 0: the
-    server ends with it. Auto: 3, and 0 with --nnodes."""
+    server ends with it. Auto: 3."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
     api_key: tuple[str, ...] = ()

@@ -173,28 +173,29 @@ class LeaderSocket:
     """Rank 0's end of the sockets to the other `size - 1` ranks. Make it before theirs.
 
     Args:
-        num_local: ranks on this host, 0 to num_local - 1.
-        host: this host's name or address, which ranks on other hosts reach over TCP.
+        host: this host's name or address, by which the ranks reach it over TCP; None = all are on this host.
 
     Raises:
         ConfigError: `host` does not name this host.
     """
 
-    def __init__(self, ipc_dir: str | Path, size: int, num_local: int, host: str | None) -> None:
+    def __init__(self, ipc_dir: str | Path, size: int, host: str | None) -> None:
         self._context = zmq.Context()
         self._inbox = plain_socket(self._context, zmq.PULL)
-        local_reports = _endpoint(ipc_dir, FROM_RANK, 0)
-        self._inbox.bind(local_reports)
-        remote_reports = local_reports if host is None else _bind_tcp(self._inbox, host)
+        if host is None:
+            reports = _endpoint(ipc_dir, FROM_RANK, 0)
+            self._inbox.bind(reports)
+        else:
+            reports = _bind_tcp(self._inbox, host)
         self._outboxes = [plain_socket(self._context, zmq.PUSH) for _ in range(1, size)]
         self._addresses: dict[int, RankAddresses] = {}
         for rank, outbox in enumerate(self._outboxes, start=1):
-            if rank < num_local or host is None:
+            if host is None:
                 plans = _endpoint(ipc_dir, TO_RANK, rank)
                 outbox.bind(plans)
-                self._addresses[rank] = RankAddresses(plans, local_reports)
             else:
-                self._addresses[rank] = RankAddresses(_bind_tcp(outbox, host), remote_reports)
+                plans = _bind_tcp(outbox, host)
+            self._addresses[rank] = RankAddresses(plans, reports)
 
     def addresses(self, rank: int) -> RankAddresses:
         """The endpoints of a rank (1 or higher)."""
@@ -351,7 +352,8 @@ def _bind_tcp(socket: zmq.Socket, host: str) -> str:
         socket.bind(f"tcp://[{address[0]}]:*" if family == AF_INET6 else f"tcp://{address[0]}:*")
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"--rdzv must name node 0, which is this host; {host!r} is not its ({error})"
+            f"torchrun says that rank 0 is on {host!r}, which is no address of this host ({error}); give "
+            "torchrun --local-addr"
         ) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -78,7 +78,6 @@ def run_server(
     """
     check_server_config(server)
     check_engine_config(engine)
-    check_restarts(server, engine)
     check_replicas(server, engine, visible_gpus)
     check_engine_listen(server, engine)
     raise_open_file_limit(server.max_queued_requests + OTHER_FILES)
@@ -104,7 +103,7 @@ def run_server(
             private_dir=ipc_dir,
             startup_timeout_s=server.startup_timeout_s,
             heartbeat_timeout_s=server.heartbeat_timeout_s,
-            restarts=num_restarts(server, engine),
+            restarts=DEFAULT_RESTARTS if server.engine_restarts is None else server.engine_restarts,
         )
         door = None
         if server.engine_listen is not None:
@@ -127,26 +126,6 @@ def run_server(
             listener.close()
         if ipc_dir is not None:
             shutil.rmtree(ipc_dir, ignore_errors=True)
-
-
-def check_restarts(server: ServerConfig, engine: EngineConfig) -> None:
-    """Refuse restarts where they can't work.
-
-    Raises:
-        ConfigError: the engine's other hosts would have to be started again, too.
-    """
-    if server.engine_restarts and engine.nnodes > 1:
-        raise ConfigError(
-            f"--engine-restarts must be 0 with --nnodes {engine.nnodes}, got {server.engine_restarts}: the "
-            "other hosts end with the engine, so have your service manager start all of them again"
-        )
-
-
-def num_restarts(server: ServerConfig, engine: EngineConfig) -> int:
-    """How often the engine is started again within the window."""
-    if server.engine_restarts is not None:
-        return server.engine_restarts
-    return DEFAULT_RESTARTS if engine.nnodes == 1 else 0
 
 
 def raise_open_file_limit(wanted: int) -> None:
