@@ -7,7 +7,8 @@ Bar: under 1 % of a step's CPU while 256 rows decode. Two kinds of steps are mea
             encode, send. Two stand-ins take the place of the device's graphs and return at once, so the step
             has neither a model nor calls of CUDA, and the share of a real step is smaller
 Three loads do the same work in turn: one with the watch, two without; a step's time is the median of its
-rounds. The two without it show the error of the method. Garbage is collected between the steps.
+rounds. The two without it show the error of the method. Garbage is collected between the steps. Short
+requests run first: in fresh memory, notes lie between the requests, and the walk over these takes longer.
 """
 
 import argparse
@@ -54,8 +55,13 @@ from minisgl.scheduler.scheduler import Scheduler
 NUM_ROWS = 256
 NUM_WAITING = 700
 PROMPT_TOKENS = 300
+NUM_LOADS = 3
+"""The first one is watched."""
 PAGE_SIZE = 16
-WARM_UP_STEPS = 100
+WARM_UP_STEPS = 700
+"""They end the requests that come first."""
+NUM_FIRST = 3000
+FIRST_TOKENS = 64
 STEP_TOKENS = 8192
 MIXED_STEP_TOKENS = 1024
 VOCAB_SIZE = 1 << 17
@@ -236,13 +242,15 @@ def context_tokens(num_pages: int) -> int:
 
 
 def messages_of(num: int, output_tokens: int) -> list[bytes]:
-    """The encoded messages of requests, as a server would send them; always the same."""
+    """The encoded messages of `num` requests behind short ones, as a server sends them; always the same."""
     encode = msgspec.msgpack.Encoder().encode
     rng = np.random.default_rng(0)
     messages = []
-    for number in range(num):
-        prompt = rng.integers(3, VOCAB_SIZE, PROMPT_TOKENS).astype("<i4").tobytes()
-        length = int(output_tokens * rng.uniform(0.5, 1.5)) + 1
+    for number in range(NUM_FIRST + num):
+        is_first = number < NUM_FIRST
+        num_prompt = FIRST_TOKENS if is_first else PROMPT_TOKENS
+        prompt = rng.integers(3, VOCAB_SIZE, num_prompt).astype("<i4").tobytes()
+        length = int(rng.integers(1, FIRST_TOKENS) if is_first else output_tokens * rng.uniform(0.5, 1.5)) + 1
         params = SamplingParams(max_tokens=length, ignore_eos=True, seed=number)
         messages.append(encode(AddRequest(number, prompt, params, call_id=f"call-{number}")))
     return messages
@@ -268,6 +276,11 @@ class NoWatch:
 
 
 Load = SchedulerLoad | HostLoad
+
+
+def ended_of(load: Load) -> int:
+    """Requests of a watched load that have ended."""
+    return load.watch.lives.num_ended if isinstance(load.watch, EngineWatch) else 0
 
 
 def times_of(loads: Sequence[Load], num_steps: int) -> list[list[float]]:
@@ -298,16 +311,21 @@ def measure(
 ) -> dict[str, Any]:
     """Run a load that `make` makes of messages, pages, waiting requests and whether it is watched; its row of
     the report."""
-    num = 2 * NUM_ROWS * (num_steps + 200) // output_tokens + 2 * (NUM_ROWS + num_waiting)
+    num = 2 * NUM_ROWS * (num_steps + 700) // output_tokens + 2 * (NUM_ROWS + num_waiting)
     messages = messages_of(num, output_tokens)
     rounds: list[list[list[float]]] = []
     loads: list[Load] = []
+    before = 0
     for number in range(num_rounds):
-        loads = [make(messages, num_pages, num_waiting, is_watched) for is_watched in (True, False, False)]
-        for place in range(len(loads)):  # memory that is taken first may be faster
-            loads[(place + number) % len(loads)].add()
+        made: dict[int, Load] = {}
+        for turn in range(NUM_LOADS):  # memory that is taken first may be faster
+            place = (turn + number) % NUM_LOADS
+            made[place] = make(messages, num_pages, num_waiting, place == 0)
+            made[place].add()
+        loads = [made[place] for place in range(NUM_LOADS)]
         gc.freeze()  # as the engine does
         times_of(loads, WARM_UP_STEPS)
+        before = ended_of(loads[0])
         rounds.append(times_of(loads, num_steps))
         gc.unfreeze()
         if number < num_rounds - 1:
@@ -329,7 +347,7 @@ def measure(
         "preemptions": loads[0].scheduler.stats.num_preemptions,
     }
     if isinstance(watching, EngineWatch):
-        row["requests_per_step"] = round(watching.lives.num_ended / (num_steps + WARM_UP_STEPS), 2)
+        row["requests_per_step"] = round((ended_of(loads[0]) - before) / num_steps, 2)
         ask_ms, size = [], 0
         for _ in range(20):
             began_s = time.perf_counter()
