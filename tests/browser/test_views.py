@@ -1,6 +1,7 @@
 """The views Engine and Requests, and what all views promise: no errors, nothing foreign, good to everyone."""
 
 import json
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -76,6 +77,7 @@ def test_a_request_is_explained_and_aborted(start: Start, visitor: Visitor) -> N
     row.click()
     expect(page.locator(".details .why")).to_contain_text("for a row")
     expect(page.locator(".details .knobs").first).to_contain_text("--max-running-requests")
+    expect(page.locator(".details")).not_to_contain_text(re.compile("null|undefined|false"))
     expect(page.locator(".moments")).to_contain_text("90 ms")
     page.get_by_role("button", name="Abort this request").click()
     expect(page.locator(".requests tbody tr")).to_have_count(0)

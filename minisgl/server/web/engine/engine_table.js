@@ -11,7 +11,7 @@ const COLUMNS = [
   ["Running", "running", count, true],
   ["Waiting", "waiting", count, true],
   ["Pages free", "pages_free", count, true],
-  ["Between tokens, p50", "token_p50_ms", duration, false],
+  ["Step, p50", "step_p50_ms", duration, false],
 ];
 
 /** A table that is hidden while there is one engine. `onPick` is called with the id of a chosen engine. */

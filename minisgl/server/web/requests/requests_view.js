@@ -1,6 +1,6 @@
 /** The view Requests: the last 1,000 of them, why each waited, and when the server was slow. */
 
-import { announce, h } from "../shared/dom.js";
+import { announce, fill, h } from "../shared/dom.js";
 import { count, duration, plural, timeOfDay } from "../shared/format.js";
 import { Problem } from "../shared/problem.js";
 import { call, getJson, pause } from "../shared/server.js";
@@ -189,7 +189,8 @@ export class RequestsView {
     const [first, ...others] = life.causes;
     const causes = others.filter(({ ms }) => ms >= 1).map(({ words, knobs }) => h("li", {}, ...withWholeFlags(words), knobsOf(knobs)));
     const abort = () => this._abort(life);
-    this._details.replaceChildren(
+    fill(
+      this._details,
       h("div.details-head", {}, h("h2", {}, life.id || `Request ${life.number}`), h("a.close", { href: "#requests", "aria-label": "Close" }, "×")),
       lifeBar(life),
       h("p.why", {}, ...withWholeFlags(first?.words ?? "Nothing held it up so far."), first && knobsOf(first.knobs)),
