@@ -24,8 +24,7 @@ from triton_kernels.tuning import code_only
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = tuple(
-    ROOT / "docs" / name
-    for name in ("benchmarks.md", "kernels.md", "results.md", "seeing.md", "structured-output.md")
+    ROOT / "docs" / name for name in ("benchmarks.md", "kernels.md", "results.md", "structured-output.md")
 )
 """Documents with tables of results."""
 IMAGES = ROOT / "docs" / "images"
@@ -523,25 +522,6 @@ def kernels_table() -> str:
     return markdown(["op", "shape", "µs", "of the roofline", "flashinfer, µs", "torch.compile, µs"], rows)
 
 
-def watch_table() -> str:
-    """What watching costs, from bench/watch.py."""
-    report = json.loads((REPORTS.parent / "cpu" / "watch.json").read_text(encoding="utf-8"))
-    rows = [
-        [
-            row["step"],
-            row["load"],
-            f"{row['requests_per_step']:.2f}",
-            f"{row['step_us']:,.0f}",
-            f"{row['watch_us']:.1f}",
-            f"{row['error_us']:.1f}",
-            f"{row['share_percent']:.2f} %",
-        ]
-        for row in report["results"]
-    ]
-    head = ["step", "load", "requests a step", "the step, µs", "of it watching, µs", "error, µs", "share"]
-    return markdown(head, rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "attention-backends": backends_table,
     "bfcl": bfcl_table,
@@ -561,7 +541,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "shared-prefix": shared_prefix_table,
     "startup": startup_table,
     "trace": trace_table,
-    "watch": watch_table,
 }
 """Name in a marker -> what makes the table."""
 
