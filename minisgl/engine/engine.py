@@ -182,7 +182,7 @@ class Engine:
         if self.page_events is not None:
             self.page_events.publish(self.cache.take_changes())
         if plan is None or not self._scheduler.has_work:
-            self.watch.pace.rest()
+            self.watch.rest()
         return outputs
 
     def _apply_until(self, num_in_flight: int) -> None:
