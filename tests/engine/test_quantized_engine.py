@@ -107,7 +107,7 @@ def test_weights_take_half_of_the_memory_in_the_budget(plain_folder: Path) -> No
 
 
 def test_what_can_not_be_quantized_is_refused_by_name(plain_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, got int3"):
+    with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, int4, got int3"):
         engine_for(plain_folder, quantization="int3")
     quantize(random_model(), FORMATS["modelopt"], tmp_path)
     with pytest.raises(ConfigError, match=r"quantized already, as FP8, weights per tensor.*modelopt"):
