@@ -15,6 +15,9 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an int32 AWQ has each of 8 outputs: it packs them as 0, 2, 4, 6, 1, 3, 5, 7."""
 MIDDLE = 8
 """The zero point of weights without one."""
+SYMMETRIC_WORDS = (0x77777777, 0x88888888 - (1 << 32))
+"""Zero points of symmetric GPTQ weights, as both versions write them: some tools write the second kind
+and say the first."""
 NUMBERS = {
     Int4Layout.COMPRESSED: "weight_packed",
     Int4Layout.COMPUTED: "weight_packed",

@@ -19,6 +19,7 @@ from minisgl.layers.int4_layouts import (
     MIDDLE,
     NUMBERS,
     SCALES,
+    SYMMETRIC_WORDS,
     ZEROS,
     numbers_view,
     unpacked_numbers,
@@ -94,8 +95,9 @@ class Int4Weight(nn.Module):
                 shape = zeros_shape(layout, size, self.stored_groups)
                 tensors[ZEROS[layout]] = torch.empty(shape, dtype=torch.int32, device=device)
             if self.scheme.in_any_order or layout in GPTQ:
-                groups = torch.empty(self.in_features, dtype=torch.int32, device=device)
-                tensors[GROUP_OF_INPUTS[layout]] = groups
+                places = torch.arange(self.in_features, dtype=torch.int32, device=device)
+                # Some writers leave it away, if groups are in order.
+                tensors[GROUP_OF_INPUTS[layout]] = places // (self.scheme.group or self.in_features)
             parts.append(tensors)
         return parts
 
@@ -168,20 +170,7 @@ class Int4Weight(nn.Module):
         layout, scheme = self.scheme.layout, self.scheme
         numbers = torch.cat([unpacked_numbers(stored, layout) for stored in self._stored_numbers()])
         if self._stores_zeros:
-            zeros = torch.cat(
-                [
-                    unpacked_zeros(tensors[ZEROS[layout]], layout, size)
-                    for tensors, size in zip(self.only_while_loading, self.sizes, strict=True)
-                ],
-                1,
-            )
-            if self.zeros is not None:
-                self.zeros[: self.stored_groups].copy_(zeros)
-            elif (zeros != MIDDLE).any():
-                raise ModelError(
-                    f"quantization_config says that 4-bit weights are symmetric, and {ZEROS[layout]} has "
-                    f"zero points other than {MIDDLE}; correct sym or checkpoint_format in config.json"
-                )
+            self._set_zeros([tensors[ZEROS[layout]] for tensors in self.only_while_loading])
         groups = [tensors[name] for tensors in self.only_while_loading for name in tensors if "g_idx" in name]
         if groups:
             self._set_order(groups)
@@ -189,6 +178,19 @@ class Int4Weight(nn.Module):
             numbers = numbers[:, self.order]
         self.only_while_loading = [{} for _ in self.sizes]
         self._finish(numbers, scheme.group is None)
+
+    def _set_zeros(self, stored: list[Tensor]) -> None:
+        """Set `zeros` from the packed zero points of each part."""
+        layout = self.scheme.layout
+        if self.zeros is not None:
+            parts = zip(stored, self.sizes, strict=True)
+            zeros = torch.cat([unpacked_zeros(words, layout, size) for words, size in parts], 1)
+            self.zeros[: self.stored_groups].copy_(zeros)
+        elif not any(all((words == one).all() for words in stored) for one in SYMMETRIC_WORDS):
+            raise ModelError(
+                f"quantization_config says that 4-bit weights are symmetric (sym), and their {ZEROS[layout]} "
+                f"are others than {MIDDLE}; config.json or the weights are of another model"
+            )
 
     def _set_order(self, groups: list[Tensor]) -> None:
         """Set `order` from the group of each input, of each part."""

@@ -33,6 +33,7 @@ SCALE = "scale"
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
 SHAPE = ".weight_shape"
 """Beside packed numbers; the model's config says the same."""
+GROUP_OF_INPUTS = ".g_idx"
 NAMES_SHOWN = 6
 
 
@@ -63,6 +64,20 @@ def take_tensors_to_compute(
         # FP8 numbers take the place of the weight, 4-bit ones have memory of their own.
         found[id(weight)] = (computed[0] if len(computed) > 1 else weight, computed[-1])
     return found
+
+
+def without_optional(
+    targets: dict[str, Tensor], stored: Collection[str], config: ModelConfig
+) -> dict[str, Tensor]:
+    """The targets without those that a checkpoint need not have and this one has not."""
+    scheme = None if config.quantization is None else config.quantization.scheme
+    if not isinstance(scheme, Int4Scheme) or scheme.in_any_order:
+        return targets
+    return {
+        name: target
+        for name, target in targets.items()
+        if name in stored or not name.endswith(GROUP_OF_INPUTS)
+    }
 
 
 def is_shared(stored: StoredTensor, parts: list[Tensor]) -> bool:

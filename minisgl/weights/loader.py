@@ -32,6 +32,7 @@ from minisgl.weights.fitting import (
     joined_names,
     parts_of_each,
     take_tensors_to_compute,
+    without_optional,
 )
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
 from triton_kernels.quantize_int4 import round_weight_int4
@@ -81,7 +82,7 @@ def load_weights(
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
     stored = _without_prefix(_read_headers(checkpoint_files(folder)), config.checkpoint_prefix)
     computed = take_tensors_to_compute(targets, config)
-    parts = parts_of_each(stored, targets)
+    parts = parts_of_each(stored, without_optional(targets, stored, config))
     stored = check_fit(parts, stored, config, folder)
 
     total = sum(
