@@ -48,7 +48,7 @@ def _packed(**weights: object) -> dict[str, object]:
     }
 
 
-AWQ = {
+AWQ: dict[str, object] = {
     "quant_method": "awq",
     "bits": 4,
     "group_size": 128,
@@ -56,7 +56,7 @@ AWQ = {
     "version": "gemm",
     "modules_to_not_convert": None,
 }
-GPTQ = {
+GPTQ: dict[str, object] = {
     "quant_method": "gptq",
     "bits": 4,
     "group_size": 128,
