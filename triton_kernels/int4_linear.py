@@ -53,12 +53,23 @@ def default_int4_tiled_config(
 ) -> Int4TiledConfig:
     """The configuration of more than FEW_ROWS rows if none is given or tuned.
 
-    For layers that are not gated, and for up to 64 rows, it is the best of those tried on an H200.
+    On Hopper, for layers that are not gated and for up to 64 rows, it is the best of those tried on an H200;
+    the others have not been measured.
 
     Args:
         num_outputs: outputs per row: N, or N / 2 if `gated`.
         rows: a power of two.
     """
+    if not gpu.multiplies_from_shared:
+        block_m, block_n, warps = max(16, min(rows, 128)), 64, 4
+        if num_outputs > 8192 and not gated:
+            block_n, warps = 128, 8
+        tiles = ceil_div(rows, block_m) * ceil_div(num_outputs, block_n)
+        splits = max(1, min(4, gpu.multiprocessors // tiles))
+        weight_bytes = HALF * block_n * (2 if gated else 1)
+        # The weight's tiles do not go through registers.
+        stages = gpu.stages_that_fit(6, weight_bytes + 4 * HALF * block_m, weight_bytes)
+        return Int4TiledConfig(block_m, block_n, warps, stages, splits)
     block_m, block_n, warps = max(16, min(rows, 256)), 128, 8
     fused = not gated or block_m <= 64  # else a thread has no room for the sums of both halves
     weight_rows = 2 * block_n if gated and fused else block_n
