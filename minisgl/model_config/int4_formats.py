@@ -60,7 +60,7 @@ def read_awq(asked: dict[str, Any]) -> Quantization:
     Raises:
         ModelError: a setting is not supported.
     """
-    _check(asked, "awq", "bits", 4)
+    _check({"bits": None} | asked, "awq", "bits", 4)
     version = str(asked.get("version", "gemm")).lower()
     if version != "gemm":
         raise refused(f"awq of version {asked['version']!r}")
@@ -81,7 +81,7 @@ def read_gptq(asked: dict[str, Any]) -> Quantization:
     Raises:
         ModelError: a setting is not supported.
     """
-    _check(asked, "gptq", "bits", 4)
+    _check({"bits": None} | asked, "gptq", "bits", 4)
     _check(asked, "gptq", "pack_dtype", "int32")
     for key in ("dynamic", "is_marlin_format"):
         if asked.get(key):
