@@ -97,7 +97,7 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
         if gpu.has_tma:
             results = outputs // 2 if gated else outputs
             for rows in (64, 256):
-                config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu)
+                config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu, group)
                 many = int4_linear_many.int4_linear_many_with
                 if gated:
                     many = int4_linear_many.int4_gated_linear_many_with

@@ -232,11 +232,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         PHI_3 | {"rope_parameters": LONGROPE | {"rope_type": "longrope", "partial_rotary_factor": 0.75}},
         "partial_rotary_factor = 0.75",
     ),
-    "Qwen2.5-7B-Instruct-AWQ": (
-        QWEN2 | {"quantization_config": {"quant_method": "awq", "bits": 4}},
-        "quant_method 'awq'",
+    "Qwen2.5-7B-Instruct-AWQ of another version": (
+        QWEN2 | {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv_fast"}},
+        "awq of version 'gemv_fast'",
     ),
-    "Mistral-7B-GPTQ": (MISTRAL | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    "Mistral-7B-GPTQ of 8 bits": (
+        MISTRAL | {"quantization_config": {"quant_method": "gptq", "bits": 8}},
+        "gptq with bits 8",
+    ),
     "a Llama in 4 bits of bitsandbytes": (
         LLAMA | {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
         "bitsandbytes",

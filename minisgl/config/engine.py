@@ -20,7 +20,8 @@ class EngineConfig:
     """Use random weights N(0, 0.02) instead of the checkpoint's, for benchmarks; needs only config.json."""
     quantization: str | None = None
     """Quantize the weights of an unquantized checkpoint while they load: "fp8" (a scale for each output
-    feature and for each row of activations) or "fp8-block" (for 128 x 128 weights, and for 128 activations).
+    feature and for each row of activations), "fp8-block" (for 128 x 128 weights, and for 128 activations) or
+    "int4" (4-bit weights with a scale for 128 inputs, or 64 or 32 where widths need it; activations stay).
     Head and embedding stay as they are. Auto: the weights are used as the checkpoint has them."""
     device: str | None = None
     """Either "cuda" or "cpu". Auto: cuda if the machine has a CUDA GPU, else cpu."""

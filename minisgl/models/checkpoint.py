@@ -6,11 +6,9 @@ Promise: every parameter appears once; that of a fused layer as views of its par
 from torch import Tensor, nn
 
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.fp8_weight import Fp8Weight
-from minisgl.layers.linear import FusedLinear, Linear
+from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight import PlainWeight
 
 
 def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
@@ -40,5 +38,5 @@ def finish_loading(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.add_one()
-        elif isinstance(module, PlainWeight | Fp8Weight):
+        elif isinstance(module, AnyWeight):
             module.finish_loading()

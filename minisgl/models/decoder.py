@@ -20,7 +20,7 @@ from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import make_cos_sin
-from minisgl.layers.weight import Input, InputFormat
+from minisgl.layers.weight import Input, InputFormat, PlainWeight
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.quantization import layer_scheme
 from minisgl.models.checkpoint import finish_loading, tensors_by_name
@@ -60,6 +60,7 @@ class Decoder(nn.Module):
             make_block(config, layer, attend, dtype, device) for layer in range(config.num_layers)
         )
         self.norm = make_norm(config, config.hidden_size, dtype, device)
+        self.is_tied = config.tie_word_embeddings
         self.lm_head = self._make_head(config, dtype, device)
         self.register_buffer("cos_sin", make_cos_sin(config, device), persistent=False)
         self.local_rope_layers = config.local_rope_layers
@@ -77,6 +78,7 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             return Linear(*sizes, dtype, device, scheme=layer_scheme(config.quantization, "lm_head"))
         head = Linear(*sizes, dtype, torch.device("meta"))
+        assert isinstance(head.weight, PlainWeight)
         head.weight.values = self.embed_tokens.weight
         return head
 
@@ -150,7 +152,7 @@ class Decoder(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Views of the parameters to fill, by their names in the checkpoint, which must have them all."""
-        return tensors_by_name(self, is_tied=self.lm_head.weight.values is self.embed_tokens.weight)
+        return tensors_by_name(self, is_tied=self.is_tied)
 
     def finish_loading(self) -> None:
         """Called once, after `checkpoint_tensors` are filled."""

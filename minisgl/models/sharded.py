@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.fp8_weight import Fp8Weight
-from minisgl.layers.linear import Linear
+from minisgl.layers.linear import AnyWeight, Linear
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight import InputFormat, PlainWeight
+from minisgl.layers.weight import InputFormat
 from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Block, Decoder
 from minisgl.models.registry import build_model
@@ -162,7 +161,7 @@ class ShardedHead(nn.Module):
         self.group = ranks.group
 
     @property
-    def weight(self) -> PlainWeight | Fp8Weight:
+    def weight(self) -> AnyWeight:
         """This rank's rows."""
         return self.shard.weight
 

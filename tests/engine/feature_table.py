@@ -165,6 +165,7 @@ FEATURES = (
     Feature("joined decodes", lambda served, _: served.num_joined > 0, {"joins": True}),
     Feature("a window", lambda served, _: served.setup.window, {"window": True}),
     Feature("experts", lambda served, _: served.setup.experts, {"experts": True}),
+    Feature("weights of 4 bits", lambda served, _: served.setup.int4, {"int4": True}),
     # Of requests: the choice of tokens.
     Feature(
         "penalties",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_grammar import FakeCompiler, use_fake_grammars
+from int4_models import INT4_FORMATS, quantize_int4
 from joining_engines import build_joining
 from tiny_models import VOCAB_SIZE, random_model
 from tokenizers import AddedToken, decoders, models
@@ -48,6 +49,8 @@ class Setup(NamedTuple):
     joins: bool = False
     window: bool = False
     experts: bool = False
+    int4: bool = False
+    """Weights of 4 bits, but for experts."""
     tp: int = 1
 
 
@@ -243,13 +246,22 @@ class Engines:
     def model_folder(self, setup: Setup) -> Path:
         """The setup's model."""
         family = "qwen3_moe" if setup.experts else "mistral" if setup.window else "qwen3"
-        name = f"{family} {'with a window' if setup.window else ''}"
+        name = f"{family} {'with a window' if setup.window else ''}{'of 4 bits' if setup.int4 else ''}"
         folder = self._folder / name
         if not folder.exists():
             window = {"sliding_window": 9, "use_sliding_window": True} if setup.window else {}
             experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             settings = window | (experts if setup.experts else {}) | {"head_dim": 16}
-            random_model(seed=3, family=family, **settings).save_pretrained(folder)
+            if setup.int4:
+                settings |= {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+            model = random_model(seed=3, family=family, **settings)
+            if setup.int4 and setup.experts:
+                more: dict[str, object] = {"modules_to_not_convert": ["mlp"]}
+                quantize_int4(model, INT4_FORMATS["awq"], folder, lambda name: ".mlp" in name, more)
+            elif setup.int4:
+                quantize_int4(model, INT4_FORMATS["awq"], folder)
+            else:
+                model.save_pretrained(folder)
         return folder
 
 

@@ -1,4 +1,4 @@
-"""An engine with FP8 weights: in any company, a request gets the greedy tokens that it gets alone."""
+"""An engine with quantized weights: in any company, a request gets the greedy tokens that it gets alone."""
 
 import random
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from int4_models import INT4_FORMATS, quantize_int4
 from quantized_models import FORMATS, quantize
 from tiny_models import VOCAB_SIZE, random_model
 
@@ -23,6 +24,15 @@ SETTINGS: dict[str, Any] = {
     "max_context_tokens": 64,
 }
 NUM_REQUESTS = 10
+GROUPED: dict[str, Any] = {
+    "family": "qwen3",
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+}
+"""A model whose widths are groups of 32."""
+INT4_SAMPLE = ("awq", "gptq, zero points, order of activations")
 
 
 def engine_for(folder: Path, **settings: Any) -> Engine:
@@ -58,11 +68,14 @@ def some_prompts() -> dict[int, list[int]]:
 @pytest.fixture(scope="module")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
-    random_model(seed=5, family="qwen3", head_dim=16).save_pretrained(folder)
+    random_model(seed=5, **GROUPED).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "--quantization fp8", "--quantization fp8-block"])
+FLAGS = [f"--quantization {name}" for name in ("fp8", "fp8-block", "int4")]
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *INT4_SAMPLE, *FLAGS])
 def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preemption(
     name: str, plain_folder: Path, tmp_path: Path
 ) -> None:
@@ -70,6 +83,9 @@ def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preem
     if name in FORMATS:
         folder = tmp_path
         quantize(random_model(seed=5, family="qwen3", head_dim=16), FORMATS[name], folder)
+    elif name in INT4_FORMATS:
+        folder = tmp_path
+        quantize_int4(random_model(seed=5, **GROUPED), INT4_FORMATS[name], folder)
     else:
         settings = {"quantization": name.removeprefix("--quantization ")}
     prompts = some_prompts()
@@ -96,18 +112,19 @@ def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preem
     assert again == expected
 
 
-def test_weights_take_half_of_the_memory_in_the_budget(plain_folder: Path) -> None:
+def test_weights_take_half_or_less_of_the_memory_in_the_budget(plain_folder: Path) -> None:
     sizes = []
-    for quantization in (None, "fp8", "fp8-block"):
+    for quantization in (None, "fp8", "fp8-block", "int4"):
         engine = engine_for(plain_folder, num_pages=20, quantization=quantization, dummy_weights=True)
         sizes.append(engine.weights_bytes)
         engine.close()
     assert sizes[1] < 0.6 * sizes[0]
     assert sizes[2] < 0.8 * sizes[0]  # the tiny widths are padded to whole blocks
+    assert sizes[3] < 0.5 * sizes[0]  # likewise; head and embedding are float32
 
 
 def test_what_can_not_be_quantized_is_refused_by_name(plain_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, got int3"):
+    with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, int4, got int3"):
         engine_for(plain_folder, quantization="int3")
     quantize(random_model(), FORMATS["modelopt"], tmp_path)
     with pytest.raises(ConfigError, match=r"quantized already, as FP8, weights per tensor.*modelopt"):

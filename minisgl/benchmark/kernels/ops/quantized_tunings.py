@@ -1,6 +1,6 @@
 """How the linear layers of quantized weights are tuned: over many rows, where the best choice differs most.
 
-Promise: a model's layers take less than a minute on an H200. FP8 layers may choose torch's product.
+Promise: FP8 layers may choose torch's product, and 4-bit layers that of the weight made 16-bit numbers.
 """
 
 import functools
@@ -24,12 +24,16 @@ from triton_kernels.fp8_linear_many import (
 from triton_kernels.fp8_linear_torch import fp8_linear_torch
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import default_int4_tiled_config
-from triton_kernels.int4_linear_many import int4_gated_linear_many_with, int4_linear_many_with
+from triton_kernels.int4_linear_many import (
+    DEQUANTIZED,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
+)
 from triton_kernels.quantize_int4 import BLOCK
 from triton_kernels.silu_mul import silu_mul
 
 FP8_ROWS = (64, 256, 4096)
-INT4_ROWS = (64, 256)
+INT4_ROWS = (64, 128, 256)
 CPU_OUTPUTS, CPU_WIDTH = 256, 128
 """The corner of a matrix that Triton's interpreter computes."""
 
@@ -105,9 +109,12 @@ def _int4_tuning(gated: bool) -> Tuning:
         default=lambda matrix, size, element, gpu: default_int4_tiled_config(
             _results(matrix, gated), size, gated, gpu
         ),
-        candidates=lambda matrix, size, gpu: int4_ops.many_rows_candidates(
-            _results(matrix, gated), matrix.width, size, gpu, gated=gated, group=BLOCK
-        ),
+        candidates=lambda matrix, size, gpu: [
+            *int4_ops.many_rows_candidates(
+                _results(matrix, gated), matrix.width, size, gpu, gated=gated, group=BLOCK
+            ),
+            DEQUANTIZED,
+        ],
         launcher=int4_gated_linear_many_with if gated else int4_linear_many_with,
         parts=_parts(gated, BLOCK),
     )
