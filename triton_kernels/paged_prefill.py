@@ -425,12 +425,10 @@ def paged_prefill_triton(
     return out
 
 
-def _attend_on_gpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *rows_and_options: Any, kv_scales: Tensor | None
-) -> Tensor:
+def _attend_on_gpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rows_and_options: Any) -> Tensor:
     """Run the Hopper kernel if it supports the call, else the Triton kernel."""
     launch = paged_prefill_hopper if takes(q, k_cache, v_cache) else paged_prefill_triton
-    return launch(q, k_cache, v_cache, *rows_and_options, kv_scales=kv_scales)
+    return launch(q, k_cache, v_cache, *rows_and_options)
 
 
 @torch.library.custom_op("triton_kernels::paged_prefill", mutates_args=())
@@ -450,8 +448,8 @@ def _paged_prefill_op(
 ) -> Tensor:
     """_attend_on_gpu as an op, because torch.compile cannot look into Gluon."""
     rows = (page_table, row_ids, context_len, row_start)
-    options = (max_query_len, scale, window, softcap)
-    return _attend_on_gpu(q, k_cache, v_cache, *rows, *options, kv_scales=kv_scales)
+    options = (max_query_len, scale, window, softcap, kv_scales)
+    return _attend_on_gpu(q, k_cache, v_cache, *rows, *options)
 
 
 @_paged_prefill_op.register_fake
@@ -480,8 +478,8 @@ def paged_prefill(
     kv_scales, float32 [2], are the scales of keys and values in pools of e4m3.
     """
     rows = (page_table, row_ids, context_len, row_start)
-    options = (max_query_len, scale, window, softcap)
+    options = (max_query_len, scale, window, softcap, kv_scales)
     if q.device.type == "cpu":
-        return paged_prefill_reference(q, k_cache, v_cache, *rows, *options, kv_scales)
+        return paged_prefill_reference(q, k_cache, v_cache, *rows, *options)
     attend = _paged_prefill_op if torch.compiler.is_compiling() else _attend_on_gpu
-    return attend(q, k_cache, v_cache, *rows, *options, kv_scales=kv_scales)
+    return attend(q, k_cache, v_cache, *rows, *options)

@@ -108,7 +108,7 @@ def _read_compressed_tensors(asked: dict[str, Any]) -> Quantization:
         source="compressed-tensors",
         targets=_compressed_patterns(group.get("targets") or ["Linear"]),
         ignored=_compressed_patterns(asked.get("ignore") or []),
-        cache_scales=bool(asked.get("kv_cache_scheme")),
+        cache_scales=("k_scale", "v_scale") if _has_cache_scales(asked) else None,
     )
 
 
@@ -171,7 +171,7 @@ def _read_modelopt(asked: dict[str, Any]) -> Quantization:
         scheme=Fp8Scheme(WeightScales.TENSOR, ActivationScales.STATIC),
         source="modelopt",
         ignored=tuple(ignored),
-        cache_scales=bool(asked.get("kv_cache_quant_algo") or asked.get("kv_cache_scheme")),
+        cache_scales=("k_proj.k_scale", "v_proj.v_scale") if _has_cache_scales(asked) else None,
     )
 
 
@@ -181,6 +181,14 @@ READERS = {
     "modelopt": _read_modelopt,
 }
 """By quant_method."""
+
+
+def _has_cache_scales(asked: dict[str, Any]) -> bool:
+    """Whether the checkpoint has a scale for each layer's keys and one for its values."""
+    scheme = asked.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        return not scheme.get("dynamic", False)
+    return bool(scheme or asked.get("kv_cache_quant_algo"))
 
 
 def _check_block(key: str, got: object) -> None:

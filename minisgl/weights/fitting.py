@@ -127,7 +127,8 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     copy_of_the_embedding = name == "lm_head.weight" and config.tie_word_embeddings
     quantization = config.quantization
     of_the_cache = quantization is not None and quantization.cache_scales and name.endswith(CACHE_SCALES)
-    return copy_of_the_embedding or of_the_cache or name.endswith("rotary_emb.inv_freq")
+    is_unread = config.cache_scale_names is None or name.endswith(".q_scale")
+    return copy_of_the_embedding or (of_the_cache and is_unread) or name.endswith("rotary_emb.inv_freq")
 
 
 def joined_names(items: Iterable[str]) -> str:
