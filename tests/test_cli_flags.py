@@ -36,7 +36,7 @@ ENGINE = """
     --no-join-decodes --no-overlap
     --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
-    --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
+    --kv-dtype --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
     --prefix-cache --profile-dir --quantization --rdzv --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """

@@ -28,6 +28,9 @@ class EngineConfig:
     dtype: str | None = None
     """One of "bfloat16", "float16", "float32". Auto: the checkpoint's on cuda; on cpu bfloat16 if the
     processor has instructions for it (half the time per token), else float32."""
+    kv_dtype: str | None = None
+    """Store keys and values as "fp8" (e4m3): half of bfloat16's memory, so twice the tokens fit. The scales
+    are the checkpoint's, or 1 if it has none. On cuda from compute capability 8.9 on. Auto: as dtype."""
     max_context_tokens: int | None = None
     """Longest prompt + output of a request, in tokens. Auto: the model's own limit."""
     max_running_requests: int | None = None
@@ -126,6 +129,8 @@ class ResolvedConfig:
     quantization: str | None
     device: str
     dtype: str
+    kv_dtype: str | None
+    """None = dtype."""
     max_context_tokens: int
     max_running_requests: int
     max_step_tokens: int

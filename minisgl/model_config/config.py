@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from minisgl.model_config.quantization import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_CACHE = "fp8"
+"""The value of --kv-dtype for keys and values of e4m3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,9 @@ class ModelConfig:
     (Gemma 3, Mistral Small 3)."""
     quantization: Quantization | None = None
     """How linear layers are quantized; None = no layer is."""
+    cache_scale_names: tuple[str, str] | None = None
+    """The checkpoint's names of an FP8 cache's scales in each layer's "self_attn": the keys' and the values'.
+    None = they are 1."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": the dtype of the stored weights."""
     eos_token_ids: tuple[int, ...]

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import DTYPE_BYTES, ModelConfig, RopeScaling
+from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig, RopeScaling
 from minisgl.model_config.families import FAMILIES, MULTIMODAL_CLASSES, TEXT_PREFIX, Family, Windows
 from minisgl.model_config.json_fields import integer, number, read_json, unsupported, whole_number
 from minisgl.model_config.quantization_formats import quantized_while_loading, read_quantization
 from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type
 
 
-def read_model_config(folder: Path, quantization: str | None = None) -> ModelConfig:
+def read_model_config(
+    folder: Path, quantization: str | None = None, kv_dtype: str | None = None
+) -> ModelConfig:
     """Read the model in `folder` and check that this engine supports all its settings.
 
     Args:
         quantization: `EngineConfig.quantization`: how to quantize the weights while loading.
+        kv_dtype: `EngineConfig.kv_dtype`: with an FP8 cache, its scales are read if the checkpoint has them.
 
     Raises:
         ModelError: config.json is missing or malformed, or has an unsupported setting.
@@ -83,6 +86,8 @@ def read_model_config(folder: Path, quantization: str | None = None) -> ModelCon
     if family.is_gemma:
         config = _with_gemma_settings(config, raw, family, rope.local_theta)
     _refuse_quantized_experts(config)
+    if kv_dtype == FP8_CACHE and config.quantization is not None:
+        config = replace(config, cache_scale_names=config.quantization.cache_scales)
     return quantized_while_loading(config, quantization)
 
 

@@ -7,7 +7,12 @@ import re
 from typing import Any
 
 from minisgl.model_config.quantization import GROUP_SIZES, Int4Layout, Int4Scheme, Quantization
-from minisgl.model_config.quantization_names import compressed_patterns, module_patterns, refused
+from minisgl.model_config.quantization_names import (
+    compressed_patterns,
+    has_cache_scales,
+    module_patterns,
+    refused,
+)
 
 PER_CHANNEL = -1
 """What AWQ and GPTQ write as group size if all inputs share a scale."""
@@ -50,7 +55,7 @@ def read_packed(asked: dict[str, Any], group: dict[str, Any]) -> Quantization:
         source="compressed-tensors",
         targets=compressed_patterns(group.get("targets") or ["Linear"]),
         ignored=compressed_patterns(asked.get("ignore") or []),
-        cache_scales=bool(asked.get("kv_cache_scheme")),
+        cache_scales=("k_scale", "v_scale") if has_cache_scales(asked) else None,
     )
 
 

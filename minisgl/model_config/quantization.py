@@ -119,9 +119,9 @@ class Quantization:
     """`ModelConfig.checkpoint_prefix`: the patterns see names with or without it."""
     while_loading: bool = False
     """The checkpoint is not quantized; the loader does it."""
-    cache_scales: bool = False
-    """The checkpoint also has scales for an FP8 cache of keys and values, which this engine does not read:
-    its cache has the model's dtype."""
+    cache_scales: tuple[str, str] | None = None
+    """The checkpoint also has scales for an FP8 cache: their names in a layer's "self_attn", of the keys' and
+    of the values'. They are read with --kv-dtype fp8."""
 
     def describe(self) -> str:
         """One phrase: the numbers, their scales, the source."""

@@ -21,7 +21,12 @@ from minisgl.model_config.quantization import (
     Scheme,
     WeightScales,
 )
-from minisgl.model_config.quantization_names import compressed_patterns, module_patterns, refused
+from minisgl.model_config.quantization_names import (
+    compressed_patterns,
+    has_cache_scales,
+    module_patterns,
+    refused,
+)
 
 BLOCK = [128, 128]
 INT4 = "int4"
@@ -136,7 +141,7 @@ def _read_compressed_tensors(asked: dict[str, Any]) -> Quantization:
         source="compressed-tensors",
         targets=compressed_patterns(group.get("targets") or ["Linear"]),
         ignored=compressed_patterns(asked.get("ignore") or []),
-        cache_scales=bool(asked.get("kv_cache_scheme")),
+        cache_scales=("k_scale", "v_scale") if has_cache_scales(asked) else None,
     )
 
 
@@ -181,7 +186,7 @@ def _read_modelopt(asked: dict[str, Any]) -> Quantization:
         scheme=Fp8Scheme(WeightScales.TENSOR, ActivationScales.STATIC),
         source="modelopt",
         ignored=tuple(ignored),
-        cache_scales=bool(asked.get("kv_cache_quant_algo") or asked.get("kv_cache_scheme")),
+        cache_scales=("k_proj.k_scale", "v_proj.v_scale") if has_cache_scales(asked) else None,
     )
 
 

@@ -1,7 +1,8 @@
-"""How quantized formats name layers, and how one that this engine does not read is refused."""
+"""What formats share: how they name layers, and how one that this engine does not read is refused."""
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from minisgl.errors import ModelError
 from minisgl.model_config.json_fields import unsupported
@@ -48,3 +49,11 @@ def _checked_regex(pattern: str) -> str:
             f"config.json: quantization_config has a bad pattern {pattern!r}: {error}"
         ) from error
     return pattern
+
+
+def has_cache_scales(asked: dict[str, Any]) -> bool:
+    """Whether the checkpoint has a scale for each layer's keys and one for its values."""
+    scheme = asked.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        return not scheme.get("dynamic", False)
+    return bool(scheme or asked.get("kv_cache_quant_algo"))

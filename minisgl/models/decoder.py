@@ -237,6 +237,8 @@ class SelfAttention(nn.Module):
             window=window,
             scale=config.attention_scale,
             softcap=config.attention_softcap or 0.0,
+            scale_names=config.cache_scale_names,
+            device=device,
         )
         scheme = layer_scheme(config.quantization, f"{name}.o_proj")
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias, scheme=scheme)

@@ -163,7 +163,8 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     if name.endswith(SHAPE) and quantization is not None and isinstance(quantization.scheme, Int4Scheme):
         return quantization.includes(name.removesuffix(SHAPE))
     of_the_cache = quantization is not None and quantization.cache_scales and name.endswith(CACHE_SCALES)
-    return copy_of_the_embedding or of_the_cache or name.endswith("rotary_emb.inv_freq")
+    is_unread = config.cache_scale_names is None or name.endswith(".q_scale")
+    return copy_of_the_embedding or (of_the_cache and is_unread) or name.endswith("rotary_emb.inv_freq")
 
 
 def joined_names(items: Iterable[str]) -> str:

@@ -52,6 +52,7 @@ class Setup(NamedTuple):
     int4: bool = False
     """Weights of 4 bits, but for experts."""
     tp: int = 1
+    fp8_cache: bool = False
 
 
 class Asked(NamedTuple):
@@ -194,13 +195,19 @@ class Engines:
     def alone(self, setup: Setup, asked: Asked, index: int = 0) -> Answer:
         """What the plain engine of the same model answers to one choice of a request."""
         model, params = self.model_folder(setup), asked.choice_params(index)
-        key = (model.name, asked.prompt, msgspec.json.encode(params))
+        name = model.name + " over FP8" * setup.fp8_cache
+        key = (name, asked.prompt, msgspec.json.encode(params))
         if key not in self._answers:
-            if model.name not in self._engines:
-                self._engines[model.name] = started(
-                    model, num_pages=CONTEXT + 1, page_size=1, prefix_cache=False, max_running_requests=1
+            if name not in self._engines:
+                self._engines[name] = started(
+                    model,
+                    num_pages=CONTEXT + 1,
+                    page_size=1,
+                    prefix_cache=False,
+                    max_running_requests=1,
+                    kv_dtype="fp8" if setup.fp8_cache else None,
                 )
-            plain = self._engines[model.name]
+            plain = self._engines[name]
             answer = self._answers[key] = Answer(asked.prompt, params)
             prompt = np.asarray(asked.prompt, "<i4").tobytes()
             plain.add(AddRequest(0, prompt, msgspec.structs.replace(params, stop=())))
@@ -236,6 +243,7 @@ class Engines:
                 num_pages=setup.num_pages,
                 page_size=PAGE_SIZE,
                 tp=setup.tp,
+                kv_dtype="fp8" if setup.fp8_cache else None,
                 max_running_requests=6,
                 max_step_tokens=CONTEXT,
                 output_reserve_tokens=0,

@@ -1,4 +1,4 @@
-"""An engine with quantized weights: in any company, a request gets the greedy tokens that it gets alone."""
+"""An engine with quantized weights or cache: a request has the greedy tokens that it has alone."""
 
 import random
 from pathlib import Path
@@ -72,7 +72,7 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FLAGS = [f"--quantization {name}" for name in ("fp8", "fp8-block", "int4")]
+FLAGS = [*(f"--quantization {name}" for name in ("fp8", "fp8-block", "int4")), "--kv-dtype fp8"]
 
 
 @pytest.mark.parametrize("name", [*FORMATS, *INT4_SAMPLE, *FLAGS])
@@ -87,7 +87,8 @@ def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preem
         folder = tmp_path
         quantize_int4(random_model(seed=5, **GROUPED), INT4_FORMATS[name], folder)
     else:
-        settings = {"quantization": name.removeprefix("--quantization ")}
+        flag, value = name.removeprefix("--").split()
+        settings = {flag.replace("-", "_"): value}
     prompts = some_prompts()
     alone = engine_for(folder, overlap=False, prefix_cache=False, num_pages=70, page_size=1, **settings)
     expected = {each: serve(alone, {each: prompt})[each] for each, prompt in prompts.items()}
@@ -123,9 +124,21 @@ def test_weights_take_half_or_less_of_the_memory_in_the_budget(plain_folder: Pat
     assert sizes[3] < 0.5 * sizes[0]  # likewise; head and embedding are float32
 
 
+def test_a_page_of_an_fp8_cache_takes_a_quarter_of_one_in_float32(plain_folder: Path) -> None:
+    sizes = []
+    for kv_dtype in (None, "fp8"):
+        engine = engine_for(plain_folder, num_pages=20, kv_dtype=kv_dtype, dummy_weights=True)
+        layers = engine.runner.model.attention_layers()
+        sizes.append(sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers))
+        engine.close()
+    assert sizes[0] == 4 * sizes[1] > 0
+
+
 def test_what_can_not_be_quantized_is_refused_by_name(plain_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, int4, got int3"):
         engine_for(plain_folder, quantization="int3")
     quantize(random_model(), FORMATS["modelopt"], tmp_path)
     with pytest.raises(ConfigError, match=r"quantized already, as FP8, weights per tensor.*modelopt"):
         engine_for(tmp_path, quantization="fp8")
+    with pytest.raises(ConfigError, match="--kv-dtype must be one of fp8, got int8"):
+        engine_for(plain_folder, kv_dtype="int8")

@@ -68,4 +68,4 @@ def test_the_pool_is_empty_until_allocated_and_not_part_of_the_checkpoint() -> N
     assert attention.k_cache.shape == attention.v_cache.shape == (5, 16, 2, 8)
     assert attention.k_cache.dtype == torch.bfloat16
     assert not attention.state_dict()
-    assert {name for name, _ in attention.named_buffers()} == {"k_cache", "v_cache"}
+    assert {name for name, _ in attention.named_buffers()} == {"k_cache", "v_cache", "kv_scales"}

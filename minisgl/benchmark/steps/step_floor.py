@@ -91,6 +91,7 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     model = runner.model
     embedding = model.embed_tokens.weight
     item_bytes = embedding.element_size()
+    cache = model.attention_layers()[0].k_cache
     head = sum(_numbers_in(parameter) for parameter in model.lm_head.parameters())
     outside = 0 if model.is_tied else embedding.numel()
     blocks = sum(_numbers_in(parameter) for parameter in model.parameters()) - head - outside
@@ -108,7 +109,7 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         block_parameters=blocks,
         head_parameters=head,
         item_bytes=item_bytes,
-        kv_bytes=config.kv_elements_per_token // config.num_layers * item_bytes,
+        kv_bytes=config.kv_elements_per_token // config.num_layers * cache.element_size(),
         attention_flop=4 * config.num_heads * config.head_dim,
         windows=config.windows or (0,) * config.num_layers,
         last_parameters=last,

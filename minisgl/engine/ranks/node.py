@@ -42,7 +42,7 @@ def run_node(config: EngineConfig, folder: Path, say: Callable[[str], None]) -> 
         EngineDeadError: node 0 did not answer, or the engine ended with an error.
     """
     assert config.rdzv is not None  # checked
-    read_model_config(folder, config.quantization)
+    read_model_config(folder, config.quantization, config.kv_dtype)
     hello = Hello(__version__, config.nnodes, config.tp, model_digest(folder), config.node_rank)
     say(f"node {config.node_rank}: waiting for node 0 at {config.rdzv}")
     connection, welcome = connect(config.rdzv, hello, START_TIMEOUT_S)

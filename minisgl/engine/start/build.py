@@ -65,7 +65,7 @@ def build_engine(
             "--tp, --nnodes and --rdzv starts this host's ranks"
         )
     stages = StartupStages(on_stage)
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     facts = find_device_facts()
     resolved = resolve_engine_config(config, model_config, facts)
     _warn_of_slower_attention(config, resolved, model_config, facts)
@@ -87,7 +87,7 @@ def build_engine(
 
 def reasons_for_settings(config: EngineConfig, resolved: ResolvedConfig, folder: Path) -> list[ChosenSetting]:
     """The settings of an engine that was built of `config`, and why it has them."""
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     return chosen_settings(config, resolved, model_config, find_device_facts())
 
 
@@ -100,7 +100,7 @@ def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous,
     Raises:
         MinisglError: as in `build_engine`.
     """
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     return build_rank(config, folder, model_config, StartupStages(on_stage), rendezvous, None)
 
 
@@ -111,7 +111,12 @@ def _warn_of_slower_attention(
     if config.attention_backend is not None or resolved.device != "cuda":
         return
     place = attention_environment(
-        model_config, facts, device="cuda", dtype=resolved.dtype, page_size=resolved.page_size
+        model_config,
+        facts,
+        device="cuda",
+        dtype=resolved.dtype,
+        page_size=resolved.page_size,
+        kv_dtype=resolved.kv_dtype,
     )
     reason = reason_unavailable(TRITON, place)
     if reason is not None:
