@@ -26,6 +26,7 @@ from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import default_int4_tiled_config
 from triton_kernels.int4_linear_many import (
     DEQUANTIZED,
+    Int4TiledConfig,
     int4_gated_linear_many_with,
     int4_linear_many_with,
 )
@@ -100,6 +101,14 @@ def _fp8_tuning(gated: bool, blocks: bool) -> Tuning:
 def _int4_tuning(gated: bool) -> Tuning:
     """For groups of 128 without zero points; others take the defaults."""
     problem = functools.partial(int4_ops.int4_linear_problem, gated=gated, group=BLOCK)
+
+    def candidates(matrix: Matrix, size: int, gpu: Gpu) -> list[Int4TiledConfig]:
+        if not gpu.has_tma:  # such a GPU always multiplies with torch; there is nothing to choose
+            return []
+        results = _results(matrix, gated)
+        tiled = int4_ops.many_rows_candidates(results, matrix.width, size, gpu, gated=gated, group=BLOCK)
+        return [*tiled, DEQUANTIZED]
+
     return Tuning(
         files=("int4_linear_many.py", "quantize_int4.py"),
         by_size=True,
@@ -109,12 +118,7 @@ def _int4_tuning(gated: bool) -> Tuning:
         default=lambda matrix, size, element, gpu: default_int4_tiled_config(
             _results(matrix, gated), size, gated, gpu
         ),
-        candidates=lambda matrix, size, gpu: [
-            *int4_ops.many_rows_candidates(
-                _results(matrix, gated), matrix.width, size, gpu, gated=gated, group=BLOCK
-            ),
-            DEQUANTIZED,
-        ],
+        candidates=candidates,
         launcher=int4_gated_linear_many_with if gated else int4_linear_many_with,
         parts=_parts(gated, BLOCK),
     )
