@@ -207,6 +207,117 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "seed_oss": ("seed_oss", heads(6, 2, head_dim=16)),
+    "seed_oss_all_biases_tied": (
+        "seed_oss",
+        heads(4, 4, head_dim=12, attention_out_bias=True, tie_word_embeddings=True),
+    ),
+    "seed_oss_no_bias": ("seed_oss", heads(6, 2, head_dim=8, attention_bias=False)),
+    "smollm3_every_fourth_layer_without_rope": ("smollm3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "smollm3_layers_listed_untied_bias": (
+        "smollm3",
+        heads(6, 6, no_rope_layers=[0, 1], tie_word_embeddings=False, attention_bias=True, pad_token_id=0),
+    ),
+    "smollm3_window_in_layers_without_rope": (
+        "smollm3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 20, "pad_token_id": 0},
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "granite_no_multipliers_tied_bias": (
+        "granite",
+        heads(6, 6, attention_multiplier=0.3, tie_word_embeddings=True, attention_bias=True),
+    ),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7},
+        },
+    ),
+    "ministral3_window_tied": (
+        "ministral3",
+        heads(
+            4,
+            4,
+            head_dim=12,
+            sliding_window=20,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            rope_parameters=YARN | {"llama_4_scaling_beta": 0.1},
+        ),
+    ),
+    "olmo2": ("olmo2", heads(6, 2)),
+    "olmo2_groups_of_1_bias_tied": ("olmo2", heads(4, 4, attention_bias=True, tie_word_embeddings=True)),
+    "olmo3_windows": ("olmo3", heads(6, 2, num_hidden_layers=5, sliding_window=20)),
+    "olmo3_layers_listed_yarn_in_full_layers": (
+        "olmo3",
+        {
+            "sliding_window": 33,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "exaone4_windows": ("exaone4", heads(6, 2, num_hidden_layers=5, sliding_window=20)),
+    "exaone4_no_window_tied": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+    "exaone4_listed_pattern_in_letters": (
+        "exaone4",
+        {
+            "head_dim": 12,
+            "sliding_window": 600,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "ernie4_5": ("ernie4_5", heads(6, 2, head_dim=16)),
+    "ernie4_5_untied": ("ernie4_5", heads(4, 4, head_dim=12, tie_word_embeddings=False)),
+    "glm4": ("glm4", heads(6, 2, head_dim=16, pad_token_id=0)),
+    "glm4_no_bias_other_share_tied": (
+        "glm4",
+        heads(
+            4,
+            4,
+            head_dim=16,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        ),
+    ),
+    "phi3_part_of_a_head_rotated": (
+        "phi3",
+        heads(
+            3,
+            1,
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        ),
+    ),
+    "phi3_part_rotated_longrope": (
+        "phi3",
+        heads(
+            3,
+            1,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            original_max_position_embeddings=32,
+            rope_parameters=LONGROPE | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
+        ),
+    ),
 }
 
 
@@ -301,7 +412,18 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["mistral_window", "qwen3_moe_4_experts", "gemma2_alternating_windows", "gemma3_windows"]
+    "variant",
+    [
+        "mistral_window",
+        "qwen3_moe_4_experts",
+        "gemma2_alternating_windows",
+        "gemma3_windows",
+        "exaone4_windows",
+        "glm4",
+        "granite",
+        "ministral3",
+        "olmo3_windows",
+    ],
 )
 def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
     variant: str, tmp_path: Path
@@ -339,6 +461,10 @@ MISTRAL_WITH_EYES = {
     "vision_config": GEMMA_WITH_EYES["vision_config"] | {"model_type": "pixtral", "head_dim": 8},
 }
 
+MINISTRAL_WITH_EYES = MISTRAL_WITH_EYES | {
+    "text_config": {"model_type": "ministral3", **VARIANTS["ministral3"][1]},
+}
+
 
 @pytest.mark.parametrize(
     ("family", "settings", "tied"),
@@ -346,6 +472,7 @@ MISTRAL_WITH_EYES = {
         ("gemma3", GEMMA_WITH_EYES, True),
         ("mistral3", MISTRAL_WITH_EYES, True),
         ("mistral3", MISTRAL_WITH_EYES, False),
+        ("mistral3", MINISTRAL_WITH_EYES, False),
     ],
 )
 def test_the_text_part_of_a_model_that_sees_gives_its_logits(
