@@ -20,6 +20,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -185,7 +186,8 @@ def test_a_null_head_dim_is_derived(tmp_path: Path) -> None:
         ({"n_shared_experts": 1}, "n_shared_experts"),
         ({"shared_expert_intermediate_size": 5632}, "shared_expert_intermediate_size"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "sliding_window": 9}, "sliding_window"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 0}, "shared_expert"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2000}, "at most 1024"),
         ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"architectures": ["MixtralForCausalLM"], "intermediate_size": 100}, "multiple of 16"),
@@ -254,6 +256,7 @@ KINDS: dict[str, type[PreTrainedConfig]] = {
     "Olmo3ForCausalLM": Olmo3Config,
     "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "SeedOssForCausalLM": SeedOssConfig,
@@ -313,7 +316,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(
             read_model_config(folder)
         return
     ours = read_model_config(folder)
-    needed = tuple(0 if size >= ours.max_position else size for size in expected)
+    needed = tuple(0 if (size or 0) >= ours.max_position else size for size in expected)
     assert (ours.windows or (0,) * 32) == needed
 
 
@@ -339,7 +342,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(
     assert ours.head_dim == head_dim
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
 def test_experts_that_are_left_out_are_transformers_own(architecture: str, tmp_path: Path) -> None:
     kind = KINDS[architecture]
     folder = write(tmp_path, architectures=[architecture], model_type=kind.model_type)
@@ -349,6 +352,7 @@ def test_experts_that_are_left_out_are_transformers_own(architecture: str, tmp_p
     assert ours.experts_per_token == theirs.num_experts_per_tok
     width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert ours.intermediate_size == width
+    assert ours.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
     assert ours.renormalize == getattr(theirs, "norm_topk_prob", True)
 
 

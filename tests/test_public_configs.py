@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma3TextConfig
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import ModelConfig, QueryScaling, RopeScaling
+from minisgl.model_config.config import ExpertsConfig, ModelConfig, QueryScaling, RopeScaling
 from minisgl.model_config.hf_config import read_model_config
 
 SIZES = {
@@ -176,6 +176,36 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
     "Phi-3-mini-128k as first published": (
         PHI_3 | {"max_position_embeddings": 131072, "rope_scaling": LONGROPE | {"type": "su"}},
         {"max_position": 131072},
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "decoder_sparse_step": 1,
+            "max_window_layers": 21,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+        },
+        {
+            "experts": ExpertsConfig(
+                num_experts=60,
+                experts_per_token=4,
+                intermediate_size=1408,
+                renormalize=False,
+                shared_intermediate_size=5632,
+            ),
+            "qkv_bias": True,
+            "windows": (),
+        },
     ),
     "Phi-4-mini": (
         PHI_3
@@ -387,9 +417,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_shared_experts": 1},
         "DeepseekV3ForCausalLM",
     ),
-    "Qwen1.5-MoE-A2.7B, with shared experts": (
-        {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5632},
-        "Qwen2MoeForCausalLM",
+    "a Qwen2-MoE with windows": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 4096},
+        "sliding_window = 4096",
     ),
     "gpt-oss-20b": (
         {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},

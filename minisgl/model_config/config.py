@@ -57,6 +57,9 @@ class ExpertsConfig:
     """Width of one expert."""
     renormalize: bool
     """The weights of a token's experts are scaled to sum to 1; else they are the softmax over all experts."""
+    shared_intermediate_size: int = 0
+    """Width of an MLP that every token goes through beside its experts, weighted by the sigmoid of a linear
+    layer (Qwen2-MoE); 0 = there is none."""
     dense_layers: frozenset[int] = frozenset()
     """Layers with an MLP of width `ModelConfig.intermediate_size` instead of experts."""
     module_name: str = "mlp"
@@ -147,6 +150,7 @@ class ModelConfig:
         width = self.intermediate_size
         if self.experts is not None:
             width = self.experts.experts_per_token * self.experts.intermediate_size
+            width += self.experts.shared_intermediate_size
         return attention + 3 * self.hidden_size * width
 
     @property
@@ -155,4 +159,5 @@ class ModelConfig:
         if self.experts is None:
             return self.intermediate_size
         each = self.experts.intermediate_size + self.hidden_size
-        return max(self.intermediate_size, self.experts.experts_per_token * each)
+        shared = self.experts.shared_intermediate_size
+        return max(self.intermediate_size, self.experts.experts_per_token * each + shared)

@@ -6,7 +6,11 @@ from enum import Enum
 from typing import Any
 
 from minisgl.model_config.config import ExpertsConfig
-from minisgl.model_config.experts_config import read_mixtral_experts, read_qwen3_experts
+from minisgl.model_config.experts_config import (
+    read_mixtral_experts,
+    read_qwen2_experts,
+    read_qwen3_experts,
+)
 from minisgl.model_config.switches import (
     Complete,
     with_exaone_positions,
@@ -44,7 +48,9 @@ class Family:
     default_pattern: int = 6
     """What a missing `sliding_window_pattern` means."""
     qkv_bias: bool = False
-    """q, k and v always have biases; the class ignores `attention_bias`."""
+    """q, k and v have biases; the class ignores `attention_bias`."""
+    qkv_bias_key: str | None = None
+    """With `qkv_bias`: the key that can take these biases away; None = they are always there."""
     attention_bias: bool = False
     """The class reads `attention_bias`, which gives all four projections a bias; other classes refuse it."""
     o_bias_key: str | None = "attention_bias"
@@ -70,6 +76,8 @@ class Family:
     complete: Complete | None = None
     """Reads what only this family has."""
     read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
+    reads: tuple[str, ...] = ()
+    """Keys that the class reads and others refuse."""
 
 
 FAMILIES = {
@@ -183,6 +191,13 @@ FAMILIES = {
     ),
     "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, windows=Windows.ALL, sliding_window=None, rotary_share=1.0),
     "Qwen2ForCausalLM": Family(num_kv_heads=32, windows=Windows.LATER_LAYERS_IF_USED, qkv_bias=True),
+    "Qwen2MoeForCausalLM": Family(
+        num_kv_heads=16,
+        qkv_bias=True,
+        qkv_bias_key="qkv_bias",
+        read_experts=read_qwen2_experts,
+        reads=("shared_expert_intermediate_size",),
+    ),
     "Qwen3ForCausalLM": Family(
         num_kv_heads=32,
         head_dim=128,

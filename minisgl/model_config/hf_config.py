@@ -74,7 +74,7 @@ def read_model_config(folder: Path, quantization: str | None = None) -> ModelCon
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
-        qkv_bias=family.qkv_bias or has_bias,
+        qkv_bias=has_bias or (family.qkv_bias and bool(raw.get(family.qkv_bias_key or "", True))),
         o_bias=bool(family.o_bias_key and family.attention_bias and raw.get(family.o_bias_key)),
         qk_norm=family.qk_norm,
         qk_norm_of_all_heads=family.qk_norm_of_all_heads,
@@ -110,7 +110,10 @@ def _refuse_quantized_experts(config: ModelConfig) -> None:
         return
     for layer in range(config.num_layers):
         outer = f"model.layers.{layer}.{experts.module_name}"
-        for name in (f"{outer}.gate", *(f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names)):
+        names = [f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names]
+        if experts.shared_intermediate_size:
+            names += [f"{outer}.shared_expert.{part}" for part in experts.gate_up_down_names]
+        for name in (f"{outer}.gate", *names):
             if layer not in experts.dense_layers and quantization.includes(name):
                 raise unsupported(f"quantized experts ({name}); take a version with unquantized experts")
 
@@ -204,7 +207,7 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
         raise unsupported(f"{activation} = {raw[activation]!r}; only {known!r} is known")
     for name, harmless in UNSUPPORTED_KEYS.items():
         value = raw.get(name)
-        if value is not None and value not in harmless:
+        if value is not None and value not in harmless and name not in family.reads:
             raise unsupported(f"{name} = {value!r}")
     softcaps = {
         "attn_logit_softcapping": family.attention_softcap,

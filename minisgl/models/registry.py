@@ -32,6 +32,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "Olmo3ForCausalLM": build_with_output_norms,
     "Phi3ForCausalLM": Decoder,
     "Qwen2ForCausalLM": Decoder,
+    "Qwen2MoeForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
     "Qwen3MoeForCausalLM": Decoder,
     "SeedOssForCausalLM": Decoder,

@@ -56,6 +56,7 @@ PLANS: dict[str, dict[str, Split]] = {
     "Olmo3ForCausalLM": NORM_OF_ALL_HEADS,
     "Phi3ForCausalLM": DECODER,
     "Qwen2ForCausalLM": DECODER,
+    "Qwen2MoeForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "Qwen3MoeForCausalLM": DECODER,
     "SeedOssForCausalLM": DECODER,

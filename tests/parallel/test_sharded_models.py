@@ -66,6 +66,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": HEADS_4_2 | {"family": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
+    "qwen2_moe, its shared expert split": HEADS_4_2
+    | {
+        "family": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_moe": HEADS_4_2
     | {
         "family": "qwen3_moe",
