@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.families import FAMILIES
@@ -32,6 +33,9 @@ from minisgl.request import SamplingParams
 LONGEST = 300
 NEW_TOKENS = 8
 TOLERANCE = 1e-4
+
+
+FIRST_OF_A_FAMILY = list({family: name for name, (family, _) in reversed(VARIANTS.items())}.values())
 
 
 class Pair(NamedTuple):
@@ -97,8 +101,7 @@ def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
         fed = [token]
 
 
-def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> list[list[int]]:
-    """The tokens an engine answers with, all prompts at once, in chunks."""
+def small_engine(folder: Path, max_context_tokens: int) -> Engine:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -108,7 +111,11 @@ def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> l
         chunk_tokens=23,
         num_pages=32,
     )
-    engine = build_engine(config, folder, lambda stage, ms: None)
+    return build_engine(config, folder, lambda stage, ms: None)
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """The greedy tokens of all prompts, which come at once."""
     got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(prompts):
@@ -116,8 +123,16 @@ def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> l
     while engine.has_work:
         for output in engine.step():
             got[output.request_id] += output.token_ids
-    engine.close()
     return list(got.values())
+
+
+def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> list[list[int]]:
+    """The tokens an engine answers with, in chunks."""
+    engine = small_engine(folder, max_context_tokens)
+    try:
+        return answers(engine, prompts)
+    finally:
+        engine.close()
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -146,6 +161,22 @@ def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
     theirs.save_pretrained(tmp_path)
     prompts = prompts_of(60, 5, 41)
     assert served(tmp_path, prompts, 128) == [greedy(theirs, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("variant", FIRST_OF_A_FAMILY)
+def test_a_prompt_with_a_cached_prefix_has_the_same_answer(variant: str, tmp_path: Path) -> None:
+    family, settings = VARIANTS[variant]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    first, other = prompts_of(70, 9)
+    engine = small_engine(tmp_path, 128)
+    answers(engine, [first])
+    for length in (17, 48, 70):
+        prompt = first[:length] + other
+        before = engine.status(0).num_cached_tokens
+        assert answers(engine, [prompt]) == [greedy(theirs, prompt)]
+        assert engine.status(0).num_cached_tokens > before, "the prefix must come from the cache"
+    engine.close()
 
 
 def test_contexts_within_the_original_length_have_longropes_short_factors(tmp_path: Path) -> None:
