@@ -13,7 +13,7 @@ of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not s
 pools' page, token and head strides are free; the elements of a head lie next to each other.
 
 The table contains the scaling of the angles (linear, dynamic, Llama 3, YaRN), and YaRN's attention factor as
-a factor on both halves of its rows. Rotating only a part of a head is not supported.
+a factor on both halves of its rows. Pairs whose angles are 0 are not rotated.
 
 Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: memory bound.
 """

@@ -33,7 +33,11 @@ def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
         raise ConfigError(f"--tp {tp} can't share out the model's {uneven} evenly; it can be {fitting}")
     experts = model.experts
     if experts is not None:
-        experts = replace(experts, intermediate_size=experts.intermediate_size // tp)
+        experts = replace(
+            experts,
+            intermediate_size=experts.intermediate_size // tp,
+            shared_intermediate_size=experts.shared_intermediate_size // tp,
+        )
     return replace(
         model,
         num_heads=model.num_heads // tp,
@@ -64,6 +68,8 @@ def _uneven(model: ModelConfig, tp: int) -> str | None:
         return f"MLP width of {model.intermediate_size}"
     if experts is not None and experts.intermediate_size % (EXPERT_TILE * tp):
         return f"expert width of {experts.intermediate_size} (in multiples of {EXPERT_TILE})"
+    if experts is not None and experts.shared_intermediate_size % tp:
+        return f"shared expert's width of {experts.shared_intermediate_size}"
     return _uneven_blocks(model, tp)
 
 
