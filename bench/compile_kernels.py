@@ -3,7 +3,8 @@
     python bench/compile_kernels.py --out bench/results/cpu/kernels-by-gpu.json     # some minutes
     python bench/compile_kernels.py --candidates --out ...          # and all that tuning may try; an hour
     python bench/compile_kernels.py --targets sm_86,sm_120 prefill  # launches with this in their names
-    python bench/compile_kernels.py --candidates --out ... rules    # replaces these kernels' rows of a report
+    python bench/compile_kernels.py --candidates --out ... rules    # replaces the rows of kernels that only
+                                                                    # these launches launch
     python bench/compile_kernels.py --stop-at-shared                # no machine code: a third less time
 
 Prints a JSON line for each kernel compiled, down to the machine code of Triton's own ptxas. Bar: every kernel
@@ -95,6 +96,20 @@ class Compiler:
         self.gpu = TARGETS[name].gpu
         self.lines: list[dict[str, Any]] = []
         self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def kernels_of(self, others: list[Launch]) -> set[str]:
+        """The names of all kernels that these launches launch; compiles none."""
+        found: set[str] = set()
+        triton_kernels.gpu.ELSEWHERE = self.gpu
+
+        def note(kernel: Any, *args: Any, **named: Any) -> Any:
+            found.add(kernel.__name__)
+
+        instead: Any = note  # of other parameters' names than Triton's own
+        triton.runtime.jit.JITFunction.run = instead
+        for launch in others:
+            launch.call()
+        return found
 
     def run(self, wanted: list[Launch]) -> list[dict[str, Any]]:
         """Compile all launches; returns a line for each kernel of each of them, and prints the new ones."""
@@ -233,13 +248,21 @@ def summary(compiled: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def with_rows_of_others(new: Tables, old: Mapping[str, Sequence[Mapping[str, Any]]]) -> Tables:
-    """The new rows, and an older report's rows of kernels that were not compiled now."""
-    mine = {row["kernel"] for name in ("kernels", "candidates") for row in new[name]}
+def with_rows_of_others(
+    new: Tables, old: Mapping[str, Sequence[Mapping[str, Any]]], shared: set[str]
+) -> Tables:
+    """The new rows, and an older report's rows of kernels that were not compiled now.
+
+    Args:
+        shared: kernels of other launches, too; their older rows, if there are any, count all launches.
+    """
+    known = {row["kernel"] for row in old["kernels"]}
+    mine = {row["kernel"] for name in ("kernels", "candidates") for row in new[name]} - (shared & known)
     target = {name: index for index, name in enumerate(TARGETS)}
     merged: Tables = {"targets": [dict(row) for row in old["targets"]]}
     for name in ("kernels", "candidates"):
-        rows = [*new[name], *(dict(row) for row in old[name] if row["kernel"] not in mine)]
+        rows = [row for row in new[name] if row["kernel"] in mine]
+        rows += [dict(row) for row in old[name] if row["kernel"] not in mine]
         merged[name] = sorted(rows, key=lambda row: (target[row["target"]], row["kernel"]))
     return merged
 
@@ -265,10 +288,12 @@ def main() -> int:
         parser.error(f"--targets: {', '.join(sorted(unknown))} unknown; there are {', '.join(TARGETS)}")
     defaults: dict[str, list[dict[str, Any]]] = {}
     candidates: dict[str, list[dict[str, Any]]] = {}
+    shared: set[str] = set()
     for name in args.targets.split(","):
         compiler, gpu = Compiler(name, args.stop_at_shared), TARGETS[name].gpu
         every = (*launches(gpu), *quantized_launches(gpu))
         wanted = [one for one in every if one.every or gpu.has_wgmma]
+        shared |= compiler.kernels_of([one for one in wanted if not _is_named(one, args.names)])
         defaults[name] = list(compiler.run([one for one in wanted if _is_named(one, args.names)]))
         if args.candidates:
             known = len(compiler.lines)
@@ -286,7 +311,7 @@ def main() -> int:
         ]
         tables = {"targets": boards, "kernels": summary(defaults), "candidates": summary(candidates)}
         if args.names and args.out.exists():
-            tables = with_rows_of_others(tables, read_report(args.out).tables)
+            tables = with_rows_of_others(tables, read_report(args.out).tables, shared)
         rows = [row for name in ("kernels", "candidates") for row in tables[name]]
         metrics = {name: sum(row[name] for row in rows) for name in ("compiled", "failed")}
         write_report(args.out, make_report("compile_kernels", arguments={}, metrics=metrics, tables=tables))

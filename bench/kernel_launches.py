@@ -147,8 +147,17 @@ def _linear_layers(gpu: Gpu) -> Iterator[Launch]:
             yield Launch(f"{'gated_' * gated}linear_many {rows}x4096 to {outputs}, {config}", call)
 
 
-def _attention(tokens: int, heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype = BF16):
-    pool = empty(4096, page, kv_heads, head_dim, dtype=dtype)
+def attention_arguments(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page: int,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """The arguments that decode and prefill attention share, for pools of kv_dtype (None: of dtype)."""
+    pool = empty(4096, page, kv_heads, head_dim, dtype=kv_dtype or dtype)
     qkv = empty(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
     return q, pool, torch.empty_like(pool), ints(257, 2048), ints(tokens), ints(tokens)
@@ -164,11 +173,11 @@ def _rope_and_decode() -> Iterator[Launch]:
 
     def decode(*shape: int, dtype: torch.dtype = BF16, **options: Any) -> Callable[[], Any]:
         return functools.partial(
-            paged_decode.paged_decode_triton, *_attention(64, *shape, dtype=dtype), 0.1, **options
+            paged_decode.paged_decode_triton, *attention_arguments(64, *shape, dtype=dtype), 0.1, **options
         )
 
     def rope_decode(heads: int, kv_heads: int, head_dim: int, rows: int, normed: bool) -> Callable[[], Any]:
-        _, k_cache, v_cache, *where = _attention(rows, heads, kv_heads, head_dim, 16)
+        _, k_cache, v_cache, *where = attention_arguments(rows, heads, kv_heads, head_dim, 16)
         norm = empty(head_dim) if normed else None
         table, qkv = empty(8192, head_dim, dtype=F32), empty(rows, (heads + 2 * kv_heads) * head_dim)
         rope = paged_decode.Rope(table, ints(rows), ints(rows), norm, norm)
@@ -192,7 +201,7 @@ def _rope_and_decode() -> Iterator[Launch]:
 
 def _prefill(gpu: Gpu) -> Iterator[Launch]:
     def prefill(launcher: Callable, *shape: int, dtype: torch.dtype = BF16, **options: Any):
-        inputs = _attention(4096, *shape, dtype=dtype)
+        inputs = attention_arguments(4096, *shape, dtype=dtype)
         return functools.partial(launcher, *inputs, ints(65), 512, 0.1, **options)
 
     portable = functools.partial(prefill, paged_prefill.paged_prefill_triton)
@@ -275,5 +284,10 @@ def _arguments(op: str, part: Any, size: int) -> tuple[Any, ...]:
         gate_up = empty(part.experts, 2 * part.expert_width, part.hidden)
         down = empty(part.experts, part.hidden, part.expert_width)
         return empty(size, part.hidden), empty(size, part.experts), gate_up, down, part.experts_per_token
-    attention = _attention(64 if op == "paged_decode" else 4096, part.heads, part.kv_heads, part.head_dim, 16)
-    return (*attention, 0.1) if op == "paged_decode" else (*attention, ints(65), 512, 0.1)
+    kv_dtype = torch.float8_e4m3fn if op.endswith("_fp8") else None
+    scales = (0, 0.0, None, empty(2, dtype=F32)) if kv_dtype else ()
+    shape = (part.heads, part.kv_heads, part.head_dim, 16)
+    if op.startswith("paged_decode"):
+        return (*attention_arguments(64, *shape, kv_dtype=kv_dtype), 0.1, *scales)
+    scales = (*scales[:2], *scales[3:])
+    return (*attention_arguments(4096, *shape, kv_dtype=kv_dtype), ints(65), 512, 0.1, *scales)

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import llguidance
+import llguidance.hf
 import torch
 from kills_engine import POISON
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 from minisgl.weights.sources import resolve_model_folder
@@ -37,6 +39,8 @@ from triton_kernels.sample_reference import sample_reference
 NUM_STREAMS = 64
 TIE = 1e-4
 NUM_TIE_TRIALS = 400
+END_IDS = [0, 2]
+"""Of the built-in model, whose end ids are <|endoftext|> and <|im_end|>."""
 HEARTBEAT_S = 20.0
 LIMIT_S = 900.0
 SERVE = """
@@ -289,16 +293,17 @@ class Ties:
     """Tells ties from differences, with transformers' logits of the same model.
 
     Sampling in float32 draws from sums of probabilities, so where a tail token is drawn, rounding chooses
-    between neighbours. A tie is a place where logits that differ by TIE / 2 at most give both tokens.
+    between neighbours. A tie is a place where logits that differ by TIE / 2 at most give both tokens, under
+    the call's penalties and grammar.
     """
 
     def __init__(self) -> None:
         self._model: Any = None
+        self._tokenizer: Any = None
 
     def is_tie(self, body: dict[str, Any], found: Answer, expected: Answer) -> bool:
-        """Whether each choice that differs parts at a tie; never where penalties or a grammar are."""
-        rules = ("repetition_penalty", "frequency_penalty", "structured_outputs")
-        if not found.is_whole or any(name in body for name in rules):
+        """Whether each choice that differs parts at a tie."""
+        if not found.is_whole:
             return False
         for index, theirs in expected.token_ids.items():
             ours = found.token_ids.get(index, [])
@@ -313,6 +318,7 @@ class Ties:
         if self._model is None:
             folder = resolve_model_folder("smollm2-135m")
             self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            self._tokenizer = llguidance.hf.from_tokenizer(AutoTokenizer.from_pretrained(folder))
         tokens = [*body["prompt"], *theirs[:place]]
         with torch.inference_mode():
             logits = self._model(torch.tensor([tokens])).logits[0, -1]
@@ -323,7 +329,7 @@ class Ties:
             return torch.full((NUM_TIE_TRIALS,), value, dtype=dtype)
 
         drawn = sample_reference(
-            logits + noise,
+            self._ruled(logits + noise, body, theirs[:place]),
             column(body["temperature"], torch.float32),
             column(0, torch.int32),
             column(body.get("top_p", 1.0), torch.float32),
@@ -332,6 +338,26 @@ class Ties:
             column(len(tokens), torch.int32),
         ).tolist()
         return ours[place] in drawn and theirs[place] in drawn
+
+    def _ruled(self, logits: torch.Tensor, body: dict[str, Any], output: list[int]) -> torch.Tensor:
+        """With penalties as OpenAI and Keskar et al. (2019) define them, without what the call excludes."""
+        counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=logits.shape[1])
+        seen = counts.clone()
+        seen[torch.tensor(body["prompt"])] += 1
+        penalty = body.get("repetition_penalty", 1.0)
+        logits = torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = logits - body.get("frequency_penalty", 0.0) * counts
+        logits = logits - body.get("presence_penalty", 0.0) * (counts > 0)
+        if len(output) < body.get("min_tokens", 0):
+            logits[:, END_IDS] = float("-inf")
+        if "structured_outputs" in body:
+            regex = llguidance.LLMatcher.grammar_from_regex(body["structured_outputs"]["regex"])
+            matcher = llguidance.LLMatcher(self._tokenizer, regex)
+            matcher.consume_tokens(output)
+            bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+            allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+            logits = logits.masked_fill(allowed.flatten()[: logits.shape[1]] == 0, float("-inf"))
+        return logits
 
 
 def main() -> int:

@@ -24,7 +24,8 @@ from triton_kernels.tuning import code_only
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = tuple(
-    ROOT / "docs" / name for name in ("benchmarks.md", "kernels.md", "results.md", "structured-output.md")
+    ROOT / "docs" / name
+    for name in ("benchmarks.md", "kernels.md", "quantization.md", "results.md", "structured-output.md")
 )
 """Documents with tables of results."""
 IMAGES = ROOT / "docs" / "images"
@@ -431,6 +432,25 @@ def kernels_by_gpu_table() -> str:
     return markdown(["kernel", *(f"{name}: {row['boards']}" for name, row in targets.items())], rows)
 
 
+def quality_table() -> str:
+    """What quantization costs in quality, from bench/quality.py."""
+    rows = []
+    for row in read_report(REPORTS.parent / "cpu" / "quality.json").tables["formats"]:
+        ours = [f"{float(row[name] or 0):.{digits}f}" for name, digits in (("kl", 4), ("perplexity", 2))]
+        ours.append(f"{100 * float(row['same_token'] or 0):.1f} %")
+        torch = [row["kl_in_torch"], row["kl_ratio"]]
+        rows.append([str(row["format"]), *ours, *("" if one is None else f"{one}" for one in torch)])
+    head = [
+        "format",
+        "KL per token",
+        "perplexity",
+        "same likeliest token",
+        "KL in plain torch",
+        "ours / torch",
+    ]
+    return markdown(head, rows)
+
+
 def kib(num_bytes: Any) -> str:
     """Whole KiB, rounded up."""
     return str(-(-num_bytes // 1024))
@@ -537,6 +557,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "modes": modes_table,
     "offline": offline_table,
     "prefill": prefill_table,
+    "quality": quality_table,
     "ranks": ranks_table,
     "shared-prefix": shared_prefix_table,
     "startup": startup_table,

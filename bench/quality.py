@@ -1,17 +1,19 @@
 """What does quantization cost in quality, and is that the format's cost or ours? SmolLM2 on the CPU.
 
     python bench/quality.py --out bench/results/cpu/quality.json
+    python bench/quality.py --out ... 4-bit int4     # formats with these in their names; replaces their rows
 
 Each format's checkpoint is written from the same bfloat16 weights, run by the engine's model in float32, and
 compared with the unquantized model over a fixed text: KL divergence per token, perplexity, and how often the
 likeliest next token is the same. Beside it stands the same quantization in plain torch
-(tests/models/quantized_models.py). The built-in model's own weights come from 4 bits, so the values are
-larger than those of other models. Exit code 1 where our KL is above 1.05 times plain torch's.
+(tests/models). Exit code 1 where our KL is above 1.05 times plain torch's.
 """
 
 import argparse
+import functools
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "models"))
+from int4_models import INT4_FORMATS, quantize_int4  # pyright: ignore[reportMissingImports]
 from quantized_models import FORMATS, quantize  # pyright: ignore[reportMissingImports] - the path above
 from tiny_models import PagedRunner  # pyright: ignore[reportMissingImports]
 
-from minisgl.benchmark.reports.report import Cell, format_table, make_report, write_report
+from minisgl.benchmark.reports.report import Cell, format_table, make_report, read_report, write_report
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.weights.loader import load_weights
@@ -35,8 +38,14 @@ ALLOWED = 1.05
 LICENSE_CHARACTERS = 7000
 """Of the project's license, behind the text: with fewer tokens, single activations that lie halfway between
 two FP8 numbers decide about percents of the divergence."""
-LIKE_FLAG = {"fp8": "compressed-tensors, dynamic", "fp8-block": "compressed-tensors, block"}
-"""The format that quantizes as a value of --quantization does."""
+UNQUANTIZED = ("float32", "bfloat16")
+LIKE_FLAG = {
+    "--quantization fp8": "compressed-tensors, dynamic",
+    "--quantization fp8-block": "compressed-tensors, block",
+    "--quantization int4": "4-bit gptq",
+}
+"""The format that quantizes as a value of --quantization does. The built-in model's widths allow int4 groups
+of 64 inputs, as this GPTQ has."""
 TEXT = """\
 The harbour of a small town is quiet in the early morning. Boats rest on the water, ropes creak, and a
 few gulls walk along the wall. At six o'clock the first fishermen arrive with coffee in paper cups. They
@@ -77,8 +86,8 @@ def their_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
         return model(torch.tensor([token_ids])).logits[0].float()
 
 
-def largest_inputs(model: PreTrainedModel, token_ids: list[int]) -> dict[str, float]:
-    """The largest input of each linear layer over the text, as a calibration finds it."""
+def exact_logits(model: PreTrainedModel, token_ids: list[int]) -> tuple[Tensor, dict[str, float]]:
+    """The unquantized model's logits, and each linear layer's largest input, as a calibration finds it."""
     peaks: dict[str, float] = {}
 
     def note(name: str) -> Any:
@@ -92,10 +101,10 @@ def largest_inputs(model: PreTrainedModel, token_ids: list[int]) -> dict[str, fl
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
-    their_logits(model, token_ids)
+    logits = their_logits(model, token_ids)
     for hook in hooks:
         hook.remove()
-    return peaks
+    return logits, peaks
 
 
 def quality(logits: Tensor, exact: Tensor, token_ids: list[int]) -> dict[str, float]:
@@ -119,50 +128,83 @@ def row(name: str, ours: dict[str, float], plain: dict[str, float] | None) -> di
     return line
 
 
+def with_other_rows(
+    new: list[dict[str, Cell]], old: Sequence[Mapping[str, Cell]], order: Sequence[str]
+) -> list[dict[str, Cell]]:
+    """The new rows, and an older report's rows of formats that were not measured now."""
+    mine = {line["format"] for line in new}
+    rows = [*new, *(dict(line) for line in old if line["format"] not in mine)]
+    return sorted(rows, key=lambda line: order.index(str(line["format"])))
+
+
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("names", nargs="*", help="only formats with one of these in their names")
+    parser.add_argument("--out", type=Path, help="write a report here; with names, replace their rows in it")
     arguments = parser.parse_args()
     folder = resolve_model_folder(MODEL)
     license_text = (Path(__file__).resolve().parent.parent / "LICENSE").read_text()[:LICENSE_CHARACTERS]
     token_ids = AutoTokenizer.from_pretrained(folder)(f"{TEXT}\n\n{license_text}").input_ids
+    plain_rows = {f"unquantized, {dtype}": dtype for dtype in UNQUANTIZED}
+    order = [*plain_rows, *FORMATS, *(f"4-bit {name}" for name in INT4_FORMATS), *LIKE_FLAG]
+    chosen = [name for name in order if not arguments.names or any(part in name for part in arguments.names)]
+    if not chosen:
+        parser.error(
+            f"no format has {' or '.join(arguments.names)} in its name; there are {'; '.join(order)}"
+        )
+    old = None
+    if arguments.names and arguments.out and arguments.out.exists():
+        old = read_report(arguments.out)
+        if old.metrics["num_tokens"] != len(token_ids):
+            parser.error(f"{arguments.out} is of another text; measure all formats, or choose another --out")
 
     def reference() -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    model = reference()
-    exact, peaks = their_logits(model, token_ids), largest_inputs(model, token_ids)
-    rows = [
-        row(
-            "unquantized, float32", quality(our_logits(folder, token_ids, "float32"), exact, token_ids), None
-        ),
-        row(
-            "unquantized, bfloat16",
-            quality(our_logits(folder, token_ids, "bfloat16"), exact, token_ids),
-            None,
-        ),
-    ]
-    plain: dict[str, dict[str, float]] = {}
-    for name, form in FORMATS.items():
+    exact, peaks = exact_logits(reference(), token_ids)
+    writers: dict[str, Callable[[PreTrainedModel, Path], None]] = {
+        name: functools.partial(_write_fp8, form, peaks) for name, form in FORMATS.items()
+    }
+    for name, form in INT4_FORMATS.items():
+        writers[f"4-bit {name}"] = functools.partial(_write_int4, form)
+    rows = []
+    for name in chosen:
+        if name in plain_rows:
+            measured = quality(our_logits(folder, token_ids, plain_rows[name]), exact, token_ids)
+            rows.append(row(name, measured, None))
+    for name, write in writers.items():
+        like = [flag for flag, format_name in LIKE_FLAG.items() if format_name == name and flag in chosen]
+        if name not in chosen and not like:
+            continue
         with tempfile.TemporaryDirectory(prefix="minisgl-") as place:
             model = reference()
-            quantize(model, form, Path(place), peaks=peaks)
-            plain[name] = quality(their_logits(model, token_ids), exact, token_ids)
-            ours = quality(our_logits(Path(place), token_ids, "float32"), exact, token_ids)
-        rows.append(row(name, ours, plain[name]))
-        print(rows[-1], flush=True)
-    for flag, name in LIKE_FLAG.items():
-        ours = quality(our_logits(folder, token_ids, "float32", flag), exact, token_ids)
-        rows.append(row(f"--quantization {flag}", ours, plain[name]))
+            write(model, Path(place))
+            plain = quality(their_logits(model, token_ids), exact, token_ids)
+            if name in chosen:
+                ours = quality(our_logits(Path(place), token_ids, "float32"), exact, token_ids)
+                rows.append(row(name, ours, plain))
+                print(rows[-1], flush=True)
+        for flag in like:
+            logits = our_logits(folder, token_ids, "float32", flag.removeprefix("--quantization "))
+            rows.append(row(flag, quality(logits, exact, token_ids), plain))
+            print(rows[-1], flush=True)
+    rows = with_other_rows(rows, old.tables["formats"] if old else [], order)
     print(format_table(rows))
-    ratios = [line["kl_ratio"] for line in rows]
-    worst = max(ratio for ratio in ratios if isinstance(ratio, float))
+    worst = max((ratio for line in rows if isinstance(ratio := line["kl_ratio"], float)), default=0.0)
     if arguments.out:
         metrics = {"num_tokens": len(token_ids), "worst_kl_ratio": worst}
         report = make_report("quality", arguments={"model": MODEL}, metrics=metrics, tables={"formats": rows})
         write_report(arguments.out, report)
     return int(worst > ALLOWED)
+
+
+def _write_fp8(form: Any, peaks: dict[str, float], model: PreTrainedModel, place: Path) -> None:
+    quantize(model, form, place, peaks=peaks)
+
+
+def _write_int4(form: Any, model: PreTrainedModel, place: Path) -> None:
+    quantize_int4(model, form, place)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ from triton_kernels.fp8_linear_few import Fp8Config, fp8_gated_linear_few, fp8_l
 from triton_kernels.fp8_linear_many import fp8_gated_linear_many_with, fp8_linear_many_with
 from triton_kernels.fp8_linear_torch import ROWS, fp8_linear_torch
 from triton_kernels.gpu import gpu_of
-from triton_kernels.int4_linear import int4_gated_linear_dequantized, int4_linear_dequantized
 from triton_kernels.int4_linear_few import Int4Config, int4_gated_linear_few, int4_linear_few
 from triton_kernels.int4_linear_many import (
+    DEQUANTIZED,
     Int4TiledConfig,
     int4_gated_linear_many_with,
     int4_linear_many_with,
@@ -130,15 +130,14 @@ def int4_works(run: Run, rows_wanted: list[int]) -> Iterator[Work]:
             ]
             if not on_gpu:
                 found = [found[0], found[-1]]
-            dequantized = int4_gated_linear_dequantized if gated else int4_linear_dequantized
             build = functools.partial(
                 int4_ops.int4_linear_problem, rows, width, outputs, run.device, run.dtype, gated=gated,
                 group=group, zero_points=zero_points,
             )  # fmt: skip
             part = "w4a16" + (" zeros" if zero_points else "") + (f" by {group}" if group != 128 else "")
-            candidates = [(_short(config), _with_int4(config, gated)) for config in found]
             if rows > FEW_ROWS:
-                candidates.append(("dequantized", dequantized))
+                found.append(DEQUANTIZED)
+            candidates = [(_short(config), _with_int4(config, gated)) for config in found]
             bf16 = functools.partial(_bf16_calls, run, rows, width, outputs, gated)
             yield Work(part, name, rows, build, candidates, {"bf16": bf16})
 

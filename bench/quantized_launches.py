@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from kernel_launches import BF16, F32, Launch, empty
+from kernel_launches import BF16, F32, Launch, attention_arguments, empty, ints
 
 from triton_kernels import (
     fp8_linear,
@@ -17,9 +17,12 @@ from triton_kernels import (
     int4_linear,
     int4_linear_few,
     int4_linear_many,
+    paged_decode,
+    paged_prefill,
     quantize_fp8,
     quantize_int4,
     rms_norm_fp8,
+    rope_store,
 )
 from triton_kernels.gpu import Gpu
 from triton_kernels.quantize_fp8 import FP8, GROUP
@@ -34,6 +37,7 @@ def quantized_launches(gpu: Gpu) -> Iterator[Launch]:
     if gpu.has_fp8:
         yield from _rounding()
         yield from _fp8_layers(gpu)
+        yield from _fp8_cache()
     yield from _int4_layers(gpu)
 
 
@@ -81,6 +85,26 @@ def _fp8_layers(gpu: Gpu) -> Iterator[Launch]:
                 yield Launch("fp8_linear 16 split", call)
 
 
+def _fp8_cache() -> Iterator[Launch]:
+    """Attention over pools of e4m3, and what stores into them."""
+    scales, shape = empty(2, dtype=F32), (32, 8, 128, 16)
+    _, *rest = attention_arguments(64, *shape, kv_dtype=FP8)
+    rows = (ints(64), ints(64))
+    qkv, table = empty(64, 48 * 128), empty(8192, 128, dtype=F32)
+    store = functools.partial(rope_store.rope_store_triton, qkv, table, *rows, *rest[:2], kv_scales=scales)
+    yield Launch("rope_store fp8 cache 32/8/128", store, False)
+    decode = functools.partial(paged_decode.paged_decode_triton, scale=0.1, kv_scales=scales)
+    rope = paged_decode.Rope(table, *rows)
+    yield Launch("rope_decode fp8 cache 32/8/128", functools.partial(decode, qkv, *rest, rope=rope))
+    for odd in ((28, 4, 80, 1), (16, 8, 256, 256)):
+        arguments = attention_arguments(64, *odd, kv_dtype=FP8)
+        name = "{}/{}/{} page {}".format(*odd)
+        yield Launch(f"decode fp8 cache {name}", functools.partial(decode, *arguments), False)
+    arguments = (*attention_arguments(4096, *shape, kv_dtype=FP8), ints(65), 512, 0.1)
+    prefill = functools.partial(paged_prefill.paged_prefill_triton, *arguments, kv_scales=scales)
+    yield Launch("prefill fp8 cache 32/8/128 page 16", prefill)
+
+
 def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
     def weight(outputs: int, width: int, group: int, zero_points: bool) -> Int4Weight:
         packed = empty(width // BLOCK, outputs, HALF, dtype=torch.uint8)
@@ -97,7 +121,7 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
         if gpu.has_tma:
             results = outputs // 2 if gated else outputs
             for rows in (64, 256):
-                config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu)
+                config = int4_linear.default_int4_tiled_config(results, rows, gated, gpu, group)
                 many = int4_linear_many.int4_linear_many_with
                 if gated:
                     many = int4_linear_many.int4_gated_linear_many_with

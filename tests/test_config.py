@@ -158,6 +158,7 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
     optional = {name for name, kind in hints.items() if NoneType in get_args(kind)}
     none = {
         "quantization",
+        "kv_dtype",
         "revision",
         "tokenizer",
         "num_pages",

@@ -5,16 +5,26 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from minisgl.errors import ModelError
@@ -176,7 +186,8 @@ def test_a_null_head_dim_is_derived(tmp_path: Path) -> None:
         ({"n_shared_experts": 1}, "n_shared_experts"),
         ({"shared_expert_intermediate_size": 5632}, "shared_expert_intermediate_size"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "sliding_window": 9}, "sliding_window"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 0}, "shared_expert"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2000}, "at most 1024"),
         ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"architectures": ["MixtralForCausalLM"], "intermediate_size": 100}, "multiple of 16"),
@@ -231,15 +242,25 @@ def test_yarn_reaches_as_far_as_its_factor_says(tmp_path: Path) -> None:
 
 
 KINDS: dict[str, type[PreTrainedConfig]] = {
+    "Ernie4_5ForCausalLM": Ernie4_5Config,
+    "Exaone4ForCausalLM": Exaone4Config,
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
+    "Glm4ForCausalLM": Glm4Config,
+    "GraniteForCausalLM": GraniteConfig,
     "LlamaForCausalLM": LlamaConfig,
+    "Ministral3ForCausalLM": Ministral3Config,
     "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "Olmo3ForCausalLM": Olmo3Config,
     "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "SeedOssForCausalLM": SeedOssConfig,
+    "SmolLM3ForCausalLM": SmolLM3Config,
 }
 
 
@@ -273,13 +294,20 @@ def test_layers_have_the_windows_that_transformers_gives_them(
     folder = write(
         tmp_path, architectures=[architecture], model_type=kind.model_type, rope_scaling=None, **changes
     )
+    if architecture == "Exaone4ForCausalLM" and changes.get("sliding_window", 100) is None:
+        with pytest.raises(ModelError, match="no sliding_window"):
+            read_model_config(folder)
+        return  # transformers divides by 0
     theirs = kind.from_pretrained(folder)
     window = getattr(theirs, "sliding_window", None)
     has_types = architecture in (
+        "Exaone4ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Olmo3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "SmolLM3ForCausalLM",
     )
     types = theirs.layer_types if has_types else ["sliding_attention" if window else "full_attention"] * 32
     expected = tuple(window if kind == "sliding_attention" else 0 for kind in types)
@@ -287,8 +315,9 @@ def test_layers_have_the_windows_that_transformers_gives_them(
         with pytest.raises(ModelError, match="no sliding_window"):
             read_model_config(folder)
         return
-    ours = read_model_config(folder).windows
-    assert (ours or (0,) * 32) == tuple(0 if size == 131072 else size for size in expected)
+    ours = read_model_config(folder)
+    needed = tuple(0 if (size or 0) >= ours.max_position else size for size in expected)
+    assert (ours.windows or (0,) * 32) == needed
 
 
 @pytest.mark.parametrize(
@@ -313,7 +342,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(
     assert ours.head_dim == head_dim
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
 def test_experts_that_are_left_out_are_transformers_own(architecture: str, tmp_path: Path) -> None:
     kind = KINDS[architecture]
     folder = write(tmp_path, architectures=[architecture], model_type=kind.model_type)
@@ -323,6 +352,7 @@ def test_experts_that_are_left_out_are_transformers_own(architecture: str, tmp_p
     assert ours.experts_per_token == theirs.num_experts_per_tok
     width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert ours.intermediate_size == width
+    assert ours.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
     assert ours.renormalize == getattr(theirs, "norm_topk_prob", True)
 
 
@@ -334,6 +364,58 @@ def test_layers_without_experts_are_those_transformers_makes_dense(tmp_path: Pat
     assert experts.dense_layers == {0, 2, 3, 4}
     assert read_model_config(write(tmp_path, **qwen, num_experts=0)).experts is None
     assert read_model_config(write(tmp_path, **qwen, decoder_sparse_step=7)).experts is None
+
+
+def test_layers_without_rope_are_those_of_transformers(tmp_path: Path) -> None:
+    smollm: dict[str, object] = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    for changes in ({}, {"no_rope_layer_interval": 5}, {"no_rope_layers": [1, 0] * 17}):
+        folder = write(tmp_path, rope_scaling=None, **smollm, **changes)
+        theirs = SmolLM3Config.from_pretrained(folder).no_rope_layers or []
+        assert read_model_config(folder).no_rope_layers == {i for i in range(32) if not theirs[i]}
+    for wrong in ([1, 0], [2] * 32, "none"):
+        with pytest.raises(ModelError, match="no_rope_layers"):
+            read_model_config(write(tmp_path, rope_scaling=None, **smollm, no_rope_layers=wrong))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "named"),
+    [
+        ("Ernie4_5ForCausalLM", {"use_bias": True}, "use_bias"),
+        ("Ernie4_5ForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.01}, "even number of a head"),
+        ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier"),
+        ("GraniteForCausalLM", {"logits_scaling": "large"}, "logits_scaling"),
+        ("Ministral3ForCausalLM", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        ("Olmo3ForCausalLM", {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        ("SeedOssForCausalLM", {"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_what_a_family_asks_for_in_vain_is_named(
+    architecture: str, changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, architectures=[architecture], rope_scaling=None, **changes)
+    with pytest.raises(ModelError, match=named):
+        read_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "qkv_bias", "o_bias"),
+    [
+        ("SeedOssForCausalLM", {"attention_bias": ...}, True, False),
+        ("SeedOssForCausalLM", {"attention_bias": ..., "attention_out_bias": True}, True, True),
+        ("SeedOssForCausalLM", {"attention_bias": False}, False, False),
+        ("SeedOssForCausalLM", {"attention_bias": False, "attention_out_bias": True}, False, True),
+        ("Glm4ForCausalLM", {"attention_bias": ...}, True, False),
+        ("Glm4ForCausalLM", {"attention_bias": False}, False, False),
+    ],
+)
+def test_families_with_biases_of_their_own(
+    architecture: str, changes: dict[str, object], qkv_bias: bool, o_bias: bool, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, architectures=[architecture], rope_scaling=None, **changes)
+    config = read_model_config(folder)
+    assert (config.qkv_bias, config.o_bias) == (qkv_bias, o_bias)
 
 
 def test_gemma_3_is_read_as_transformers_4_wrote_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma3TextConfig
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import ModelConfig, RopeScaling
+from minisgl.model_config.config import ExpertsConfig, ModelConfig, QueryScaling, RopeScaling
 from minisgl.model_config.hf_config import read_model_config
 
 SIZES = {
@@ -177,6 +177,206 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
         PHI_3 | {"max_position_embeddings": 131072, "rope_scaling": LONGROPE | {"type": "su"}},
         {"max_position": 131072},
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "decoder_sparse_step": 1,
+            "max_window_layers": 21,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+        },
+        {
+            "experts": ExpertsConfig(
+                num_experts=60,
+                experts_per_token=4,
+                intermediate_size=1408,
+                renormalize=False,
+                shared_intermediate_size=5632,
+            ),
+            "qkv_bias": True,
+            "windows": (),
+        },
+    ),
+    "Phi-4-mini": (
+        PHI_3
+        | {
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": LONGROPE,
+            "tie_word_embeddings": True,
+        },
+        {"head_dim": 128, "rotary_dim": 96, "rope_interleaved": False, "windows": ()},
+    ),
+    "SmolLM3-3B": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "rope_theta": 5000000.0,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        },
+        {
+            "head_dim": 128,
+            "no_rope_layers": frozenset(range(3, 36, 4)),
+            "windows": (),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "OLMo-2-7B": (
+        {"architectures": ["Olmo2ForCausalLM"], "num_key_value_heads": 32, "rope_theta": 500000},
+        {"qk_norm_of_all_heads": True, "qk_norm": False, "rope_theta": 5e5},
+    ),
+    "Olmo-3-7B": (
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            "num_key_value_heads": 32,
+            "layer_types": ([*["sliding_attention"] * 3, "full_attention"]) * 8,
+            "max_position_embeddings": 65536,
+            "rope_theta": 500000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+            "sliding_window": 4096,
+        },
+        {
+            "windows": (4096, 4096, 4096, 0) * 8,
+            "local_rope_layers": frozenset(range(32)) - frozenset(range(3, 32, 4)),
+            "local_rope_theta": 5e5,
+            "max_position": 65536,
+        },
+    ),
+    "Granite-3.3-8b": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        {
+            "attention_scale": 1 / 128,
+            "embedding_scale": 12.0,
+            "logits_divisor": 16.0,
+            "residual_scale": 0.22,
+        },
+    ),
+    "GLM-4-9B-0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "attention_bias": True,
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+        },
+        {"rotary_dim": 64, "rope_interleaved": True, "qkv_bias": True, "o_bias": False},
+    ),
+    "Seed-OSS-36B": (
+        {
+            "architectures": ["SeedOssForCausalLM"],
+            "hidden_size": 5120,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "residual_dropout": 0.1,
+            "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 10000000.0,
+        },
+        {"head_dim": 128, "qkv_bias": True, "o_bias": False, "rope_theta": 1e7},
+    ),
+    "EXAONE-4.0-32B": (
+        {
+            "architectures": ["Exaone4ForCausalLM"],
+            "num_hidden_layers": 64,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "hidden_size": 5120,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG",
+            "layer_types": ([*["sliding_attention"] * 3, "full_attention"]) * 16,
+        },
+        {
+            "windows": (4096, 4096, 4096, 0) * 16,
+            "no_rope_layers": frozenset(range(3, 64, 4)),
+            "qk_norm": True,
+        },
+    ),
+    "EXAONE-4.0-1.2B, which has no window": (
+        {
+            "architectures": ["Exaone4ForCausalLM"],
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"] * 32,
+        },
+        {"windows": (), "no_rope_layers": frozenset()},
+    ),
+    "ERNIE-4.5-0.3B": (
+        {
+            "architectures": ["Ernie4_5ForCausalLM"],
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "use_bias": False,
+        },
+        {"head_dim": 128, "rope_interleaved": True, "rotary_dim": None, "tie_word_embeddings": True},
+    ),
+    "Ministral-3-8B, which sees, its text": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": SIZES
+            | {
+                "model_type": "ministral3",
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 262144,
+                "rope_parameters": {
+                    "type": "yarn",
+                    "rope_theta": 1000000.0,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "mscale": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+        },
+        {
+            "architecture": "Ministral3ForCausalLM",
+            "query_scaling": QueryScaling(0.1, 16384),
+            "max_position": 262144,
+            "rope_theta": 1e6,
+        },
+    ),
 }
 
 
@@ -217,9 +417,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_shared_experts": 1},
         "DeepseekV3ForCausalLM",
     ),
-    "Qwen1.5-MoE-A2.7B, with shared experts": (
-        {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5632},
-        "Qwen2MoeForCausalLM",
+    "a Qwen2-MoE with windows": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 4096},
+        "sliding_window = 4096",
     ),
     "gpt-oss-20b": (
         {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
@@ -227,16 +427,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Qwen3-Next": ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM"),
     "granite-3b-code": (LLAMA | {"attention_bias": True, "mlp_bias": True}, "mlp_bias = True"),
-    "Phi-4-mini": (PHI_3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
-    "Phi-4-mini as transformers 5 writes it": (
-        PHI_3 | {"rope_parameters": LONGROPE | {"rope_type": "longrope", "partial_rotary_factor": 0.75}},
-        "partial_rotary_factor = 0.75",
+    "a Llama that rotates half of each head": (
+        LLAMA | {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor = 0.5",
     ),
-    "Qwen2.5-7B-Instruct-AWQ": (
-        QWEN2 | {"quantization_config": {"quant_method": "awq", "bits": 4}},
-        "quant_method 'awq'",
+    "the same as transformers 5 writes it": (
+        LLAMA | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5",
     ),
-    "Mistral-7B-GPTQ": (MISTRAL | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    "Qwen2.5-7B-Instruct-AWQ of another version": (
+        QWEN2 | {"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv_fast"}},
+        "awq of version 'gemv_fast'",
+    ),
+    "Mistral-7B-GPTQ of 8 bits": (
+        MISTRAL | {"quantization_config": {"quant_method": "gptq", "bits": 8}},
+        "gptq with bits 8",
+    ),
     "a Llama in 4 bits of bitsandbytes": (
         LLAMA | {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}},
         "bitsandbytes",
@@ -257,12 +463,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
         "RoPE of type 'mrope'",
     ),
-    "Ministral-3, which sees and whose text model is another": (
-        {
-            "architectures": ["Mistral3ForConditionalGeneration"],
-            "text_config": {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},
-        },
-        "text_config of model_type 'ministral3'",
+    "a Mistral that sees and whose text model is another": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mixtral"}},
+        "text_config of model_type 'mixtral'",
     ),
     "Llama-4-Scout": (
         {"architectures": ["Llama4ForConditionalGeneration"]},

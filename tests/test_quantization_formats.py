@@ -9,7 +9,7 @@ from tiny_models import random_model
 
 from minisgl.errors import ConfigError, ModelError
 from minisgl.model_config.hf_config import read_model_config
-from minisgl.model_config.quantization import Quantization, layer_scheme
+from minisgl.model_config.quantization import Fp8Scheme, Quantization, layer_scheme
 from minisgl.model_config.quantization_formats import read_quantization
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -42,9 +42,11 @@ def test_the_head_is_left_out_and_the_blocks_are_not(name: str) -> None:
     quantization = read(FORMATS[name].config)
     assert not quantization.includes("lm_head")
     assert layer_scheme(quantization, "model.layers.3.self_attn.qkv_proj", QKV) is quantization.scheme
+    assert isinstance(quantization.scheme, Fp8Scheme)
     assert quantization.scheme.weights.value == FORMATS[name].weights
     assert quantization.scheme.activations.value == FORMATS[name].activations
-    assert quantization.cache_scales == (name == "modelopt")
+    expected = ("k_proj.k_scale", "v_proj.v_scale") if name == "modelopt" else None
+    assert quantization.cache_scales == expected
 
 
 def test_a_head_that_compressed_tensors_does_not_ignore_is_quantized() -> None:
@@ -86,10 +88,10 @@ def test_a_layer_that_the_checkpoint_stores_fused_may_be_left_out_by_that_name()
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
+        ({"quant_method": "aqlm", "bits": 4}, "quant_method 'aqlm'"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ("fp8", "'fp8'"),
-        (DYNAMIC | {"format": "pack-quantized"}, "format 'pack-quantized'"),
+        (DYNAMIC | {"format": "marlin-24"}, "format 'marlin-24'"),
         (DYNAMIC | {"config_groups": {"a": {}, "b": {}}}, "config_groups a, b"),
         (DYNAMIC | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         (DYNAMIC | {"ignore": ["re:("]}, "bad pattern"),

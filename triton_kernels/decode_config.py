@@ -1,7 +1,8 @@
 """The launch configurations of decode attention, and the batch sizes at which they change.
 
 They decide the last bits of results; see triton_kernels/paged_decode.py. R rows of the batch, H query
-heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size.
+heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size. Pools of e4m3 have their own:
+tiles of twice the tokens.
 """
 
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from triton_kernels.e4m3 import FP8
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import next_power_of_2
 from triton_kernels.linear_few import MAX_ROWS
@@ -43,32 +45,42 @@ def choose_config(
     head_dim: int,
     page_size: int,
     config: DecodeConfig | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[DecodeConfig, list[int]]:
     """The configuration of a batch, and the most rows of each of its tiers but the last.
 
     Args:
         x: [R, ...], the batch's queries or what they are made of.
         config: the caller's choice; None = the tuned one, except for batches in which `four_warps_share`.
+        kv_dtype: of the pools; None = that of x.
     """
     if config is not None:
         return config, tier_rows(num_kv_heads, head_dim, TIERS)
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     group = num_heads // num_kv_heads
     shape = (head_dim, x.element_size(), group, num_kv_heads)
-    config = DecodeConfig(*_default(x.device, *shape, few_rows))
+    is_fp8 = kv_dtype == FP8
+    config = DecodeConfig(*_default(x.device, *shape, few_rows, is_fp8))
     if few_rows and four_warps_share(*shape):
         return config, tier_rows(num_kv_heads, head_dim, FEW_TIERS)
     exact, near = (head_dim, group), (num_kv_heads, page_size)
-    config = tuned(config, "paged_decode", x.device, x.dtype, exact, near)
+    op = "paged_decode_fp8" if is_fp8 else "paged_decode"
+    config = tuned(config, op, x.device, x.dtype, exact, near)
     return config, tier_rows(num_kv_heads, head_dim, TIERS)
 
 
 @torch.compiler.assume_constant_result
 def _default(
-    device: torch.device, head_dim: int, element_size: int, group: int, num_kv_heads: int, few_rows: bool
+    device: torch.device,
+    head_dim: int,
+    element_size: int,
+    group: int,
+    num_kv_heads: int,
+    few_rows: bool,
+    is_fp8: bool,
 ) -> tuple[int, ...]:
-    gpu = gpu_of(device)
-    return tuple(default_decode_config(head_dim, element_size, group, num_kv_heads, few_rows, gpu=gpu))
+    shape = (head_dim, element_size, group, num_kv_heads, few_rows, is_fp8)
+    return tuple(default_decode_config(*shape, gpu=gpu_of(device)))
 
 
 def default_decode_config(
@@ -77,6 +89,7 @@ def default_decode_config(
     group: int = 4,
     num_kv_heads: int = 8,
     few_rows: bool = False,
+    is_fp8: bool = False,
     *,
     gpu: Gpu,
 ) -> DecodeConfig:
@@ -85,20 +98,23 @@ def default_decode_config(
     A program is one warp if the outputs of a KV head's query heads leave it enough registers.
 
     Args:
+        element_size: bytes of an element of the queries.
         few_rows: for batches of up to FEW_ROWS.
+        is_fp8: the pools hold e4m3, not what the queries are.
     """
     if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
         shared = DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
-        return decode_that_fits(shared, head_dim, element_size, group, gpu)
+        return decode_that_fits(shared, head_dim, element_size, group, gpu, is_fp8)
     num_warps = max(1, next_power_of_2(head_dim) * block_g(group) // 1024)
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
     few = 24 // num_warps
-    # Measured with heads of 64, 128 and 256: the fewer loads a program has in flight, the more programs.
+    # Measured with heads of 64, 128 and 256: the fewer loads a program has in flight, the more programs. A
+    # tile of e4m3 has as many bytes, of twice the tokens.
     share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
     config = DecodeConfig(
-        block_n,
+        2 * block_n if is_fp8 and element_size == 2 else block_n,
         split_tokens=128,
         max_splits=MAX_SPLITS,
         num_warps=num_warps,
@@ -107,15 +123,15 @@ def default_decode_config(
         some_programs_per_sm=min(few, max(2, int(5 * share))),
         many_programs_per_sm=min(few, max(2, int(4 * share))),
     )
-    return decode_that_fits(config, head_dim, element_size, group, gpu)
+    return decode_that_fits(config, head_dim, element_size, group, gpu, is_fp8)
 
 
 def decode_that_fits(
-    config: DecodeConfig, head_dim: int, element_size: int, group: int, gpu: Gpu
+    config: DecodeConfig, head_dim: int, element_size: int, group: int, gpu: Gpu, is_fp8: bool = False
 ) -> DecodeConfig:
     """The configuration with as many stages as fit this GPU; their number changes no result."""
     columns = element_size * next_power_of_2(head_dim)
-    stage_bytes = 2 * config.block_n * columns  # keys and values
+    stage_bytes = 2 * config.block_n * (next_power_of_2(head_dim) if is_fp8 else columns)  # keys and values
     other_bytes = block_g(group) * (columns + element_size * config.block_n)  # queries and weights
     return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
 

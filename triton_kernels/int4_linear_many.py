@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
@@ -33,10 +34,12 @@ from triton_kernels.quantize_int4 import (
     HALF,
     MIDDLE,
     Int4Weight,
+    dequantize_int4,
     int4_base,
     int4_halves,
     int4_values,
 )
+from triton_kernels.silu_mul import silu_mul
 
 _HALF = tl.constexpr(HALF)
 _MIDDLE = tl.constexpr(MIDDLE)
@@ -51,33 +54,37 @@ class Int4TiledConfig(NamedTuple):
     num_stages: int
     splits: int = 1  # programs that share the sum over k
     scale_sums: bool = False  # else the weights are scaled; only groups of 128
+    fused: bool = True  # else a gated layer's product is written, and another kernel gates it
+
+
+DEQUANTIZED = Int4TiledConfig(0, 0, 0, 0)
+"""The weight is made 16-bit numbers, rounded to the dtype of x, which torch multiplies."""
 
 
 @triton.jit
-def _values(pointers, block, N, high: tl.constexpr, other, GROUP: tl.constexpr):
-    """Scales or zero points of half of a block; `other`, those of the low half, if both halves share them."""
-    if high and GROUP == 2 * _HALF:
-        return other
-    else:
-        return int4_values(pointers, block, N, high, GROUP)
-
-
-@triton.jit
-def _added(
-    acc, packed, x_low, x_high, scales, zeros, block, N,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, SCALE_SUMS: tl.constexpr,
+def _values(
+    scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr
 ):  # fmt: skip
+    """Of the halves of a block: both scales, and what int4_halves adds for both zero points."""
+    low_scale = int4_values(scales, block, N, False, GROUP)
+    high_scale = low_scale if GROUP == 2 * _HALF else int4_values(scales, block, N, True, GROUP)
+    if HAS_ZEROS:
+        low_base = int4_base(int4_values(zeros, block, N, False, GROUP), dtype)
+        high_base = (
+            low_base if GROUP == 2 * _HALF else int4_base(int4_values(zeros, block, N, True, GROUP), dtype)
+        )
+    else:
+        low_base = int4_base(tl.full([1, 1], _MIDDLE, dtype), dtype)
+        high_base = low_base
+    return low_scale, high_scale, low_base, high_base
+
+
+@triton.jit
+def _added(acc, packed, x_low, x_high, values, SCALE_SUMS: tl.constexpr):
     """acc [outputs, rows] and one block's products."""
     dtype: tl.constexpr = x_low.dtype
-    low_scale = int4_values(scales, block, N, False, GROUP)
-    high_scale = _values(scales, block, N, True, low_scale, GROUP)
-    if HAS_ZEROS:
-        low_zero = int4_values(zeros, block, N, False, GROUP)
-        high_zero = _values(zeros, block, N, True, low_zero, GROUP)
-    else:
-        low_zero = tl.full([1, 1], _MIDDLE, dtype)
-        high_zero = low_zero
-    low, high = int4_halves(packed, int4_base(low_zero, dtype), int4_base(high_zero, dtype), dtype)
+    low_scale, high_scale, low_base, high_base = values
+    low, high = int4_halves(packed, low_base, high_base, dtype)
     if SCALE_SUMS:
         product = tl.dot(low, x_low.T, input_precision="ieee")
         product = tl.dot(high, x_high.T, product, input_precision="ieee")
@@ -122,19 +129,27 @@ def _int4_tiled_kernel(
     zeros = zero_ptr + tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    dtype: tl.constexpr = bias_ptr.dtype.element_ty  # that of x, which is there if no bias is
+    last = blocks - 1
+    values = _values(scales, zeros, tl.minimum(first, last), N, dtype, GROUP, HAS_ZEROS)
+    up_values = values
+    if GATED:
+        up_values = _values(scales + OUT, zeros + OUT, tl.minimum(first, last), N, dtype, GROUP, HAS_ZEROS)
     for block in range(first, min(first + blocks_each, blocks)):
         # The copy engine reads zeros beyond the last row; a tile beyond the last output has the next block's.
+        # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
         x_low = x_desc.load([row_start, block * (2 * _HALF)])
         x_high = x_desc.load([row_start, block * (2 * _HALF) + _HALF])
         packed = w_desc.load([block * N + output_start, 0])
-        acc = _added(
-            acc, packed, x_low, x_high, scales, zeros, block, N, GROUP, HAS_ZEROS, SCALE_SUMS
-        )  # fmt: skip
+        ahead = tl.minimum(block + 1, last)
+        next_values = _values(scales, zeros, ahead, N, dtype, GROUP, HAS_ZEROS)
+        acc = _added(acc, packed, x_low, x_high, values, SCALE_SUMS)
+        values = next_values
         if GATED:
             packed = w_desc.load([block * N + OUT + output_start, 0])
-            up = _added(
-                up, packed, x_low, x_high, scales + OUT, zeros + OUT, block, N, GROUP, HAS_ZEROS, SCALE_SUMS
-            )  # fmt: skip
+            next_values = _values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
+            up = _added(up, packed, x_low, x_high, up_values, SCALE_SUMS)
+            up_values = next_values
     row_start = let_next_start_here(row_start, EARLY)
     outputs = (output_start + tl.arange(0, BLOCK_N))[:, None]
     rows = (row_start + tl.arange(0, BLOCK_M))[None, :]
@@ -157,11 +172,15 @@ def int4_linear_many_with(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, config: Int4TiledConfig
 ) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N] by one configuration, whatever the device."""
+    if config == DEQUANTIZED:
+        return F.linear(x, dequantize_int4(weight, x.dtype), bias)
     return _launch(x, weight, bias, False, config)
 
 
 def int4_gated_linear_many_with(x: Tensor, weight: Int4Weight, *, config: Int4TiledConfig) -> Tensor:
     """x [M, K], weight [2F, K] -> silu(gate) * up, [M, F], by one configuration, whatever the device."""
+    if config == DEQUANTIZED or not config.fused:
+        return silu_mul(int4_linear_many_with(x, weight, config=config))
     return _launch(x, weight, None, True, config)
 
 

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from triton_kernels.e4m3 import FP8
+from triton_kernels.fp8_cache import scales_of, to_pool
+
 FEW_ROWS = 16
 """Up to so many rows, calls of torch cost more than passes over memory."""
 BLOCK_ROWS = 128
@@ -87,6 +90,7 @@ def rope_store_cpu(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The op `rope_store`. q and k are rotated together, because their heads lie side by side in qkv."""
     num_tokens, num_kv_heads, head_dim = qkv.shape[0], *k_cache.shape[2:]
@@ -117,14 +121,16 @@ def rope_store_cpu(
     if stored is not None:
         k, v, slots = k[stored], v[stored], slots[stored]
     slots = slots.long()
-    _store(k_cache, slots, k)
-    _store(v_cache, slots, v)
+    k_scale, v_scale = scales_of(kv_scales)
+    _store(k_cache, slots, to_pool(k, k_cache, k_scale))
+    _store(v_cache, slots, to_pool(v, v_cache, v_scale))
     return rotated[:, :num_heads]
 
 
 def _store(pool: Tensor, slots: Tensor, x: Tensor) -> None:
-    """Write x [T, K, D] to the slots, int64 [T], of pool [P, S, K, D]."""
-    x = x.to(pool.dtype)
+    """Write x [T, K, D], of the pool's type, to the slots, int64 [T], of pool [P, S, K, D]."""
+    if pool.dtype == FP8:  # torch does not copy every type by index
+        pool, x = pool.view(torch.uint8), x.view(torch.uint8)
     if len(slots) <= FEW_ROWS and pool.is_contiguous():
         pool.flatten(0, 1).index_copy_(0, slots, x)
     else:

@@ -9,7 +9,8 @@ R rows of the batch, B rows of the page table, C pages a row may have, H query h
 query heads per KV head, D head dim, P pages, S page size. A row with context_len 0 yields zeros. The kernel
 never uses memory outside the seen tokens (it may hold NaN). H must be a multiple of K, G at most 16, D a
 multiple of 8 from 16 to 256, S a power of two. q's rows and heads and the pools' pages, tokens and heads may
-be strided; the D elements of a head must be contiguous.
+be strided; the D elements of a head must be contiguous. Pools of e4m3 have scales (fp8_cache.py), and strides
+that are even; then the products are of float16, unless q is float32.
 
 rope_paged_decode starts from the output of the qkv projection. It does the work of rope_store for the rows'
 new tokens and then the above, in one launch: each program rotates the queries it needs, and the program with
@@ -25,6 +26,7 @@ Scratch: D + 2 floats per head and one counter per KV head, for each split that 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from
 # another looks like the call that raises outside of a kernel; range yields no int in a kernel.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 
 from typing import NamedTuple
 
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from triton_kernels.decode_config import DecodeConfig, block_g, choose_config
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
+from triton_kernels.fp8_cache import from_pool, scales_of, stored, unpacked_pairs
 from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.rope_store import rope_store_reference
@@ -42,6 +45,7 @@ from triton_kernels.rope_store import rope_store_reference
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_R = 32
 _FAN = tl.constexpr(8)  # splits, and nodes above them, below one node
+_LOG2_WEIGHT = tl.constexpr(15.0)  # of the largest weight in float16, which so has small ones, too
 _START_NEXT_HEADS = tl.constexpr(8)  # rows * KV heads up to which the next kernel may start at once
 
 
@@ -55,11 +59,13 @@ def paged_decode_reference(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The same as paged_decode, in plain torch, one row at a time."""
     _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k_scale, v_scale = scales_of(kv_scales)
     out = torch.zeros_like(q)
     for r, (row, length) in enumerate(zip(row_ids.tolist(), context_len.tolist(), strict=True)):
         if length == 0:
@@ -68,8 +74,8 @@ def paged_decode_reference(
         first_page = start // page_size
         pages = page_table[row, first_page : -(-length // page_size)].long()
         seen = slice(start - first_page * page_size, length - first_page * page_size)
-        keys = k_cache[pages].flatten(0, 1)[seen].to(dtype)
-        values = v_cache[pages].flatten(0, 1)[seen].to(dtype)
+        keys = from_pool(k_cache[pages].flatten(0, 1)[seen], dtype, k_scale)
+        values = from_pool(v_cache[pages].flatten(0, 1)[seen], dtype, v_scale)
         queries = q[r].view(num_kv_heads, num_heads // num_kv_heads, head_dim).to(dtype)
         scores = queries @ keys.permute(1, 2, 0) * scale
         if softcap:
@@ -151,6 +157,7 @@ def _paged_decode_kernel(
     page_table_stride,
     q_row_stride,
     q_head_stride,
+    kv_scales_ptr,
     k_page_stride: tl.constexpr,
     k_token_stride: tl.constexpr,
     k_head_stride: tl.constexpr,
@@ -185,6 +192,14 @@ def _paged_decode_kernel(
     G: tl.constexpr = H // K
     HALF: tl.constexpr = D // 2
     ONE_PAGE: tl.constexpr = S % BLOCK_N == 0
+    FP8: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.float8e4nv
+    # Of both products. Float16 holds e4m3 exactly, and is one conversion from it.
+    WIDE_KV: tl.constexpr = tl.float32 if q_ptr.dtype.element_ty == tl.float32 else tl.float16
+    # Values of e4m3 are loaded in pairs; see unpacked_pairs.
+    UNIT: tl.constexpr = 2 if FP8 else 1
+    V_PAGE: tl.constexpr = v_page_stride // UNIT
+    V_TOKEN: tl.constexpr = v_token_stride // UNIT
+    v_lanes = tl.arange(0, BLOCK_D // UNIT)
     group = tl.arange(0, BLOCK_G)
     lanes = tl.arange(0, BLOCK_D)
     keys = tl.arange(0, BLOCK_N)
@@ -290,12 +305,28 @@ def _paged_decode_kernel(
             place_in_page = tl.maximum(slot, 0) % S
             k_to = k_head_ptr + (new_page * k_page_stride + place_in_page * k_token_stride) + lanes
             v_to = v_head_ptr + (new_page * v_page_stride + place_in_page * v_token_stride) + lanes
-            tl.store(k_to, new_k.to(k_cache_ptr.dtype.element_ty), is_new)
-            tl.store(v_to, new_v.to(v_cache_ptr.dtype.element_ty), is_new)
+            k_scale = 1.0
+            v_scale = 1.0
+            if FP8:
+                k_scale = tl.load(kv_scales_ptr)
+                v_scale = tl.load(kv_scales_ptr + 1)
+            tl.store(k_to, stored(new_k, k_scale, k_cache_ptr.dtype.element_ty), is_new)
+            tl.store(v_to, stored(new_v, v_scale, v_cache_ptr.dtype.element_ty), is_new)
             tl.debug_barrier()  # wait until all threads have stored what the loop loads
+        if FP8:
+            v_head_ptr = v_head_ptr.to(tl.pointer_type(tl.int16))
+            k_factor = tl.zeros([BLOCK_G], tl.float32) + tl.load(kv_scales_ptr)
+            if q.dtype == tl.bfloat16:
+                # Float16 has fewer exponents: divide a head's queries by the power of two of their largest.
+                peak = tl.max(tl.abs(q.to(tl.float32)), 0).to(tl.int32, bitcast=True)
+                power = (peak & 0x7F800000).to(tl.float32, bitcast=True)
+                power = tl.where(power > 0, power, 1.0)
+                q = (q.to(tl.float32) / power[None, :]).to(tl.float16)
+                k_factor = k_factor * power
+            odd_acc = tl.zeros([BLOCK_D // UNIT, BLOCK_G], tl.float32)
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         masses = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # per key of a tile; summed up at the end
-        acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_D // UNIT, BLOCK_G], tl.float32)
         for n0 in range(low, high, BLOCK_N):
             page = next_page.to(tl.int64)
             ahead = tl.minimum(n0 + BLOCK_N if ONE_PAGE else n0 + BLOCK_N + keys, last)
@@ -308,17 +339,20 @@ def _paged_decode_kernel(
                 there = tl.maximum(there, start - n0)
             if ONE_PAGE:
                 k_from = k_head_ptr + (page * k_page_stride + (n0 % S) * k_token_stride)
-                v_from = v_head_ptr + (page * v_page_stride + (n0 % S) * v_token_stride)
+                v_from = v_head_ptr + (page * V_PAGE + (n0 % S) * V_TOKEN)
                 k_ptrs = (k_from + lanes)[None, :] + (there.to(tl.int64) * k_token_stride)[:, None]
-                v_ptrs = (v_from + lanes)[:, None] + (there.to(tl.int64) * v_token_stride)[None, :]
+                v_ptrs = (v_from + v_lanes)[:, None] + (there.to(tl.int64) * V_TOKEN)[None, :]
             else:
                 k_rows = page * k_page_stride + ((n0 + there) % S) * k_token_stride
-                v_rows = page * v_page_stride + ((n0 + there) % S) * v_token_stride
+                v_rows = page * V_PAGE + ((n0 + there) % S) * V_TOKEN
                 k_ptrs = k_head_ptr + k_rows[:, None] + lanes[None, :]
-                v_ptrs = v_head_ptr + v_rows[None, :] + lanes[:, None]
+                v_ptrs = v_head_ptr + v_rows[None, :] + v_lanes[:, None]
             k = tl.load(k_ptrs) if D == BLOCK_D else tl.load(k_ptrs, (lanes < D)[None, :], other=0.0)
-            v = tl.load(v_ptrs) if D == BLOCK_D else tl.load(v_ptrs, (lanes < D)[:, None], other=0.0)
-            scores = tl.dot(k, q, input_precision="ieee")
+            v = tl.load(v_ptrs) if D == BLOCK_D else tl.load(v_ptrs, (v_lanes < D // UNIT)[:, None], other=0)
+            if FP8:
+                scores = tl.dot(k.to(WIDE_KV), q, input_precision="ieee") * k_factor[None, :]
+            else:
+                scores = tl.dot(k, q, input_precision="ieee")
             if softcap > 0:
                 scores = softcap * _LOG2_E * (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1)
             else:
@@ -326,12 +360,21 @@ def _paged_decode_kernel(
             scores = tl.where(seen[:, None], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 0))
             shrink = tl.exp2(top - new_top)
-            weights = tl.exp2(scores - new_top[None, :])
-            masses = masses * shrink[None, :] + weights
-            acc = acc * shrink[None, :]
-            acc = tl.dot(v, weights.to(v.dtype), acc, input_precision="ieee")
+            if FP8:
+                weights = tl.exp2(scores - (new_top - _LOG2_WEIGHT)[None, :])
+                even, odd = unpacked_pairs(v, WIDE_KV)
+                acc = tl.dot(even, weights.to(WIDE_KV), acc * shrink[None, :], input_precision="ieee")
+                odd_acc = tl.dot(odd, weights.to(WIDE_KV), odd_acc * shrink[None, :], input_precision="ieee")
+                masses = masses * shrink[None, :] + weights
+            else:
+                weights = tl.exp2(scores - new_top[None, :])
+                masses = masses * shrink[None, :] + weights
+                acc = acc * shrink[None, :]
+                acc = tl.dot(v, weights.to(v.dtype), acc, input_precision="ieee")
             top = new_top
         mass = tl.sum(masses, 0)
+        if FP8:
+            acc = tl.reshape(tl.permute(tl.join(acc, odd_acc), (0, 2, 1)), [BLOCK_D, BLOCK_G])
 
         # The first counter hands out the units. Programs ask once per unit; the last one to ask resets it.
         next_unit = num_units
@@ -389,6 +432,8 @@ def _paged_decode_kernel(
                 num_nodes = 0
         if num_nodes == 1:
             done = acc / tl.where(mass > 0, mass, 1.0)[None, :]
+            if FP8:
+                done = done * tl.load(kv_scales_ptr + 1)
             out_offsets = (row.to(tl.int64) * H + heads)[None, :] * D + lanes[:, None]
             tl.store(out_ptr + out_offsets, done.to(out_ptr.dtype.element_ty), q_mask)
         unit = next_unit
@@ -416,6 +461,7 @@ def paged_decode_triton(
     window: int = 0,
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
+    kv_scales: Tensor | None = None,
     config: DecodeConfig | None = None,
     rope: Rope | None = None,
 ) -> Tensor:
@@ -428,7 +474,7 @@ def paged_decode_triton(
     num_heads = q.shape[1] if rope is None else q.shape[1] // head_dim - 2 * num_kv_heads
     group = num_heads // num_kv_heads
     shape = (num_heads, num_kv_heads, head_dim, page_size)
-    config, (first, second, third) = choose_config(q, *shape, config)
+    config, (first, second, third) = choose_config(q, *shape, config, k_cache.dtype)
     multiprocessors = num_multiprocessors(q.device)
     # Most tokens that a row of the page table has room for.
     max_tokens = page_table.shape[1] * page_size
@@ -485,6 +531,7 @@ def paged_decode_triton(
         page_table.stride(0),
         q.stride(0),
         head_dim if rope is not None else q.stride(1),
+        q if kv_scales is None else kv_scales,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -532,6 +579,7 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [R, H, D] over the first context_len[r] tokens of row row_ids[r]; returns [R, H, D].
 
@@ -539,15 +587,12 @@ def paged_decode(
     window > 0 a row sees only its last `window` tokens; with softcap > 0 scores are
     softcap * tanh(s/softcap). arrivals are at least num_arrivals(R, K) counters (int32 zeros). They are zeros
     again afterwards, so successive calls on a stream may share them. None allocates new ones, which takes
-    another launch.
+    another launch. kv_scales, float32 [2], are the scales of keys and values in pools of e4m3.
     """
+    where = (page_table, row_ids, context_len, scale, window, softcap)
     if q.device.type == "cpu":
-        return paged_decode_reference(
-            q, k_cache, v_cache, page_table, row_ids, context_len, scale, window, softcap
-        )
-    return paged_decode_triton(
-        q, k_cache, v_cache, page_table, row_ids, context_len, scale, window, softcap, arrivals
-    )
+        return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales)
+    return paged_decode_triton(q, k_cache, v_cache, *where, arrivals, kv_scales)
 
 
 def rope_paged_decode(
@@ -562,6 +607,7 @@ def rope_paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
 
@@ -570,6 +616,6 @@ def rope_paged_decode(
     """
     where = (page_table, row_ids, context_len, scale, window, softcap)
     if qkv.device.type == "cpu":
-        q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:])
-        return paged_decode_reference(q, k_cache, v_cache, *where)
-    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals=arrivals, rope=rope)
+        q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:], kv_scales)
+        return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales)
+    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals, kv_scales, rope=rope)

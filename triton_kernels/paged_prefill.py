@@ -12,7 +12,8 @@ already in the pools. Rows may own no token (padding rows), one or more. Tokens 
 padding and yield zeros; for tokens before row_start[0] out is not written.
 Memory outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D <= 256 and a
 multiple of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided;
-the D elements of a head lie next to each other.
+the D elements of a head lie next to each other. Pools of e4m3 have scales (fp8_cache.py); their elements
+become q's type before the products, whose sums are float32.
 
 On Hopper GPUs paged_prefill_hopper.py runs the calls that it supports. The kernel below runs all others, and
 works wherever Triton does, including its interpreter.
@@ -38,6 +39,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.e4m3 import FP8
+from triton_kernels.fp8_cache import from_pool, scales_of
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.paged_prefill_hopper import paged_prefill_hopper, takes
@@ -57,8 +60,8 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
-def default_prefill_config(head_dim: int, element_size: int, gpu: Gpu) -> PrefillConfig:
-    """The configuration if none is given or tuned."""
+def default_prefill_config(head_dim: int, element_size: int, gpu: Gpu, is_fp8: bool = False) -> PrefillConfig:
+    """The configuration if none is given or tuned, for queries of `element_size`."""
     if element_size > 2:
         return PrefillConfig(16, 16, num_warps=4, num_stages=2)  # float32 is for tests
     if head_dim > 128:
@@ -66,19 +69,24 @@ def default_prefill_config(head_dim: int, element_size: int, gpu: Gpu) -> Prefil
         config = PrefillConfig(block_m, 32, num_warps=8, num_stages=3)
     else:
         config = PrefillConfig(128, 64, num_warps=8, num_stages=3)
-    return prefill_that_fits(config, head_dim, element_size, gpu)
+    return prefill_that_fits(config, head_dim, element_size, gpu, is_fp8)
 
 
 @torch.compiler.assume_constant_result
-def _default(device: torch.device, head_dim: int, element_size: int) -> tuple[int, ...]:
-    return tuple(default_prefill_config(head_dim, element_size, gpu_of(device)))
+def _default(device: torch.device, head_dim: int, element_size: int, is_fp8: bool) -> tuple[int, ...]:
+    return tuple(default_prefill_config(head_dim, element_size, gpu_of(device), is_fp8))
 
 
-def prefill_that_fits(config: PrefillConfig, head_dim: int, element_size: int, gpu: Gpu) -> PrefillConfig:
+def prefill_that_fits(
+    config: PrefillConfig, head_dim: int, element_size: int, gpu: Gpu, is_fp8: bool = False
+) -> PrefillConfig:
     """The configuration with as many stages as fit this GPU; at least 1, even if that does not fit."""
     columns = element_size * next_power_of_2(head_dim)
     stage_bytes = 2 * config.block_n * columns  # keys and values
     other_bytes = config.block_m * (columns + element_size * config.block_n)  # queries and weights
+    if is_fp8:  # the tiles of one iteration are also there as the queries' type
+        other_bytes += stage_bytes
+        stage_bytes //= element_size
     return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
 
 
@@ -94,6 +102,7 @@ def paged_prefill_reference(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The same as paged_prefill, in plain torch, a block of one row's queries at a time."""
     _, num_heads, head_dim = q.shape
@@ -102,13 +111,14 @@ def paged_prefill_reference(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros_like(q)
     starts = row_start.tolist()
+    k_scale, v_scale = scales_of(kv_scales)
     for r, (row, length) in enumerate(zip(row_ids.tolist(), context_len.tolist(), strict=True)):
         first, end = starts[r], starts[r + 1]
         if first == end:
             continue
         pages = page_table[row, : -(-length // page_size)].long()
-        keys = k_cache[pages].flatten(0, 1)[:length].to(dtype).permute(1, 2, 0)
-        values = v_cache[pages].flatten(0, 1)[:length].to(dtype).transpose(0, 1)
+        keys = from_pool(k_cache[pages].flatten(0, 1)[:length], dtype, k_scale).permute(1, 2, 0)
+        values = from_pool(v_cache[pages].flatten(0, 1)[:length], dtype, v_scale).transpose(0, 1)
         for low in range(first, end, _REFERENCE_QUERIES):
             high = min(end, low + _REFERENCE_QUERIES)
             position = torch.arange(low, high, device=q.device) - end + length
@@ -162,6 +172,7 @@ def _attend(
     k_token_stride,
     v_page_stride,
     v_token_stride,
+    k_scale,
     scale: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
@@ -172,6 +183,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
 ):
     """One online-softmax pass over the keys low : high, whole tiles; MASKED applies causality and window."""
+    FP8: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
     lanes = tl.arange(0, BLOCK_D)
     to_base_2: tl.constexpr = _LOG2_E if softcap > 0 else scale * _LOG2_E
     # Page ids are fetched one tile ahead: a load that depends on another load of the same iteration would
@@ -192,7 +204,10 @@ def _attend(
             k = tl.load(k_ptr + k_rows[:, None] + lanes[None, :], kv_mask, other=0.0)
         else:
             k = tl.load(k_ptr + k_rows[:, None] + lanes[None, :])
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if FP8:
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * k_scale
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if softcap > 0:
             scores = softcap * (2 * tl.sigmoid(scores * (2 * scale / softcap)) - 1)
         if MASKED:
@@ -211,7 +226,10 @@ def _attend(
             v = tl.load(v_ptr + v_rows[:, None] + lanes[None, :], kv_mask, other=0.0)
         else:
             v = tl.load(v_ptr + v_rows[:, None] + lanes[None, :])
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        if FP8:
+            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
     return acc, mass, top
 
@@ -237,6 +255,7 @@ def _paged_prefill_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    kv_scales_ptr,
     scale: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
@@ -251,6 +270,7 @@ def _paged_prefill_kernel(
 ):
     G: tl.constexpr = H // K
     BLOCK_Q: tl.constexpr = BLOCK_M // G
+    FP8: tl.constexpr = k_cache_ptr.dtype.element_ty == tl.float8e4nv
     kv_head = tl.program_id(1)
     place = tl.arange(0, BLOCK_M)
     query = place // G
@@ -289,6 +309,12 @@ def _paged_prefill_kernel(
         k_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_head_stride
         v_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_head_stride
 
+        k_scale = 1.0
+        v_scale = 1.0
+        if FP8:
+            k_scale = tl.load(kv_scales_ptr)
+            v_scale = tl.load(kv_scales_ptr + 1)
+
         first = begin + tile * BLOCK_Q
         token = (first + query).to(tl.int64)
         mask = ((query < BLOCK_Q) & (first + query < end))[:, None] & (lanes < D)[None, :]
@@ -311,21 +337,23 @@ def _paged_prefill_kernel(
             full_low = tl.minimum(full_low, (high + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
             acc, mass, top = _attend(
                 acc, mass, top, q, position, low, full_low, length, pages_ptr, k_ptr, v_ptr,
-                k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+                k_page_stride, k_token_stride, v_page_stride, v_token_stride, k_scale,
                 scale, window, softcap, D, S, True, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             low = full_low
         acc, mass, top = _attend(
             acc, mass, top, q, position, low, full_high, length, pages_ptr, k_ptr, v_ptr,
-            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride, k_scale,
             scale, window, softcap, D, S, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         acc, mass, top = _attend(
             acc, mass, top, q, position, tl.maximum(low, full_high), high, length, pages_ptr, k_ptr, v_ptr,
-            k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+            k_page_stride, k_token_stride, v_page_stride, v_token_stride, k_scale,
             scale, window, softcap, D, S, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         out = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+        if FP8:
+            out = out * v_scale
         out_offsets = (token * H + head)[:, None] * D + lanes[None, :]
         tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask)
 
@@ -342,6 +370,7 @@ def paged_prefill_triton(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """Launch the kernel on any device; max_query_len is not needed (the grid follows from T and R)."""
@@ -349,9 +378,11 @@ def paged_prefill_triton(
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape
     if config is None:
-        default = PrefillConfig(*_default(q.device, head_dim, q.element_size()))
+        is_fp8 = k_cache.dtype == FP8
+        default = PrefillConfig(*_default(q.device, head_dim, q.element_size(), is_fp8))
+        op = "paged_prefill_fp8" if is_fp8 else "paged_prefill"
         exact, near = (head_dim, num_heads // num_kv_heads), (num_kv_heads, page_size)
-        config = tuned(default, "paged_prefill", q.device, q.dtype, exact, near)
+        config = tuned(default, op, q.device, q.dtype, exact, near)
     block_q = config.block_m // (num_heads // num_kv_heads)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     # An upper bound of the tiles, plus one: sum of ceil(n_r / block_q) < T / block_q + R.
@@ -376,6 +407,7 @@ def paged_prefill_triton(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        q if kv_scales is None else kv_scales,
         scale,
         window,
         softcap,
@@ -412,10 +444,12 @@ def _paged_prefill_op(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None,
 ) -> Tensor:
     """_attend_on_gpu as an op, because torch.compile cannot look into Gluon."""
     rows = (page_table, row_ids, context_len, row_start)
-    return _attend_on_gpu(q, k_cache, v_cache, *rows, max_query_len, scale, window, softcap)
+    options = (max_query_len, scale, window, softcap, kv_scales)
+    return _attend_on_gpu(q, k_cache, v_cache, *rows, *options)
 
 
 @_paged_prefill_op.register_fake
@@ -435,26 +469,17 @@ def paged_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, H, D], where row r owns the queries row_start[r] : row_start[r+1].
 
     They are the last of the row's context_len[r] tokens, whose keys and values lie in k_cache and v_cache
     [P, S, K, D] at the pages page_table[row_ids[r]] (all int32). Returns [T, H, D], zeros after row_start[R].
+    kv_scales, float32 [2], are the scales of keys and values in pools of e4m3.
     """
-    if q.device.type == "cpu":
-        return paged_prefill_reference(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            row_ids,
-            context_len,
-            row_start,
-            max_query_len,
-            scale,
-            window,
-            softcap,
-        )
     rows = (page_table, row_ids, context_len, row_start)
+    options = (max_query_len, scale, window, softcap, kv_scales)
+    if q.device.type == "cpu":
+        return paged_prefill_reference(q, k_cache, v_cache, *rows, *options)
     attend = _paged_prefill_op if torch.compiler.is_compiling() else _attend_on_gpu
-    return attend(q, k_cache, v_cache, *rows, max_query_len, scale, window, softcap)
+    return attend(q, k_cache, v_cache, *rows, *options)

@@ -493,9 +493,10 @@ def paged_prefill_hopper(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
     config: HopperPrefillConfig | None = None,
 ) -> Tensor:
-    """paged_prefill by this file's kernel, which must take the call; max_query_len is not needed."""
+    """paged_prefill by this file's kernel, which must take it; max_query_len and kv_scales are not used."""
     num_tokens, num_heads, head_dim = q.shape
     num_rows = row_ids.shape[0]
     _, page_size, num_kv_heads, _ = k_cache.shape

@@ -19,15 +19,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triton_kernels.e4m3 import FP8, LARGEST, as_fp8
 from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.silu_mul import silu_mul_reference
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest number of e4m3."""
 GROUP = 128
 """Columns with one scale, where a row has several; also the edge of a weight's block."""
 SMALLEST_PEAK = 1e-12
@@ -36,7 +33,6 @@ GROUPED_BLOCK = 1024
 """Columns of a program, where a row has several scales."""
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
-_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 def quantize_fp8_reference(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
@@ -71,25 +67,6 @@ def quantize_weight_fp8(weight: Tensor, blocks: bool = False) -> tuple[Tensor, T
     scales = tiles.abs().amax((1, 3)).clamp(min=SMALLEST_PEAK) / LARGEST
     rounded = (tiles / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(FP8)
     return rounded.flatten(2).flatten(0, 1)[:outputs, :width].contiguous(), scales
-
-
-@triton.jit
-def as_fp8(values):
-    """Float32 of at most 448 rounded to e4m3, to the nearest, ties to even."""
-    if _INTERPRETED:
-        return _as_fp8_interpreted(values)
-    return values.to(tl.float8e4nv)
-
-
-@triton.jit
-def _as_fp8_interpreted(values):
-    """as_fp8 where the conversion loses NaN and carries into the exponent: here it has nothing to round."""
-    bits = values.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    small = (values + 24576.0) - 24576.0
-    rounded = tl.where(tl.abs(values) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-    coded = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(values == values, coded, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

@@ -76,19 +76,36 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], 2).permute(1, 0, 2, 3).flatten(1)
 
 
-def quantize_weight_int4(weight: Tensor, group: int, zero_points: bool = False) -> Int4Weight:
-    """A weight [N, K] rounded to 4 bits, with scales of its dtype; from each group's extremes."""
+class RoundedWeight(NamedTuple):
+    """A weight [N, K] as 4-bit numbers that are not packed."""
+
+    numbers: Tensor  # uint8 [N, K], 0..15
+    scales: Tensor  # [N, G]
+    zeros: Tensor | None  # float32 [N, G], whole numbers; None = 8
+
+
+def round_weight_int4(
+    weight: Tensor, group: int, zero_points: bool = False, dtype: torch.dtype | None = None
+) -> RoundedWeight:
+    """A weight [N, K] rounded to 4 bits, from each group's extremes, with scales of `dtype` (its own)."""
     parts = weight.float().unflatten(1, (-1, group))
+    kind = dtype or weight.dtype
     if zero_points:
         low, high = parts.amin(-1).clamp(max=0.0), parts.amax(-1).clamp(min=0.0)
-        scales = ((high - low) / 15).clamp(min=1e-8).to(weight.dtype)
+        scales = ((high - low) / 15).clamp(min=1e-7).to(kind)
         zeros = (-low / scales.float()).round().clamp(0, 15)
     else:
-        scales = (parts.abs().amax(-1) / 7.5).clamp(min=1e-8).to(weight.dtype)
+        scales = (parts.abs().amax(-1) / 7.5).clamp(min=1e-7).to(kind)
         zeros = torch.full_like(scales, MIDDLE, dtype=torch.float32)
-    numbers = (parts / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, 15)
-    kept = zeros.to(weight.dtype).t().contiguous() if zero_points else None
-    return Int4Weight(pack_int4(numbers.flatten(1)), scales.t().contiguous(), kept)
+    numbers = (parts / scales.float().unsqueeze(-1)).add_(zeros.unsqueeze(-1)).round_().clamp_(0, 15)
+    return RoundedWeight(numbers.to(torch.uint8).flatten(1), scales, zeros if zero_points else None)
+
+
+def quantize_weight_int4(weight: Tensor, group: int, zero_points: bool = False) -> Int4Weight:
+    """A weight [N, K] rounded to 4 bits, with scales of its dtype; from each group's extremes."""
+    numbers, scales, zeros = round_weight_int4(weight, group, zero_points)
+    kept = None if zeros is None else zeros.to(weight.dtype).t().contiguous()
+    return Int4Weight(pack_int4(numbers), scales.t().contiguous(), kept)
 
 
 def dequantize_int4_reference(weight: Int4Weight, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ of q and k, to the dtype of qkv. A token with slot_mapping -1 (padding) is not s
 pools' page, token and head strides are free; the elements of a head lie next to each other.
 
 The table contains the scaling of the angles (linear, dynamic, Llama 3, YaRN), and YaRN's attention factor as
-a factor on both halves of its rows. Rotating only a part of a head is not supported.
+a factor on both halves of its rows. Pairs whose angles are 0 are not rotated.
 
 Cost: T*(H+2K)*D elements read and as many written, plus T*D*4 bytes of table: memory bound.
 """
@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.early_start import can_start_early, start_next_and_wait
+from triton_kernels.fp8_cache import scales_of, stored, to_pool
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear_few import MAX_ROWS
 from triton_kernels.on_cpu import rope_store_cpu
@@ -43,13 +44,14 @@ def rope_store_reference(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The same as rope_store, in plain torch."""
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    stored = slot_mapping >= 0
+    is_stored = slot_mapping >= 0
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    table = cos_sin[torch.where(stored, positions, 0).long()]
+    table = cos_sin[torch.where(is_stored, positions, 0).long()]
     cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
 
     def normed(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -62,10 +64,11 @@ def rope_store_reference(
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
 
-    slots = slot_mapping[stored].long()
+    slots = slot_mapping[is_stored].long()
     pages, offsets = slots // page_size, slots % page_size
-    k_cache[pages, offsets] = rotated(normed(k, k_norm_weight))[stored].to(k_cache.dtype)
-    v_cache[pages, offsets] = v[stored].to(v_cache.dtype)
+    k_scale, v_scale = scales_of(kv_scales)
+    k_cache[pages, offsets] = to_pool(rotated(normed(k, k_norm_weight))[is_stored], k_cache, k_scale)
+    v_cache[pages, offsets] = to_pool(v[is_stored], v_cache, v_scale)
     return rotated(normed(q, q_norm_weight))
 
 
@@ -94,6 +97,7 @@ def _rope_store_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    kv_scales_ptr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     eps: tl.constexpr,
@@ -114,6 +118,10 @@ def _rope_store_kernel(
     part = tl.program_id(0) % 2 if PARTS_FIRST else tl.program_id(1)
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    pool_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+    kv_scale = 1.0
+    if pool_dtype == tl.float8e4nv:
+        kv_scale = tl.load(kv_scales_ptr + part)
     lanes = tl.arange(0, BLOCK_HALF)
     in_half = lanes < half
     # Loaded before the wait: weights, a table, and data from before the step.
@@ -163,13 +171,13 @@ def _rope_store_kernel(
             k_a, k_b = _normed(k_a, k_b, k_weight_a, k_weight_b, D, eps)
         k_out = k_cache_ptr + page * k_page_stride + offset * k_token_stride
         k_out += kv_heads[:, None] * k_head_stride + lanes[None, :]
-        tl.store(k_out, (k_a * cos - k_b * sin).to(dtype).to(k_cache_ptr.dtype.element_ty), kv_mask)
-        tl.store(k_out + half, (k_b * cos + k_a * sin).to(dtype).to(k_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(k_out, stored((k_a * cos - k_b * sin).to(dtype), kv_scale, pool_dtype), kv_mask)
+        tl.store(k_out + half, stored((k_b * cos + k_a * sin).to(dtype), kv_scale, pool_dtype), kv_mask)
     else:
         v_out = v_cache_ptr + page * v_page_stride + offset * v_token_stride
         v_out += kv_heads[:, None] * v_head_stride + lanes[None, :]
-        tl.store(v_out, kv_a.to(v_cache_ptr.dtype.element_ty), kv_mask)
-        tl.store(v_out + half, kv_b.to(v_cache_ptr.dtype.element_ty), kv_mask)
+        tl.store(v_out, stored(kv_a, kv_scale, pool_dtype), kv_mask)
+        tl.store(v_out + half, stored(kv_b, kv_scale, pool_dtype), kv_mask)
 
 
 def rope_store_triton(
@@ -182,6 +190,7 @@ def rope_store_triton(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel on any device."""
     num_tokens = qkv.shape[0]
@@ -211,6 +220,7 @@ def rope_store_triton(
         v_cache.stride(0),
         v_cache.stride(1),
         v_cache.stride(2),
+        cos_sin if kv_scales is None else kv_scales,
         q_norm_weight is not None,
         k_norm_weight is not None,
         eps,
@@ -240,14 +250,17 @@ def rope_store(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k of qkv [T, (H+2K)*D], write k and v into the pools, return the rotated q [T, H, D].
 
     cos_sin is float32 [max_position, D] (cosines of D/2 angles, then their sines), positions and slot_mapping
     are int32 [T] (slot -1 = store nothing), k_cache and v_cache are [P, S, K, D] and are written in place.
     q_norm_weight and k_norm_weight [D] ask for an RMSNorm (eps) of every head of q or k before its rotation.
+    kv_scales, float32 [2], are the scales of keys and values in pools of e4m3, which must have them.
     """
-    arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, eps)
+    norms = (q_norm_weight, k_norm_weight, eps)
+    arguments = (qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, *norms, kv_scales)
     if qkv.device.type == "cpu":
         return rope_store_cpu(*arguments)
     return rope_store_triton(*arguments)

@@ -26,6 +26,9 @@ TRTLLM_PAGE_SIZES = (16, 32, 64)
 OLDEST_GPU = (8, 0)
 """The compute capability from which our kernels and flashinfer's run; triton_kernels/gpu.py says why."""
 
+OLDEST_FP8_GPU = (8, 9)
+"""The compute capability from which GPUs convert FP8 numbers."""
+
 
 class Backends(NamedTuple):
     """One backend for prompts and one for decode steps."""
@@ -49,6 +52,7 @@ class AttentionEnvironment(NamedTuple):
     head_dim: int
     page_size: int
     has_softcap: bool = False  # the model has a soft cap of attention scores
+    has_fp8_cache: bool = False  # keys and values are stored in FP8
 
 
 def parse(text: str) -> Backends:
@@ -112,6 +116,8 @@ def _triton_obstacle(environment: AttentionEnvironment) -> str | None:
         return "needs --device cuda"
     if (0, 0) < environment.capability < OLDEST_GPU:
         return _too_old(environment)
+    if environment.has_fp8_cache and (0, 0) < environment.capability < OLDEST_FP8_GPU:
+        return f"converts FP8 from compute 8.9 on, and this is {_compute(environment)}"
     if environment.head_dim > 256 or environment.head_dim % 8:
         return f"takes head dims up to 256 that are multiples of 8, and the model's is {environment.head_dim}"
     if environment.num_heads // environment.num_kv_heads > 16:
@@ -130,6 +136,8 @@ def _flashinfer_obstacle(environment: AttentionEnvironment) -> str | None:
     if environment.head_dim not in FLASHINFER_HEAD_DIMS:
         dims = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
         return f"takes head dims of {dims}, and the model's is {environment.head_dim}"
+    if environment.has_fp8_cache:
+        return "reads no FP8 cache (--kv-dtype fp8)"
     if environment.has_softcap:
         return "has no soft cap of attention scores, which the model needs"
     if environment.capability < OLDEST_GPU:

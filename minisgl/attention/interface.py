@@ -5,7 +5,7 @@ row, I pages of all rows of a batch.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -54,12 +54,27 @@ class JoinedDecodes(NamedTuple):
     is_real: Tensor  # bool [D]  False = padding
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionInputs, float, int, float], Tensor]
-"""(q [T, H, D], k_cache [P, S, K, D], v_cache, inputs, scale, window, softcap) -> [T, H, D]
+class Attend(Protocol):
+    """Causal attention over the pool: a token sees the last `window` tokens, itself included; 0 = all."""
 
-Causal: a token sees the last `window` tokens, itself included; 0 = all. With softcap > 0 scores become
-softcap * tanh(scores / softcap). The output for tokens of `decodes` is undefined.
-"""
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, D] over k_cache and v_cache [P, S, K, D] -> [T, H, D], undefined for tokens of `decodes`.
+
+        Args:
+            softcap: if above 0, scores become softcap * tanh(scores / softcap).
+            kv_scales: float32 [2], of keys and values; only for a pool of FP8, which must have them.
+        """
+        ...
 
 
 class BatchPages(NamedTuple):
@@ -102,10 +117,11 @@ class PrefillDecodePair(NamedTuple):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Call `decode` in decode steps, else `prefill`."""
         attend = self.decode if inputs.is_decode else self.prefill
-        return attend(q, k_cache, v_cache, inputs, scale, window, softcap)
+        return attend(q, k_cache, v_cache, inputs, scale, window, softcap, kv_scales)
 
 
 def pair_backends(prefill: Backend, decode: Backend) -> Backend:

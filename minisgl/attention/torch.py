@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minisgl.attention.interface import AttentionInputs, RowKeys
+from triton_kernels.e4m3 import FP8
 from triton_kernels.on_cpu import FEW_BYTES, on_one_thread
 
 QUERIES_AT_ONCE = 512
@@ -25,8 +26,11 @@ def attend(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
+    k_scale, v_scale = (1.0, 1.0) if kv_scales is None else kv_scales.tolist()
+    scale *= k_scale
     rows = inputs.rows if inputs.rows is not None else find_rows(inputs, k_cache.shape[1])
     queries = q.unflatten(1, (k_cache.shape[2], -1))
     blocks = [
@@ -35,16 +39,14 @@ def attend(
         for low in range(row.begin, row.end, QUERIES_AT_ONCE)
     ]
     if len(blocks) == 1 and blocks[0][:2] == (0, len(q)):
-        return (
-            _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap)
-            .flatten(1, 2)
-            .contiguous()
-        )
+        out = _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap)
+        out = out.flatten(1, 2).contiguous()
+        return out if v_scale == 1 else out * v_scale
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
     for low, high, row in blocks:
         some = queries[low:high]
         out[low:high] = _attend_block(some, k_cache, v_cache, low, high, row, scale, window, softcap)
-    return out.flatten(1, 2)
+    return out.flatten(1, 2) if v_scale == 1 else out.flatten(1, 2) * v_scale
 
 
 def with_rows_of_a_cpu(inputs: AttentionInputs, page_size: int) -> AttentionInputs:
@@ -88,7 +90,9 @@ def _attend_block(
     end = row.length - (row.end - high)  # the block sees the row's keys begin : end
     begin = max(0, end - num_queries + 1 - window) if window else 0
     length = end - begin
-    k, v = (_select(pool, row.slots, begin, end).transpose(0, 1) for pool in (k_cache, v_cache))
+    k, v = (
+        _select(pool, row.slots, begin, end).to(queries.dtype).transpose(0, 1) for pool in (k_cache, v_cache)
+    )
     if num_queries == 1 and not softcap:  # no mask is needed, so the G heads can be torch's queries
         if k.device.type == "cpu" and 2 * k.nbytes < FEW_BYTES:
             return on_one_thread(F.scaled_dot_product_attention, queries, k[None], v[None], scale=scale)
@@ -109,6 +113,8 @@ def _attend_block(
 
 def _select(pool: Tensor, slots: slice | Tensor, begin: int, end: int) -> Tensor:
     """The keys or values [L, K, D] at slots[begin : end] of pool [P, S, K, D]."""
+    if pool.dtype == FP8:  # torch does not read every type by index
+        return _select(pool.view(torch.uint8), slots, begin, end).view(FP8)
     page_size = pool.shape[1]
     if isinstance(slots, slice):
         begin, end = slots.start + begin, slots.start + end

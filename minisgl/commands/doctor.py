@@ -289,7 +289,7 @@ def _model(
         warnings.append(str(error))
         return {"name": name, "folder": "not here"}, None
     try:
-        config = read_model_config(folder, engine.quantization)
+        config = read_model_config(folder, engine.quantization, engine.kv_dtype)
     except MinisglError as error:
         problems.append(f"{name}: {error}")
         return {"name": name, "folder": str(folder)}, None
@@ -330,7 +330,12 @@ def _attention(
     except MinisglError:
         return {}
     place = attention_environment(
-        model, facts, device=settings.device, dtype=settings.dtype, page_size=settings.page_size
+        model,
+        facts,
+        device=settings.device,
+        dtype=settings.dtype,
+        page_size=settings.page_size,
+        kv_dtype=settings.kv_dtype,
     )
     chosen = parse(resolved.attention_backend) if resolved is not None else None
     found = {}

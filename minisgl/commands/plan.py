@@ -103,7 +103,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         ConfigError: the model does not fit, or a setting is impossible.
         ModelError: config.json can't be read.
     """
-    model = read_model_config(folder, config.quantization)
+    model = read_model_config(folder, config.quantization, config.kv_dtype)
     capability = OTHER_COMPUTE.get(_known_gpu(gpu) or "", (9, 0))
     # The packages of that machine are unknown, so flashinfer is assumed to be installed.
     facts = DeviceFacts(has_cuda=True, cuda_name=gpu, compute_capability=capability, flashinfer="assumed")
@@ -158,7 +158,7 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
             "KV pool",
             budget.pool_bytes,
             f"{(budget.num_pages - 1) * config.page_size:,} tokens of "
-            f"{budget.page_bytes / config.page_size / 1024:.4g} KiB",
+            f"{budget.page_bytes / config.page_size / 1024:.4g} KiB in {config.kv_dtype or config.dtype}",
         ),
     ]
     unused = budget.available_bytes - sum(size for _, size, _ in parts)

@@ -20,13 +20,17 @@ class EngineConfig:
     """Use random weights N(0, 0.02) instead of the checkpoint's, for benchmarks; needs only config.json."""
     quantization: str | None = None
     """Quantize the weights of an unquantized checkpoint while they load: "fp8" (a scale for each output
-    feature and for each row of activations) or "fp8-block" (for 128 x 128 weights, and for 128 activations).
+    feature and for each row of activations), "fp8-block" (for 128 x 128 weights, and for 128 activations) or
+    "int4" (4-bit weights with a scale for 128 inputs, or 64 or 32 where widths need it; activations stay).
     Head and embedding stay as they are. Auto: the weights are used as the checkpoint has them."""
     device: str | None = None
     """Either "cuda" or "cpu". Auto: cuda if the machine has a CUDA GPU, else cpu."""
     dtype: str | None = None
     """One of "bfloat16", "float16", "float32". Auto: the checkpoint's on cuda; on cpu bfloat16 if the
     processor has instructions for it (half the time per token), else float32."""
+    kv_dtype: str | None = None
+    """Store keys and values as "fp8" (e4m3): half of bfloat16's memory, so twice the tokens fit. The scales
+    are the checkpoint's, or 1 if it has none. On cuda from compute capability 8.9 on. Auto: as dtype."""
     max_context_tokens: int | None = None
     """Longest prompt + output of a request, in tokens. Auto: the model's own limit."""
     max_running_requests: int | None = None
@@ -117,6 +121,8 @@ class ResolvedConfig:
     quantization: str | None
     device: str
     dtype: str
+    kv_dtype: str | None
+    """None = dtype."""
     max_context_tokens: int
     max_running_requests: int
     max_step_tokens: int

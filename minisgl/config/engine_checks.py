@@ -6,7 +6,7 @@ from minisgl.attention.choice import TORCH, TRITON, parse
 from minisgl.config.engine import EngineConfig, ResolvedConfig
 from minisgl.config.field_checks import LARGEST, check_types, require
 from minisgl.errors import ConfigError
-from minisgl.model_config.config import DTYPE_BYTES
+from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE
 from minisgl.model_config.quantization_formats import QUANTIZED_WHILE_LOADING
 
 
@@ -29,6 +29,7 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
 
     check_choice("device", "cuda", "cpu")
     check_choice("dtype", *DTYPE_BYTES)
+    check_choice("kv_dtype", FP8_CACHE)
     check_choice("quantization", *QUANTIZED_WHILE_LOADING)
     check_choice("compile_mode", "layers", "full", "off")
     check_range("max_context_tokens", 2)

@@ -47,6 +47,9 @@ def chosen_settings(
     if model.quantization is not None:
         value = resolved.quantization or "as stored"
         choices.append(ChosenSetting("--quantization", value, model.quantization.describe()))
+    if resolved.kv_dtype is not None:
+        scales = "scales of 1" if model.cache_scale_names is None else "the checkpoint's scales"
+        choices.append(ChosenSetting("--kv-dtype", resolved.kv_dtype, f"asked for; {scales}"))
     return choices
 
 

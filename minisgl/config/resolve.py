@@ -5,12 +5,12 @@ Promise: a pure function of the settings, the model and `DeviceFacts`; its resul
 
 import math
 
-from minisgl.attention.choice import OLDEST_GPU, TORCH, TRITON, AttentionEnvironment, choose
+from minisgl.attention.choice import OLDEST_FP8_GPU, OLDEST_GPU, TORCH, TRITON, AttentionEnvironment, choose
 from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig
 from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import require
 from minisgl.errors import ConfigError
-from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.config import FP8_CACHE, ModelConfig
 
 LAUNCH_MULTIPLICATIONS = 120e9
 """Multiply-adds of an H200 (600 TFLOP/s) in the time that launching a layer's kernels takes (0.4 ms)."""
@@ -49,7 +49,15 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_running = or_auto(config.max_running_requests, 256 if on_cuda else 32)
     max_step_tokens = or_auto(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
     dtype = config.dtype or _auto_dtype(model, facts, on_cuda)
-    place = attention_environment(model, facts, device=device, dtype=dtype, page_size=config.page_size)
+    if on_cuda and config.kv_dtype == FP8_CACHE and (0, 0) < facts.compute_capability < OLDEST_FP8_GPU:
+        major, minor = facts.compute_capability
+        raise ConfigError(
+            f"--kv-dtype {FP8_CACHE} needs a GPU that converts FP8 (Ada, Hopper or newer, compute 8.9), and "
+            f"this is compute {major}.{minor}; leave it away"
+        )
+    place = attention_environment(
+        model, facts, device=device, dtype=dtype, page_size=config.page_size, kv_dtype=config.kv_dtype
+    )
     attention = choose(config.attention_backend, place)
     can_record = on_cuda and attention.decode != TORCH
     max_graph_batch = or_auto(config.max_graph_batch, max_running if can_record else 0)
@@ -68,6 +76,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         quantization=config.quantization,
         device=device,
         dtype=dtype,
+        kv_dtype=config.kv_dtype,
         max_context_tokens=max_context_tokens,
         max_running_requests=max_running,
         max_step_tokens=max_step_tokens,
@@ -103,7 +112,13 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
 
 
 def attention_environment(
-    model: ModelConfig, facts: DeviceFacts, *, device: str, dtype: str, page_size: int
+    model: ModelConfig,
+    facts: DeviceFacts,
+    *,
+    device: str,
+    dtype: str,
+    page_size: int,
+    kv_dtype: str | None = None,
 ) -> AttentionEnvironment:
     """The facts that decide which attention backends can run."""
     heads = (model.num_heads, model.num_kv_heads, model.head_dim)
@@ -115,6 +130,7 @@ def attention_environment(
         *heads,
         page_size,
         has_softcap=model.attention_softcap is not None,
+        has_fp8_cache=kv_dtype == FP8_CACHE,
     )
 
 

@@ -193,7 +193,7 @@ class Engine:
         if self.page_events is not None:
             self.page_events.publish(self.cache.take_changes())
         if plan is None or not self._scheduler.has_work:
-            self.watch.pace.rest()
+            self.watch.rest()
         return outputs
 
     def _apply_until(self, num_in_flight: int) -> None:
@@ -247,8 +247,9 @@ class Engine:
         """Fill the KV pool with random values for measurements, because zeros are not realistic."""
         with torch.inference_mode():
             for attention in self.runner.model.attention_layers():
-                attention.k_cache.normal_()
-                attention.v_cache.normal_()
+                for cache in (attention.k_cache, attention.v_cache):
+                    for pages in cache.split(1024):  # in float32, as FP8 can't be drawn
+                        pages.copy_(torch.randn(pages.shape, device=pages.device))
 
     def wait_for_other_ranks(self) -> "list[Started]":
         """Wait until the other ranks are ready, and return their reports of the start.

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs, decodes_with_triton
 from minisgl.layers.norm import RMSNorm
+from triton_kernels.e4m3 import FP8
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
 
 
 class Attention(nn.Module):
-    """Rotates q and k, stores k and v in the pool, attends. Buffers: k_cache and v_cache [P, S, K, D].
+    """Rotates q and k, stores k and v in the pool, attends. Buffers: k_cache and v_cache [P, S, K, D], and
+    kv_scales, float32 [2], the scales of keys and values in a pool of FP8: 1 unless they are loaded.
 
     The pool is empty (P = 0) until `allocate_kv`: the engine profiles memory before it chooses the size.
 
@@ -26,10 +28,13 @@ class Attention(nn.Module):
         window: tokens that each token sees, itself included; 0 = all up to itself.
         scale: factor on the scores; None = 1 / sqrt(D).
         softcap: scores become softcap * tanh(scores / softcap); 0 = no soft cap.
+        scale_names: the checkpoint's names of the two scales; None = it has none.
+        device: of the scales.
     """
 
     k_cache: Tensor
     v_cache: Tensor
+    kv_scales: Tensor
 
     def __init__(
         self,
@@ -41,6 +46,8 @@ class Attention(nn.Module):
         window: int = 0,
         scale: float | None = None,
         softcap: float = 0.0,
+        scale_names: tuple[str, str] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -54,6 +61,8 @@ class Attention(nn.Module):
         self.kernels = KERNELS
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(0, 1, num_kv_heads, head_dim), persistent=False)
+        self.scale_names = scale_names
+        self.register_buffer("kv_scales", torch.ones(2, device=device), persistent=False)
 
     def allocate_kv(
         self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
@@ -62,6 +71,10 @@ class Attention(nn.Module):
         shape = (num_pages, page_size, self.num_kv_heads, self.head_dim)
         self.k_cache = _zeros(shape, dtype, torch.device(device))
         self.v_cache = _zeros(shape, dtype, torch.device(device))
+
+    def scale_tensors(self) -> dict[str, Tensor]:
+        """Views [1] of the scales to load, by what the checkpoint calls them."""
+        return dict(zip(self.scale_names or (), self.kv_scales.split(1), strict=False))
 
     def forward(
         self,
@@ -93,23 +106,28 @@ class Attention(nn.Module):
                 window=self.window,
                 softcap=self.softcap,
                 arrivals=inputs.arrivals,
+                **self._scales(),
             )
         else:
-            pools = (self.k_cache, self.v_cache)
-            q = self.kernels.rope_store(qkv, cos_sin, positions, inputs.slot_mapping, *pools, *norms)
+            places = (positions, inputs.slot_mapping, self.k_cache, self.v_cache)
+            q = self.kernels.rope_store(qkv, cos_sin, *places, *norms, **self._scales())
             out = self.attend_pool(q, inputs)
         return out.view(-1, self.num_heads * self.head_dim)
 
     def attend_pool(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """Attention of q [T, H, D] over the pool -> [T, H, D], including rows that decode beside prompts."""
         pools, options = (self.k_cache, self.v_cache), (self.scale, self.window, self.softcap)
-        out = self.attend(q, *pools, inputs, *options)
+        out = self.attend(q, *pools, inputs, *options, **self._scales())
         if inputs.decodes is not None:
             decodes, is_real = inputs.decodes
             q, first = q[: len(is_real)], out[: len(is_real)]
-            decoded = self.attend(q, *pools, decodes, *options)
+            decoded = self.attend(q, *pools, decodes, *options, **self._scales())
             torch.where(is_real[:, None, None], decoded, first, out=first)
         return out
+
+    def _scales(self) -> dict[str, Tensor]:
+        """The further argument of the ops and of `attend` for a pool of FP8."""
+        return {"kv_scales": self.kv_scales} if self.k_cache.dtype == FP8 else {}
 
     def _uses_fused_decode(self) -> bool:
         """Whether `rope_paged_decode` does the work of rope_store and paged_decode.

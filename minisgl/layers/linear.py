@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.fp8_weight import Fp8Weight
+from minisgl.layers.int4_weight import Int4Weight
 from minisgl.layers.weight import Input, InputFormat, PlainWeight
-from minisgl.model_config.quantization import Fp8Scheme
+from minisgl.model_config.quantization import Int4Scheme, Scheme
+
+AnyWeight = PlainWeight | Fp8Weight | Int4Weight
 
 
 def make_weight(
@@ -20,11 +23,13 @@ def make_weight(
     device: torch.device,
     *,
     bias: bool,
-    scheme: Fp8Scheme | None,
-) -> PlainWeight | Fp8Weight:
+    scheme: Scheme | None,
+) -> AnyWeight:
     """A weight of the kind that `scheme` says (None = unquantized) with parts of these output features."""
     if scheme is None:
         return PlainWeight(in_features, sizes, dtype, device, bias=bias)
+    if isinstance(scheme, Int4Scheme):
+        return Int4Weight(in_features, sizes, scheme, dtype, device, bias=bias)
     return Fp8Weight(in_features, sizes, scheme, dtype, device, bias=bias)
 
 
@@ -39,7 +44,7 @@ class Linear(nn.Module):
         device: torch.device,
         *,
         bias: bool = False,
-        scheme: Fp8Scheme | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         super().__init__()
         self.weight = make_weight(in_features, [out_features], dtype, device, bias=bias, scheme=scheme)
@@ -70,7 +75,7 @@ class FusedLinear(nn.Module):
         device: torch.device,
         *,
         bias: bool = False,
-        scheme: Fp8Scheme | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         super().__init__()
         self.parts = tuple(parts)

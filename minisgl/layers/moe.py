@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from minisgl.layers.linear import Linear
+from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config.config import ExpertsConfig
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
@@ -21,6 +23,8 @@ class AddingNorm(Protocol):
 
 class MoeMLP(nn.Module):
     """Mixture of experts: for each token, the weighted sum of the gated MLPs that the router picks.
+
+    A shared expert, if there is one, is added for every token, times the sigmoid of its gate.
 
     All experts' matrices lie in two tensors: gate_up [E, 2F, M], the gate in the upper F rows, and down
     [E, M, F]; the router is [E, M]. They are allocated, not initialised.
@@ -40,6 +44,10 @@ class MoeMLP(nn.Module):
         self.router = weight(config.num_experts, hidden_size)
         self.gate_up = weight(config.num_experts, 2 * width, hidden_size)
         self.down = weight(config.num_experts, hidden_size, width)
+        self.shared_expert = self.shared_expert_gate = None
+        if config.shared_intermediate_size:
+            self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size, dtype, device)
+            self.shared_expert_gate = Linear(hidden_size, 1, dtype, device)
 
     def forward_add(
         self, x: Tensor, residual: Tensor, norm: AddingNorm, slot_mapping: Tensor
@@ -60,6 +68,8 @@ class MoeMLP(nn.Module):
         y = self.kernels.fused_moe(
             x, logits, self.gate_up, self.down, experts.experts_per_token, experts.renormalize
         )
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            y = y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return y, residual
 
     def _norm_and_router_are_ours(self) -> bool:

@@ -16,6 +16,8 @@ from minisgl.model_config.config import ModelConfig, RopeScaling
 def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, local: bool = False) -> Tensor:
     """float32 [max_position, D]: the cosines of D/2 angles, then their sines.
 
+    If only `rotary_dim` elements are rotated, the angles behind theirs are 0.
+
     Args:
         local: the table of `local_rope_layers`, with their own theta and no scaling.
 
@@ -27,14 +29,29 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, loc
     theta, scaling = config.rope_theta, config.rope_scaling
     if local:
         theta, scaling = config.local_rope_theta, None
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    rotary_dim = config.rotary_dim or config.head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     frequencies = _scaled(1.0 / theta**exponents, theta, scaling, config.max_position)
     positions = torch.arange(config.max_position, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    if scaling is not None:
-        table *= scaling.attention_factor
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    table = _unrotated(config)
+    cos, sin = table.chunk(2, dim=-1)
+    cos[:, : rotary_dim // 2] = angles.cos() * factor
+    sin[:, : rotary_dim // 2] = angles.sin() * factor
     return table.to(device)
+
+
+def make_unrotated(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """float32 [max_position, D]: the table of `no_rope_layers`, whose angles are all 0."""
+    if torch.device(device).type == "meta":
+        return torch.empty(config.max_position, config.head_dim, device=device)
+    return _unrotated(config).to(device)
+
+
+def _unrotated(config: ModelConfig) -> Tensor:
+    ones = torch.ones(config.max_position, config.head_dim // 2, dtype=torch.float32, device="cpu")
+    return torch.cat((ones, torch.zeros_like(ones)), dim=-1)
 
 
 def _scaled(frequencies: Tensor, theta: float, scaling: RopeScaling | None, max_position: int) -> Tensor:

@@ -1,7 +1,8 @@
 """What a linear layer multiplies by: a weight with the tensors of its checkpoint.
 
-Promise: a layer knows nothing of numbers and scales; unquantized is one kind among others (fp8_weight.py has
-another). A weight may consist of parts, layers with the same input whose output features lie side by side.
+Promise: a layer knows nothing of numbers and scales; unquantized is one kind among others (fp8_weight.py and
+int4_weight.py have others). A weight may consist of parts, layers with the same input whose output features
+lie side by side.
 
 N rows of input, `in` and `out` features.
 """

@@ -4,10 +4,13 @@ Promise: frozen and complete. Layers, loader and memory budget are built from it
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minisgl.model_config.quantization import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_CACHE = "fp8"
+"""The value of --kv-dtype for keys and values of e4m3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,13 @@ class RopeScaling:
     """proportional only: share of the frequencies, highest first, that rotate; the others are 0."""
 
 
+class QueryScaling(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / length)) (Ministral 3)."""
+
+    beta: float
+    length: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The mixture of experts that replaces the MLP."""
@@ -49,6 +59,9 @@ class ExpertsConfig:
     """Width of one expert."""
     renormalize: bool
     """The weights of a token's experts are scaled to sum to 1; else they are the softmax over all experts."""
+    shared_intermediate_size: int = 0
+    """Width of an MLP that every token goes through beside its experts, weighted by the sigmoid of a linear
+    layer (Qwen2-MoE); 0 = there is none."""
     dense_layers: frozenset[int] = frozenset()
     """Layers with an MLP of width `ModelConfig.intermediate_size` instead of experts."""
     module_name: str = "mlp"
@@ -82,16 +95,29 @@ class ModelConfig:
     """The output projection has a bias (families with `attention_bias`)."""
     qk_norm: bool = False
     """Each head of q and k is normalised before the rotation (Qwen3, Gemma 3)."""
+    qk_norm_of_all_heads: bool = False
+    """All heads of q together, and all of k, are normalised before the rotation (OLMo 2)."""
     windows: tuple[int, ...] = ()
     """Window of each layer in tokens, the new one included; 0 = no window. Empty = no layer has a window."""
     experts: ExpertsConfig | None = None
     local_rope_layers: frozenset[int] = frozenset()
-    """Layers that use `local_rope_theta` without scaling (Gemma 3's layers with a window)."""
+    """Layers that use `local_rope_theta` without scaling (those of Gemma 3 and OLMo 3 with a window)."""
     local_rope_theta: float = 10000.0
+    no_rope_layers: frozenset[int] = frozenset()
+    """Layers that rotate nothing (SmolLM3, EXAONE 4)."""
+    rotary_dim: int | None = None
+    """The first elements of a head that are rotated; None = all (GLM-4 rotates half)."""
+    rope_interleaved: bool = False
+    """Elements 2i and 2i + 1 are rotated together, not i and i + half of all (GLM-4, Ernie 4.5)."""
+    query_scaling: QueryScaling | None = None
+    residual_scale: float | None = None
+    """Factor on what attention and MLP add to the residual stream (Granite)."""
+    logits_divisor: float | None = None
+    """(Granite.)"""
     attention_scale: float | None = None
     """Factor on attention scores; None = 1 / sqrt(head_dim)."""
     embedding_scale: float | None = None
-    """Factor on embeddings, rounded to their dtype (Gemma)."""
+    """Factor on embeddings, rounded to their dtype (Gemma, Granite)."""
     attention_softcap: float | None = None
     """Attention scores become softcap * tanh(scores / softcap) (Gemma 2)."""
     logit_softcap: float | None = None
@@ -103,6 +129,9 @@ class ModelConfig:
     (Gemma 3, Mistral Small 3)."""
     quantization: Quantization | None = None
     """How linear layers are quantized; None = no layer is."""
+    cache_scale_names: tuple[str, str] | None = None
+    """The checkpoint's names of an FP8 cache's scales in each layer's "self_attn": the keys' and the values'.
+    None = they are 1."""
     checkpoint_dtype: str
     """"float32", "bfloat16" or "float16": the dtype of the stored weights."""
     eos_token_ids: tuple[int, ...]
@@ -126,6 +155,7 @@ class ModelConfig:
         width = self.intermediate_size
         if self.experts is not None:
             width = self.experts.experts_per_token * self.experts.intermediate_size
+            width += self.experts.shared_intermediate_size
         return attention + 3 * self.hidden_size * width
 
     @property
@@ -134,4 +164,5 @@ class ModelConfig:
         if self.experts is None:
             return self.intermediate_size
         each = self.experts.intermediate_size + self.hidden_size
-        return max(self.intermediate_size, self.experts.experts_per_token * each)
+        shared = self.experts.shared_intermediate_size
+        return max(self.intermediate_size, self.experts.experts_per_token * each + shared)

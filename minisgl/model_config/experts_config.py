@@ -1,5 +1,6 @@
 """Reads the mixture of experts from config.json."""
 
+from dataclasses import replace
 from typing import Any
 
 from minisgl.errors import ModelError
@@ -11,8 +12,23 @@ EXPERT_TILE = 16
 """The kernels need widths that are multiples of this."""
 
 
+def read_qwen2_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
+    """Read Qwen2-MoE's mixture, with an expert that all tokens share; None = no layer has experts."""
+    sizes = {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    raw = sizes | {key: value for key, value in raw.items() if value is not None}
+    experts = _read_qwen_experts(raw, 60)
+    if experts is None:
+        return None
+    shared = integer(raw, "shared_expert_intermediate_size", 5632)
+    return replace(experts, shared_intermediate_size=shared)
+
+
 def read_qwen3_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
     """Read Qwen3-MoE's mixture; None = no layer has experts."""
+    return _read_qwen_experts(raw, 128)
+
+
+def _read_qwen_experts(raw: dict[str, Any], default_experts: int) -> ExpertsConfig | None:
     if raw.get("num_experts", raw.get("num_local_experts")) == 0:
         return None
     num_layers = integer(raw, "num_hidden_layers")
@@ -24,7 +40,7 @@ def read_qwen3_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
     if len(dense) == num_layers:
         return None
     experts = ExpertsConfig(
-        num_experts=_num_experts(raw, 128),
+        num_experts=_num_experts(raw, default_experts),
         experts_per_token=integer(raw, "num_experts_per_tok", 8),
         intermediate_size=integer(raw, "moe_intermediate_size", 768),
         renormalize=bool(raw.get("norm_topk_prob", False)),

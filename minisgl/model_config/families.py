@@ -6,7 +6,17 @@ from enum import Enum
 from typing import Any
 
 from minisgl.model_config.config import ExpertsConfig
-from minisgl.model_config.experts_config import read_mixtral_experts, read_qwen3_experts
+from minisgl.model_config.experts_config import (
+    read_mixtral_experts,
+    read_qwen2_experts,
+    read_qwen3_experts,
+)
+from minisgl.model_config.switches import (
+    Complete,
+    with_exaone_positions,
+    with_granite_multipliers,
+    with_query_scaling,
+)
 
 
 class Windows(Enum):
@@ -17,7 +27,8 @@ class Windows(Enum):
     ALL_IF_USED = "every layer, where use_sliding_window says so"
     LATER_LAYERS_IF_USED = "those of layer_types, else from max_window_layers on, if use_sliding_window"
     EVERY_SECOND = "those of layer_types, else the first layer and every second one after it"
-    PATTERN = "those of layer_types, else all but every sixth (sliding_window_pattern)"
+    PATTERN = "those of layer_types, else all but every so-many-th"
+    NO_ROPE_IF_USED = "those of layer_types, else those without RoPE, where use_sliding_window says so"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +43,60 @@ class Family:
     rope_theta: float = 10000.0
     windows: Windows = Windows.NONE
     sliding_window: int | None = 4096
+    window_pattern: int | None = None
+    """With `Windows.PATTERN`: every so-many-th layer has no window; None = `sliding_window_pattern` says."""
+    default_pattern: int = 6
+    """What a missing `sliding_window_pattern` means."""
     qkv_bias: bool = False
-    """q, k and v always have biases; the class ignores `attention_bias`."""
+    """q, k and v have biases; the class ignores `attention_bias`."""
+    qkv_bias_key: str | None = None
+    """With `qkv_bias`: the key that can take these biases away; None = they are always there."""
     attention_bias: bool = False
     """The class reads `attention_bias`, which gives all four projections a bias; other classes refuse it."""
+    o_bias_key: str | None = "attention_bias"
+    """With `attention_bias`: the key that gives the output projection a bias; None = it never has one."""
     qk_norm: bool = False
+    qk_norm_of_all_heads: bool = False
     tied: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
     """The key of the activation function, and its only supported value."""
-    defaults: Mapping[str, float] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of further keys that config.json may leave out (Gemma 3's larger models do)."""
     is_gemma: bool = False
     """Scaled embeddings, norm weights stored less 1, `query_pre_attn_scalar`, `final_logit_softcapping`."""
     attention_softcap: bool = False
     """The class reads `attn_logit_softcapping`; other classes refuse it."""
-    rope_by_layer_type: bool = False
-    """Layers with a window have RoPE settings of their own."""
+    local_rope_theta: float | None = None
+    """Layers with a window have RoPE settings of their own, with this theta if the file gives none."""
+    rotary_share: float | None = None
+    """The class reads `partial_rotary_factor`, and this is its default; other classes refuse it."""
+    rope_interleaved: bool = False
+    reads_no_rope_layers: bool = False
+    """The class reads `no_rope_layers`."""
+    complete: Complete | None = None
+    """Reads what only this family has."""
     read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
+    reads: tuple[str, ...] = ()
+    """Keys that the class reads and others refuse."""
 
 
 FAMILIES = {
+    "Ernie4_5ForCausalLM": Family(
+        num_kv_heads=2,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tied=True,
+        rope_interleaved=True,
+    ),
+    "Exaone4ForCausalLM": Family(
+        num_kv_heads=32,
+        rms_norm_eps=1e-5,
+        windows=Windows.PATTERN,
+        default_pattern=4,
+        qk_norm=True,
+        complete=with_exaone_positions,
+    ),
     "Gemma2ForCausalLM": Family(
         num_kv_heads=4,
         head_dim=256,
@@ -90,9 +135,41 @@ FAMILIES = {
             "vocab_size": 262208,
         },
         is_gemma=True,
-        rope_by_layer_type=True,
+        local_rope_theta=10000.0,
     ),
+    "Glm4ForCausalLM": Family(
+        num_kv_heads=2,
+        head_dim=128,
+        rms_norm_eps=1.5625e-07,
+        attention_bias=True,
+        o_bias_key=None,
+        defaults={"attention_bias": True},
+        rotary_share=0.5,
+        rope_interleaved=True,
+    ),
+    "GraniteForCausalLM": Family(attention_bias=True, complete=with_granite_multipliers),
     "LlamaForCausalLM": Family(attention_bias=True),
+    "Ministral3ForCausalLM": Family(
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        windows=Windows.ALL,
+        sliding_window=None,
+        defaults={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        complete=with_query_scaling,
+    ),
     "MistralForCausalLM": Family(num_kv_heads=8, windows=Windows.ALL),
     "MixtralForCausalLM": Family(
         num_kv_heads=8,
@@ -102,8 +179,25 @@ FAMILIES = {
         sliding_window=None,
         read_experts=read_mixtral_experts,
     ),
-    "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, windows=Windows.ALL, sliding_window=None),
+    "Olmo2ForCausalLM": Family(rms_norm_eps=1e-5, attention_bias=True, qk_norm_of_all_heads=True),
+    "Olmo3ForCausalLM": Family(
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        windows=Windows.PATTERN,
+        window_pattern=4,
+        attention_bias=True,
+        qk_norm_of_all_heads=True,
+        local_rope_theta=500000.0,
+    ),
+    "Phi3ForCausalLM": Family(rms_norm_eps=1e-5, windows=Windows.ALL, sliding_window=None, rotary_share=1.0),
     "Qwen2ForCausalLM": Family(num_kv_heads=32, windows=Windows.LATER_LAYERS_IF_USED, qkv_bias=True),
+    "Qwen2MoeForCausalLM": Family(
+        num_kv_heads=16,
+        qkv_bias=True,
+        qkv_bias_key="qkv_bias",
+        read_experts=read_qwen2_experts,
+        reads=("shared_expert_intermediate_size",),
+    ),
     "Qwen3ForCausalLM": Family(
         num_kv_heads=32,
         head_dim=128,
@@ -118,14 +212,33 @@ FAMILIES = {
         qk_norm=True,
         read_experts=read_qwen3_experts,
     ),
+    "SeedOssForCausalLM": Family(
+        num_kv_heads=8,
+        head_dim=128,
+        attention_bias=True,
+        o_bias_key="attention_out_bias",
+        defaults={"attention_bias": True},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        num_kv_heads=4,
+        rope_theta=2e6,
+        windows=Windows.NO_ROPE_IF_USED,
+        sliding_window=None,
+        attention_bias=True,
+        tied=True,
+        reads_no_rope_layers=True,
+    ),
 }
 """Families by Hugging Face class name; models/registry.py builds the models."""
 
 MULTIMODAL_CLASSES = {
-    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
-    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
 }
-"""Multimodal classes: the class of their text model, and the model_type of their `text_config`. The server
-refuses requests with images, so the vision part is not loaded."""
+"""Multimodal classes: the class of their text model by the model_type of their `text_config`, the default
+first. The server refuses requests with images, so the vision part is not loaded."""
 TEXT_PREFIX = "language_model."
 """Prefix of the text model's tensor names in multimodal checkpoints."""

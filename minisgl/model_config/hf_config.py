@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import DTYPE_BYTES, ModelConfig, RopeScaling
+from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig, RopeScaling
 from minisgl.model_config.families import FAMILIES, MULTIMODAL_CLASSES, TEXT_PREFIX, Family, Windows
-from minisgl.model_config.json_fields import integer, number, read_json, unsupported, whole_number
+from minisgl.model_config.json_fields import integer, number, read_json, unsupported
+from minisgl.model_config.layer_kinds import SLIDING, layer_kinds, layer_windows, layers_without_rope
 from minisgl.model_config.quantization_formats import quantized_while_loading, read_quantization
-from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type
+from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type, read_rotary_dim
 
 
-def read_model_config(folder: Path, quantization: str | None = None) -> ModelConfig:
+def read_model_config(
+    folder: Path, quantization: str | None = None, kv_dtype: str | None = None
+) -> ModelConfig:
     """Read the model in `folder` and check that this engine supports all its settings.
 
     Args:
         quantization: `EngineConfig.quantization`: how to quantize the weights while loading.
+        kv_dtype: `EngineConfig.kv_dtype`: with an FP8 cache, its scales are read if the checkpoint has them.
 
     Raises:
         ModelError: config.json is missing or malformed, or has an unsupported setting.
@@ -51,9 +55,13 @@ def read_model_config(folder: Path, quantization: str | None = None) -> ModelCon
     head_dim = integer(raw, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"config.json: head_dim must be even for rotary embeddings, got {head_dim}")
-    read = read_rope_by_layer_type if family.rope_by_layer_type else read_rope
-    rope = read(raw, family.rope_theta, head_dim)
+    rotary_dim = read_rotary_dim(raw, family.rotary_share, head_dim)
+    if family.local_rope_theta is not None:
+        rope = read_rope_by_layer_type(raw, family.rope_theta, family.local_rope_theta, rotary_dim)
+    else:
+        rope = read_rope(raw, family.rope_theta, rotary_dim)
     max_position = _max_position(raw, rope.scaling)
+    kinds = layer_kinds(raw, family)
     has_bias = family.attention_bias and bool(raw.get("attention_bias"))
     config = ModelConfig(
         architecture=architecture,
@@ -69,10 +77,16 @@ def read_model_config(folder: Path, quantization: str | None = None) -> ModelCon
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied)),
-        qkv_bias=family.qkv_bias or has_bias,
-        o_bias=has_bias,
+        qkv_bias=has_bias or (family.qkv_bias and bool(raw.get(family.qkv_bias_key or "", True))),
+        o_bias=bool(family.o_bias_key and family.attention_bias and raw.get(family.o_bias_key)),
         qk_norm=family.qk_norm,
-        windows=_windows(raw, family, max_position),
+        qk_norm_of_all_heads=family.qk_norm_of_all_heads,
+        windows=layer_windows(raw, family, max_position),
+        no_rope_layers=layers_without_rope(raw) if family.reads_no_rope_layers else frozenset(),
+        local_rope_layers=_layers_with_local_rope(family, kinds),
+        local_rope_theta=rope.local_theta,
+        rotary_dim=rotary_dim if rotary_dim < head_dim else None,
+        rope_interleaved=family.rope_interleaved,
         experts=family.read_experts(raw) if family.read_experts else None,
         checkpoint_prefix=prefix,
         quantization=read_quantization(raw, prefix),
@@ -81,8 +95,12 @@ def read_model_config(folder: Path, quantization: str | None = None) -> ModelCon
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
     )
     if family.is_gemma:
-        config = _with_gemma_settings(config, raw, family, rope.local_theta)
+        config = _with_gemma_settings(config, raw)
+    if family.complete is not None:
+        config = family.complete(config, raw, kinds)
     _refuse_quantized_experts(config)
+    if kv_dtype == FP8_CACHE and config.quantization is not None:
+        config = replace(config, cache_scale_names=config.quantization.cache_scales)
     return quantized_while_loading(config, quantization)
 
 
@@ -97,20 +115,24 @@ def _refuse_quantized_experts(config: ModelConfig) -> None:
         return
     for layer in range(config.num_layers):
         outer = f"model.layers.{layer}.{experts.module_name}"
-        for name in (f"{outer}.gate", *(f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names)):
+        names = [f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names]
+        if experts.shared_intermediate_size:
+            names += [f"{outer}.shared_expert.{part}" for part in experts.gate_up_down_names]
+        for name in (f"{outer}.gate", *names):
             if layer not in experts.dense_layers and quantization.includes(name):
                 raise unsupported(f"quantized experts ({name}); take a version with unquantized experts")
 
 
-def _with_gemma_settings(
-    config: ModelConfig, raw: dict[str, Any], family: Family, local_theta: float
-) -> ModelConfig:
+def _layers_with_local_rope(family: Family, kinds: list[str]) -> frozenset[int]:
+    if family.local_rope_theta is None:
+        return frozenset()
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+
+
+def _with_gemma_settings(config: ModelConfig, raw: dict[str, Any]) -> ModelConfig:
     """The config completed with the settings that only Gemma has."""
-    kinds = _layer_kinds(raw, family) if family.rope_by_layer_type else []
     return replace(
         config,
-        local_rope_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention"),
-        local_rope_theta=local_theta,
         attention_scale=number(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
         embedding_scale=math.sqrt(config.hidden_size),
         attention_softcap=_softcap(raw, "attn_logit_softcapping"),
@@ -126,7 +148,7 @@ def _softcap(raw: dict[str, Any], key: str) -> float | None:
 
 UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
-    "partial_rotary_factor": (1.0,),
+    "use_bias": (False,),
     "clip_qkv": (),
     "dual_chunk_attention_config": (),
     "compression_config": (),
@@ -149,15 +171,16 @@ def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     whole = next((name for name in _class_names(raw) if name in MULTIMODAL_CLASSES), None)
     if whole is None:
         return raw, ""
-    architecture, model_type = MULTIMODAL_CLASSES[whole]
+    by_type = MULTIMODAL_CLASSES[whole]
     text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type", model_type) != model_type:
-        got = text.get("model_type") if isinstance(text, dict) else text
-        raise unsupported(f"text_config of model_type {got!r} in a {whole}; only {model_type!r} is known")
+    model_type = text.get("model_type", next(iter(by_type))) if isinstance(text, dict) else text
+    if not isinstance(text, dict) or model_type not in by_type:
+        known = ", ".join(map(repr, by_type))
+        raise unsupported(f"text_config of model_type {model_type!r} in a {whole}; known: {known}")
     # transformers reads these keys from the outer config.
     asked = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
     of_whole = {key: raw[key] for key in asked if raw.get(key) is not None}
-    return {**raw, **text, **of_whole, "architectures": [architecture]}, TEXT_PREFIX
+    return {**raw, **text, **of_whole, "architectures": [by_type[model_type]]}, TEXT_PREFIX
 
 
 def _class_names(raw: dict[str, Any]) -> list[str]:
@@ -189,7 +212,7 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
         raise unsupported(f"{activation} = {raw[activation]!r}; only {known!r} is known")
     for name, harmless in UNSUPPORTED_KEYS.items():
         value = raw.get(name)
-        if value is not None and value not in harmless:
+        if value is not None and value not in harmless and name not in family.reads:
             raise unsupported(f"{name} = {value!r}")
     softcaps = {
         "attn_logit_softcapping": family.attention_softcap,
@@ -202,56 +225,6 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
         raise unsupported(f"attention_bias = {raw['attention_bias']!r}")
     if family.windows is Windows.NONE and raw.get("sliding_window") and raw.get("use_sliding_window", True):
         raise unsupported(f"sliding_window = {raw['sliding_window']!r}")
-
-
-def _windows(raw: dict[str, Any], family: Family, max_position: int) -> tuple[int, ...]:
-    """`ModelConfig.windows`; a window as long as the longest context counts as no window."""
-    kinds = _layer_kinds(raw, family)
-    if "sliding_attention" not in kinds:
-        return ()
-    window = integer({"sliding_window": raw.get("sliding_window", family.sliding_window)}, "sliding_window")
-    if window >= max_position:
-        return ()
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-
-
-def _layer_kinds(raw: dict[str, Any], family: Family) -> list[str]:
-    """Each layer's type, "full_attention" or "sliding_attention", as transformers assigns them.
-
-    Raises:
-        ModelError: `layer_types` has the wrong length, an unknown type, or a type that this class ignores.
-    """
-    num_layers = integer(raw, "num_hidden_layers")
-    listed = raw.get("layer_types") or []
-    if not isinstance(listed, list) or len(listed) not in (0, num_layers):
-        raise ModelError(f"config.json: layer_types must name a type for each of {num_layers} layers")
-    others = sorted({str(kind) for kind in listed} - {"full_attention", "sliding_attention"})
-    if others:
-        raise unsupported(f"layer_types {', '.join(others)}; known are full_attention, sliding_attention")
-
-    window = raw.get("sliding_window", family.sliding_window)
-    used = window is not None and family.windows is not Windows.NONE
-    if family.windows in (Windows.ALL_IF_USED, Windows.LATER_LAYERS_IF_USED):
-        used = used and bool(raw.get("use_sliding_window"))
-    first = every = 0
-    if family.windows is Windows.LATER_LAYERS_IF_USED:
-        first = whole_number(raw, "max_window_layers", 28)
-    elif family.windows is Windows.EVERY_SECOND:
-        every = 2
-    elif family.windows is Windows.PATTERN:
-        every = integer(raw, "sliding_window_pattern", 6)
-    kinds = ["full_attention"] * num_layers
-    for i in range(first if used else num_layers, num_layers):
-        if not every or (i + 1) % every:
-            kinds[i] = "sliding_attention"
-    by_pattern = family.windows in (Windows.EVERY_SECOND, Windows.PATTERN)
-    if by_pattern or family.windows is Windows.LATER_LAYERS_IF_USED:
-        if not used and (by_pattern or "sliding_attention" in listed):
-            raise ModelError("config.json: some layers are to have a window, but there is no sliding_window")
-        return listed or kinds
-    if "sliding_attention" in listed and listed != kinds:
-        raise unsupported("layer_types with sliding_attention, which this architecture does not read")
-    return kinds
 
 
 def _max_position(raw: dict[str, Any], scaling: RopeScaling | None) -> int:

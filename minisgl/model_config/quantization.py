@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, and how: FP8 numbers (e4m3) with scales for weights and activations.
+"""Which layers of a model are quantized, and how: FP8 (e4m3) weights and activations, or 4-bit weights.
 
 Promise: whether activations are quantized is the format's to say, so that a token's numbers never depend on
 how many other tokens a step has.
@@ -42,12 +42,73 @@ class Fp8Scheme:
     scale_name: str = "weight_scale"
     """The checkpoint's name of a weight's scales; the weight's dequantized value is number times scale."""
 
+    @property
+    def computed_tensors(self) -> tuple[str, ...]:
+        """Of a weight that is quantized while it loads: the tensors beside it that no checkpoint has."""
+        return (self.scale_name,)
+
+    def describe(self) -> str:
+        """One phrase: the numbers and their scales."""
+        return f"FP8, weights per {self.weights.value}, activations per {self.activations.value}"
+
+
+class Int4Layout(Enum):
+    """How a checkpoint packs 4-bit weights."""
+
+    COMPRESSED = "compressed-tensors"
+    """8 inputs of an output in an int32."""
+    AWQ = "awq"
+    """8 outputs of an input in an int32, in an order of their own."""
+    GPTQ = "gptq"
+    """8 inputs of an output in an int32, transposed; zero points less 1."""
+    GPTQ_V2 = "gptq_v2"
+    """The same with zero points as they are."""
+    COMPUTED = "computed"
+    """Quantized while loading."""
+
+
+GROUP_SIZES = (128, 64, 32)
+"""Input features of an output that may share a scale."""
+
+
+@dataclass(frozen=True)
+class Int4Scheme:
+    """4-bit weights, dequantized as (number - zero point) * scale; activations stay as they are."""
+
+    layout: Int4Layout
+    group: int | None
+    """Input features that share a scale, one of GROUP_SIZES; None = all."""
+    zero_points: bool = False
+    """Each group has one; else it is 8."""
+    in_any_order: bool = False
+    """A group may have any inputs, and the checkpoint says which (desc_act, g_idx)."""
+
+    @property
+    def computed_tensors(self) -> tuple[str, ...]:
+        """Of a weight that is quantized while it loads: the tensors beside it that no checkpoint has."""
+        return ("weight_packed", "weight_scale")
+
+    @property
+    def packs_outputs(self) -> bool:
+        """Whether an int32 of the checkpoint has 8 output features, so a layer has a multiple of 8."""
+        with_zeros = self.layout is Int4Layout.COMPRESSED and self.zero_points
+        return with_zeros or self.layout in (Int4Layout.AWQ, Int4Layout.GPTQ, Int4Layout.GPTQ_V2)
+
+    def describe(self) -> str:
+        """One phrase: the numbers and their scales."""
+        groups = "per channel" if self.group is None else f"in groups of {self.group}"
+        more = " with zero points" if self.zero_points else ""
+        return f"4-bit weights {groups}{more}{', groups in any order' if self.in_any_order else ''}"
+
+
+Scheme = Fp8Scheme | Int4Scheme
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """The quantization of a model: one scheme, for the linear layers that the patterns name."""
 
-    scheme: Fp8Scheme
+    scheme: Scheme
     source: str
     """Who says so, for people: "compressed-tensors", "--quantization fp8"."""
     targets: tuple[str, ...] = (".*",)
@@ -58,16 +119,13 @@ class Quantization:
     """`ModelConfig.checkpoint_prefix`: the patterns see names with or without it."""
     while_loading: bool = False
     """The checkpoint is not quantized; the loader does it."""
-    cache_scales: bool = False
-    """The checkpoint also has scales for an FP8 cache of keys and values, which this engine does not read:
-    its cache has the model's dtype."""
+    cache_scales: tuple[str, str] | None = None
+    """The checkpoint also has scales for an FP8 cache: their names in a layer's "self_attn", of the keys' and
+    of the values'. They are read with --kv-dtype fp8."""
 
     def describe(self) -> str:
         """One phrase: the numbers, their scales, the source."""
-        return (
-            f"FP8, weights per {self.scheme.weights.value}, activations per "
-            f"{self.scheme.activations.value} ({self.source})"
-        )
+        return f"{self.scheme.describe()} ({self.source})"
 
     def includes(self, layer: str) -> bool:
         """Whether the linear layer of this name ("model.layers.0.mlp.up_proj") is quantized."""
@@ -82,9 +140,7 @@ class Quantization:
         return any(re.fullmatch(pattern, name) for pattern in patterns for name in names)
 
 
-def layer_scheme(
-    quantization: Quantization | None, layer: str, parts: Sequence[str] = ()
-) -> Fp8Scheme | None:
+def layer_scheme(quantization: Quantization | None, layer: str, parts: Sequence[str] = ()) -> Scheme | None:
     """How a linear layer is quantized; None = it is not.
 
     Args:

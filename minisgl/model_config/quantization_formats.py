@@ -8,19 +8,32 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from minisgl.errors import ConfigError, ModelError
+from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.json_fields import unsupported
-from minisgl.model_config.quantization import ActivationScales, Fp8Scheme, Quantization, WeightScales
+from minisgl.model_config.int4_formats import read_awq, read_gptq, read_packed
+from minisgl.model_config.quantization import (
+    GROUP_SIZES,
+    ActivationScales,
+    Fp8Scheme,
+    Int4Layout,
+    Int4Scheme,
+    Quantization,
+    Scheme,
+    WeightScales,
+)
+from minisgl.model_config.quantization_names import (
+    compressed_patterns,
+    has_cache_scales,
+    module_patterns,
+    refused,
+)
 
 BLOCK = [128, 128]
-SUPPORTED = (
-    "FP8 of compressed-tensors (dynamic, static, block), of quant_method fp8 (DeepSeek, Qwen3-FP8) and of "
-    "modelopt (quant_algo FP8)"
-)
+INT4 = "int4"
 QUANTIZED_WHILE_LOADING = {
     "fp8": Fp8Scheme(WeightScales.CHANNEL, ActivationScales.TOKEN),
     "fp8-block": Fp8Scheme(WeightScales.BLOCK, ActivationScales.GROUP),
+    INT4: Int4Scheme(Int4Layout.COMPUTED, GROUP_SIZES[0]),
 }
 """The values of --quantization."""
 
@@ -43,9 +56,27 @@ def quantized_while_loading(config: ModelConfig, name: str | None) -> ModelConfi
         )
     if config.experts is not None:
         raise ConfigError(f"{flag} can't quantize the experts of {config.architecture}; leave it away")
-    scheme = QUANTIZED_WHILE_LOADING[name]
+    scheme: Scheme = QUANTIZED_WHILE_LOADING[name]
+    if isinstance(scheme, Int4Scheme):
+        scheme = replace(scheme, group=_largest_group(config, flag))
     quantization = Quantization(scheme=scheme, source=flag, ignored=("lm_head",), while_loading=True)
     return replace(config, quantization=quantization)
+
+
+def _largest_group(config: ModelConfig, flag: str) -> int:
+    """The largest group that all layers' widths are multiples of.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    for group in GROUP_SIZES:
+        if all(width % group == 0 for width in widths):
+            return group
+    raise ConfigError(
+        f"{flag} needs layers whose input widths are multiples of {GROUP_SIZES[-1]}, and this model has "
+        f"{', '.join(str(width) for width in dict.fromkeys(widths))}; take fp8, or leave the flag away"
+    )
 
 
 def read_quantization(raw: dict[str, Any], prefix: str) -> Quantization | None:
@@ -62,53 +93,55 @@ def read_quantization(raw: dict[str, Any], prefix: str) -> Quantization | None:
     if not asked:
         return None
     if not isinstance(asked, dict):
-        raise _refused(f"{asked!r}")
+        raise refused(f"{asked!r}")
     method = asked.get("quant_method")
     read = READERS.get(str(method))
     if read is None:
-        raise _refused(f"quant_method {method!r}")
+        raise refused(f"quant_method {method!r}")
     return replace(read(asked), prefix=prefix)
 
 
 def _read_compressed_tensors(asked: dict[str, Any]) -> Quantization:
     groups = asked.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise _refused(f"compressed-tensors with config_groups {_names(groups)}; one group is read")
+        raise refused(f"compressed-tensors with config_groups {_names(groups)}; one group is read")
     (group,) = groups.values()
     number_format = group.get("format") or asked.get("format")
+    if number_format == "pack-quantized":
+        return read_packed(asked, group)
     if number_format not in ("float-quantized", "naive-quantized"):
-        raise _refused(f"compressed-tensors of format {number_format!r}")
+        raise refused(f"compressed-tensors of format {number_format!r}")
     if asked.get("sparsity_config", {}).get("format", "dense") != "dense":
-        raise _refused(f"sparsity_config {asked['sparsity_config']['format']!r}")
+        raise refused(f"sparsity_config {asked['sparsity_config']['format']!r}")
     if group.get("output_activations"):
-        raise _refused("output_activations of compressed-tensors")
+        raise refused("output_activations of compressed-tensors")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     if inputs is None:
-        raise _refused("compressed-tensors with FP8 weights and unquantized activations")
+        raise refused("compressed-tensors with FP8 weights and unquantized activations")
     for what, side in (("weights", weights), ("input_activations", inputs)):
         kind = (side.get("num_bits"), side.get("type"))
         if kind != (8, "float"):
-            raise _refused(f"{what} of num_bits {kind[0]!r} and type {kind[1]!r}")
+            raise refused(f"{what} of num_bits {kind[0]!r} and type {kind[1]!r}")
         if not side.get("symmetric", True):
-            raise _refused(f"{what} that are not symmetric")
+            raise refused(f"{what} that are not symmetric")
     if weights.get("dynamic"):
-        raise _refused("weights that are dynamic")
+        raise refused("weights that are dynamic")
     how = (str(weights.get("strategy")), str(inputs.get("strategy")), bool(inputs.get("dynamic", False)))
     if how not in COMPRESSED:
-        raise _refused(
+        raise refused(
             f"weights per {how[0]} with {'dynamic' if how[2] else 'static'} activations per {how[1]}"
         )
     scheme = COMPRESSED[how]
     if scheme.weights is WeightScales.BLOCK:
         _check_block("block_structure", weights.get("block_structure"))
         if inputs.get("group_size") != BLOCK[1]:
-            raise _refused(f"activations of group_size {inputs.get('group_size')!r}; {BLOCK[1]} is read")
+            raise refused(f"activations of group_size {inputs.get('group_size')!r}; {BLOCK[1]} is read")
     return Quantization(
         scheme=scheme,
         source="compressed-tensors",
-        targets=_compressed_patterns(group.get("targets") or ["Linear"]),
-        ignored=_compressed_patterns(asked.get("ignore") or []),
-        cache_scales=bool(asked.get("kv_cache_scheme")),
+        targets=compressed_patterns(group.get("targets") or ["Linear"]),
+        ignored=compressed_patterns(asked.get("ignore") or []),
+        cache_scales=("k_scale", "v_scale") if has_cache_scales(asked) else None,
     )
 
 
@@ -122,27 +155,14 @@ COMPRESSED = {
 """By the strategies of weights and activations, and whether activations are dynamic."""
 
 
-def _compressed_patterns(names: list[str]) -> tuple[str, ...]:
-    """Names of layers, "re:" and a regular expression for their beginnings, or the class "Linear"."""
-    patterns = []
-    for name in names:
-        if name == "Linear":
-            patterns.append(".*")
-        elif name.startswith("re:"):
-            patterns.append(f"(?:{_checked_regex(name.removeprefix('re:'))}).*")
-        else:
-            patterns.append(re.escape(name))
-    return tuple(patterns)
-
-
 def _read_fp8(asked: dict[str, Any]) -> Quantization:
     """DeepSeek's and Qwen3-FP8's blocks, and the older files with one scale for each weight."""
     if asked.get("fmt", "e4m3") != "e4m3":
-        raise _refused(f"fmt {asked['fmt']!r} of quant_method fp8")
+        raise refused(f"fmt {asked['fmt']!r} of quant_method fp8")
     activations = asked.get("activation_scheme", "dynamic")
     block = asked.get("weight_block_size")
     if activations not in ("dynamic", "static") or (block is not None and activations == "static"):
-        raise _refused(f"activation_scheme {activations!r}{' with blocks' if block else ''}")
+        raise refused(f"activation_scheme {activations!r}{' with blocks' if block else ''}")
     if block is not None:
         _check_block("weight_block_size", block)
         scheme = Fp8Scheme(WeightScales.BLOCK, ActivationScales.GROUP, "weight_scale_inv")
@@ -151,31 +171,28 @@ def _read_fp8(asked: dict[str, Any]) -> Quantization:
     else:
         scheme = Fp8Scheme(WeightScales.TENSOR, ActivationScales.TOKEN)
     named = [*(asked.get("modules_to_not_convert") or []), *(asked.get("ignored_layers") or [])]
-    # The head is never quantized in this format, listed or not. A name stands for a layer, for all layers of
-    # a module, or for all layers whose name ends in it.
-    return Quantization(
-        scheme=scheme,
-        source="fp8",
-        ignored=("lm_head", *(rf"(?:.*\.)?{re.escape(name)}(?:\..*)?" for name in named)),
-    )
+    # The head is never quantized in this format, listed or not.
+    return Quantization(scheme=scheme, source="fp8", ignored=("lm_head", *module_patterns(named)))
 
 
 def _read_modelopt(asked: dict[str, Any]) -> Quantization:
     inner = asked.get("quantization")
     asked = inner if isinstance(inner, dict) else asked  # as in hf_quant_config.json
     if asked.get("quant_algo") != "FP8":
-        raise _refused(f"modelopt with quant_algo {asked.get('quant_algo')!r}")
+        raise refused(f"modelopt with quant_algo {asked.get('quant_algo')!r}")
     named = [*(asked.get("ignore") or []), *(asked.get("exclude_modules") or [])]
     ignored = [pattern for name in named for pattern in (fnmatch.translate(name), re.escape(name) + r"\..*")]
     return Quantization(
         scheme=Fp8Scheme(WeightScales.TENSOR, ActivationScales.STATIC),
         source="modelopt",
         ignored=tuple(ignored),
-        cache_scales=bool(asked.get("kv_cache_quant_algo") or asked.get("kv_cache_scheme")),
+        cache_scales=("k_proj.k_scale", "v_proj.v_scale") if has_cache_scales(asked) else None,
     )
 
 
 READERS = {
+    "awq": read_awq,
+    "gptq": read_gptq,
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
     "modelopt": _read_modelopt,
@@ -185,22 +202,8 @@ READERS = {
 
 def _check_block(key: str, got: object) -> None:
     if got != BLOCK:
-        raise _refused(f"{key} {got!r}; {BLOCK} is read")
-
-
-def _checked_regex(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ModelError(
-            f"config.json: quantization_config has a bad pattern {pattern!r}: {error}"
-        ) from error
-    return pattern
+        raise refused(f"{key} {got!r}; {BLOCK} is read")
 
 
 def _names(groups: object) -> str:
     return ", ".join(groups) if isinstance(groups, dict) else repr(groups)
-
-
-def _refused(what: str) -> ModelError:
-    return unsupported(f"quantized weights: {what}. Supported: {SUPPORTED}; else take an unquantized version")

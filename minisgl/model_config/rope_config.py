@@ -21,7 +21,7 @@ class RopeSettings(NamedTuple):
     local_theta: float = 10000.0
 
 
-def read_rope(raw: dict[str, Any], default_theta: float, head_dim: int) -> RopeSettings:
+def read_rope(raw: dict[str, Any], default_theta: float, rotary_dim: int) -> RopeSettings:
     """Theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     older, newer = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
     for settings in (older, newer):
@@ -30,11 +30,13 @@ def read_rope(raw: dict[str, Any], default_theta: float, head_dim: int) -> RopeS
     # If a file has both, transformers uses rope_scaling; theta may still be in rope_parameters.
     theta = number(newer, "rope_theta", number(raw, "rope_theta", default_theta))
     parameters = older or newer
-    return RopeSettings(number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters, head_dim))
+    return RopeSettings(number(parameters, "rope_theta", theta), _rope_scaling(raw, parameters, rotary_dim))
 
 
-def read_rope_by_layer_type(raw: dict[str, Any], default_theta: float, head_dim: int) -> RopeSettings:
-    """Settings by layer type (Gemma 3): nested in transformers 5, `rope_local_base_freq` in version 4."""
+def read_rope_by_layer_type(
+    raw: dict[str, Any], default_theta: float, default_local_theta: float, rotary_dim: int
+) -> RopeSettings:
+    """Settings by layer type: nested in transformers 5, `rope_local_base_freq` in version 4 (Gemma 3)."""
     nested = raw.get("rope_parameters") or {}
     if not isinstance(nested, dict) or not set(nested) <= {"full_attention", "sliding_attention"}:
         raise ModelError("config.json: rope_parameters must be those of full_attention and sliding_attention")
@@ -45,13 +47,42 @@ def read_rope_by_layer_type(raw: dict[str, Any], default_theta: float, head_dim:
         raise unsupported(f"RoPE of type {kind!r} in the layers with a window")
     return RopeSettings(
         number(full, "rope_theta", number(raw, "rope_theta", default_theta)),
-        _rope_scaling(raw, full, head_dim),
-        number(local, "rope_theta", number(raw, "rope_local_base_freq", 10000.0)),
+        _rope_scaling(raw, full, rotary_dim),
+        number(local, "rope_theta", number(raw, "rope_local_base_freq", default_local_theta)),
     )
 
 
-def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any], head_dim: int) -> RopeScaling | None:
+def read_rotary_dim(raw: dict[str, Any], default_share: float | None, head_dim: int) -> int:
+    """How many of a head's elements are rotated.
+
+    Args:
+        default_share: of a family that reads `partial_rotary_factor`; None = others, which rotate all.
+
+    Raises:
+        ModelError: it is no even number above 0, or the family rotates all and config.json asks for a part.
+    """
+    key = "partial_rotary_factor"
+    settings: list[dict[str, Any]] = [raw]
+    for outer in (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        inner = [value for value in outer.values() if isinstance(value, dict)]
+        settings += [one for one in (outer, *inner) if one.get("rope_type") != "proportional"]
+    given = [one for one in settings if one.get(key) is not None]
+    if default_share is None:
+        if any(one[key] != 1.0 for one in given):
+            raise unsupported(f"{key} = {given[-1][key]!r}")
+        return head_dim
+    # As in transformers, the RoPE settings' own goes before that outside of them.
+    rotary_dim = int(head_dim * share(given[-1] if given else {key: default_share}, key))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ModelError(f"config.json: {key} must rotate an even number of a head's {head_dim} elements")
+    return rotary_dim
+
+
+def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any], rotary_dim: int) -> RopeScaling | None:
     """The scaling that `parameters` ask for.
+
+    Args:
+        rotary_dim: how many of a head's elements are rotated.
 
     Raises:
         ModelError: the RoPE type is not supported.
@@ -63,8 +94,6 @@ def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any], head_dim: int
             factor=number(parameters, "factor", 1.0),
             rotated_share=share(parameters, "partial_rotary_factor"),
         )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise unsupported(f"partial_rotary_factor = {parameters['partial_rotary_factor']!r}")
     # Dynamic NTK changes nothing up to max_position_embeddings. Longer contexts are refused, because keys in
     # the pool can't be rotated again when a sequence grows.
     if kind in ("default", "dynamic"):
@@ -83,7 +112,7 @@ def _rope_scaling(raw: dict[str, Any], parameters: dict[str, Any], head_dim: int
     if kind == "yarn":
         return _yarn(parameters, original, max_position)
     if kind == "longrope":
-        return _longrope(parameters, original, max_position, head_dim)
+        return _longrope(parameters, original, max_position, rotary_dim)
     scaling = RopeScaling(
         kind="llama3",
         factor=number(parameters, "factor"),
@@ -117,15 +146,15 @@ def _yarn(parameters: dict[str, Any], original: int, max_position: int) -> RopeS
     )
 
 
-def _longrope(parameters: dict[str, Any], original: int, max_position: int, head_dim: int) -> RopeScaling:
+def _longrope(parameters: dict[str, Any], original: int, max_position: int, rotary_dim: int) -> RopeScaling:
     factor = number(parameters, "factor", max_position / original)
     magnify = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeScaling(
         kind="longrope",
         factor=factor,
         original_max_position=original,
-        short_factors=_factors(parameters, "short_factor", head_dim // 2),
-        long_factors=_factors(parameters, "long_factor", head_dim // 2),
+        short_factors=_factors(parameters, "short_factor", rotary_dim // 2),
+        long_factors=_factors(parameters, "long_factor", rotary_dim // 2),
         attention_factor=number(parameters, "attention_factor", magnify),
     )
 

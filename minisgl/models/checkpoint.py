@@ -5,12 +5,11 @@ Promise: every parameter appears once; that of a fused layer as views of its par
 
 from torch import Tensor, nn
 
+from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.fp8_weight import Fp8Weight
-from minisgl.layers.linear import FusedLinear, Linear
+from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight import PlainWeight
 
 
 def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
@@ -29,6 +28,8 @@ def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
             if not (is_head and is_tied):
                 prefix = path if is_head else f"model.{path}"
                 views |= {f"{prefix}.{name}": rows for name, rows in module.part_tensors().items()}
+        elif isinstance(module, Attention):
+            views |= {f"model.{outer}.{name}": scale for name, scale in module.scale_tensors().items()}
         elif isinstance(module, Embedding | RMSNorm):
             named = module.named_parameters()
             views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
@@ -40,5 +41,5 @@ def finish_loading(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.add_one()
-        elif isinstance(module, PlainWeight | Fp8Weight):
+        elif isinstance(module, AnyWeight):
             module.finish_loading()

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family, also the frame of Gemma's blocks (gemma.py).
+"""The decoder of the Llama family, also the frame of other blocks (gemma.py, output_norms.py).
 
 Promise: the forward pass is a straight line of tensor operations, without branches on tensor values, so it
 traces as a single graph. The only state is the KV pool in the attention layers' buffers.
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.linear import FusedLinear, Linear
+from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
-from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rotary import make_cos_sin
-from minisgl.layers.weight import Input, InputFormat
+from minisgl.layers.rotary import make_cos_sin, make_unrotated
+from minisgl.layers.weight import PlainWeight
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.quantization import layer_scheme
 from minisgl.models.checkpoint import finish_loading, tensors_by_name
+from minisgl.models.self_attention import SelfAttention, make_norm
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
 """`call_block`, or a compiled equivalent."""
@@ -42,6 +42,7 @@ class Decoder(nn.Module):
 
     cos_sin: Tensor
     local_cos_sin: Tensor
+    no_rope_cos_sin: Tensor
 
     def __init__(
         self,
@@ -60,14 +61,19 @@ class Decoder(nn.Module):
             make_block(config, layer, attend, dtype, device) for layer in range(config.num_layers)
         )
         self.norm = make_norm(config, config.hidden_size, dtype, device)
+        self.is_tied = config.tie_word_embeddings
         self.lm_head = self._make_head(config, dtype, device)
         self.register_buffer("cos_sin", make_cos_sin(config, device), persistent=False)
         self.local_rope_layers = config.local_rope_layers
         if config.local_rope_layers:
             self.register_buffer("local_cos_sin", make_cos_sin(config, device, local=True), persistent=False)
+        self.no_rope_layers = config.no_rope_layers
+        if config.no_rope_layers:
+            self.register_buffer("no_rope_cos_sin", make_unrotated(config, device), persistent=False)
         self.embedding_scale = None
         if config.embedding_scale is not None:
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
+        self.logits_divisor = config.logits_divisor
         self.logit_softcap = config.logit_softcap
         self.logits_dtype = dtype if config.logits_dtype is None else getattr(torch, config.logits_dtype)
 
@@ -77,6 +83,7 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             return Linear(*sizes, dtype, device, scheme=layer_scheme(config.quantization, "lm_head"))
         head = Linear(*sizes, dtype, torch.device("meta"))
+        assert isinstance(head.weight, PlainWeight)
         head.weight.values = self.embed_tokens.weight
         return head
 
@@ -119,16 +126,24 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            cos_sin = self.local_cos_sin if index in self.local_rope_layers else self.cos_sin
+            cos_sin = self._cos_sin_of(index)
             if logit_index is not None and index == len(self.layers) - 1:
                 inputs = inputs._replace(output_index=logit_index)
             x, residual = run_block(layer, x, residual, positions, cos_sin, inputs)
         return x, residual
 
+    def _cos_sin_of(self, layer: int) -> Tensor:
+        """The table of angles that a layer rotates by."""
+        if layer in self.no_rope_layers:
+            return self.no_rope_cos_sin
+        return self.local_cos_sin if layer in self.local_rope_layers else self.cos_sin
+
     def head(self, x: Tensor, residual: Tensor) -> Tensor:
         """[N, M] each -> logits [N, V] of `logits_dtype`."""
         x, _ = self.norm.forward_add(x, residual)
         logits = self.lm_head(x)
+        if self.logits_divisor is not None:
+            logits = logits / self.logits_divisor
         if self.logit_softcap is not None:
             logits = self.logit_softcap * torch.tanh(logits.float() / self.logit_softcap)
         return logits
@@ -150,7 +165,7 @@ class Decoder(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Views of the parameters to fill, by their names in the checkpoint, which must have them all."""
-        return tensors_by_name(self, is_tied=self.lm_head.weight.values is self.embed_tokens.weight)
+        return tensors_by_name(self, is_tied=self.is_tied)
 
     def finish_loading(self) -> None:
         """Called once, after `checkpoint_tensors` are filled."""
@@ -169,18 +184,14 @@ def call_block(
     return block(x, residual, positions, cos_sin, inputs)
 
 
-def make_norm(config: ModelConfig, width: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    """A norm with the model's eps and weight convention."""
-    return RMSNorm(width, config.rms_norm_eps, dtype, device, weight_minus_one=config.norm_weights_minus_one)
-
-
 class Block(nn.Module):
-    """Pre-norm attention and MLP (or experts)."""
+    """Pre-norm attention and MLP (or experts), whose outputs may be scaled before they are added."""
 
     def __init__(
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self.residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config, config.hidden_size, dtype, device)
         self.self_attn = SelfAttention(config, layer, attend, dtype, device)
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype, device)
@@ -200,52 +211,15 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
         normed, residual = self.input_layernorm.forward_add_as(x, residual, self.self_attn.input_format)
-        x, residual = self.self_attn(normed, positions, cos_sin, inputs), inputs.select_outputs(residual)
-        norm = self.post_attention_layernorm
+        x = self._scaled(self.self_attn(normed, positions, cos_sin, inputs))
+        residual, norm = inputs.select_outputs(residual), self.post_attention_layernorm
         if isinstance(self.mlp, MoeMLP):
-            return self.mlp.forward_add(x, residual, norm, inputs.select_outputs(inputs.slot_mapping))
-        normed, residual = norm.forward_add_as(x, residual, self.mlp.input_format)
-        return self.mlp(normed), residual
+            slots = inputs.select_outputs(inputs.slot_mapping)
+            x, residual = self.mlp.forward_add(x, residual, norm, slots)
+        else:
+            normed, residual = norm.forward_add_as(x, residual, self.mlp.input_format)
+            x = self.mlp(normed)
+        return self._scaled(x), residual
 
-
-class SelfAttention(nn.Module):
-    """A layer's attention with its projections: q, k and v in one matrix product, and optional q/k norms."""
-
-    def __init__(
-        self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        name = f"model.layers.{layer}.self_attn"
-        scheme = layer_scheme(config.quantization, f"{name}.qkv_proj", tuple(parts))
-        self.qkv_proj = FusedLinear(
-            config.hidden_size, parts, dtype, device, bias=config.qkv_bias, scheme=scheme
-        )
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = make_norm(config, config.head_dim, dtype, device)
-            self.k_norm = make_norm(config, config.head_dim, dtype, device)
-        window = config.windows[layer] if config.windows else 0
-        self.attention = Attention(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            attend,
-            window=window,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap or 0.0,
-        )
-        scheme = layer_scheme(config.quantization, f"{name}.o_proj")
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias, scheme=scheme)
-
-    @property
-    def input_format(self) -> InputFormat:
-        """What `forward` takes beside plain rows."""
-        return self.qkv_proj.input_format
-
-    def forward(self, x: Input, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
-        """[T, M] -> [N, M]."""
-        qkv = self.qkv_proj(x)
-        out = self.attention(qkv, positions, cos_sin, inputs, self.q_norm, self.k_norm)
-        return self.o_proj(inputs.select_outputs(out))
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_scale is None else x * self.residual_scale

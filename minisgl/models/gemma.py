@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.mlp import GeluMLP
 from minisgl.model_config.config import ModelConfig
-from minisgl.models.decoder import Decoder, SelfAttention, make_norm
+from minisgl.models.decoder import Decoder
+from minisgl.models.self_attention import SelfAttention, make_norm
 
 
 def build_gemma(config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -14,18 +14,29 @@ from minisgl.errors import ModelError
 from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.gemma import build_gemma
+from minisgl.models.output_norms import build_glm4, build_with_output_norms
 from minisgl.parallel.sizes import rank_sizes, vocabulary_rows
 
 BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], Decoder]] = {
+    "Ernie4_5ForCausalLM": Decoder,
+    "Exaone4ForCausalLM": build_with_output_norms,
     "Gemma2ForCausalLM": build_gemma,
     "Gemma3ForCausalLM": build_gemma,
+    "Glm4ForCausalLM": build_glm4,
+    "GraniteForCausalLM": Decoder,
     "LlamaForCausalLM": Decoder,
+    "Ministral3ForCausalLM": Decoder,
     "MistralForCausalLM": Decoder,
     "MixtralForCausalLM": Decoder,
+    "Olmo2ForCausalLM": build_with_output_norms,
+    "Olmo3ForCausalLM": build_with_output_norms,
     "Phi3ForCausalLM": Decoder,
     "Qwen2ForCausalLM": Decoder,
+    "Qwen2MoeForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
     "Qwen3MoeForCausalLM": Decoder,
+    "SeedOssForCausalLM": Decoder,
+    "SmolLM3ForCausalLM": Decoder,
 }
 """The same names as `minisgl.model_config.families.FAMILIES`, which a test checks."""
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.embedding import Embedding
-from minisgl.layers.fp8_weight import Fp8Weight
-from minisgl.layers.linear import Linear
+from minisgl.layers.linear import AnyWeight, Linear
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight import InputFormat, PlainWeight
+from minisgl.layers.weight import InputFormat
 from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Block, Decoder
 from minisgl.models.registry import build_model
@@ -71,6 +70,8 @@ def shard_model(model: Decoder, config: ModelConfig, ranks: Ranks) -> ShardedTen
         rowwise = {name for name, split in plan.items() if split is Split.ROWWISE}
         _wrap(model, Linear, rowwise, partial(SummedLayer, rank_sum=rank_sum))
         embedding = ShardedEmbedding(model.embed_tokens, config.vocab_size, ranks, rank_sum)
+    if config.qk_norm_of_all_heads:
+        _wrap(model, RMSNorm, {"q_norm", "k_norm"}, partial(SplitNorm, ranks=ranks))
     model.add_module("embed_tokens", embedding)
     model.add_module("lm_head", ShardedHead(model.lm_head, config.vocab_size, ranks))
     model.vocab_size = config.vocab_size
@@ -108,6 +109,28 @@ class SummingNorm(nn.Module):
     def forward_add_as(self, x: Tensor, residual: Tensor, wanted: InputFormat) -> tuple[Tensor, Tensor]:
         """`forward_add`: the sum's kernel emits plain rows, and the next layer rounds them itself."""
         return self.forward_add(x, residual)
+
+
+class SplitNorm(nn.Module):
+    """A norm of elements that are split among the ranks; heads that ranks share are on equally many."""
+
+    def __init__(self, norm: RMSNorm, ranks: Ranks) -> None:
+        super().__init__()
+        self.norm = norm
+        self.size = ranks.size
+        self.group = ranks.group
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's elements."""
+        return self.norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part of the normalised rows, of x's shape [T, M / ranks]."""
+        values = x.float()
+        means = all_gather(values.square().mean(1, keepdim=True), self.size, self.group)
+        scale = torch.rsqrt(means.mean(1, keepdim=True) + self.norm.eps)
+        return (values * scale * self.norm.weight.float()).to(x.dtype)
 
 
 class SummedLayer(nn.Module):
@@ -162,7 +185,7 @@ class ShardedHead(nn.Module):
         self.group = ranks.group
 
     @property
-    def weight(self) -> PlainWeight | Fp8Weight:
+    def weight(self) -> AnyWeight:
         """This rank's rows."""
         return self.shard.weight
 

@@ -38,16 +38,29 @@ DECODER = {
 }
 """Splits by the layer's name in the checkpoint. An expert's layers have the names of an MLP's."""
 
+NORM_OF_ALL_HEADS = DECODER | {"q_norm": Split.COLWISE, "k_norm": Split.KV_HEADS}
+"""Of families that normalise all heads of q, and of k, together; a norm of each head is whole everywhere."""
+
 PLANS: dict[str, dict[str, Split]] = {
+    "Ernie4_5ForCausalLM": DECODER,
+    "Exaone4ForCausalLM": DECODER,
     "Gemma2ForCausalLM": DECODER,
     "Gemma3ForCausalLM": DECODER,
+    "Glm4ForCausalLM": DECODER,
+    "GraniteForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
+    "Ministral3ForCausalLM": DECODER,
     "MistralForCausalLM": DECODER,
     "MixtralForCausalLM": DECODER | {"w1": Split.COLWISE, "w3": Split.COLWISE, "w2": Split.ROWWISE},
+    "Olmo2ForCausalLM": NORM_OF_ALL_HEADS,
+    "Olmo3ForCausalLM": NORM_OF_ALL_HEADS,
     "Phi3ForCausalLM": DECODER,
     "Qwen2ForCausalLM": DECODER,
+    "Qwen2MoeForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "Qwen3MoeForCausalLM": DECODER,
+    "SeedOssForCausalLM": DECODER,
+    "SmolLM3ForCausalLM": DECODER,
 }
 
 

@@ -8,10 +8,12 @@ from dataclasses import replace
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.experts_config import EXPERT_TILE
-from minisgl.model_config.quantization import WeightScales
+from minisgl.model_config.quantization import Int4Scheme, WeightScales
 
 BLOCK = 128
 """Features with one scale, in a weight whose scales are for blocks."""
+WORD = 8
+"""4-bit numbers of an int32."""
 
 
 def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
@@ -31,7 +33,11 @@ def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
         raise ConfigError(f"--tp {tp} can't share out the model's {uneven} evenly; it can be {fitting}")
     experts = model.experts
     if experts is not None:
-        experts = replace(experts, intermediate_size=experts.intermediate_size // tp)
+        experts = replace(
+            experts,
+            intermediate_size=experts.intermediate_size // tp,
+            shared_intermediate_size=experts.shared_intermediate_size // tp,
+        )
     return replace(
         model,
         num_heads=model.num_heads // tp,
@@ -62,22 +68,41 @@ def _uneven(model: ModelConfig, tp: int) -> str | None:
         return f"MLP width of {model.intermediate_size}"
     if experts is not None and experts.intermediate_size % (EXPERT_TILE * tp):
         return f"expert width of {experts.intermediate_size} (in multiples of {EXPERT_TILE})"
+    if experts is not None and experts.shared_intermediate_size % tp:
+        return f"shared expert's width of {experts.shared_intermediate_size}"
     return _uneven_blocks(model, tp)
 
 
 def _uneven_blocks(model: ModelConfig, tp: int) -> str | None:
-    """The first size whose share is not made of whole blocks, if the weights have scales of blocks."""
+    """The first size whose share is not made of the whole blocks, groups or words of quantized weights."""
     quantization = model.quantization
-    if tp == 1 or quantization is None or quantization.scheme.weights is not WeightScales.BLOCK:
+    if tp == 1 or quantization is None:
         return None
+    scheme = quantization.scheme
+    heads, kv_heads = f"{model.num_heads} attention heads", f"{model.num_kv_heads} KV heads"
+    width, vocabulary = f"MLP width of {model.intermediate_size}", f"vocabulary of {model.vocab_size}"
     shares = {
-        f"{model.num_heads} attention heads": model.num_heads // tp * model.head_dim,
-        f"{model.num_kv_heads} KV heads": max(model.num_kv_heads // tp, 1) * model.head_dim,
-        f"MLP width of {model.intermediate_size}": model.intermediate_size // tp,
+        heads: model.num_heads // tp * model.head_dim,
+        kv_heads: max(model.num_kv_heads // tp, 1) * model.head_dim,
+        width: model.intermediate_size // tp,
     }
     if not model.tie_word_embeddings and quantization.includes("lm_head"):
-        shares[f"vocabulary of {model.vocab_size}"] = vocabulary_rows(model.vocab_size, tp)
-    for size, share in shares.items():
-        if share % BLOCK:
-            return f"{size} (in blocks of {BLOCK} features with one scale)"
+        shares[vocabulary] = vocabulary_rows(model.vocab_size, tp)
+    if isinstance(scheme, Int4Scheme):
+        if scheme.in_any_order:
+            return "groups of inputs in any order (desc_act)"
+        if vocabulary in shares and model.vocab_size % tp:
+            return vocabulary
+        unit = scheme.group or WORD
+        units = dict.fromkeys((heads, width), (unit, f"groups of {unit} inputs"))
+        if scheme.packs_outputs:
+            whole_words = (WORD, f"words of {WORD} outputs")
+            units = dict.fromkeys(shares, whole_words) | units
+    elif scheme.weights is WeightScales.BLOCK:
+        units = dict.fromkeys(shares, (BLOCK, f"blocks of {BLOCK} features with one scale"))
+    else:
+        return None
+    for size, (unit, name) in units.items():
+        if shares[size] % unit:
+            return f"{size} (in {name})"
     return None

@@ -1,6 +1,6 @@
 """Draws the state of `minisgl top` with rich, for terminals of 80 columns and more."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from rich.console import Group, RenderableType
@@ -37,20 +37,52 @@ def _head(state: State, width: int) -> list[RenderableType]:
     snapshot = state.snapshot
     if snapshot is None or not snapshot.engines.engines:
         return [Text.assemble(("minisgl top", "bold"), "  ", (state.problem or "connecting", "yellow"))]
-    engine = snapshot.engines.engines[min(state.engine, len(snapshot.engines.engines) - 1)]
-    history = snapshot.history.engines[min(state.engine, len(snapshot.history.engines) - 1)]
+    engines = state.shown(snapshot.engines.engines)
+    histories = state.shown(snapshot.history.engines)
+    of = f" of {state.num_engines}" if state.num_engines > 1 else ""
+    name = f"engine {engines[0].id}{of}" if len(engines) == 1 else f"{len(engines)} engines"
+    word, look = _state(engines)
     first = Text.assemble(
         ("minisgl top", "bold"),
-        f"  {snapshot.engines.model}  engine {engine.id} on {engine.device or '?'}  ",
-        (engine.state, LOOKS.get(engine.state, "")),
+        f"  {snapshot.engines.model}  {name} on {engines[0].device or '?'}  ",
+        (word, look),
     )
     if state.problem:
         first = Text.assemble(
             ("minisgl top", "bold"), "  ", (f"no answer: {state.problem}; trying again", "red")
         )
-    sample = engine.sample or Sample(time=0.0)
+    samples = [engine.sample or Sample(time=0.0) for engine in engines]
     lines = [
         first,
+        *(_figures_of_one(engines[0], samples[0]) if len(engines) == 1 else _sums(engines, samples)),
+    ]
+    output = _sum_of_columns([one.columns.get("output_tokens_per_s", []) for one in histories])
+    lines.append(
+        Text.assemble(
+            ("output, last minute  ", "bright_black"), (_sparkline(output, max(10, width - 24)), "green")
+        )
+    )
+    moments = snapshot.moments.refused + [one for part in snapshot.moments.engines for one in part.moments]
+    if moments:
+        last = max(moments, key=lambda one: one.until)
+        when = datetime.fromtimestamp(last.at).strftime("%H:%M:%S")
+        lines.append(Text.assemble(("last slow  ", "bright_black"), f"{when}  {last.words}"))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return list(lines)
+
+
+def _state(engines: Sequence[EngineView]) -> tuple[str, str]:
+    """What the engines are, in words, and how it looks: the state that they share, or how many serve."""
+    states = {engine.state for engine in engines}
+    if len(states) == 1:
+        (word,) = states
+        return word, LOOKS.get(word, "")
+    return f"{sum(engine.state == 'serving' for engine in engines)} serving", "yellow"
+
+
+def _figures_of_one(engine: EngineView, sample: Sample) -> list[Text]:
+    return [
         _figures(
             [
                 ("output", _number(sample.output_tokens_per_s), "tok/s"),
@@ -75,19 +107,44 @@ def _head(state: State, width: int) -> list[RenderableType]:
                 *_pages(engine, sample),
             ]
         ),
-        Text.assemble(
-            ("output, last minute  ", "bright_black"),
-            (_sparkline(history.columns.get("output_tokens_per_s", []), max(10, width - 24)), "green"),
-        ),
     ]
-    moments = snapshot.moments.refused + [one for part in snapshot.moments.engines for one in part.moments]
-    if moments:
-        last = max(moments, key=lambda one: one.until)
-        when = datetime.fromtimestamp(last.at).strftime("%H:%M:%S")
-        lines.append(Text.assemble(("last slow  ", "bright_black"), f"{when}  {last.words}"))
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return list(lines)
+
+
+def _sums(engines: Sequence[EngineView], samples: Sequence[Sample]) -> list[Text]:
+    """What adds up over the engines, then a line for each."""
+    lines = [
+        _figures(
+            [
+                ("output", _number(_sum(one.output_tokens_per_s for one in samples)), "tok/s"),
+                ("prompts", _number(_sum(one.prompt_tokens_per_s for one in samples)), "tok/s"),
+                ("running", _number(_sum(one.running for one in samples)), ""),
+                ("waiting", _number(_sum(one.waiting for one in samples)), ""),
+            ]
+        )
+    ]
+    for engine, sample in zip(engines, samples, strict=True):
+        line = Text.assemble(f"engine {engine.id} ", (f"{engine.state:<11}", LOOKS.get(engine.state, "")))
+        figures = [
+            ("output", f"{_number(sample.output_tokens_per_s):>5}", "tok/s"),
+            ("running", f"{_number(sample.running):>2}", ""),
+            ("waiting", f"{_number(sample.waiting):>2}", ""),
+            ("step", _ms(sample.step_p50_ms), ""),
+        ]
+        lines.append(line + _figures(figures))
+    return lines
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """The sum of those that are known; None = none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _sum_of_columns(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The sum of lists that end with the same second."""
+    longest = max(map(len, columns), default=0)
+    padded = [[None] * (longest - len(column)) + list(column) for column in columns]
+    return [_sum(values) for values in zip(*padded, strict=True)]
 
 
 def _pages(engine: EngineView, sample: Sample) -> list[tuple[str, str, str]]:
@@ -110,7 +167,8 @@ def _figures(parts: Sequence[tuple[str, str, str]]) -> Text:
 
 def _requests(state: State, width: int, num_rows: int) -> Table:
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", width=width)
-    for name, columns in (("REQUEST", 16), ("STATE", 9)):
+    names_engines = state.num_engines > 1 and state.engine is None
+    for name, columns in (("REQUEST", 16), *([("ENG", 3)] if names_engines else []), ("STATE", 9)):
         table.add_column(name, width=columns, no_wrap=True, overflow="ellipsis")
     for name, columns in (("TOOK", 8), ("FIRST", 8), ("PROMPT", 6), ("OUTPUT", 6)):
         table.add_column(name, width=columns, justify="right", no_wrap=True)
@@ -121,6 +179,7 @@ def _requests(state: State, width: int, num_rows: int) -> Table:
     for one in shown[first : first + num_rows]:
         table.add_row(
             _name(one),
+            *([str(state.engine_of(one.number))] if names_engines else []),
             Text(one.end or one.state, _look(one)),
             _ms(one.total_ms),
             _ms(one.first_token_ms),
@@ -155,7 +214,8 @@ def _foot(state: State) -> Text:
     if state.confirms is not None:
         asked = f"End {_name(state.confirms)}? Its client gets an error. y = yes, any other key = no"
         return Text(f"\n{asked}", "bold red")
-    keys = f"↑↓ choose  ⏎ why  s sort: {state.sort}  f show: {state.filter}  a abort  e engine  q quit"
+    engine = "  e engine" if state.num_engines > 1 else ""
+    keys = f"↑↓ choose  ⏎ why  s sort: {state.sort}  f show: {state.filter}  a abort{engine}  q quit"
     return Text.assemble("\n", (state.message or keys, "bright_black"), no_wrap=True)
 
 

@@ -3,13 +3,14 @@
 Promise: a choice stays with its request, wherever sorting moves it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from minisgl.server.watch.views import RequestView
 from minisgl.top.client import Snapshot
 
+T = TypeVar("T")
 SORTS: dict[str, Callable[[RequestView], Any]] = {
     "arrival": lambda one: -one.arrived_at,
     "time": lambda one: -one.total_ms,
@@ -36,8 +37,8 @@ class State:
     """What the last command did."""
     sort: str = "arrival"
     filter: str = "all"
-    engine: int = 0
-    """Place of the engine that is shown."""
+    engine: int | None = None
+    """Place of the engine that is shown; None = all."""
     chosen: int | None = None
     """Number of the chosen request."""
     explains: bool = False
@@ -47,14 +48,29 @@ class State:
     aborts: list[RequestView] = field(default_factory=list)
     """Requests that the user wants ended; whoever reads them takes them out."""
 
+    @property
+    def num_engines(self) -> int:
+        """How many engines the server has."""
+        return len(self.snapshot.engines.engines) if self.snapshot is not None else 0
+
     def requests(self) -> list[RequestView]:
-        """The requests of the shown engine, filtered and sorted."""
+        """The requests of the shown engines, filtered and sorted."""
         if self.snapshot is None:
             return []
-        engines = self.snapshot.requests.engines
-        found = engines[min(self.engine, len(engines) - 1)].requests if engines else []
+        found = [one for part in self.shown(self.snapshot.requests.engines) for one in part.requests]
         wanted = sorted(filter(FILTERS[self.filter], found), key=lambda one: (-one.arrived_at, -one.number))
         return sorted(wanted, key=SORTS[self.sort])
+
+    def shown(self, engines: Sequence[T]) -> Sequence[T]:
+        """Of what is told of each engine, that of the shown ones."""
+        if self.engine is None:
+            return engines
+        return engines[self.engine : self.engine + 1] or engines[-1:]
+
+    def engine_of(self, number: int) -> int | None:
+        """Id of the engine that has this request."""
+        engines = self.snapshot.requests.engines if self.snapshot is not None else []
+        return next((part.id for part in engines if any(one.number == number for one in part.requests)), None)
 
     def chosen_request(self) -> RequestView | None:
         """The chosen request, if it is shown."""
@@ -116,9 +132,11 @@ class State:
             self.confirms = one
 
     def _next_engine(self) -> None:
-        if self.snapshot is not None and self.snapshot.requests.engines:
-            self.engine = (self.engine + 1) % len(self.snapshot.requests.engines)
-            self.chosen = None
+        if self.snapshot is None or self.num_engines < 2:
+            return
+        following = 0 if self.engine is None else self.engine + 1
+        self.engine = following if following < self.num_engines else None
+        self.chosen = None
 
 
 def _next(names: dict[str, Any], name: str) -> str:

@@ -115,7 +115,7 @@ def verify_model(config: EngineConfig, folder: Path, say: Callable[[str], None])
     """
     if config.tp != 1:
         raise ConfigError(f"minisgl verify runs on one GPU, got --tp {config.tp}; leave it away")
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     if model_config.quantization is not None:
         raise ConfigError(
             f"minisgl verify compares unquantized models, and the weights are "

@@ -15,7 +15,8 @@ class Quantizable(Protocol):
 
     dtype: torch.dtype
     in_features: int
-    values: Tensor
+    sizes: tuple[int, ...]
+    scales: Tensor
 
     def quantize(self, values: Tensor) -> None:
         """Set numbers and scales from unquantized values [out, in_features]."""
@@ -39,8 +40,8 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
             # Not isinstance: from Python 3.12 on, a protocol's check does not see a module's parameters.
             if hasattr(module, "quantize"):
                 weight = cast(Quantizable, module)
-                shape = (weight.values.shape[0], weight.in_features)
-                values = torch.empty(shape, dtype=weight.dtype, device=weight.values.device)
+                shape = (sum(weight.sizes), weight.in_features)
+                values = torch.empty(shape, dtype=weight.dtype, device=weight.scales.device)
                 normal(values)
                 weight.quantize(values)
                 own = {name: parameter for name, parameter in own.items() if name == "bias"}

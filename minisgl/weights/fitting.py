@@ -14,16 +14,26 @@ from torch import Tensor
 
 from minisgl.errors import ModelError
 from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.quantization import Int4Scheme
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8 = "F8_E4M3"
-DTYPES = FLOAT_DTYPES | {FP8: torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+WORDS = "I32"
+DTYPES = FLOAT_DTYPES | {
+    FP8: torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    WORDS: torch.int32,
+    "I64": torch.int64,
+}
 SCALE_DTYPES = FLOAT_DTYPES.keys() | {"F8_E8M0"}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that some checkpoints (Phi-3's) store fused, with the parts' rows one after the other."""
 SCALE = "scale"
 """Is part of the name of every scale in a checkpoint."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
+SHAPE = ".weight_shape"
+"""Beside packed numbers; the model's config says the same."""
+GROUP_OF_INPUTS = ".g_idx"
 NAMES_SHOWN = 6
 
 
@@ -36,16 +46,38 @@ class StoredTensor(NamedTuple):
     begin: int  # offset of its bytes in the file
 
 
-def take_scales_to_compute(targets: dict[str, Tensor], config: ModelConfig) -> dict[int, Tensor]:
-    """Remove from `targets` the scales that no checkpoint has because the loader computes them.
+def take_tensors_to_compute(
+    targets: dict[str, Tensor], config: ModelConfig
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Remove from `targets` the tensors that no checkpoint has because the loader computes them.
 
-    Returns them by the id of the weight that they belong to.
+    Returns numbers and scales, by the id of the weight that they are computed from.
     """
     if config.quantization is None or not config.quantization.while_loading:
         return {}
-    suffix = "." + config.quantization.scheme.scale_name
-    names = [name for name in targets if name.endswith(suffix)]
-    return {id(targets[name.removesuffix(suffix) + ".weight"]): targets.pop(name) for name in names}
+    kinds = config.quantization.scheme.computed_tensors
+    suffix = f".{kinds[-1]}"
+    found = {}
+    for layer in [name.removesuffix(suffix) for name in targets if name.endswith(suffix)]:
+        weight = targets[f"{layer}.weight"]
+        computed = [targets.pop(f"{layer}.{kind}") for kind in kinds]
+        # FP8 numbers take the place of the weight, 4-bit ones have memory of their own.
+        found[id(weight)] = (computed[0] if len(computed) > 1 else weight, computed[-1])
+    return found
+
+
+def without_optional(
+    targets: dict[str, Tensor], stored: Collection[str], config: ModelConfig
+) -> dict[str, Tensor]:
+    """The targets without those that a checkpoint need not have and this one has not."""
+    scheme = None if config.quantization is None else config.quantization.scheme
+    if not isinstance(scheme, Int4Scheme) or scheme.in_any_order:
+        return targets
+    return {
+        name: target
+        for name, target in targets.items()
+        if name in stored or not name.endswith(GROUP_OF_INPUTS)
+    }
 
 
 def is_shared(stored: StoredTensor, parts: list[Tensor]) -> bool:
@@ -109,6 +141,8 @@ def check_fit(
 
 def _wanted_dtypes(name: str, target: Tensor, config: ModelConfig) -> Collection[str]:
     """The dtypes that this tensor may have in a file."""
+    if target.dtype == DTYPES[WORDS]:
+        return [WORDS]
     if target.dtype == DTYPES[FP8] and not (config.quantization and config.quantization.while_loading):
         return [FP8]
     return SCALE_DTYPES if SCALE in name.rpartition(".")[2] else FLOAT_DTYPES
@@ -126,8 +160,11 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     """Whether the checkpoint may contain this tensor although the model does not use it."""
     copy_of_the_embedding = name == "lm_head.weight" and config.tie_word_embeddings
     quantization = config.quantization
+    if name.endswith(SHAPE) and quantization is not None and isinstance(quantization.scheme, Int4Scheme):
+        return quantization.includes(name.removesuffix(SHAPE))
     of_the_cache = quantization is not None and quantization.cache_scales and name.endswith(CACHE_SCALES)
-    return copy_of_the_embedding or of_the_cache or name.endswith("rotary_emb.inv_freq")
+    is_unread = config.cache_scale_names is None or name.endswith(".q_scale")
+    return copy_of_the_embedding or (of_the_cache and is_unread) or name.endswith("rotary_emb.inv_freq")
 
 
 def joined_names(items: Iterable[str]) -> str:

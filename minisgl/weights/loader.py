@@ -25,14 +25,17 @@ from minisgl.progress import BYTES, Progress, no_progress
 from minisgl.weights.fitting import (
     DTYPES,
     FP8,
+    WORDS,
     StoredTensor,
     check_fit,
     is_shared,
     joined_names,
     parts_of_each,
-    take_scales_to_compute,
+    take_tensors_to_compute,
+    without_optional,
 )
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
+from triton_kernels.quantize_int4 import round_weight_int4
 
 READERS = {"cuda": 8, "cpu": 2}
 """Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other reads."""
@@ -74,15 +77,17 @@ def load_weights(
     """
     targets = dict(model.checkpoint_tensors())
     for name, view in targets.items():
-        allowed = (dtype, torch.float32, DTYPES[FP8])
+        allowed = (dtype, torch.float32, DTYPES[FP8], DTYPES[WORDS], torch.uint8)
         assert view.dtype in allowed, f"{name} is allocated as {view.dtype}, not as {dtype}"
         assert view.device.type == torch.device(device).type, f"{name} lies on {view.device}, not on {device}"
     stored = _without_prefix(_read_headers(checkpoint_files(folder)), config.checkpoint_prefix)
-    total = sum(shard_of(target).memory.nbytes for target in targets.values())
-    scales = take_scales_to_compute(targets, config)
-    parts = parts_of_each(stored, targets)
+    computed = take_tensors_to_compute(targets, config)
+    parts = parts_of_each(stored, without_optional(targets, stored, config))
     stored = check_fit(parts, stored, config, folder)
 
+    total = sum(
+        sum(part.nbytes for part in _memories(target, computed)) for each in parts.values() for target in each
+    )
     done = 0
     on_progress("loading the weights", done, total, BYTES)
     pieces: list[Piece] = []  # in the order of the files
@@ -94,8 +99,7 @@ def load_weights(
                 memory.zero_()
                 done += memory.nbytes
             else:
-                computed = shard_of(scales[id(target)]).memory if id(target) in scales else None
-                pieces += _pieces(stored[name], begin, place, memory, computed)
+                pieces += _pieces(stored[name], begin, place, _memories(target, computed))
             if not is_shared(stored[name], parts[name]):
                 begin += target.numel() * DTYPES[stored[name].dtype].itemsize
     for num_bytes in _copy_pieces(pieces, torch.device(device)):
@@ -103,6 +107,11 @@ def load_weights(
         on_progress("loading the weights", done, total, BYTES)
     model.finish_loading()
     return total
+
+
+def _memories(target: Tensor, computed: dict[int, tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """What is filled from a checkpoint tensor: the target's memory, or that of numbers and scales."""
+    return [shard_of(one).memory for one in computed.get(id(target), (target,))]
 
 
 class Piece(NamedTuple):
@@ -115,7 +124,8 @@ class Piece(NamedTuple):
     columns: tuple[slice, ...]  # the slice of the rows to copy
     target: Tensor
     scales: Tensor | None = None
-    """Of the target, if the rows have to be quantized: [rows, 1] or [blocks of rows, blocks of columns]."""
+    """Of the target, if the rows have to be quantized: [rows, 1], [blocks of rows, blocks of columns], or of
+    4-bit numbers [rows, groups]."""
 
     @property
     def num_bytes(self) -> int:
@@ -193,16 +203,17 @@ def _pieces(
     stored: StoredTensor,
     begin: int,
     place: tuple[slice, ...],
-    memory: Tensor,
-    scales: Tensor | None,
+    memories: list[Tensor],
 ) -> Iterator[Piece]:
-    """Split the copy to `memory` into pieces of about PIECE_BYTES.
+    """Split the copy into pieces of about PIECE_BYTES.
 
     Args:
         begin: offset in the file of the tensor that `place` is a slice of.
-        scales: memory for the scales of `memory` if it is quantized on the way.
+        memories: where the values go; if they are quantized on the way, numbers and scales.
     """
     rows, *columns = place
+    memory, scales = (*memories, None)[:2]
+    assert memory is not None
     dtype = DTYPES[stored.dtype]
     row_shape = stored.shape[1:]
     row_bytes = math.prod(row_shape) * dtype.itemsize
@@ -267,6 +278,13 @@ def _quantize(piece: Piece, rows: Tensor) -> None:
     """Fill a piece's target and scales from `rows`, which are as wide as in the file."""
     assert piece.scales is not None
     (columns,) = piece.columns
+    if piece.target.dtype == torch.uint8:
+        rows = rows[:, columns]
+        group = rows.shape[1] // piece.scales.shape[1]
+        numbers, scales, _ = round_weight_int4(rows, group, dtype=piece.scales.dtype)
+        piece.target.copy_(numbers[:, ::2] | numbers[:, 1::2] << 4)
+        piece.scales.copy_(scales)
+        return
     has_blocks = len(piece.scales) < len(rows) or piece.scales.shape[1] > 1
     values, scales = quantize_weight_fp8(rows, has_blocks)
     piece.target.copy_(values[:, columns])

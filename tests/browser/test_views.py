@@ -1,6 +1,7 @@
 """The views Engine and Requests, and what all views promise: no errors, nothing foreign, good to everyone."""
 
 import json
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -28,6 +29,43 @@ def test_engine_shows_its_figures_and_why_it_runs_so(start: Start, visitor: Visi
     assert visitor.strayed == []
 
 
+def test_several_engines_are_added_up_chosen_and_named(start: Start, visitor: Visitor) -> None:
+    page = visitor.open(start(replicas=2))
+    visitor.ask("@flow 20 5000")
+    expect(page.locator(".message.assistant h2").first).to_be_visible()
+    page.evaluate("location.hash = '#engine'")
+    rows = page.locator(".engines tbody tr")
+    expect(rows).to_have_count(2)
+    running = page.locator(".engines tr td:nth-child(5)")
+    expect(running.nth(2)).to_have_text("1")
+    assert sorted(running.all_inner_texts()[:2]) == ["0", "1"]
+    busy = 0 if running.nth(0).inner_text() == "1" else 1
+    for engine, number in ((busy, "1"), (1 - busy, "0")):
+        button = page.get_by_role("button", name=f"Engine {engine}")
+        button.focus()
+        page.keyboard.press("Enter")
+        expect(button).to_have_attribute("aria-pressed", "true")
+        expect(page.locator(".tile dd").nth(1)).to_have_text(number)
+        expect(button).to_be_focused()
+    page.evaluate("location.hash = '#requests'")
+    row = page.locator(".requests tbody tr").first
+    expect(row.locator("td").nth(2)).to_have_text(str(busy))
+    row.click()
+    expect(page.locator(".details")).to_contain_text(f"engine {busy}, priority 0")
+    page.get_by_role("button", name="Abort this request").click()
+    expect(page.locator(".requests tbody tr")).to_have_count(0)
+    assert visitor.complaints == []
+
+
+def test_one_engine_has_no_list_of_engines(start: Start, visitor: Visitor) -> None:
+    page = visitor.open(start(), "engine")
+    expect(page.locator(".tile dd").nth(1)).to_have_text("0")
+    expect(page.locator(".engines")).to_be_hidden()
+    page.evaluate("location.hash = '#requests'")
+    expect(page.locator(".requests th", has_text="State")).to_be_visible()
+    expect(page.locator(".requests th", has_text="Engine")).to_be_hidden()
+
+
 def test_a_request_is_explained_and_aborted(start: Start, visitor: Visitor) -> None:
     server = start()
     page = visitor.open(server)
@@ -39,6 +77,7 @@ def test_a_request_is_explained_and_aborted(start: Start, visitor: Visitor) -> N
     row.click()
     expect(page.locator(".details .why")).to_contain_text("for a row")
     expect(page.locator(".details .knobs").first).to_contain_text("--max-running-requests")
+    expect(page.locator(".details")).not_to_contain_text(re.compile("null|undefined|false"))
     expect(page.locator(".moments")).to_contain_text("90 ms")
     page.get_by_role("button", name="Abort this request").click()
     expect(page.locator(".requests tbody tr")).to_have_count(0)

@@ -164,7 +164,9 @@ FEATURES = (
     Feature("preemption", lambda served, _: served.num_preemptions > 0, {"num_pages": 31}),
     Feature("joined decodes", lambda served, _: served.num_joined > 0, {"joins": True}),
     Feature("a window", lambda served, _: served.setup.window, {"window": True}),
+    Feature("FP8 cache", lambda served, _: served.setup.fp8_cache, {"fp8_cache": True}),
     Feature("experts", lambda served, _: served.setup.experts, {"experts": True}),
+    Feature("weights of 4 bits", lambda served, _: served.setup.int4, {"int4": True}),
     # Of requests: the choice of tokens.
     Feature(
         "penalties",

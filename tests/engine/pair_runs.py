@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_grammar import FakeCompiler, use_fake_grammars
+from int4_models import INT4_FORMATS, quantize_int4
 from joining_engines import build_joining
 from tiny_models import VOCAB_SIZE, random_model
 from tokenizers import AddedToken, decoders, models
@@ -48,7 +49,10 @@ class Setup(NamedTuple):
     joins: bool = False
     window: bool = False
     experts: bool = False
+    int4: bool = False
+    """Weights of 4 bits, but for experts."""
     tp: int = 1
+    fp8_cache: bool = False
 
 
 class Asked(NamedTuple):
@@ -191,13 +195,19 @@ class Engines:
     def alone(self, setup: Setup, asked: Asked, index: int = 0) -> Answer:
         """What the plain engine of the same model answers to one choice of a request."""
         model, params = self.model_folder(setup), asked.choice_params(index)
-        key = (model.name, asked.prompt, msgspec.json.encode(params))
+        name = model.name + " over FP8" * setup.fp8_cache
+        key = (name, asked.prompt, msgspec.json.encode(params))
         if key not in self._answers:
-            if model.name not in self._engines:
-                self._engines[model.name] = started(
-                    model, num_pages=CONTEXT + 1, page_size=1, prefix_cache=False, max_running_requests=1
+            if name not in self._engines:
+                self._engines[name] = started(
+                    model,
+                    num_pages=CONTEXT + 1,
+                    page_size=1,
+                    prefix_cache=False,
+                    max_running_requests=1,
+                    kv_dtype="fp8" if setup.fp8_cache else None,
                 )
-            plain = self._engines[model.name]
+            plain = self._engines[name]
             answer = self._answers[key] = Answer(asked.prompt, params)
             prompt = np.asarray(asked.prompt, "<i4").tobytes()
             plain.add(AddRequest(0, prompt, msgspec.structs.replace(params, stop=())))
@@ -233,6 +243,7 @@ class Engines:
                 num_pages=setup.num_pages,
                 page_size=PAGE_SIZE,
                 tp=setup.tp,
+                kv_dtype="fp8" if setup.fp8_cache else None,
                 max_running_requests=6,
                 max_step_tokens=CONTEXT,
                 output_reserve_tokens=0,
@@ -243,13 +254,22 @@ class Engines:
     def model_folder(self, setup: Setup) -> Path:
         """The setup's model."""
         family = "qwen3_moe" if setup.experts else "mistral" if setup.window else "qwen3"
-        name = f"{family} {'with a window' if setup.window else ''}"
+        name = f"{family} {'with a window' if setup.window else ''}{'of 4 bits' if setup.int4 else ''}"
         folder = self._folder / name
         if not folder.exists():
             window = {"sliding_window": 9, "use_sliding_window": True} if setup.window else {}
             experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             settings = window | (experts if setup.experts else {}) | {"head_dim": 16}
-            random_model(seed=3, family=family, **settings).save_pretrained(folder)
+            if setup.int4:
+                settings |= {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+            model = random_model(seed=3, family=family, **settings)
+            if setup.int4 and setup.experts:
+                more: dict[str, object] = {"modules_to_not_convert": ["mlp"]}
+                quantize_int4(model, INT4_FORMATS["awq"], folder, lambda name: ".mlp" in name, more)
+            elif setup.int4:
+                quantize_int4(model, INT4_FORMATS["awq"], folder)
+            else:
+                model.save_pretrained(folder)
         return folder
 
 

@@ -1,4 +1,4 @@
-"""An engine with FP8 weights: in any company, a request gets the greedy tokens that it gets alone."""
+"""An engine with quantized weights or cache: a request has the greedy tokens that it has alone."""
 
 import random
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from int4_models import INT4_FORMATS, quantize_int4
 from quantized_models import FORMATS, quantize
 from tiny_models import VOCAB_SIZE, random_model
 
@@ -23,6 +24,15 @@ SETTINGS: dict[str, Any] = {
     "max_context_tokens": 64,
 }
 NUM_REQUESTS = 10
+GROUPED: dict[str, Any] = {
+    "family": "qwen3",
+    "head_dim": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+}
+"""A model whose widths are groups of 32."""
+INT4_SAMPLE = ("awq", "gptq, zero points, order of activations")
 
 
 def engine_for(folder: Path, **settings: Any) -> Engine:
@@ -58,11 +68,14 @@ def some_prompts() -> dict[int, list[int]]:
 @pytest.fixture(scope="module")
 def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
-    random_model(seed=5, family="qwen3", head_dim=16).save_pretrained(folder)
+    random_model(seed=5, **GROUPED).save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "--quantization fp8", "--quantization fp8-block"])
+FLAGS = [*(f"--quantization {name}" for name in ("fp8", "fp8-block", "int4")), "--kv-dtype fp8"]
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *INT4_SAMPLE, *FLAGS])
 def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preemption(
     name: str, plain_folder: Path, tmp_path: Path
 ) -> None:
@@ -70,8 +83,12 @@ def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preem
     if name in FORMATS:
         folder = tmp_path
         quantize(random_model(seed=5, family="qwen3", head_dim=16), FORMATS[name], folder)
+    elif name in INT4_FORMATS:
+        folder = tmp_path
+        quantize_int4(random_model(seed=5, **GROUPED), INT4_FORMATS[name], folder)
     else:
-        settings = {"quantization": name.removeprefix("--quantization ")}
+        flag, value = name.removeprefix("--").split()
+        settings = {flag.replace("-", "_"): value}
     prompts = some_prompts()
     alone = engine_for(folder, overlap=False, prefix_cache=False, num_pages=70, page_size=1, **settings)
     expected = {each: serve(alone, {each: prompt})[each] for each, prompt in prompts.items()}
@@ -96,19 +113,32 @@ def test_greedy_tokens_do_not_depend_on_company_chunks_the_prefix_cache_or_preem
     assert again == expected
 
 
-def test_weights_take_half_of_the_memory_in_the_budget(plain_folder: Path) -> None:
+def test_weights_take_half_or_less_of_the_memory_in_the_budget(plain_folder: Path) -> None:
     sizes = []
-    for quantization in (None, "fp8", "fp8-block"):
+    for quantization in (None, "fp8", "fp8-block", "int4"):
         engine = engine_for(plain_folder, num_pages=20, quantization=quantization, dummy_weights=True)
         sizes.append(engine.weights_bytes)
         engine.close()
     assert sizes[1] < 0.6 * sizes[0]
     assert sizes[2] < 0.8 * sizes[0]  # the tiny widths are padded to whole blocks
+    assert sizes[3] < 0.5 * sizes[0]  # likewise; head and embedding are float32
+
+
+def test_a_page_of_an_fp8_cache_takes_a_quarter_of_one_in_float32(plain_folder: Path) -> None:
+    sizes = []
+    for kv_dtype in (None, "fp8"):
+        engine = engine_for(plain_folder, num_pages=20, kv_dtype=kv_dtype, dummy_weights=True)
+        layers = engine.runner.model.attention_layers()
+        sizes.append(sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in layers))
+        engine.close()
+    assert sizes[0] == 4 * sizes[1] > 0
 
 
 def test_what_can_not_be_quantized_is_refused_by_name(plain_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, got int3"):
+    with pytest.raises(ConfigError, match="--quantization must be one of fp8, fp8-block, int4, got int3"):
         engine_for(plain_folder, quantization="int3")
     quantize(random_model(), FORMATS["modelopt"], tmp_path)
     with pytest.raises(ConfigError, match=r"quantized already, as FP8, weights per tensor.*modelopt"):
         engine_for(tmp_path, quantization="fp8")
+    with pytest.raises(ConfigError, match="--kv-dtype must be one of fp8, got int8"):
+        engine_for(plain_folder, kv_dtype="int8")

@@ -8,6 +8,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.linear import FusedLinear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.weight import PlainWeight
 
 CPU = torch.device("cpu")
 
@@ -42,7 +43,7 @@ def test_the_gated_mlp_takes_the_gate_from_the_first_half() -> None:
     x = torch.randn(7, 12, generator=torch.Generator().manual_seed(2))
     parts = mlp.gate_up_proj.part_tensors()
     gate, up = (double(x) @ double(parts[f"{name}.weight"]).T for name in ("gate_proj", "up_proj"))
-    expected = (gate * gate.sigmoid() * up) @ double(mlp.down_proj.weight.values).T
+    expected = (gate * gate.sigmoid() * up) @ double(mlp.down_proj.part_tensors()["weight"]).T
     torch.testing.assert_close(double(mlp(x)), expected, atol=1e-3, rtol=1e-4)
 
 
@@ -52,6 +53,7 @@ def test_writing_to_a_part_writes_to_the_fused_weight_and_bias() -> None:
     names = ("a.weight", "b.weight", "a.bias", "b.bias")
     for value, name in enumerate(names):
         views[name].fill_(value)
+    assert isinstance(fused.weight, PlainWeight)
     assert fused.weight.values[:, 0].tolist() == [0, 0, 1, 1, 1, 1]
     assert fused.weight.bias is not None
     assert fused.weight.bias.tolist() == [2, 2, 3, 3, 3, 3]
@@ -66,4 +68,4 @@ def test_the_pool_is_empty_until_allocated_and_not_part_of_the_checkpoint() -> N
     assert attention.k_cache.shape == attention.v_cache.shape == (5, 16, 2, 8)
     assert attention.k_cache.dtype == torch.bfloat16
     assert not attention.state_dict()
-    assert {name for name, _ in attention.named_buffers()} == {"k_cache", "v_cache"}
+    assert {name for name, _ in attention.named_buffers()} == {"k_cache", "v_cache", "kv_scales"}

@@ -263,8 +263,9 @@ def attend_without_looking(
     v_cache: torch.Tensor,
     inputs: AttentionInputs,
     scale: float,
-    window: int,
-    softcap: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention over full pages with a mask."""
     pages = inputs.page_table[inputs.row_ids.long()].long()

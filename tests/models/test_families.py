@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from family_variants import VARIANTS
 from tiny_models import (
     VOCAB_SIZE,
     PagedRunner,
@@ -21,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.families import FAMILIES
@@ -31,183 +33,9 @@ from minisgl.request import SamplingParams
 LONGEST = 300
 NEW_TOKENS = 8
 TOLERANCE = 1e-4
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0, 1.1, 1.3, 2.0],
-    "long_factor": [1.5, 2.0, 8.0, 30.0],
-}
 
 
-def heads(num_heads: int, num_kv_heads: int, **others: Any) -> dict[str, Any]:
-    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, **others}
-
-
-def rope(kind: str, **others: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **others}}
-
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama_groups_of_1": ("llama", heads(6, 6)),
-    "llama_groups_of_3_tied": ("llama", heads(6, 2, tie_word_embeddings=True, rms_norm_eps=0.03)),
-    "llama_groups_of_4_head_dim_given": ("llama", heads(4, 1, head_dim=20)),
-    "llama_groups_of_8_tied": ("llama", heads(8, 1, head_dim=16, tie_word_embeddings=True)),
-    "llama_attention_bias": ("llama", {"attention_bias": True}),
-    "llama_default_rope_other_theta": ("llama", rope("default")),
-    "llama_linear_rope": ("llama", rope("linear", factor=3.0)),
-    "llama_dynamic_rope": ("llama", rope("dynamic", factor=3.0)),
-    "llama3_rope": ("llama", {"rope_parameters": LLAMA3}),
-    "llama_yarn_attention_factor": (
-        "llama",
-        {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}},
-    ),
-    "llama_yarn_mscale": (
-        "llama",
-        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}},
-    ),
-    "llama_longrope": ("llama", {"rope_parameters": LONGROPE, "max_position_embeddings": 300}),
-    "llama_longrope_as_long_as_the_original": (
-        "llama",
-        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 512, "factor": 4.0}},
-    ),
-    "llama_proportional_rope": ("llama", rope("proportional", partial_rotary_factor=0.5, factor=2.0)),
-    "mistral_window": ("mistral", heads(6, 2, sliding_window=20)),
-    "mistral_no_window_head_dim_given": ("mistral", heads(4, 1, sliding_window=None, head_dim=20)),
-    "mixtral_8_experts": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "mixtral_4_experts_window": (
-        "mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 17},
-    ),
-    "phi3": ("phi3", heads(6, 6, pad_token_id=0)),
-    "phi3_window_longrope_tied": (
-        "phi3",
-        heads(
-            6,
-            2,
-            sliding_window=20,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            original_max_position_embeddings=32,
-            rope_parameters=LONGROPE | {"attention_factor": 1.3},
-        ),
-    ),
-    "qwen2": ("qwen2", heads(6, 2)),
-    "qwen2_tied_yarn": ("qwen2", heads(8, 1, tie_word_embeddings=True, rope_parameters=YARN)),
-    "qwen2_window_that_is_off": ("qwen2", {"use_sliding_window": False, "sliding_window": 5}),
-    "qwen2_window_in_the_second_layer": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
-    "qwen3_tied": ("qwen3", heads(6, 2, head_dim=20, tie_word_embeddings=True, rms_norm_eps=0.03)),
-    "qwen3_groups_of_1_attention_bias": ("qwen3", heads(6, 6, head_dim=16, attention_bias=True)),
-    "qwen3_window_in_the_first_layer": (
-        "qwen3",
-        {
-            "head_dim": 16,
-            "use_sliding_window": True,
-            "sliding_window": 33,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "qwen3_moe_4_experts": (
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
-    ),
-    "qwen3_moe_60_experts_renormalized": (
-        "qwen3_moe",
-        {
-            "num_experts": 60,
-            "num_experts_per_tok": 7,
-            "moe_intermediate_size": 16,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3_moe_one_dense_layer_window": (
-        "qwen3_moe",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 16,
-            "mlp_only_layers": [0],
-            "use_sliding_window": True,
-            "sliding_window": 40,
-        },
-    ),
-    "qwen3_moe_every_second_layer": (
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
-    ),
-    "gemma2_alternating_windows": (
-        "gemma2",
-        heads(
-            6,
-            2,
-            head_dim=16,
-            sliding_window=20,
-            query_pre_attn_scalar=50,
-            attn_logit_softcapping=1.5,
-            final_logit_softcapping=4.0,
-        ),
-    ),
-    "gemma2_no_softcaps_untied": (
-        "gemma2",
-        heads(
-            4,
-            4,
-            head_dim=20,
-            sliding_window=600,
-            tie_word_embeddings=False,
-            attention_bias=True,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=None,
-            layer_types=["full_attention", "sliding_attention"],
-        ),
-    ),
-    "gemma3_windows": (
-        "gemma3_text",
-        heads(
-            6,
-            2,
-            head_dim=16,
-            sliding_window=20,
-            query_pre_attn_scalar=50,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
-    ),
-    "gemma3_groups_of_1_softcap": (
-        "gemma3_text",
-        heads(4, 4, head_dim=20, sliding_window=600, final_logit_softcapping=5.0, attention_bias=True),
-    ),
-    "gemma3_untied_linear_rope_in_full_layers": (
-        "gemma3_text",
-        {
-            "head_dim": 16,
-            "sliding_window": 33,
-            "tie_word_embeddings": False,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 70000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-            },
-        },
-    ),
-}
+FIRST_OF_A_FAMILY = list({family: name for name, (family, _) in reversed(VARIANTS.items())}.values())
 
 
 class Pair(NamedTuple):
@@ -273,8 +101,7 @@ def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
         fed = [token]
 
 
-def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> list[list[int]]:
-    """The tokens an engine answers with, all prompts at once, in chunks."""
+def small_engine(folder: Path, max_context_tokens: int) -> Engine:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -284,7 +111,11 @@ def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> l
         chunk_tokens=23,
         num_pages=32,
     )
-    engine = build_engine(config, folder, lambda stage, ms: None)
+    return build_engine(config, folder, lambda stage, ms: None)
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """The greedy tokens of all prompts, which come at once."""
     got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(prompts):
@@ -292,8 +123,16 @@ def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> l
     while engine.has_work:
         for output in engine.step():
             got[output.request_id] += output.token_ids
-    engine.close()
     return list(got.values())
+
+
+def served(folder: Path, prompts: list[list[int]], max_context_tokens: int) -> list[list[int]]:
+    """The tokens an engine answers with, in chunks."""
+    engine = small_engine(folder, max_context_tokens)
+    try:
+        return answers(engine, prompts)
+    finally:
+        engine.close()
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -301,7 +140,18 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["mistral_window", "qwen3_moe_4_experts", "gemma2_alternating_windows", "gemma3_windows"]
+    "variant",
+    [
+        "mistral_window",
+        "qwen3_moe_4_experts",
+        "gemma2_alternating_windows",
+        "gemma3_windows",
+        "exaone4_windows",
+        "glm4",
+        "granite",
+        "ministral3",
+        "olmo3_windows",
+    ],
 )
 def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
     variant: str, tmp_path: Path
@@ -311,6 +161,22 @@ def test_an_engine_serves_a_batch_of_chunked_prompts_with_the_same_tokens(
     theirs.save_pretrained(tmp_path)
     prompts = prompts_of(60, 5, 41)
     assert served(tmp_path, prompts, 128) == [greedy(theirs, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("variant", FIRST_OF_A_FAMILY)
+def test_a_prompt_with_a_cached_prefix_has_the_same_answer(variant: str, tmp_path: Path) -> None:
+    family, settings = VARIANTS[variant]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    first, other = prompts_of(70, 9)
+    engine = small_engine(tmp_path, 128)
+    answers(engine, [first])
+    for length in (17, 48, 70):
+        prompt = first[:length] + other
+        before = engine.status(0).num_cached_tokens
+        assert answers(engine, [prompt]) == [greedy(theirs, prompt)]
+        assert engine.status(0).num_cached_tokens > before, "the prefix must come from the cache"
+    engine.close()
 
 
 def test_contexts_within_the_original_length_have_longropes_short_factors(tmp_path: Path) -> None:
@@ -339,6 +205,10 @@ MISTRAL_WITH_EYES = {
     "vision_config": GEMMA_WITH_EYES["vision_config"] | {"model_type": "pixtral", "head_dim": 8},
 }
 
+MINISTRAL_WITH_EYES = MISTRAL_WITH_EYES | {
+    "text_config": {"model_type": "ministral3", **VARIANTS["ministral3"][1]},
+}
+
 
 @pytest.mark.parametrize(
     ("family", "settings", "tied"),
@@ -346,6 +216,7 @@ MISTRAL_WITH_EYES = {
         ("gemma3", GEMMA_WITH_EYES, True),
         ("mistral3", MISTRAL_WITH_EYES, True),
         ("mistral3", MISTRAL_WITH_EYES, False),
+        ("mistral3", MINISTRAL_WITH_EYES, False),
     ],
 )
 def test_the_text_part_of_a_model_that_sees_gives_its_logits(

@@ -70,9 +70,9 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def load_ours(folder: Path, attention_backend: str = "torch") -> Decoder:
+def load_ours(folder: Path, attention_backend: str = "torch", kv_dtype: str | None = None) -> Decoder:
     """Our float32 model from a Hugging Face folder, as the engine would load it."""
-    config = read_model_config(folder)
+    config = read_model_config(folder, kv_dtype=kv_dtype)
     model = build_model(config, attention_backend=attention_backend, dtype=torch.float32, device="cpu")
     load_weights(model, folder, config, dtype=torch.float32, device="cpu")
     return model
@@ -87,12 +87,21 @@ def logits_of(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
 class PagedRunner:
     """Feeds rows of tokens through our decoder: pages in random order, everything unused filled with NaN."""
 
-    def __init__(self, model: Decoder, *, num_rows: int, page_size: int, max_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_rows: int,
+        page_size: int,
+        max_tokens: int,
+        seed: int,
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.model = model
         self.page_size = page_size
         pages_per_row = -(-max_tokens // page_size)
         num_pages = num_rows * pages_per_row + 3
-        model.allocate_kv(num_pages, page_size, torch.float32, "cpu")
+        model.allocate_kv(num_pages, page_size, cache_dtype, "cpu")
         for attention in model.attention_layers():
             attention.k_cache.fill_(float("nan"))
             attention.v_cache.fill_(float("nan"))

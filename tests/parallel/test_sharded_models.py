@@ -40,7 +40,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3": HEADS_4_2
     | {"family": "gemma3_text", "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 7},
     "phi3, its checkpoint's matrices taken apart": HEADS_4_2 | {"family": "phi3", "pad_token_id": 0},
+    "olmo2, norms of heads on all ranks": HEADS_4_2 | {"family": "olmo2"},
+    "exaone4": HEADS_4_2 | {"family": "exaone4", "sliding_window": 5, "num_hidden_layers": 4},
+    "glm4": HEADS_4_2 | {"family": "glm4", "head_dim": 16, "pad_token_id": 0},
+    "granite, tied": HEADS_4_2
+    | {
+        "family": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "attention_multiplier": 0.2,
+        "tie_word_embeddings": True,
+    },
+    "ministral3": HEADS_4_2
+    | {
+        "family": "ministral3",
+        "head_dim": 12,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "mixtral": HEADS_4_2 | {"family": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
+    "qwen2_moe, its shared expert split": HEADS_4_2
+    | {
+        "family": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 24,
+    },
     "qwen3_moe": HEADS_4_2
     | {
         "family": "qwen3_moe",

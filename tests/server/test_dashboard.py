@@ -23,14 +23,16 @@ SCRAPER_LABELS = {"instance", "job"}
 """Prometheus adds them."""
 
 
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two engines"])
+def labels(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, set[str]]:
     """The samples of /metrics by name: the labels that they have, and the values of the label `kind`."""
     place = tmp_path_factory.mktemp("dashboard")
     entry = {"name": "alice", "key_sha256": hashlib.sha256(b"key").hexdigest(), "requests_per_minute": 1}
     keys = place / "keys.jsonl"
     keys.write_text(json.dumps(entry))
-    with RunningServer(make_folder(place / "model"), api_keys_file=str(keys)) as server:
+    with RunningServer(
+        make_folder(place / "model"), api_keys_file=str(keys), replicas=request.param
+    ) as server:
         client = server.ready().client().with_options(api_key="key")
         client.completions.create(model="tiny", prompt="@say a b")
         with pytest.raises(openai.RateLimitError):

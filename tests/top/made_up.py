@@ -40,7 +40,7 @@ def made_request(number: int, **changes: Any) -> RequestView:
 
 
 def made_snapshot(requests: list[RequestView], num_engines: int = 1) -> Snapshot:
-    """What a server with these requests says."""
+    """What a server says whose engines have these requests in turn."""
     sample = Sample(
         time=NOW, output_tokens_per_s=123.0, prompt_tokens_per_s=456.0, running=3, waiting=2, hit_rate=0.25,
         pages_free=50, pages_running=40, pages_cached=10, first_token_p50_ms=41.0, step_p50_ms=7.5,
@@ -71,7 +71,7 @@ def made_snapshot(requests: list[RequestView], num_engines: int = 1) -> Snapshot
             time=NOW,
             engines=[
                 EngineRequests(
-                    id=one, state="serving", num_open=1, num_ended=0, requests=[] if one else requests
+                    id=one, state="serving", num_open=1, num_ended=0, requests=requests[one::num_engines]
                 )
                 for one in ids
             ],
@@ -81,10 +81,14 @@ def made_snapshot(requests: list[RequestView], num_engines: int = 1) -> Snapshot
 
 
 class MadeUpServer:
-    """Answers as a minisgl server on a port of this machine. Start it again on its port after `stop`."""
+    """Answers as a minisgl server on a port of this machine. Start it again on its port after `stop`.
 
-    def __init__(self, requests: list[RequestView], key: str | None = None) -> None:
+    Its engines have the requests in turn.
+    """
+
+    def __init__(self, requests: list[RequestView], key: str | None = None, num_engines: int = 1) -> None:
         self.requests = requests
+        self.num_engines = num_engines
         self.key = key
         self.aborted: list[str] = []
         self.port = 0
@@ -99,7 +103,7 @@ class MadeUpServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                snapshot = made_snapshot(owner.requests)
+                snapshot = made_snapshot(owner.requests, owner.num_engines)
                 answers = {
                     "engines": snapshot.engines,
                     "history": snapshot.history,

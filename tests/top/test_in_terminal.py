@@ -98,6 +98,28 @@ def test_the_screen_says_what_the_server_says_and_keys_work(server: MadeUpServer
     assert terminal.state_after() == terminal.before
 
 
+def test_two_engines_are_seen_together_and_one_by_one() -> None:
+    requests = [made_request(1), made_request(2, state="queued")]
+    server = MadeUpServer(requests, num_engines=2).start()
+    terminal = Terminal("--url", server.url)
+    try:
+        text = terminal.until(lambda text: "call-1" in text and "call-2" in text, "shown both requests")
+        assert "2 engines" in text
+        assert "output 246 tok/s" in text
+        terminal.press(b"ee")
+        terminal.until(lambda text: "engine 1 of 2" in text and "call-1" not in text, "shown the second one")
+        terminal.press(b"\x1b[Ba")
+        terminal.until(lambda text: "End call-2?" in text, "asked")
+        terminal.press(b"y")
+        terminal.until(lambda text: "ended call-2" in text, "said that it was ended")
+        assert server.aborted == ["/debug/requests/call-2/abort"]
+        terminal.press(b"e")
+        terminal.until(lambda text: "2 engines" in text and "call-1" in text, "shown all again")
+    finally:
+        terminal.close()
+        server.stop()
+
+
 def test_a_server_that_goes_and_comes_back(server: MadeUpServer, terminal: Terminal) -> None:
     terminal.until(lambda text: "call-2" in text, "shown the requests")
     server.stop()

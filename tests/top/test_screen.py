@@ -2,10 +2,12 @@
 
 import io
 
+import msgspec
 import pytest
 from made_up import made_request, made_snapshot
 from rich.console import Console
 
+from minisgl.server.watch.history import Sample
 from minisgl.top.screen import draw
 from minisgl.top.state import State
 from minisgl.top.terminal import parse_keys
@@ -36,6 +38,39 @@ def test_the_screen_fits_the_terminal(width: int, height: int) -> None:
     lines = drawn(state, width, height)
     assert max(map(len, lines)) <= width
     assert len(lines) <= max(height, 14)
+
+
+def test_two_engines_are_added_up_and_shown_one_by_one() -> None:
+    snapshot = made_snapshot([made_request(1), made_request(2)], num_engines=2)
+    engines = snapshot.engines.engines
+    sample = Sample(time=0.0, output_tokens_per_s=7.0, running=1)
+    engines[1] = msgspec.structs.replace(engines[1], state="restarting", sample=sample)
+    histories = snapshot.history.engines
+    histories[1] = msgspec.structs.replace(histories[1], columns={"output_tokens_per_s": [100.0]})
+    state = State(snapshot=snapshot)
+    lines = drawn(state)
+    text = "\n".join(lines)
+    assert "made-up  2 engines on cpu  1 serving" in lines[0]
+    assert "output 130 tok/s   prompts 456 tok/s   running 4   waiting 2" in text
+    assert any(line.startswith("engine 0 serving    output   123 tok/s") for line in lines)
+    assert any(line.startswith("engine 1 restarting output     7 tok/s") for line in lines)
+    assert any(line.endswith("▁▃█") for line in lines)
+    assert [line.split()[:3] for line in lines if line.startswith("call-")] == [
+        ["call-2", "1", "decoding"],
+        ["call-1", "0", "decoding"],
+    ]
+    state.take("e")
+    lines = drawn(state)
+    assert "made-up  engine 0 of 2 on cpu  serving" in lines[0]
+    assert [line.split()[:2] for line in lines if line.startswith("call-")] == [["call-1", "decoding"]]
+
+
+@pytest.mark.parametrize("num_engines", [2, 8])
+def test_a_screen_of_several_engines_fits_the_terminal(num_engines: int) -> None:
+    requests = [made_request(number, why="x" * 200) for number in range(100)]
+    lines = drawn(State(snapshot=made_snapshot(requests, num_engines)))
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
 
 
 def test_the_list_scrolls_to_the_chosen_request() -> None:

@@ -102,10 +102,22 @@ def test_every_key_is_harmless_without_a_snapshot() -> None:
         assert state.take(key)
 
 
-def test_e_shows_the_next_engine() -> None:
-    state = State(snapshot=made_snapshot([made_request(1)], num_engines=2))
-    assert numbers(state) == [1]
+def test_all_engines_are_shown_and_e_shows_one_after_the_other() -> None:
+    snapshot = made_snapshot([made_request(number) for number in (1, 2, 3)], num_engines=2)
+    state = State(snapshot=snapshot)
+    assert numbers(state) == [3, 2, 1]
+    assert [state.engine_of(number) for number in (1, 2, 3, 9)] == [0, 1, 0, None]
+    for shown in ([3, 1], [2], [3, 2, 1]):
+        state.take("e")
+        assert numbers(state) == shown
+
+
+def test_e_does_nothing_with_one_engine() -> None:
+    state = State(snapshot=made_snapshot([made_request(1)]), chosen=1)
     state.take("e")
-    assert numbers(state) == []
-    state.take("e")
+    assert (numbers(state), state.engine, state.chosen) == ([1], None, 1)
+
+
+def test_an_engine_that_the_server_has_no_more_gives_way_to_the_last_one() -> None:
+    state = State(snapshot=made_snapshot([made_request(1)]), engine=3)
     assert numbers(state) == [1]

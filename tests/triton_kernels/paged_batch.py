@@ -68,6 +68,24 @@ def paged_batch(
     )
 
 
+FP8_SCALES = (0.375, 1.7)
+"""Scales of keys and values, in pools of FP8."""
+
+
+def with_fp8_pools(batch: PagedBatch) -> tuple[PagedBatch, PagedBatch, Tensor]:
+    """The batch with its keys and values in FP8, the same in float64 by another way, and the scales."""
+    stored, exact = [], []
+    for pool, scale in zip((batch.k_cache, batch.v_cache), FP8_SCALES, strict=True):
+        stored.append((pool.float() / scale).to(torch.float8_e4m3fn))
+        exact.append(stored[-1].double() * torch.tensor(scale).double())
+    scales = torch.tensor(FP8_SCALES, device=batch.q.device)
+    return (
+        batch._replace(k_cache=stored[0], v_cache=stored[1]),
+        batch._replace(k_cache=exact[0], v_cache=exact[1]),
+        scales,
+    )
+
+
 def attention_by_sdpa(batch: PagedBatch, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
     """float64 [T, H, D]: torch's attention over each row's gathered keys (softcap by hand), 0 for padding."""
     num_tokens, num_heads, head_dim = batch.q.shape

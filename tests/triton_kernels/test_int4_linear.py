@@ -9,12 +9,15 @@ from triton_kernels.int4_linear import (
     MOST_ROWS,
     default_int4_tiled_config,
     int4_gated_linear,
-    int4_gated_linear_dequantized,
     int4_gated_linear_many,
     int4_linear,
-    int4_linear_dequantized,
     int4_linear_many,
     int4_linear_reference,
+)
+from triton_kernels.int4_linear_many import (
+    DEQUANTIZED,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
 )
 from triton_kernels.quantize_int4 import HALF, Int4Weight
 
@@ -31,8 +34,10 @@ def test_the_layers_yield_the_products_of_the_dequantized_numbers(rows, zero_poi
 
 def test_torchs_product_of_the_dequantized_weight_is_the_same_layer(device):
     one = layer((9, 144, 256), 64, True, device)
-    assert_close(int4_linear_dequantized(one.x, one.weight, one.bias), one.expected(one.bias))
-    assert_close(int4_gated_linear_dequantized(one.x, one.weight), one.expected_gated())
+    assert_close(
+        int4_linear_many_with(one.x, one.weight, one.bias, config=DEQUANTIZED), one.expected(one.bias)
+    )
+    assert_close(int4_gated_linear_many_with(one.x, one.weight, config=DEQUANTIZED), one.expected_gated())
 
 
 def test_the_reference_is_exact_in_float64():
@@ -75,7 +80,7 @@ def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
     for outputs in (1024, 4096, 14336, 151936):
         for rows in (32, 64, 128, 256, 512):
             config = default_int4_tiled_config(outputs, rows, gated, H200)
-            weight_rows = config.block_n * (2 if gated else 1)
+            weight_rows = config.block_n * (2 if gated and config.fused else 1)
             assert config.num_stages >= 2
             assert HALF * (weight_rows + 4 * config.block_m) * config.num_stages <= H200.shared_bytes
             assert weight_rows * config.block_m <= 160 * 32 * config.num_warps

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
+from paged_batch import PagedBatch, attention_by_sdpa, paged_batch, with_fp8_pools
 
 import triton_kernels.decode_config as decode
 import triton_kernels.paged_decode as paged_decode_file
@@ -264,3 +264,78 @@ def test_few_rows_of_the_default_configuration_are_alike(device):
     assert decode.fewest_alike(6, 12, 2, 128, 2) == 5
     rows = [5, 3, 0, 2, 1]
     assert torch.equal(paged_decode_triton(*arguments(rows_of(batch, rows)), 0.1), together[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "group", "options"),
+    [(16, 16, 1, (0, 0.0)), (40, 1, 5, (50, 0.0)), (128, 4, 4, (0, 5.0)), (64, 64, 12, (33, 2.0))],
+)
+def test_kernel_over_fp8_pools_equals_torch_attention(head_dim, page_size, group, options, dtype, device):
+    shape = (2 * group, 2, head_dim, page_size, -(-310 // page_size))
+    batch = decode_batch(head_dim, [300, 1, 0, 33, 64], *shape, dtype=dtype, device=device)
+    batch, exact, scales = with_fp8_pools(batch)
+    expected = attention_by_sdpa(exact, 0.25, *options)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    for config in (None, TINY):
+        got = paged_decode_triton(*arguments(batch), 0.25, *options, config=config, kv_scales=scales)
+        assert (got.cpu().double() - expected).norm() <= tolerance * expected.norm()
+    reference = paged_decode_reference(*arguments(batch), 0.25, *options, kv_scales=scales)
+    assert (reference.cpu().double() - expected).norm() <= tolerance * expected.norm()
+
+
+@settings(max_examples=15)
+@given(
+    contexts=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    group=st.sampled_from([1, 3, 8]),
+    head_dim=st.sampled_from([16, 40]),
+    page_size=st.sampled_from([1, 16, 64]),
+    norms=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_rope_paged_decode_stores_fp8_as_rope_store_does_and_attends_to_it(
+    contexts, group, head_dim, page_size, norms, seed
+):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = (group * 2, 2, head_dim, page_size, -(-150 // page_size))
+    batch, exact, scales = with_fp8_pools(decode_batch(seed, contexts, *shape, device=device))
+    slots = slots_of_newest(batch)
+    rng = torch.Generator().manual_seed(seed)
+    # Some values are beyond what FP8 holds at these scales.
+    qkv = (torch.randn((len(contexts), (group + 2) * 2 * head_dim), generator=rng) * 90).to(device)
+    cos_sin = torch.randn((200, head_dim), generator=rng).to(device)
+    positions = (batch.context_len - 1).int()
+    weights = [torch.randn(head_dim, generator=rng).to(device) if norms else None for _ in range(2)]
+    caches = [torch.zeros(pool.shape, device=device) for pool in (batch.k_cache, batch.v_cache)]
+    q = rope_store_reference(qkv, cos_sin, positions, slots, caches[0], caches[1], *weights, eps=1e-5)
+    stored = slots.long()
+    for pool, cache, scale in zip((exact.k_cache, exact.v_cache), caches, scales, strict=True):
+        rounded = (cache.flatten(0, 1)[stored] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        pool.flatten(0, 1)[stored] = rounded.double() * scale.double()
+    expected = attention_by_sdpa(exact._replace(q=q.double()), 0.002)
+    rope = Rope(cos_sin, positions, slots, *weights, eps=1e-5)
+    where = (batch.page_table, batch.row_ids, batch.context_len, 0.002)
+    for attend in ("kernel", "cpu"):
+        pools = batch.k_cache.clone(), batch.v_cache.clone()
+        if attend == "kernel":
+            got = paged_decode_triton(qkv, *pools, *where, config=TINY, rope=rope, kv_scales=scales)
+        else:
+            got = rope_paged_decode(qkv, rope, *pools, *where, kv_scales=scales)
+        for pool, wide, scale in zip(pools, (exact.k_cache, exact.v_cache), scales, strict=True):
+            found = pool.flatten(0, 1)[stored].double() * scale.double()
+            # A value between two of FP8 may go to the other one.
+            torch.testing.assert_close(found, wide.flatten(0, 1)[stored], rtol=0.13, atol=0.01)
+            assert (found != wide.flatten(0, 1)[stored]).float().mean() < 0.02
+        assert (got.cpu().double() - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter multiplies no bfloat16")
+def test_queries_beyond_float16_attend_to_fp8(device):
+    batch, exact, scales = with_fp8_pools(
+        decode_batch(3, [70, 300], 8, 2, 128, 16, 20, dtype=torch.bfloat16, device=device)
+    )
+    factors = torch.tensor([1e6, 1e-6, 1.0, 1e5], device=device).bfloat16().repeat(2)[None, :, None]
+    exact = exact._replace(q=batch.q * factors)
+    expected = attention_by_sdpa(exact, 1e-6)
+    got = paged_decode_triton(*arguments(batch._replace(q=exact.q)), 1e-6, kv_scales=scales)
+    assert (got.cpu().double() - expected).norm() <= 1e-2 * expected.norm()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import PagedBatch, attention_by_sdpa, paged_batch
+from paged_batch import PagedBatch, attention_by_sdpa, paged_batch, with_fp8_pools
 
 from triton_kernels import paged_prefill_hopper as hopper
 from triton_kernels.paged_prefill import (
@@ -99,6 +99,26 @@ def test_more_rows_than_a_search_block(device):
     torch.testing.assert_close(got.double(), attention_by_sdpa(batch, 0.25), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "group", "options"),
+    [(16, 16, 1, (0, 0.0)), (40, 1, 5, (30, 0.0)), (128, 4, 4, (0, 5.0)), (64, 64, 16, (17, 2.0))],
+)
+def test_kernel_over_fp8_pools_equals_torch_attention(head_dim, page_size, group, options, dtype, device):
+    batch = paged_batch(
+        head_dim, [90, 3, 0, 40], [60, 3, 0, 1], 2 * group, 2, head_dim, page_size, -(-128 // page_size),
+        dtype=dtype, device=device, padding_tokens=5,
+    )  # fmt: skip
+    batch, exact, scales = with_fp8_pools(batch)
+    expected = attention_by_sdpa(exact, 0.25, *options)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    for config in (None, TINY):
+        got = paged_prefill_triton(*arguments(batch), 0.25, *options, config=config, kv_scales=scales)
+        assert (got.cpu().double() - expected).norm() <= tolerance * expected.norm()
+    reference = paged_prefill_reference(*arguments(batch), 0.25, *options, kv_scales=scales)
+    assert (reference.cpu().double() - expected).norm() <= tolerance * expected.norm()
+
+
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
@@ -111,7 +131,7 @@ def assert_hopper_kernel_is_right(batch: PagedBatch, window=0, softcap=0.0, head
     config = hopper.HopperPrefillConfig(64 if batch.q.shape[2] > 128 else 128, 2, heads)
     poison = torch.full((batch.q.numel(),), float("nan"), device="cuda")
     del poison  # the output's memory held NaN
-    got = hopper.paged_prefill_hopper(*arguments(batch), scale, window, softcap, config).float()
+    got = hopper.paged_prefill_hopper(*arguments(batch), scale, window, softcap, config=config).float()
     in_float32 = batch._replace(q=batch.q.float())
     expected = paged_prefill_reference(*arguments(in_float32), scale, window, softcap)
     end = int(batch.row_start[-1])

@@ -13,7 +13,9 @@ import triton
 
 from triton_kernels import (
     all_reduce,
+    fp8_linear_many,
     fused_moe,
+    int4_linear_many,
     linear_few,
     linear_many,
     paged_decode,
@@ -266,6 +268,13 @@ CONFIGS = {
     "gated_linear": linear_few.LinearConfig,
     "linear_many": linear_many.TiledConfig,
     "gated_linear_many": linear_many.TiledConfig,
+    "fp8_linear_many": fp8_linear_many.Fp8TiledConfig,
+    "fp8_linear_many_blocks": fp8_linear_many.Fp8TiledConfig,
+    "fp8_gated_linear_many": fp8_linear_many.Fp8TiledConfig,
+    "fp8_gated_linear_many_blocks": fp8_linear_many.Fp8TiledConfig,
+    "int4_linear_many": int4_linear_many.Int4TiledConfig,
+    "int4_gated_linear_many": int4_linear_many.Int4TiledConfig,
+    "paged_decode_fp8": paged_decode.DecodeConfig,
 }
 
 

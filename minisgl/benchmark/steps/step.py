@@ -88,7 +88,7 @@ def run_step_bench(
     ceilings = _gpu_ceilings() if on_gpu else None
     with ShownProgress(lines_on()) as progress:
         with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
-            model_config = read_model_config(folder, engine_config.quantization)
+            model_config = read_model_config(folder, engine_config.quantization, engine_config.kv_dtype)
             stages: dict[str, float] = {}
 
             def on_stage(stage: str, duration_ms: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
@@ -90,10 +91,11 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     model = runner.model
     embedding = model.embed_tokens.weight
     item_bytes = embedding.element_size()
-    head = model.lm_head.weight.values.numel()
-    outside = 0 if embedding is model.lm_head.weight.values else embedding.numel()
-    blocks = sum(parameter.numel() for parameter in model.parameters()) - head - outside
-    last = sum(parameter.numel() for parameter in model.layers[-1].parameters())
+    cache = model.attention_layers()[0].k_cache
+    head = sum(_numbers_in(parameter) for parameter in model.lm_head.parameters())
+    outside = 0 if model.is_tied else embedding.numel()
+    blocks = sum(_numbers_in(parameter) for parameter in model.parameters()) - head - outside
+    last = sum(_numbers_in(parameter) for parameter in model.layers[-1].parameters())
     last -= 2 * config.num_kv_heads * config.head_dim * config.hidden_size
     expert = last_expert = experts_per_token = 0
     if config.experts is not None:
@@ -107,7 +109,7 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         block_parameters=blocks,
         head_parameters=head,
         item_bytes=item_bytes,
-        kv_bytes=config.kv_elements_per_token // config.num_layers * item_bytes,
+        kv_bytes=config.kv_elements_per_token // config.num_layers * cache.element_size(),
         attention_flop=4 * config.num_heads * config.head_dim,
         windows=config.windows or (0,) * config.num_layers,
         last_parameters=last,
@@ -115,11 +117,16 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         last_expert_parameters=last_expert,
         experts_per_token=experts_per_token,
         saved_bytes=sum(
-            parameter.numel() * item_bytes - parameter.nbytes
+            _numbers_in(parameter) * item_bytes - parameter.nbytes
             for parameter in model.layers.parameters()
             if parameter.element_size() < item_bytes
         ),
     )
+
+
+def _numbers_in(parameter: Tensor) -> int:
+    """Its elements; two in a byte of packed 4-bit numbers."""
+    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)
 
 
 def expected_experts_hit(config: ModelConfig, num_tokens: int, num_at_last: int) -> float:

@@ -39,13 +39,13 @@ def measure_peaks(
     rows: Rows,
     planner: AttentionPlanner,
     device: torch.device,
-    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> Peaks:
     """Measure memory on CUDA with the largest number of rows.
 
     It also decodes few rows, because they use some other kernels, which are compiled this way before serving.
     """
-    model.allocate_kv(1, config.page_size, dtype, device)
+    model.allocate_kv(1, config.page_size, cache_dtype, device)
     largest, *recorded = largest_prefills(config)
     decode = DecodeStep(model, rows)
     if not config.kernel:  # a replaced kernel may read indices that another kernel computes

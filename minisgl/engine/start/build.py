@@ -64,7 +64,7 @@ def build_engine(
         EngineDeadError: another rank could not start.
     """
     stages = StartupStages(on_stage)
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     facts = find_device_facts()
     resolved = resolve_engine_config(config, model_config, facts)
     if job is not None:
@@ -92,12 +92,14 @@ def resolve_for_folder(config: EngineConfig, folder: Path) -> ResolvedConfig:
     Raises:
         ConfigError, ModelError: as in `build_engine`.
     """
-    return resolve_engine_config(config, read_model_config(folder, config.quantization), find_device_facts())
+    return resolve_engine_config(
+        config, read_model_config(folder, config.quantization, config.kv_dtype), find_device_facts()
+    )
 
 
 def reasons_for_settings(config: EngineConfig, resolved: ResolvedConfig, folder: Path) -> list[ChosenSetting]:
     """The settings of an engine that was built of `config`, and why it has them."""
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     return chosen_settings(config, resolved, model_config, find_device_facts())
 
 
@@ -110,7 +112,7 @@ def build_follower(config: ResolvedConfig, folder: Path, rendezvous: Rendezvous,
     Raises:
         MinisglError: as in `build_engine`.
     """
-    model_config = read_model_config(folder, config.quantization)
+    model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     return build_rank(config, folder, model_config, StartupStages(on_stage), rendezvous, None)
 
 
@@ -121,7 +123,12 @@ def _warn_of_slower_attention(
     if config.attention_backend is not None or resolved.device != "cuda":
         return
     place = attention_environment(
-        model_config, facts, device="cuda", dtype=resolved.dtype, page_size=resolved.page_size
+        model_config,
+        facts,
+        device="cuda",
+        dtype=resolved.dtype,
+        page_size=resolved.page_size,
+        kv_dtype=resolved.kv_dtype,
     )
     reason = reason_unavailable(TRITON, place)
     if reason is not None:

@@ -48,7 +48,7 @@ from minisgl.engine.start.startup_stages import StartupStages
 from minisgl.errors import ConfigError
 from minisgl.grammar.pending import PendingGrammars
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.config import FP8_CACHE, ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
@@ -57,6 +57,7 @@ from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.weights.dummy import DUMMY_SEED, fill_dummy
 from minisgl.weights.loader import load_weights
+from triton_kernels.e4m3 import FP8
 
 if TYPE_CHECKING:
     from minisgl.engine.ranks.follower_link import FollowerLink
@@ -82,6 +83,8 @@ class _Hardware(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    cache_dtype: torch.dtype
+    """Of keys and values."""
     available_bytes: int
     """Memory that the engine may use."""
 
@@ -216,7 +219,7 @@ def _assemble(
     if ranks is not None:
         budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
     logger.info("memory: %s", budget.describe())
-    model.allocate_kv(budget.num_pages, page_size, hardware.dtype, device)
+    model.allocate_kv(budget.num_pages, page_size, hardware.cache_dtype, device)
     stages.finish("memory profile and KV pool")
     recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
     runner = ModelRunner(model, rows, pages, planner, stager, device, recorded)
@@ -260,7 +263,8 @@ def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _
         device = torch.device("cpu")
         keep_freed_memory()
         available_bytes = int(free_host_bytes() * config.memory_fraction) // config.ranks_per_host
-    return _Hardware(device, getattr(torch, config.dtype), available_bytes)
+    dtype = getattr(torch, config.dtype)
+    return _Hardware(device, dtype, FP8 if config.kv_dtype == FP8_CACHE else dtype, available_bytes)
 
 
 def _build_attention(
@@ -370,7 +374,7 @@ def _plan_memory(
     if hardware.device.type == "cpu":
         peaks = Peaks(estimate_activation_bytes(model_config, config, config.max_step_tokens), 0, 0)
     else:
-        peaks = measure_peaks(config, model, rows, planner, hardware.device, hardware.dtype)
+        peaks = measure_peaks(config, model, rows, planner, hardware.device, hardware.cache_dtype)
         recorded_bytes = peaks.decode_bytes + peaks.recorded_prefill_bytes
         reserve_bytes = recorded_bytes + graph_reserve_bytes(config)
         reserve_bytes += logit_extras_bytes(model_config, config)

@@ -13,7 +13,7 @@ from minisgl.config import GIB, MIB, ResolvedConfig
 from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.logits import SLICE_ROWS, LogitTables
 from minisgl.errors import ConfigError
-from minisgl.model_config.config import DTYPE_BYTES, ModelConfig
+from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig
 
 CPU_POOL_BYTES = 1 * GIB
 LIBRARY_RESERVE_BYTES = GIB // 2
@@ -114,7 +114,8 @@ def _logit_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
 
 def page_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     """Bytes of one page: keys and values of page_size tokens in all layers."""
-    return model.kv_elements_per_token * config.page_size * DTYPE_BYTES[config.dtype]
+    element_bytes = 1 if config.kv_dtype == FP8_CACHE else DTYPE_BYTES[config.dtype]
+    return model.kv_elements_per_token * config.page_size * element_bytes
 
 
 def plan_memory(

@@ -35,6 +35,9 @@ OPS = {
         attention_ops.ROPE_PAGED_DECODE,
         attention_ops.PAGED_PREFILL,
         attention_ops.PAGED_PREFILL_HOPPER,
+        attention_ops.PAGED_DECODE_FP8,
+        attention_ops.ROPE_PAGED_DECODE_FP8,
+        attention_ops.PAGED_PREFILL_FP8,
     )
 }
 TUNABLE = {name: op.tuning for name, op in OPS.items() if op.tuning is not None} | QUANTIZED

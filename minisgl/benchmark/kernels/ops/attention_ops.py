@@ -87,8 +87,11 @@ def hopper_candidates(shape: ModelShape, gpu: Gpu) -> list[HopperPrefillConfig]:
     return [HopperPrefillConfig(block_n, *one) for one in itertools.product(stages, heads)]
 
 
-def decode_candidates(shape: ModelShape, gpu: Gpu) -> list[DecodeConfig]:
-    """Candidates that all split rows in the same way, because the split changes the last bits of results."""
+def decode_candidates(shape: ModelShape, gpu: Gpu, is_fp8: bool = False) -> list[DecodeConfig]:
+    """Candidates that all split rows in the same way, because the split changes the last bits of results.
+
+    Over e4m3 also tiles of twice the tokens, which have as many bytes.
+    """
     group = shape.heads // shape.kv_heads
     tiles = (
         (16, 1, 3, 24, 6, 4),
@@ -101,6 +104,12 @@ def decode_candidates(shape: ModelShape, gpu: Gpu) -> list[DecodeConfig]:
         (32, 2, 3, 12, 3, 2),
         (32, 2, 4, 12, 3, 2),
     )
+    if is_fp8:
+        tiles = (
+            *((2 * block_n, *rest) for block_n, *rest in tiles),
+            (16, 1, 5, 24, 8, 8),
+            (64, 1, 3, 24, 4, 3),
+        )
     configs = [
         DecodeConfig(block_n, 128, 64, warps, stages, few, some, many)
         for block_n, warps, stages, few, some, many in tiles
@@ -108,11 +117,11 @@ def decode_candidates(shape: ModelShape, gpu: Gpu) -> list[DecodeConfig]:
     return [
         config
         for config in configs
-        if decode_that_fits(config, shape.head_dim, ELEMENT_SIZE, group, gpu) == config
+        if decode_that_fits(config, shape.head_dim, ELEMENT_SIZE, group, gpu, is_fp8) == config
     ]
 
 
-def prefill_candidates(shape: ModelShape, gpu: Gpu) -> list[PrefillConfig]:
+def prefill_candidates(shape: ModelShape, gpu: Gpu, is_fp8: bool = False) -> list[PrefillConfig]:
     """Candidates for the portable kernel."""
     tiles = [
         (128, 64, 8, 2),
@@ -127,7 +136,9 @@ def prefill_candidates(shape: ModelShape, gpu: Gpu) -> list[PrefillConfig]:
     ]
     configs = [PrefillConfig(*tile) for tile in tiles]
     return [
-        config for config in configs if prefill_that_fits(config, shape.head_dim, ELEMENT_SIZE, gpu) == config
+        config
+        for config in configs
+        if prefill_that_fits(config, shape.head_dim, ELEMENT_SIZE, gpu, is_fp8) == config
     ]
 
 
@@ -139,7 +150,7 @@ def _attention_near(shape: ModelShape) -> dict[str, int]:
     return {"K": shape.kv_heads, "S": PAGE_SIZE}
 
 
-def _heads(shape: ModelShape) -> dict[str, int]:
+def _heads(shape: ModelShape) -> dict[str, Any]:
     return {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
 
 
@@ -147,9 +158,9 @@ def _heads_label(shape: ModelShape) -> str:
     return f" {shape.heads}/{shape.kv_heads}/{shape.head_dim}"
 
 
-def _decode_batches(shape: ModelShape, on_gpu: bool) -> list[AttentionShape]:
+def _decode_batches(shape: ModelShape, on_gpu: bool, is_fp8: bool = False) -> list[AttentionShape]:
     """The batches that `minisgl bench kernel` measures."""
-    heads, of = _heads(shape), _heads_label(shape)
+    heads, of = _heads(shape) | {"is_fp8": is_fp8}, _heads_label(shape)
     if not on_gpu:
         return [decode_shape(f"3x70{of}", [70, 1, 33], **heads)]
     batches = {
@@ -175,32 +186,39 @@ def _decode_cases(batches: list[AttentionShape]) -> list[Case]:
     ]
 
 
-def _tune_decode_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+def _tune_decode_cases(shape: ModelShape, on_gpu: bool, is_fp8: bool = False) -> list[Case]:
     batches = [(1, 1024), (1, 32768), (8, 8192), (64, 4096), (256, 1024)] if on_gpu else [(1, 40), (3, 70)]
     return _decode_cases(
-        [decode_shape(f"{rows}x{context}", [context] * rows, **_heads(shape)) for rows, context in batches]
+        [
+            decode_shape(f"{rows}x{context}", [context] * rows, **_heads(shape), is_fp8=is_fp8)
+            for rows, context in batches
+        ]
     )
 
 
-def _rope_decode_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+def _rope_decode_cases(shape: ModelShape, on_gpu: bool, is_fp8: bool = False) -> list[Case]:
     return [
         Case(
             batch.label,
             len(batch.contexts),
             functools.partial(rope_decode_problem, batch, shape.qk_norm),
         )
-        for batch in _decode_batches(shape, on_gpu)
+        for batch in _decode_batches(shape, on_gpu, is_fp8)
     ]
 
 
 def _prefill_cases(
-    shape: ModelShape, on_gpu: bool, batches: dict[str, tuple[list[int], list[int]]], suffix: str = ""
+    shape: ModelShape,
+    on_gpu: bool,
+    batches: dict[str, tuple[list[int], list[int]]],
+    suffix: str = "",
+    is_fp8: bool = False,
 ) -> list[Case]:
     """Batches are contexts and new tokens of each row; on a CPU there is one small batch instead."""
     if not on_gpu:
         batches = {"5 on 20": ([25], [5])}
     shapes = [
-        AttentionShape(label + suffix, contexts, new, **_heads(shape), page_size=PAGE_SIZE)
+        AttentionShape(label + suffix, contexts, new, **_heads(shape), page_size=PAGE_SIZE, is_fp8=is_fp8)
         for label, (contexts, new) in batches.items()
     ]
     return [
@@ -209,7 +227,7 @@ def _prefill_cases(
     ]
 
 
-def _bench_prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+def _bench_prefill_cases(shape: ModelShape, on_gpu: bool, is_fp8: bool = False) -> list[Case]:
     batches = {
         "1x8192": ([8192], [8192]),
         "8x2048": ([2048] * 8, [2048] * 8),
@@ -218,13 +236,13 @@ def _bench_prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
         "2048 on 32k": ([32768 + 2048], [2048]),
         "64 decode 2k + 448 on 4k": ([2048] * 64 + [4096 + 448], [1] * 64 + [448]),
     }
-    return _prefill_cases(shape, on_gpu, batches, _heads_label(shape))
+    return _prefill_cases(shape, on_gpu, batches, _heads_label(shape), is_fp8)
 
 
-def _tune_prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
+def _tune_prefill_cases(shape: ModelShape, on_gpu: bool, is_fp8: bool = False) -> list[Case]:
     batches = {"1x2048": ([2048], [2048]), "1x8192": ([8192], [8192])}
     batches |= {"8x2048": ([2048] * 8, [2048] * 8), "512 on 32k": ([32768 + 512], [512])}
-    return _prefill_cases(shape, on_gpu, batches)
+    return _prefill_cases(shape, on_gpu, batches, is_fp8=is_fp8)
 
 
 def _portable_prefill_cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
@@ -278,24 +296,64 @@ def _flashinfer_pages(arguments: tuple[Any, ...], case: Case) -> tuple[Any, ...]
     return indptr, indices, last, shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
 
 
+def _decode_tuning(is_fp8: bool) -> Tuning:
+    return Tuning(
+        files=("paged_decode.py", "decode_config.py", *(("fp8_cache.py",) if is_fp8 else ())),
+        by_size=False,
+        exact=_attention_exact,
+        near=_attention_near,
+        cases=functools.partial(_tune_decode_cases, is_fp8=is_fp8),
+        default=lambda shape, size, element, gpu: default_decode_config(
+            shape.head_dim, element, shape.heads // shape.kv_heads, is_fp8=is_fp8, gpu=gpu
+        ),
+        candidates=lambda shape, size, gpu: (
+            decode_candidates(shape, gpu, is_fp8) if gpu.has_fp8 or not is_fp8 else []
+        ),
+        launcher=paged_decode_triton,
+    )
+
+
+def _prefill_tuning(is_fp8: bool) -> Tuning:
+    return Tuning(
+        files=("paged_prefill.py",),
+        by_size=False,
+        exact=_attention_exact,
+        near=_attention_near,
+        cases=functools.partial(_tune_prefill_cases, is_fp8=True) if is_fp8 else _portable_prefill_cases,
+        default=lambda shape, size, element, gpu: default_prefill_config(
+            shape.head_dim, element, gpu, is_fp8
+        ),
+        candidates=lambda shape, size, gpu: (
+            prefill_candidates(shape, gpu, is_fp8) if gpu.has_fp8 or not is_fp8 else []
+        ),
+        launcher=paged_prefill_triton,
+    )
+
+
 PAGED_DECODE = KernelOp(
     name="paged_decode",
     launcher=paged_decode_triton,
     bench_cases=lambda shape, on_gpu: _decode_cases(_decode_batches(shape, on_gpu)),
     plain_torch=_paged_decode,
     flashinfer=_flashinfer_decode,
-    tuning=Tuning(
-        files=("paged_decode.py", "decode_config.py"),
-        by_size=False,
-        exact=_attention_exact,
-        near=_attention_near,
-        cases=_tune_decode_cases,
-        default=lambda shape, size, element, gpu: default_decode_config(
-            shape.head_dim, element, shape.heads // shape.kv_heads, gpu=gpu
-        ),
-        candidates=lambda shape, size, gpu: decode_candidates(shape, gpu),
-        launcher=paged_decode_triton,
-    ),
+    tuning=_decode_tuning(is_fp8=False),
+)
+PAGED_DECODE_FP8 = KernelOp(
+    name="paged_decode_fp8",
+    launcher=paged_decode_triton,
+    bench_cases=lambda shape, on_gpu: _decode_cases(_decode_batches(shape, on_gpu, is_fp8=True)),
+    tuning=_decode_tuning(is_fp8=True),
+)
+ROPE_PAGED_DECODE_FP8 = KernelOp(
+    name="rope_paged_decode_fp8",
+    launcher=rope_paged_decode,
+    bench_cases=functools.partial(_rope_decode_cases, is_fp8=True),
+)
+PAGED_PREFILL_FP8 = KernelOp(
+    name="paged_prefill_fp8",
+    launcher=paged_prefill_triton,
+    bench_cases=functools.partial(_bench_prefill_cases, is_fp8=True),
+    tuning=_prefill_tuning(is_fp8=True),
 )
 ROPE_PAGED_DECODE = KernelOp(
     name="rope_paged_decode", launcher=rope_paged_decode, bench_cases=_rope_decode_cases
@@ -305,16 +363,7 @@ PAGED_PREFILL = KernelOp(
     launcher=paged_prefill_triton,
     bench_cases=_bench_prefill_cases,
     flashinfer=_flashinfer_prefill,
-    tuning=Tuning(
-        files=("paged_prefill.py",),
-        by_size=False,
-        exact=_attention_exact,
-        near=_attention_near,
-        cases=_portable_prefill_cases,
-        default=lambda shape, size, element, gpu: default_prefill_config(shape.head_dim, element, gpu),
-        candidates=lambda shape, size, gpu: prefill_candidates(shape, gpu),
-        launcher=paged_prefill_triton,
-    ),
+    tuning=_prefill_tuning(is_fp8=False),
 )
 PAGED_PREFILL_HOPPER = KernelOp(
     name="paged_prefill_hopper",

@@ -11,11 +11,16 @@ from torch import Tensor
 
 from minisgl.benchmark.kernels.kernel_timing import Problem, num_sets, poison, relative_error
 from triton_kernels.decode_config import fewest_alike, num_arrivals
+from triton_kernels.e4m3 import FP8
+from triton_kernels.fp8_cache import to_pool
 from triton_kernels.paged_decode import Rope, paged_decode_reference
 from triton_kernels.paged_prefill import paged_prefill_reference
 from triton_kernels.rope_store import rope_store_reference
 
 EPS = 1e-6
+FP8_SCALES = (0.5, 1.5)
+"""Scales of keys and values in pools of e4m3."""
+FP8_NAN = 0x7F
 LONGEST_TOKENS = 131072
 """The capacity of a row of the page tables, as in an engine with long contexts."""
 
@@ -30,11 +35,12 @@ class AttentionShape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    is_fp8: bool = False  # the pools hold e4m3
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the keys and values that the batch reads, in bfloat16."""
-        return 4 * sum(self.contexts) * self.kv_heads * self.head_dim
+    def kv_bytes(self, element_size: int) -> int:
+        """Bytes of the keys and values that the batch reads, in pools of such elements or of e4m3."""
+        size = 1 if self.is_fp8 else element_size
+        return 2 * size * sum(self.contexts) * self.kv_heads * self.head_dim
 
     @property
     def flop(self) -> float:
@@ -44,6 +50,14 @@ class AttentionShape(NamedTuple):
             for context, new in zip(self.contexts, self.new_tokens, strict=True)
         )
         return 4.0 * self.heads * self.head_dim * pairs
+
+
+class Pools(NamedTuple):
+    """Keys and values [P, S, K, D] of all input sets."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    scales: Tensor | None = None  # float32 [2]; only of pools of e4m3
 
 
 class AttentionSet(NamedTuple):
@@ -56,18 +70,19 @@ class AttentionSet(NamedTuple):
     row_start: Tensor  # int32 [R + 1]
 
 
-def decode_shape(label: str, contexts: list[int], **heads: int) -> AttentionShape:
+def decode_shape(label: str, contexts: list[int], **heads: Any) -> AttentionShape:
     """A batch with one new token in each row."""
     return AttentionShape(label, contexts, [1] * len(contexts), **heads)
 
 
 def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:
     """Decode attention. The check compares with float32; a part of the rows must give the same bits."""
-    k_cache, v_cache, sets = attention_sets(shape, device, dtype)
+    pools, sets = attention_sets(shape, device, dtype)
+    k_cache, v_cache, kv_scales = pools
     scale = shape.head_dim**-0.5
     num_rows = len(shape.contexts)
     counters = torch.zeros(num_arrivals(num_rows, shape.kv_heads), dtype=torch.int32, device=device)
-    options = (scale, 0, 0.0, counters)
+    options = (scale, 0, 0.0, counters, kv_scales)
     arguments = [(one.q, k_cache, v_cache, *one[1:4], *options) for one in sets]
     known: list[Tensor] = []
 
@@ -83,11 +98,12 @@ def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dty
         if not torch.equal(apart, got[rows]):
             raise ValueError("rows differ in other company")
         if not known:
-            known.append(paged_decode_reference(one.q.float(), k_cache, v_cache, *one[1:4], scale))
+            q = one.q.float()
+            known.append(paged_decode_reference(q, k_cache, v_cache, *one[1:4], scale, kv_scales=kv_scales))
         return relative_error(got, known[0])
 
-    moved = shape.kv_bytes * dtype.itemsize / 2
-    return Problem(moved, shape.flop, arguments, int(moved), check)
+    moved = shape.kv_bytes(dtype.itemsize)
+    return Problem(moved, shape.flop, arguments, moved, check)
 
 
 def rope_decode_problem(
@@ -98,7 +114,8 @@ def rope_decode_problem(
     Args:
         normed: RMSNorm is applied to q and k.
     """
-    k_cache, v_cache, sets = attention_sets(shape, device, dtype)
+    pools, sets = attention_sets(shape, device, dtype)
+    k_cache, v_cache, kv_scales = pools
     scale = shape.head_dim**-0.5
     num_rows, head_dim, kv_heads = len(shape.contexts), shape.head_dim, shape.kv_heads
     width = (shape.heads + 2 * kv_heads) * head_dim
@@ -113,37 +130,46 @@ def rope_decode_problem(
         slots = pages * shape.page_size + last % shape.page_size
         qkv = torch.randn((num_rows, width), device=device, dtype=dtype)
         rope = Rope(cos_sin, last, slots, *norms, eps=EPS)
-        arguments.append((qkv, rope, k_cache, v_cache, *one[1:4], scale, 0, 0.0, counters))
+        arguments.append((qkv, rope, k_cache, v_cache, *one[1:4], scale, 0, 0.0, counters, kv_scales))
 
     def check(function: Any) -> float:
         qkv, (_, positions, slots, *_) = arguments[0][:2]
         poison(qkv.nbytes, device)
         newest = [pool.flatten(0, 1) for pool in (k_cache, v_cache)]
         for pool in newest:
-            pool[slots.long()] = math.nan
+            if shape.is_fp8:  # torch does not write every type by index
+                pool.view(torch.uint8)[slots.long()] = FP8_NAN
+            else:
+                pool[slots.long()] = math.nan
         got = function(*arguments[0])
         stored = torch.zeros((2, num_rows, 1, kv_heads, head_dim), dtype=torch.float64, device=device)
         places = torch.arange(num_rows, dtype=torch.int32, device=device)
         wide: list[Any] = [None if weight is None else weight.double() for weight in norms]
         options: list[Any] = [*stored, *wide, EPS]
         q = rope_store_reference(qkv.double(), cos_sin.double(), positions, places, *options)
-        expected = paged_decode_reference(q.float(), k_cache, v_cache, *sets[0][1:4], scale)
-        errors = [
-            relative_error(pool[slots.long()], exact[:, 0])
-            for pool, exact in zip(newest, stored, strict=True)
-        ]
+        found = [_at(pool, slots) for pool in newest]
+        if kv_scales is not None:
+            # Keys are rounded to the queries' type before FP8, which may double the error.
+            rounded = zip(stored.to(dtype), (k_cache, v_cache), kv_scales, strict=True)
+            stored = torch.stack([to_pool(x, pool, scale).double() for x, pool, scale in rounded])
+        expected = paged_decode_reference(
+            q.float(), k_cache, v_cache, *sets[0][1:4], scale, kv_scales=kv_scales
+        )
+        errors = [relative_error(one, exact[:, 0]) for one, exact in zip(found, stored, strict=True)]
         return max(relative_error(got, expected), *errors)
 
-    moved = shape.kv_bytes * dtype.itemsize / 2
-    return Problem(moved, shape.flop, arguments, int(moved), check)
+    moved = shape.kv_bytes(dtype.itemsize)
+    return Problem(moved, shape.flop, arguments, moved, check)
 
 
 def prefill_problem(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Problem:
     """Prefill attention. The check compares with float32."""
-    k_cache, v_cache, sets = attention_sets(shape, device, dtype)
+    pools, sets = attention_sets(shape, device, dtype)
+    k_cache, v_cache, kv_scales = pools
     scale = shape.head_dim**-0.5
     longest = max(shape.new_tokens)
-    arguments = [(one.q, k_cache, v_cache, *one[1:5], longest, scale) for one in sets]
+    options = (longest, scale, 0, 0.0, kv_scales)
+    arguments = [(one.q, k_cache, v_cache, *one[1:5], *options) for one in sets]
     known: list[Tensor] = []
 
     def check(function: Any) -> float:
@@ -151,21 +177,20 @@ def prefill_problem(shape: AttentionShape, device: torch.device, dtype: torch.dt
         poison(one.q.nbytes, device)
         got = function(*arguments[0])
         if not known:
-            known.append(paged_prefill_reference(one.q.float(), k_cache, v_cache, *one[1:5], longest, scale))
+            known.append(paged_prefill_reference(one.q.float(), k_cache, v_cache, *one[1:5], *options))
         return relative_error(got, known[0])
 
     tokens = sum(shape.new_tokens)
-    kv_bytes = shape.kv_bytes * dtype.itemsize / 2
-    moved = kv_bytes + 2 * tokens * shape.heads * shape.head_dim * dtype.itemsize
+    moved = shape.kv_bytes(dtype.itemsize) + 2 * tokens * shape.heads * shape.head_dim * dtype.itemsize
     return Problem(moved, shape.flop, arguments, int(moved), check)
 
 
 def attention_sets(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, most: int = 64
-) -> tuple[Tensor, Tensor, list[AttentionSet]]:
-    """K and V pools with NaN outside the rows' tokens, and at most `most` input sets with their own pages."""
+) -> tuple[Pools, list[AttentionSet]]:
+    """Pools with NaN outside the rows' tokens, and at most `most` input sets with their own pages."""
     size = shape.page_size
-    sets = min(most, num_sets(shape.kv_bytes, device))
+    sets = min(most, num_sets(shape.kv_bytes(2), device))
     pages_per_row = [math.ceil(n / size) for n in shape.contexts]
     num_pages = sets * sum(pages_per_row) + 1
     pools = []
@@ -198,4 +223,14 @@ def attention_sets(
                 torch.tensor([0, *shape.new_tokens], device=device).cumsum(0).int(),
             )
         )
-    return pools[0], pools[1], result
+    if not shape.is_fp8:
+        return Pools(pools[0], pools[1]), result
+    scales = torch.tensor(FP8_SCALES, device=device)
+    return Pools(pools[0].to(FP8), pools[1].to(FP8), scales), result
+
+
+def _at(pool: Tensor, slots: Tensor) -> Tensor:
+    """What a pool [N, K, D] has at these slots; torch does not read every type by index."""
+    if pool.dtype != FP8:
+        return pool[slots.long()]
+    return pool.view(torch.uint8)[slots.long()].view(FP8).float()

@@ -83,31 +83,46 @@ def few_rows_candidates(outputs: int, width: int, rows: int, gpu: Gpu, *, gated:
 def many_rows_candidates(
     outputs: int, width: int, rows: int, gpu: Gpu, *, gated: bool, group: int
 ) -> list[Int4TiledConfig]:
-    """Candidates for up to MOST_ROWS rows, by TMA; none on a GPU without it."""
+    """Candidates for up to MOST_ROWS rows, by TMA; none on a GPU without it.
+
+    Fewer stages than fit let several programs share a multiprocessor: one makes numbers of its weights while
+    the tensor cores work for another.
+    """
     if not gpu.has_tma or rows > MOST_ROWS:
         return []
     narrow = max(16, next_power_of_2(min(rows, 256)))
-    tiles = [(narrow, 64, 4, 8), (narrow, 128, 8, 6), (narrow, 128, 4, 6)]
+    tiles = [(narrow, 64, 4), (narrow, 128, 8), (narrow, 128, 4)]
     if narrow > 128:
-        tiles += [(128, 64, 4, 6), (128, 128, 8, 5), (128, 128, 4, 4)]
+        tiles += [(128, 64, 4), (128, 128, 8)]
     found = []
-    for block_m, block_n, warps, stages in tiles:
-        weight_rows = 2 * block_n if gated else block_n
-        stages = gpu.stages_that_fit(stages, HALF * (weight_rows + 4 * block_m))
-        # A thread has its sums, and the numbers made of a tile.
-        if stages < 2 or weight_rows * block_m > 160 * 32 * warps:
-            continue
-        units = ceil_div(rows, block_m) * ceil_div(outputs, block_n)
-        most = width // (BLOCK * LEAST_STEPS)
-        splits = [
-            n for n in (1, 2, 3, 4, 8) if n == 1 or (n <= most and n * units <= 4 * gpu.multiprocessors)
-        ]
-        splits.sort(key=lambda n, units=units: -_share_of_waves(n * units, gpu.multiprocessors))
-        for n in splits[:2]:
-            found.append(Int4TiledConfig(block_m, block_n, warps, stages, n))
-            if group == BLOCK and 2 * weight_rows * block_m <= 160 * 32 * warps:
-                found.append(Int4TiledConfig(block_m, block_n, warps, stages, n, scale_sums=True))
+    for fused in (True, False) if gated else (True,):
+        results = outputs if fused else 2 * outputs
+        for block_m, block_n, warps in tiles:
+            weight_rows = 2 * block_n if gated and fused else block_n
+            # A thread has its sums, and the numbers made of a tile.
+            if weight_rows * block_m > 160 * 32 * warps:
+                continue
+            units = ceil_div(rows, block_m) * ceil_div(results, block_n)
+            most = width // (BLOCK * LEAST_STEPS)
+            splits = [
+                n for n in (1, 2, 3, 4, 8) if n == 1 or (n <= most and n * units <= 4 * gpu.multiprocessors)
+            ]
+            splits.sort(key=lambda n, units=units: -_share_of_waves(n * units, gpu.multiprocessors))
+            can_scale_sums = group == BLOCK and 2 * weight_rows * block_m <= 160 * 32 * warps
+            stages = _stages(gpu, HALF * (weight_rows + 4 * block_m))
+            pairs = [(n, splits[0]) for n in stages] + [(n, splits[1]) for n in stages[-1:] if splits[1:]]
+            found += [
+                Int4TiledConfig(block_m, block_n, warps, n, parts, scale_sums, fused)
+                for n, parts in pairs
+                for scale_sums in (False, True)[: 1 + can_scale_sums]
+            ]
     return list(dict.fromkeys(found))
+
+
+def _stages(gpu: Gpu, stage_bytes: int) -> list[int]:
+    """Numbers of stages with which one, two and three programs fit a multiprocessor, 2 to 6."""
+    most = gpu.stages_that_fit(12, stage_bytes)
+    return sorted({max(2, min(6, most // programs)) for programs in (1, 2, 3) if most >= 2})
 
 
 def _share_of_waves(programs: int, multiprocessors: int) -> float:

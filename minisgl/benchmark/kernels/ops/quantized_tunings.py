@@ -1,6 +1,6 @@
 """How the linear layers of quantized weights are tuned: over many rows, where the best choice differs most.
 
-Promise: a model's layers take less than a minute on an H200. FP8 layers may choose torch's product.
+Promise: FP8 layers may choose torch's product, and 4-bit layers that of the weight made 16-bit numbers.
 """
 
 import functools
@@ -24,12 +24,17 @@ from triton_kernels.fp8_linear_many import (
 from triton_kernels.fp8_linear_torch import fp8_linear_torch
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_linear import default_int4_tiled_config
-from triton_kernels.int4_linear_many import int4_gated_linear_many_with, int4_linear_many_with
+from triton_kernels.int4_linear_many import (
+    DEQUANTIZED,
+    Int4TiledConfig,
+    int4_gated_linear_many_with,
+    int4_linear_many_with,
+)
 from triton_kernels.quantize_int4 import BLOCK
 from triton_kernels.silu_mul import silu_mul
 
 FP8_ROWS = (64, 256, 4096)
-INT4_ROWS = (64, 256)
+INT4_ROWS = (64, 128, 256)
 CPU_OUTPUTS, CPU_WIDTH = 256, 128
 """The corner of a matrix that Triton's interpreter computes."""
 
@@ -96,6 +101,14 @@ def _fp8_tuning(gated: bool, blocks: bool) -> Tuning:
 def _int4_tuning(gated: bool) -> Tuning:
     """For groups of 128 without zero points; others take the defaults."""
     problem = functools.partial(int4_ops.int4_linear_problem, gated=gated, group=BLOCK)
+
+    def candidates(matrix: Matrix, size: int, gpu: Gpu) -> list[Int4TiledConfig]:
+        if not gpu.has_tma:  # such a GPU always multiplies with torch; there is nothing to choose
+            return []
+        results = _results(matrix, gated)
+        tiled = int4_ops.many_rows_candidates(results, matrix.width, size, gpu, gated=gated, group=BLOCK)
+        return [*tiled, DEQUANTIZED]
+
     return Tuning(
         files=("int4_linear_many.py", "quantize_int4.py"),
         by_size=True,
@@ -105,9 +118,7 @@ def _int4_tuning(gated: bool) -> Tuning:
         default=lambda matrix, size, element, gpu: default_int4_tiled_config(
             _results(matrix, gated), size, gated, gpu
         ),
-        candidates=lambda matrix, size, gpu: int4_ops.many_rows_candidates(
-            _results(matrix, gated), matrix.width, size, gpu, gated=gated, group=BLOCK
-        ),
+        candidates=candidates,
         launcher=int4_gated_linear_many_with if gated else int4_linear_many_with,
         parts=_parts(gated, BLOCK),
     )

@@ -6,6 +6,7 @@ import { Problem } from "../shared/problem.js";
 import { getJson } from "../shared/server.js";
 import { Watch } from "../shared/watch.js";
 import { Chart, newest } from "./charts.js";
+import { EngineTable } from "./engine_table.js";
 
 const CHARTS = [
   {
@@ -98,7 +99,11 @@ export class EngineView {
     this._id = null;
     this._tiles = TILES.map(() => h("dd"));
     this._charts = CHARTS.map((what) => new Chart(what));
-    this._choice = h("div.choice", { role: "group", "aria-label": "Engines", hidden: true });
+    this._engines = new EngineTable((id) => {
+      this._id = id;
+      this._draw();
+      this._loadFacts();
+    });
     this._problem = new Problem(() => {
       this.hide();
       this.show();
@@ -108,7 +113,7 @@ export class EngineView {
       h(
         "div.page",
         {},
-        this._choice,
+        this._engines.element,
         this._problem.element,
         h("dl.tiles", {}, ...TILES.map(([label], place) => h("div.tile", {}, h("dt", {}, label), this._tiles[place]))),
         h("div.charts", {}, ...this._charts.map((chart) => chart.element)),
@@ -138,25 +143,13 @@ export class EngineView {
     const ids = [...this._watch.engines.keys()];
     if (!ids.length) return;
     if (!ids.includes(this._id)) this._id = ids[0];
-    this._drawChoice(ids);
+    this._engines.draw(this._watch.engines, this._id);
     const { columns } = this._watch.engines.get(this._id);
     if (!columns.time.length) return;
     TILES.forEach(([, name, format], place) => {
       this._tiles[place].textContent = format(newest(columns[name]));
     });
     for (const chart of this._charts) chart.draw(columns);
-  }
-
-  _drawChoice(ids) {
-    this._choice.hidden = ids.length < 2;
-    const pick = (id) => () => {
-      this._id = id;
-      this._draw();
-      this._loadFacts();
-    };
-    this._choice.replaceChildren(
-      ...ids.map((id) => h("button", { type: "button", "aria-pressed": String(id === this._id), onclick: pick(id) }, `Engine ${id}`)),
-    );
   }
 
   async _loadFacts() {

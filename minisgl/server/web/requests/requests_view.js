@@ -1,6 +1,6 @@
 /** The view Requests: the last 1,000 of them, why each waited, and when the server was slow. */
 
-import { announce, h } from "../shared/dom.js";
+import { announce, fill, h } from "../shared/dom.js";
 import { count, duration, plural, timeOfDay } from "../shared/format.js";
 import { Problem } from "../shared/problem.js";
 import { call, getJson, pause } from "../shared/server.js";
@@ -26,6 +26,7 @@ export class RequestsView {
     this._filter = "all";
     this._most = PAGE;
     this._chosen = "";
+    this._several = false;
     this._controller = null;
     this._watch = new Watch(() => this._drawMoments());
     this._build(root);
@@ -64,7 +65,7 @@ export class RequestsView {
         h("button", { type: "button", "aria-pressed": String(name === "all"), "data-filter": name, onclick: () => this._setFilter(name) }, name),
       ),
     );
-    const heads = ["Arrived", "Request", "State", "Life", "Took", "First token", "Prompt", "Cached", "Output"];
+    const heads = ["Arrived", "Request", "Engine", "State", "Life", "Took", "First token", "Prompt", "Cached", "Output"];
     root.append(
       h(
         "div.page",
@@ -77,7 +78,7 @@ export class RequestsView {
           h(
             "div.wide.card",
             { tabIndex: 0, role: "region", "aria-label": "Requests" },
-            h("table.requests", {}, h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))), this._body),
+            (this._table = h("table.requests.one-engine", {}, h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))), this._body)),
             this._more,
           ),
           this._details,
@@ -107,6 +108,8 @@ export class RequestsView {
   }
 
   _take(answer) {
+    this._several = answer.engines.length > 1;
+    this._table.classList.toggle("one-engine", !this._several);
     for (const { id, requests } of answer.engines) {
       const told = new Set();
       for (const life of requests) {
@@ -164,6 +167,7 @@ export class RequestsView {
       { "data-key": life.key, onclick: () => (location.hash = `#requests/${life.key}`) },
       h("td.number", {}, timeOfDay(1000 * life.arrived_at)),
       h("td", {}, h("a.id", { href: `#requests/${life.key}`, title: name }, name.length > 14 ? `${name.slice(0, 13)}…` : name)),
+      h("td", {}, String(life.engine)),
       h("td", {}, life.state === "ended" ? h(`span.end.${life.end}`, {}, life.error_code || life.end) : h("span.end.open", {}, life.state)),
       h("td.life-cell", {}, lifeBar(life)),
       h("td.number", {}, duration(life.total_ms)),
@@ -185,7 +189,8 @@ export class RequestsView {
     const [first, ...others] = life.causes;
     const causes = others.filter(({ ms }) => ms >= 1).map(({ words, knobs }) => h("li", {}, ...withWholeFlags(words), knobsOf(knobs)));
     const abort = () => this._abort(life);
-    this._details.replaceChildren(
+    fill(
+      this._details,
       h("div.details-head", {}, h("h2", {}, life.id || `Request ${life.number}`), h("a.close", { href: "#requests", "aria-label": "Close" }, "×")),
       lifeBar(life),
       h("p.why", {}, ...withWholeFlags(first?.words ?? "Nothing held it up so far."), first && knobsOf(first.knobs)),
@@ -200,7 +205,7 @@ export class RequestsView {
   }
 
   _figures(life) {
-    const parts = [`priority ${life.priority}`];
+    const parts = [...(this._several ? [`engine ${life.engine}`] : []), `priority ${life.priority}`];
     if (life.ahead !== null) parts.push(`${plural(life.ahead, "request")} ahead of it`);
     if (life.num_preemptions) parts.push(`preempted ${plural(life.num_preemptions, "time")}`);
     return parts.join(", ");
@@ -216,12 +221,19 @@ export class RequestsView {
   }
 
   _drawMoments() {
-    const all = [...this._watch.moments.values()].sort((one, other) => other.until - one.until);
-    const items = all.map(({ at, words, knobs }) =>
-      h("li", {}, h("time", {}, timeOfDay(1000 * at)), h("span", {}, ...withWholeFlags(words)), knobsOf(knobs)),
+    const all = [...this._watch.moments].sort(([, one], [, other]) => other.until - one.until);
+    const several = this._watch.engines.size > 1;
+    const items = all.map(([key, { at, words, knobs }]) =>
+      h("li", {}, h("time", {}, timeOfDay(1000 * at)), several && h("span.faint", {}, sourceOf(key)), h("span", {}, ...withWholeFlags(words)), knobsOf(knobs)),
     );
     this._moments.replaceChildren(...(items.length ? items : [h("li.faint", {}, "It was not, as far as it remembers.")]));
   }
+}
+
+/** Which engine a moment is of: "engine 1"; "server" for calls that were refused. */
+function sourceOf(key) {
+  const [source] = key.split("/");
+  return source === "refused" ? "server" : `engine ${source}`;
 }
 
 /** The settings that help; false = there are none. */

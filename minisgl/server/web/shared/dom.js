@@ -18,8 +18,17 @@ export function h(tag, properties = {}, ...children) {
     else if (key === "role" || key === "for" || key.includes("-")) element.setAttribute(key, value);
     else element[key] = value;
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...present(children));
   return element;
+}
+
+/** Replace what is in an element, by children as those of `h`. */
+export function fill(element, ...children) {
+  element.replaceChildren(...present(children));
+}
+
+function present(children) {
+  return children.filter((child) => child !== null && child !== undefined && child !== false);
 }
 
 const SVG = "http://www.w3.org/2000/svg";

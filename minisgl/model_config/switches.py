@@ -1,0 +1,49 @@
+"""Reads the settings that only one family has: each function completes a config that is read so far.
+
+Promise: keys that are left out mean what transformers takes for them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minisgl.model_config.config import ModelConfig, QueryScaling
+from minisgl.model_config.json_fields import integer, number, unsupported
+
+Complete = Callable[[ModelConfig, dict[str, Any], Sequence[str]], ModelConfig]
+"""Takes the config so far, config.json and each layer's type; returns the config with more settings."""
+
+
+def with_granite_multipliers(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:
+    """Granite: factors on embeddings, scores and what a layer adds; a divisor of the logits."""
+    return replace(
+        config,
+        embedding_scale=_unless_one(raw, "embedding_multiplier"),
+        attention_scale=number(raw, "attention_multiplier", 1.0),
+        residual_scale=_unless_one(raw, "residual_multiplier"),
+        logits_divisor=_unless_one(raw, "logits_scaling"),
+    )
+
+
+def _unless_one(raw: dict[str, Any], key: str) -> float | None:
+    value = number(raw, key, 1.0)
+    return None if value == 1 else value
+
+
+def with_exaone_positions(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:
+    """EXAONE 4: if there is a window, layers without one have no rotary embeddings."""
+    if raw.get("sliding_window", 4096) is None:
+        return config
+    full = (layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    return replace(config, no_rope_layers=frozenset(full))
+
+
+def with_query_scaling(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:
+    """Ministral 3: queries grow with the logarithm of their position (`llama_4_scaling_beta`)."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    key = "llama_4_scaling_beta"
+    if rope.get(key) is None:
+        raise unsupported(f"RoPE settings without {key}, which this architecture needs")
+    beta = number(rope, key)
+    length = integer(rope, "original_max_position_embeddings")
+    return replace(config, query_scaling=QueryScaling(beta, length))
