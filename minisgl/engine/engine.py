@@ -141,11 +141,7 @@ class Engine:
         self._scheduler.abort(request_id)
 
     def abort_all(self) -> None:
-        """End all requests, and drop their outputs.
-
-        Raises:
-            DeviceFaultError, EngineDeadError: as in `step`.
-        """
+        """End all requests and drop their outputs; raises what `step` raises."""
         for request_id in list(self._scheduler.open_requests()[0]):
             self.abort(request_id)
         while self.has_work:

@@ -17,7 +17,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.ipc.door_keys import Keys, derive_keys, moved_in_time, set_limits
-from minisgl.ipc.messages import AddRequest, Dismissed, ToEngine, ToServer, Welcome
+from minisgl.ipc.door_messages import Dismissed, Welcome
+from minisgl.ipc.messages import AddRequest, ToEngine, ToServer
 from minisgl.ipc.transport import CLOSE_LINGER_MS
 
 PROBE = b""

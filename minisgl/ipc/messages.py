@@ -70,29 +70,6 @@ class Shutdown(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Server -> engine: shut down."""
 
 
-class Dismissed(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """Server -> an engine that came to it: this life is over, or the engine is not let in."""
-
-    reason: str
-
-
-class Welcome(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """Server -> an engine that came to it: it is let in."""
-
-
-class Hello(msgspec.Struct, tag=23, array_like=True, frozen=True):
-    """Engine -> server, the first message of an engine that comes to a server."""
-
-    version: str
-    """Minisgl's. Other versions may have other messages, so it must be the server's."""
-    life: str
-    """A name that no other life of any engine has."""
-    host: str
-    pid: int
-    facts: dict[str, str]
-    """What must be the same for all engines of a server: its name -> its value (config/model_facts.py)."""
-
-
 class Ready(msgspec.Struct, tag=16, array_like=True, frozen=True):
     """Engine -> server, once: start-up is over and the engine takes requests."""
 
@@ -134,6 +111,4 @@ class Fatal(msgspec.Struct, tag=20, array_like=True, frozen=True):
 
 
 ToEngine = AddRequest | AbortRequest | Shutdown | Question
-FromDoor = ToEngine | Dismissed | Welcome
-"""What an engine gets that came to the server."""
 ToServer = Ready | StartupStage | StepOutput | Fatal | QuestionAnswer

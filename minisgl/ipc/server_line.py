@@ -14,16 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from minisgl.errors import ConfigError
 from minisgl.ipc.door_keys import HANDSHAKE_MS, Keys, derive_keys, moved_in_time, set_limits
-from minisgl.ipc.messages import (
-    AddRequest,
-    Dismissed,
-    FromDoor,
-    Hello,
-    StepOutput,
-    ToEngine,
-    ToServer,
-    Welcome,
-)
+from minisgl.ipc.door_messages import Dismissed, FromDoor, Hello, Welcome
+from minisgl.ipc.messages import AddRequest, StepOutput, ToEngine, ToServer
 from minisgl.ipc.transport import CLOSE_LINGER_MS, plain_socket, receive_slice
 
 ANSWER_S = 20.0

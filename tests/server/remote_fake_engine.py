@@ -17,7 +17,8 @@ from fake_engine import FakeEngine
 from minisgl import __version__
 from minisgl.config.model_facts import server_facts
 from minisgl.errors import ConfigError
-from minisgl.ipc.messages import Hello, Ready
+from minisgl.ipc.door_messages import Hello
+from minisgl.ipc.messages import Ready
 from minisgl.ipc.server_line import ServerDoor, ServerLostError
 from minisgl.text.tokenizer import Tokenizer
 

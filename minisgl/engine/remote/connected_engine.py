@@ -26,7 +26,8 @@ from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.worker import end_soon, fatal_message, ready_message, serve
 from minisgl.errors import ConfigError
 from minisgl.grammar.limits import MAX_QUEUED
-from minisgl.ipc.messages import Hello, Ready, StartupStage
+from minisgl.ipc.door_messages import Hello
+from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.server_line import ServerDoor, ServerLine, ServerLostError
 
 if TYPE_CHECKING:  # it imports torch

@@ -21,7 +21,8 @@ from minisgl.config import EngineConfig, ServerConfig
 from minisgl.config.model_facts import difference, server_facts
 from minisgl.errors import ConfigError
 from minisgl.ipc.door import DoorSocket, EngineLine
-from minisgl.ipc.messages import Dismissed, Hello, Ready, Welcome
+from minisgl.ipc.door_messages import Dismissed, Hello, Welcome
+from minisgl.ipc.messages import Ready
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.keeper import Failure
 from minisgl.server.engines.life import LifeLimits, live
