@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from minisgl.benchmark.settings import (
     CompareSettings,
@@ -29,12 +29,14 @@ from minisgl.benchmark.settings import (
     StepBenchSettings,
     TuneSettings,
 )
-from minisgl.commands.files import read_file, read_tools_file
+from minisgl.commands.files import check_utf8, prompt_from, read_file, read_secret, read_tools_file
 from minisgl.commands.flags import values_of
 from minisgl.commands.parser import REPLY_FLAGS, build_parser
 from minisgl.config import (
+    ConnectConfig,
     EngineConfig,
     ServerConfig,
+    check_connect_config,
     check_engine_config,
     check_server_config,
     with_cache_dir,
@@ -127,28 +129,49 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_server_config(server)
     check_engine_config(engine)  # both checks come before a model is fetched
+    is_door = server.engine_listen is not None
+    secret = read_secret(server.engine_secret_file, environ) if is_door else None
     engine = with_cache_dir(engine, cache_dir(environ))
-    _start_log(server.log_level, "server" if engine.node_rank == 0 else f"node {engine.node_rank}")
-    folder = _fetch_model(engine, environ)
-    if engine.node_rank:
-        from minisgl.engine.ranks.node import run_node
-
-        run_node(engine, folder, lambda line: print(line, file=sys.stderr, flush=True))
-        return EXIT_OK
+    _start_log(server.log_level, "server")
+    folder = _fetch_model(engine, environ, with_weights=not is_door)
     return run_server(
         server,
         engine,
         folder,
         visible_gpus=environ.get("CUDA_VISIBLE_DEVICES"),
+        engine_secret=secret,
         started_at=started_at,
     )
+
+
+def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.engine.ranks.job import job_from
+    from minisgl.engine.remote.connected_engine import run_connected_engine, run_rank_of_job
+
+    connect = ConnectConfig(**values_of(ConnectConfig, arguments, environ))
+    engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
+    check_connect_config(connect)
+    check_engine_config(engine)
+    secret = read_secret(connect.engine_secret_file, environ)
+    job = job_from(environ)
+    engine = with_cache_dir(engine, cache_dir(environ))
+    _start_log(connect.log_level, "engine")
+    folder = _fetch_model(engine, environ)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if job is not None and job.rank:
+        return run_rank_of_job(engine, folder, job)
+    run_connected_engine(engine, folder, connect.server, secret, say, started_at, job)
+    return EXIT_OK
 
 
 def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     from minisgl.commands.chat import run_chat
 
     params = _sampling_params(arguments, environ)
-    _check_utf8("--system", arguments.system or "")
+    check_utf8("--system", arguments.system or "")
     tools = read_tools_file(Path(arguments.tools)) if arguments.tools is not None else []
     with _make_llm(arguments, environ, started_at) as llm:
         return run_chat(
@@ -167,7 +190,7 @@ def _generate(arguments: argparse.Namespace, environ: Mapping[str, str], started
     from minisgl.commands.chat import print_reply
 
     prompt = prompt_from(arguments.prompt, sys.stdin)
-    _check_utf8("--system", arguments.system or "")
+    check_utf8("--system", arguments.system or "")
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})
@@ -177,25 +200,6 @@ def _generate(arguments: argparse.Namespace, environ: Mapping[str, str], started
         figures = print_reply(llm.stream(messages if chat else prompt, params), sys.stdout)
         print(figures.line(), file=sys.stderr)
     return EXIT_OK
-
-
-def prompt_from(given: str | None, stdin: TextIO) -> str:
-    """The prompt `given` on the command line; if it is None or "-", the text of stdin.
-
-    One final newline of stdin, as `echo` writes it, is removed.
-
-    Raises:
-        ConfigError: the prompt is missing, empty, or not valid UTF-8.
-    """
-    prompt = given
-    if prompt is None or prompt == "-":
-        if prompt is None and stdin.isatty():
-            raise ConfigError('give a prompt: minisgl generate "Once upon a time" ("-" reads stdin)')
-        prompt = stdin.read().removesuffix("\n")
-    if not prompt:
-        raise ConfigError('the prompt is empty; give one: minisgl generate "Once upon a time"')
-    _check_utf8("the prompt", prompt)
-    return prompt
 
 
 def _pull(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
@@ -399,7 +403,7 @@ def _compiled_folder(arguments: argparse.Namespace, environ: Mapping[str, str]) 
     return Path(os.path.expanduser(arguments.compile_cache or cache_dir(environ) / "compiled"))
 
 
-def _fetch_model(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
+def _fetch_model(engine: EngineConfig, environ: Mapping[str, str], *, with_weights: bool = True) -> Path:
     """The model's local folder. A missing model is fetched, with a progress bar."""
     from minisgl.progress import ShownProgress, lines_on
     from minisgl.weights.sources import resolve_model_folder
@@ -409,7 +413,7 @@ def _fetch_model(engine: EngineConfig, environ: Mapping[str, str]) -> Path:
             engine.model,
             revision=engine.revision,
             tokenizer=engine.tokenizer,
-            with_weights=not engine.dummy_weights,
+            with_weights=with_weights and not engine.dummy_weights,
             cache_dir=cache_dir(environ),
             progress=progress,
         )
@@ -457,13 +461,6 @@ def _tolerate_odd_characters() -> None:
             stream.reconfigure(errors=errors)
 
 
-def _check_utf8(name: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is not valid UTF-8 (at character {error.start})") from None
-
-
 def _start_log(level: str, process: str) -> None:
     if level not in LEVELS:
         raise ConfigError(f"--log-level must be one of {', '.join(LEVELS)}, got {level!r}")
@@ -472,6 +469,7 @@ def _start_log(level: str, process: str) -> None:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Mapping[str, str], float], int]] = {
     "serve": _serve,
+    "engine": _engine,
     "chat": _chat,
     "generate": _generate,
     "pull": _pull,

@@ -13,7 +13,8 @@ import pytest
 
 from compile_cache.store import open_cache
 from minisgl import __version__
-from minisgl.cli import COMMANDS, cache_dir, main, prompt_from, settings_from
+from minisgl.cli import COMMANDS, cache_dir, main, settings_from
+from minisgl.commands.files import prompt_from
 from minisgl.commands.parser import build_parser
 from minisgl.errors import ConfigError
 from minisgl.weights.sources import default_cache_dir

@@ -14,7 +14,7 @@ import pytest
 from minisgl.benchmark import settings as benchmark_settings
 from minisgl.commands.flags import add_flags, fields_of, values_of
 from minisgl.commands.parser import build_parser
-from minisgl.config import EngineConfig, ServerConfig
+from minisgl.config import ConnectConfig, EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
 from minisgl.request import SamplingParams
 
@@ -23,7 +23,8 @@ SERVER = """
     --drain-timeout-s
     --engine-restarts --heartbeat-timeout-s --host --keep-alive-timeout-s --log-level --max-body-bytes
     --max-queued-requests --max-queued-tokens --max-upload-bytes --no-access-log --otlp-endpoint --port
-    --chat-template --reasoning-parser --replicas --request-timeout-s --sampling-defaults
+    --chat-template --reasoning-parser --engine-listen --engine-secret-file
+    --replicas --request-timeout-s --sampling-defaults
     --no-special-tokens-in-content --served-model-name --special-tokens-in-content --startup-timeout-s
     --tls-cert --tls-key
     --tool-parser --upload-timeout-s --usage-log
@@ -32,12 +33,11 @@ ENGINE = """
     --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
     --dummy-weights --join-decodes --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
     --max-running-requests
-    --max-step-tokens --memory-fraction --mixed-step-tokens --model --nnodes --no-dummy-weights
+    --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights
     --no-join-decodes --no-overlap
-    --node-rank
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --kv-dtype --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
-    --prefix-cache --profile-dir --quantization --rdzv --revision --strict-compile --tokenizer --tp
+    --prefix-cache --profile-dir --quantization --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --choice --ebnf --json-schema --regex
@@ -78,6 +78,7 @@ BENCH_SIMULATE = """
 
 FLAGS = {
     "serve": {"--seed", *SERVER.split(), *ENGINE.split()},
+    "engine": {"--server", "--engine-secret-file", "--log-level", *ENGINE.split()},
     "chat": {"--system", "--tools", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},
@@ -103,6 +104,7 @@ FLAGS = {
 SETTINGS = [
     EngineConfig,
     ServerConfig,
+    ConnectConfig,
     SamplingParams,
     *(cls for cls in vars(benchmark_settings).values() if is_dataclass(cls)),
 ]

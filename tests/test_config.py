@@ -154,7 +154,7 @@ def test_any_engine_setting_resolves_or_is_our_error(values: dict[str, Any], has
 
 def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off() -> None:
     hints, open_hints = get_type_hints(ResolvedConfig), get_type_hints(EngineConfig)
-    assert hints.keys() == open_hints.keys() | {"must_compile"}
+    assert hints.keys() == open_hints.keys() | {"must_compile", "ranks_per_host"}
     optional = {name for name, kind in hints.items() if NoneType in get_args(kind)}
     none = {
         "quantization",
@@ -167,7 +167,6 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
         "kv_events_endpoint",
         "kv_events_replay_endpoint",
         "profile_dir",
-        "rdzv",
         "cpu_threads",
     }
     assert optional == none

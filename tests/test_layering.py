@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "commands.api_key commands.chat commands.verify server llm weights engine benchmark top",
         "__init__": "errors request offline llm",
         "__main__": "cli",
+        "engine.__main__": "cli",
     }.items()
 }
 
@@ -95,7 +96,11 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("commands", "compile_cache"): {"compile_cache.entries", "compile_cache.manifest"},
     ("commands.parser", "benchmark"): {"minisgl.benchmark.settings"},
     ("llm", "weights"): {"minisgl.weights.sources"},
-    ("cli", "engine"): {"minisgl.engine.device_faults", "minisgl.engine.ranks.node"},
+    ("cli", "engine"): {
+        "minisgl.engine.device_faults",
+        "minisgl.engine.ranks.job",
+        "minisgl.engine.remote.connected_engine",
+    },
     ("cli", "weights"): {"minisgl.weights.builtin_models", "minisgl.weights.sources"},
 }
 """Where only these modules of a folder may be imported."""
@@ -108,7 +113,12 @@ TORCH_FREE = MAY_IMPORT.keys() - LOADS_TORCH
 HEAVY = {"torch", "transformers", "triton"}
 
 ONLY_IN: dict[str, set[str]] = {
-    "zmq": {"minisgl/ipc/transport.py"},
+    "zmq": {
+        "minisgl/ipc/transport.py",
+        "minisgl/ipc/door.py",
+        "minisgl/ipc/door_keys.py",
+        "minisgl/ipc/server_line.py",
+    },
     "opentelemetry": {"minisgl/server/tracing/export.py"},
     "torch._dynamo": {"minisgl/engine/graphs/decode_graphs.py"},
     "torch._inductor": {"minisgl/engine/graphs/decode_graphs.py", "compile_cache/"},

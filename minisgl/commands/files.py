@@ -1,8 +1,9 @@
-"""Files that flags name."""
+"""What commands read: files that flags name, the prompt on stdin, the engine secret."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from minisgl.errors import ConfigError, RequestError
 
@@ -37,3 +38,51 @@ def read_tools_file(file: Path) -> list[dict[str, Any]]:
     except RequestError as error:
         raise ConfigError(f"--tools {file}: {error.message}") from None
     return tools
+
+
+def read_secret(file: str | None, environ: Mapping[str, str]) -> str:
+    """The secret that a server shares with engines from elsewhere: of a file, else of MINISGL_ENGINE_SECRET.
+
+    Raises:
+        ConfigError: there is none, or the file can't be read.
+    """
+    secret = environ.get("MINISGL_ENGINE_SECRET", "")
+    if file is not None:
+        secret = read_file("--engine-secret-file", Path(file)).strip()
+    if not secret:
+        raise ConfigError(
+            "a server and the engines that connect to it need a shared secret: set MINISGL_ENGINE_SECRET or "
+            "give --engine-secret-file; 'openssl rand -hex 32' makes one"
+        )
+    return secret
+
+
+def prompt_from(given: str | None, stdin: TextIO) -> str:
+    """The prompt `given` on the command line; if it is None or "-", the text of stdin.
+
+    One final newline of stdin, as `echo` writes it, is removed.
+
+    Raises:
+        ConfigError: the prompt is missing, empty, or not valid UTF-8.
+    """
+    prompt = given
+    if prompt is None or prompt == "-":
+        if prompt is None and stdin.isatty():
+            raise ConfigError('give a prompt: minisgl generate "Once upon a time" ("-" reads stdin)')
+        prompt = stdin.read().removesuffix("\n")
+    if not prompt:
+        raise ConfigError('the prompt is empty; give one: minisgl generate "Once upon a time"')
+    check_utf8("the prompt", prompt)
+    return prompt
+
+
+def check_utf8(name: str, text: str) -> None:
+    """Refuse text that has bytes which are no characters.
+
+    Raises:
+        ConfigError: it has.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not valid UTF-8 (at character {error.start})") from None

@@ -21,7 +21,7 @@ from minisgl.benchmark.settings import (
     TuneSettings,
 )
 from minisgl.commands.flags import add_flags, fields_of
-from minisgl.config import EngineConfig, ServerConfig
+from minisgl.config import ConnectConfig, EngineConfig, ServerConfig
 from minisgl.log import LEVELS
 from minisgl.request import SamplingParams
 from minisgl.top.settings import TopSettings
@@ -62,6 +62,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     serve = command("serve", "Serve a model over an OpenAI-compatible HTTP API.")
     add_flags(serve, "server", ServerConfig, environ)
     add_flags(serve, "engine", EngineConfig, environ)
+
+    engine = command("engine", "Run an engine for a server elsewhere ('minisgl serve --engine-listen').")
+    add_flags(engine, "connection", ConnectConfig, environ)
+    _add_engine_flags(engine, environ)
 
     chat = command("chat", "Talk to a model in the terminal, without a server.")
     chat.add_argument("--system", metavar="TEXT", help="System prompt of the conversation.")
@@ -203,7 +207,7 @@ def _add_local_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Add the engine's flags but --seed, which has an effect on requests to a server only."""
+    """Add the engine's flags but --seed, which has an effect in a server and in nothing else."""
     add_flags(parser, "engine", EngineConfig, environ, skip=("seed",))
 
 

@@ -3,7 +3,8 @@
 - `engine.py`: `EngineConfig` (as given, `None` means "auto") and `ResolvedConfig` (every "auto" decided).
 - `resolve.py`: `resolve_engine_config` makes the second from the first, before anything starts.
 - `reasons.py`: why each of the second has its value.
-- `server.py`: `ServerConfig`.
+- `server.py`: `ServerConfig`, and `ConnectConfig` of an engine that connects to a server.
+- `model_facts.py`: what must be the same in a server and such engines.
 - `engine_checks.py`, `field_checks.py`: what is refused.
 
 Promise: the dataclasses are frozen, and code that runs an engine reads only a `ResolvedConfig`. The flags of
@@ -11,26 +12,27 @@ the command line are generated from the fields and their docstrings (`minisgl/co
 """
 
 from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig, with_cache_dir
-from minisgl.config.engine_checks import check_engine_config, split_rdzv
+from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import GIB, MIB
 from minisgl.config.reasons import ChosenSetting, chosen_settings
 from minisgl.config.resolve import attention_environment, auto_mixed_tokens, resolve_engine_config
-from minisgl.config.server import ServerConfig, check_server_config
+from minisgl.config.server import ConnectConfig, ServerConfig, check_connect_config, check_server_config
 
 __all__ = [
     "GIB",
     "MIB",
     "ChosenSetting",
+    "ConnectConfig",
     "DeviceFacts",
     "EngineConfig",
     "ResolvedConfig",
     "ServerConfig",
     "attention_environment",
     "auto_mixed_tokens",
+    "check_connect_config",
     "check_engine_config",
     "check_server_config",
     "chosen_settings",
     "resolve_engine_config",
-    "split_rdzv",
     "with_cache_dir",
 ]

@@ -103,14 +103,6 @@ class EngineConfig:
     tp: int = 1
     """Ranks that share each layer of the model (tensor parallelism). Each rank is a process, with its own GPU
     on cuda or a share of the threads on cpu. Must divide the model's attention heads and MLP width."""
-    nnodes: int = 1
-    """Hosts that share the ranks of --tp evenly. Run 'minisgl serve' on each of them, with the same flags
-    except --node-rank; the server runs on node 0."""
-    node_rank: int = 0
-    """This host's number, 0 to nnodes - 1."""
-    rdzv: str | None = None
-    """Rendezvous of the hosts, as host:port: an address of node 0 and a port that is free there. Required
-    with more than one host. Any machine that reaches it can join, so use a trusted network."""
     cpu_threads: int | None = None
     """Torch's threads on cpu, of each rank. Auto: torch's default (the physical cores), shared out."""
     kernel: tuple[str, ...] = ()
@@ -158,18 +150,12 @@ class ResolvedConfig:
     kv_events_buffer_steps: int
     profile_dir: str | None
     tp: int
-    nnodes: int
-    node_rank: int
-    rdzv: str | None
     cpu_threads: int | None
     kernel: tuple[str, ...]
     must_compile: bool
     """A failed compilation ends the start, because the user asked for compiling."""
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks on each host."""
-        return self.tp // self.nnodes
+    ranks_per_host: int
+    """Ranks of --tp on each host; torchrun may spread them over several."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,6 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
     check_range("kv_events_buffer_steps", 1, 1 << 20)
     _check_page_events(config)
     check_range("tp", 1, 64)
-    _check_nodes(config)
     check_range("cpu_threads", 1, 1024)
     seed = config.seed
     require(seed is None or -(1 << 63) <= seed < 1 << 63, "seed", "a signed 64-bit integer", seed)
@@ -130,30 +129,3 @@ def _check_page_events(config: EngineConfig | ResolvedConfig) -> None:
             raise ConfigError("--kv-events-replay-endpoint needs --kv-events-endpoint; give both")
     elif not config.prefix_cache:
         raise ConfigError("--kv-events-endpoint needs the prefix cache; leave --no-prefix-cache out")
-
-
-def _check_nodes(config: EngineConfig | ResolvedConfig) -> None:
-    tp, nnodes = config.tp, config.nnodes
-    require(1 <= nnodes <= tp and tp % nnodes == 0, "nnodes", f"a divisor of tp ({tp})", nnodes)
-    require(
-        0 <= config.node_rank < nnodes,
-        "node_rank",
-        f"between 0 and nnodes - 1 ({nnodes - 1})",
-        config.node_rank,
-    )
-    if config.rdzv is not None:
-        split_rdzv(config.rdzv)
-    elif nnodes > 1:
-        raise ConfigError("--nnodes needs --rdzv host:port, an address of node 0 that all hosts reach")
-
-
-def split_rdzv(rdzv: str) -> tuple[str, int]:
-    """Host and port of `--rdzv`; an IPv6 address is in brackets.
-
-    Raises:
-        ConfigError: `rdzv` is not host:port.
-    """
-    host, _, port = rdzv.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise ConfigError(f"--rdzv must be host:port, for example 10.0.0.1:29500, got {rdzv!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -102,12 +102,10 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         kv_events_buffer_steps=config.kv_events_buffer_steps,
         profile_dir=config.profile_dir,
         tp=config.tp,
-        nnodes=config.nnodes,
-        node_rank=config.node_rank,
-        rdzv=config.rdzv,
         cpu_threads=config.cpu_threads,
         kernel=config.kernel,
         must_compile=config.strict_compile or config.compile_mode is not None,
+        ranks_per_host=config.tp,
     )
     check_engine_config(resolved)  # again, because now every value is decided
     return resolved

@@ -14,6 +14,39 @@ SECONDS = f"a number of seconds up to {LONGEST_S:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConnectConfig:
+    """How an engine connects to its server ('minisgl engine')."""
+
+    server: str = ""
+    """Where the server lets engines in, as its --engine-listen: tcp://host:port."""
+    engine_secret_file: str | None = None
+    """File with the server's engine secret. Auto: MINISGL_ENGINE_SECRET has it."""
+    log_level: str = "info"
+    """One of "debug", "info", "warning", "error"."""
+
+
+def check_connect_config(config: ConnectConfig) -> None:
+    """Refuse values by which no engine can connect.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+    check_types(config)
+    check_endpoint("--server", config.server)
+    require(config.log_level in LEVELS, "log_level", "one of " + ", ".join(LEVELS), repr(config.log_level))
+
+
+def check_endpoint(flag: str, endpoint: str) -> None:
+    """Refuse what is not tcp://host:port.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not re.fullmatch(r"tcp://([A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}", endpoint):
+        raise ConfigError(f"{flag} must be as tcp://10.0.0.1:9000, got {endpoint!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """How the HTTP server behaves."""
 
@@ -60,7 +93,7 @@ class ServerConfig:
     """If the engine neither steps nor answers for this long, it counts as dead (--engine-restarts)."""
     engine_restarts: int | None = None
     """How often within 10 minutes an engine that died or hangs is started again; open answers go on. 0: the
-    server ends with it. Auto: 3, and 0 with --nnodes."""
+    server ends with it. Auto: 3."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
     api_key: tuple[str, ...] = ()
@@ -95,6 +128,12 @@ class ServerConfig:
     """Engines behind this server, 1 to 64, each with the model in GPUs of its own: --tp of them each, on this
     host. Calls go where most of their prompt is cached, unless that engine is much busier. Needs
     --api-workers 1."""
+    engine_listen: str | None = None
+    """Have no engine of its own, but let engines connect here ('minisgl engine'): tcp://address:port, 0.0.0.0
+    for all interfaces. They need the same secret (MINISGL_ENGINE_SECRET). Calls go to them as to those of
+    --replicas."""
+    engine_secret_file: str | None = None
+    """File with the secret of --engine-listen, at least 16 characters. Auto: MINISGL_ENGINE_SECRET has it."""
     api_workers: int = 1
     """Server processes that share the port, 1 to 64: more of them tokenize and stream more. The limits on
     open requests and queued tokens are split among them."""
@@ -117,6 +156,8 @@ def check_server_config(config: ServerConfig) -> None:
             f"--replicas {config.replicas} needs --api-workers 1, got {config.api_workers}: one process "
             "chooses the engine of each call"
         )
+    if config.engine_listen is not None:
+        check_endpoint("--engine-listen", config.engine_listen)
     restarts = config.engine_restarts
     require(restarts is None or 0 <= restarts <= 100, "engine_restarts", "between 0 and 100", restarts)
     queued = config.max_queued_tokens

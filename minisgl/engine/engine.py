@@ -140,6 +140,13 @@ class Engine:
         """Stop a request. A later `step` returns its final ABORT output. Ignores unknown and ended ids."""
         self._scheduler.abort(request_id)
 
+    def abort_all(self) -> None:
+        """End all requests and drop their outputs; raises what `step` raises."""
+        for request_id in list(self._scheduler.open_requests()[0]):
+            self.abort(request_id)
+        while self.has_work:
+            self.step()
+
     def step(self) -> list[RequestOutput]:
         """Plan and launch a step, collect this step (with overlap: the one before), and return its outputs.
 

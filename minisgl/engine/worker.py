@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -33,7 +33,17 @@ from minisgl.errors import (
     ModelError,
 )
 from minisgl.grammar.limits import MAX_QUEUED
-from minisgl.ipc.messages import AbortRequest, AddRequest, Fatal, Ready, Shutdown, StartupStage, StepOutput
+from minisgl.ipc.messages import (
+    AbortRequest,
+    AddRequest,
+    Fatal,
+    Ready,
+    Shutdown,
+    StartupStage,
+    StepOutput,
+    ToEngine,
+    ToServer,
+)
 from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
@@ -140,12 +150,13 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
             Path(config.model_folder),
             on_stage,
             ipc_dir=Path(config.ipc_dir),
-            on_lost_rank=_exit_soon,
+            on_lost_rank=end_soon,
             max_queued_grammars=MAX_QUEUED,
         )
     try:
         choices = reasons_for_settings(config.engine, engine.config, Path(config.model_folder))
-        _serve(engine, socket, stages, [(one.flag, one.value, one.why) for one in choices])
+        socket.send(ready_message(engine, stages, [(one.flag, one.value, one.why) for one in choices]))
+        serve(engine, socket)
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to report
             engine.close()
@@ -163,25 +174,45 @@ def _with_share_of_threads(engine: EngineConfig, num_engines: int) -> EngineConf
     return dataclasses.replace(engine, cpu_threads=max(1, num_threads))
 
 
-def _serve(
-    engine: "Engine",
-    socket: EngineSocket,
-    stages: dict[str, float],
-    choices: Sequence[tuple[str, str, str]] = (),
-) -> None:
-    """Report that the engine is ready, then step and answer messages until told to stop."""
-    socket.send(
-        Ready(
-            max_context_tokens=engine.max_context_tokens,
-            num_pages=engine.num_pages,
-            page_size=engine.config.page_size,
-            max_rows=engine.config.max_running_requests,
-            device=engine.config.device,
-            startup_ms=stages,
-            choices=list(choices),
-            page_events=engine.page_events.addresses if engine.page_events else {},
-        )
+class ToServerSocket(Protocol):
+    """The engine's end of the connection to its server."""
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        """The messages that wait, in order; when none does, wait up to `timeout_ms` (0 = don't wait)."""
+        ...
+
+    def send(self, message: ToServer, server: int | None = None) -> None:
+        """Queue `message` for one server process, or for all; never waits for it to be read."""
+        ...
+
+    def send_outputs(self, step: StepOutput) -> None:
+        """Queue a step's outputs."""
+        ...
+
+
+def ready_message(
+    engine: "Engine", stages: dict[str, float], choices: Sequence[tuple[str, str, str]] = ()
+) -> Ready:
+    """What the engine says when it is ready.
+
+    Args:
+        stages: milliseconds of each stage of the start.
+        choices: flag, value and reason of each setting.
+    """
+    return Ready(
+        max_context_tokens=engine.max_context_tokens,
+        num_pages=engine.num_pages,
+        page_size=engine.config.page_size,
+        max_rows=engine.config.max_running_requests,
+        device=engine.config.device,
+        startup_ms=stages,
+        choices=list(choices),
+        page_events=engine.page_events.addresses if engine.page_events else {},
     )
+
+
+def serve(engine: "Engine", socket: ToServerSocket) -> None:
+    """Step and answer messages until told to stop. Exceptions of `socket` leave the engine as it is."""
     next_check = time.monotonic() + CHECK_INTERVAL_S
     grammars_are_prepared = False
     while True:
@@ -225,7 +256,7 @@ def _start_profile(engine: "Engine", sequence: int, num_steps: int) -> DebugAnsw
         return DebugAnswer(sequence, b"", str(error))
 
 
-def _exit_soon(reason: str, is_device_fault: bool) -> None:
+def end_soon(reason: str, is_device_fault: bool) -> None:
     """End this process soon after a rank is lost.
 
     The main thread normally reports the loss first. It can't if it waits for a GPU.

@@ -4,7 +4,8 @@ Promise: messages arrive in the order they were sent, and none is dropped while 
 (PUSH/PULL pairs have no high-water mark; the server's cap on open requests bounds the queues.)
 Endpoints are ipc files in a private directory, two for each server process and each further rank, so two
 instances never share one. Ranks on other hosts connect over TCP, and routers where the user says (only
-`EventSockets` drops messages: they have numbers and can be asked for again). Only this module uses zmq.
+`EventSockets` drops messages: they have numbers and can be asked for again). Zmq is used only here and by the
+connections from elsewhere (`door.py`, `door_keys.py`, `server_line.py`).
 """
 
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from socket import AF_INET6, SOCK_STREAM, getaddrinfo
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -27,6 +29,8 @@ from minisgl.ipc.messages import (
     ToEngine,
     ToServer,
 )
+
+Message = TypeVar("Message")
 
 TO_ENGINE = "to_engine"
 TO_SERVER = "to_server"
@@ -67,8 +71,8 @@ class EngineSocket:
 
     def __init__(self, ipc_dir: str | Path, num_servers: int = 1) -> None:
         self._context = zmq.Context()
-        self._inbox = _socket(self._context, zmq.PULL)
-        self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(num_servers)]
+        self._inbox = plain_socket(self._context, zmq.PULL)
+        self._outboxes = [plain_socket(self._context, zmq.PUSH) for _ in range(num_servers)]
         # A server may answer the first message at once, so its sending socket must be connected before that.
         handshake = self._inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         for index in range(num_servers):
@@ -88,17 +92,7 @@ class EngineSocket:
         Messages behind `SLICE_REQUESTS` new requests or `SLICE_BYTES` wait for the next call, so that adding
         requests never holds the engine for long between two steps.
         """
-        messages: list[ToEngine] = []
-        num_requests = num_bytes = 0
-        while num_requests < SLICE_REQUESTS and num_bytes < SLICE_BYTES:
-            if not self._inbox.poll(0 if messages else timeout_ms):
-                break
-            data = self._inbox.recv(zmq.NOBLOCK)
-            message = self._decoder.decode(data)
-            messages.append(message)
-            num_bytes += len(data)
-            num_requests += message.num_requests if isinstance(message, AddRequest) else 0
-        return messages
+        return receive_slice(self._inbox, self._decoder, timeout_ms)
 
     def send(self, message: ToServer, server: int | None = None) -> None:
         """Queue `message` for one server process, or for all; never waits for it to be read."""
@@ -134,7 +128,7 @@ class ServerSocket:
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, 0)
         # A plain socket, because sending never waits. A separate one can't consume the inbox's wake-ups.
-        self._outbox = _socket(self._context, zmq.PUSH)
+        self._outbox = plain_socket(self._context, zmq.PUSH)
         self._inbox.bind(_endpoint(ipc_dir, TO_SERVER, index))
         self._outbox.bind(_endpoint(ipc_dir, TO_ENGINE, index))
         self._encoder = msgspec.msgpack.Encoder()
@@ -179,28 +173,29 @@ class LeaderSocket:
     """Rank 0's end of the sockets to the other `size - 1` ranks. Make it before theirs.
 
     Args:
-        num_local: ranks on this host, 0 to num_local - 1.
-        host: this host's name or address, which ranks on other hosts reach over TCP.
+        host: this host's name or address, by which the ranks reach it over TCP; None = all are on this host.
 
     Raises:
         ConfigError: `host` does not name this host.
     """
 
-    def __init__(self, ipc_dir: str | Path, size: int, num_local: int, host: str | None) -> None:
+    def __init__(self, ipc_dir: str | Path, size: int, host: str | None) -> None:
         self._context = zmq.Context()
-        self._inbox = _socket(self._context, zmq.PULL)
-        local_reports = _endpoint(ipc_dir, FROM_RANK, 0)
-        self._inbox.bind(local_reports)
-        remote_reports = local_reports if host is None else _bind_tcp(self._inbox, host)
-        self._outboxes = [_socket(self._context, zmq.PUSH) for _ in range(1, size)]
+        self._inbox = plain_socket(self._context, zmq.PULL)
+        if host is None:
+            reports = _endpoint(ipc_dir, FROM_RANK, 0)
+            self._inbox.bind(reports)
+        else:
+            reports = _bind_tcp(self._inbox, host)
+        self._outboxes = [plain_socket(self._context, zmq.PUSH) for _ in range(1, size)]
         self._addresses: dict[int, RankAddresses] = {}
         for rank, outbox in enumerate(self._outboxes, start=1):
-            if rank < num_local or host is None:
+            if host is None:
                 plans = _endpoint(ipc_dir, TO_RANK, rank)
                 outbox.bind(plans)
-                self._addresses[rank] = RankAddresses(plans, local_reports)
             else:
-                self._addresses[rank] = RankAddresses(_bind_tcp(outbox, host), remote_reports)
+                plans = _bind_tcp(outbox, host)
+            self._addresses[rank] = RankAddresses(plans, reports)
 
     def addresses(self, rank: int) -> RankAddresses:
         """The endpoints of a rank (1 or higher)."""
@@ -232,8 +227,8 @@ class FollowerSocket:
 
     def __init__(self, addresses: RankAddresses) -> None:
         self._context = zmq.Context()
-        self._inbox = _socket(self._context, zmq.PULL)
-        self._outbox = _socket(self._context, zmq.PUSH)
+        self._inbox = plain_socket(self._context, zmq.PULL)
+        self._outbox = plain_socket(self._context, zmq.PUSH)
         self._inbox.connect(addresses.plans)
         self._outbox.connect(addresses.reports)
 
@@ -272,8 +267,8 @@ class EventSockets:
     def __init__(self, endpoint: str, replay_endpoint: str | None, topic: bytes, num_kept: int) -> None:
         self._topic = topic
         self._context = zmq.Context()
-        self._waker = _socket(self._context, zmq.PUSH)
-        self._wakes = _socket(self._context, zmq.PULL)
+        self._waker = plain_socket(self._context, zmq.PUSH)
+        self._wakes = plain_socket(self._context, zmq.PULL)
         self._events = zmq.Socket(self._context, zmq.PUB)
         self._replays = zmq.Socket(self._context, zmq.ROUTER)
         self._poller = zmq.Poller()
@@ -357,16 +352,38 @@ def _bind_tcp(socket: zmq.Socket, host: str) -> str:
         socket.bind(f"tcp://[{address[0]}]:*" if family == AF_INET6 else f"tcp://{address[0]}:*")
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"--rdzv must name node 0, which is this host; {host!r} is not its ({error})"
+            f"torchrun says that rank 0 is on {host!r}, which is no address of this host ({error}); give "
+            "torchrun --local-addr"
         ) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
+def plain_socket(context: zmq.Context, kind: int) -> zmq.Socket:
+    """A socket without a limit on queued messages, used with blocking calls."""
     socket = zmq.Socket(context, kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket
+
+
+def receive_slice(
+    inbox: zmq.Socket, decoder: msgspec.msgpack.Decoder[Message], timeout_ms: int
+) -> list[Message]:
+    """The messages that wait, up to a slice of new requests; see `EngineSocket.receive`. Skips empty ones."""
+    messages: list[Message] = []
+    num_requests = num_bytes = 0
+    while num_requests < SLICE_REQUESTS and num_bytes < SLICE_BYTES:
+        if not inbox.poll(0 if messages else timeout_ms):
+            break
+        data = inbox.recv(zmq.NOBLOCK)
+        if not data:
+            timeout_ms = 0
+            continue
+        message = decoder.decode(data)
+        messages.append(message)
+        num_bytes += len(data)
+        num_requests += message.num_requests if isinstance(message, AddRequest) else 0
+    return messages
 
 
 def _endpoint(ipc_dir: str | Path, name: str, index: int) -> str:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
@@ -100,17 +100,18 @@ class Ranks:
 
 
 def open_store(place: str, size: int) -> Store:
-    """Open the rendezvous store: `place` is an absolute file path or the address from `serve_store`."""
+    """Open the ranks' store.
+
+    Args:
+        place: an absolute file path, or host:port of a store that torchrun serves. With a name behind a
+            slash, it is a part of that store.
+    """
     if place.startswith("/"):
         return FileStore(place, size)
-    host, _, port = place.rpartition(":")
-    return TCPStore(host, int(port), timeout=timedelta(seconds=JOIN_TIMEOUT_S))
-
-
-def serve_store(host: str) -> tuple[Store, str]:
-    """Serve a store for ranks on several hosts at a free port. It lives as long as the returned store."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return store, f"{host}:{store.port}"
+    address, _, part = place.partition("/")
+    host, _, port = address.rpartition(":")
+    store = TCPStore(host, int(port), timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+    return PrefixStore(part, store) if part else store
 
 
 def join(rank: int, size: int, store: Store, device: torch.device, *, one_host: bool = True) -> Ranks:

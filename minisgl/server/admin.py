@@ -174,7 +174,7 @@ class Admin:
                 "start": ready and msgspec.structs.asdict(ready),
                 "engines": [
                     _facts_of(engine, status)
-                    for engine, status in zip(self._engines.all, statuses, strict=True)
+                    for engine, status in zip(self._engines.all, statuses, strict=False)
                 ],
                 "server": msgspec.to_builtins(total(parts)),
                 "processes": [
@@ -195,7 +195,7 @@ class Admin:
         statuses = await self._fresh_statuses()
         figures = [
             EngineFigures(status, engine.last_ready, engine.num_restarts, engine.is_up)
-            for engine, status in zip(self._engines.all, statuses, strict=True)
+            for engine, status in zip(self._engines.all, statuses, strict=False)
         ]
         text = exposition(self._model.name, total(await self._siblings.stats()), figures)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})

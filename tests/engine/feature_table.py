@@ -254,10 +254,6 @@ REFUSED_AT_START = (
         "--attention-backend triton needs --device cuda",
     ),
     Refusal(
-        ("two ranks", "three hosts"), {"tp": 2, "nnodes": 3}, "--nnodes must be a divisor of tp (2), got 3"
-    ),
-    Refusal(("two ranks", "hosts without an address"), {"tp": 2, "nnodes": 2}, "--nnodes needs --rdzv"),
-    Refusal(
         ("four ranks", "six attention heads"),
         {"tp": 4},
         "--tp 4 can't share out the model's 6 attention heads evenly",

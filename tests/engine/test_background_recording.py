@@ -24,7 +24,7 @@ from minisgl.engine.graphs.decode_graphs import DecodeGraphs, KernelCompilations
 from minisgl.engine.graphs.graph_table import GraphTable
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
 from minisgl.engine.start import build
-from minisgl.engine.worker import IDLE_WAIT_MS, _serve
+from minisgl.engine.worker import IDLE_WAIT_MS, serve
 from minisgl.ipc.messages import AddRequest, Shutdown
 from minisgl.ipc.questions import Ping
 from minisgl.models.decoder import call_block
@@ -229,7 +229,7 @@ def test_a_server_records_while_it_has_nothing_to_do_and_answers_in_between() ->
 
     it.record_graph.side_effect = record_graph
     it.step.return_value = []
-    _serve(it, socket, {})
+    serve(it, socket)
     assert timeouts_ms == [0, 0, 0, IDLE_WAIT_MS, IDLE_WAIT_MS]
     assert it.record_graph.call_count == 2
     it.status.assert_called_once_with(7)

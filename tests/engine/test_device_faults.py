@@ -2,7 +2,6 @@
 
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -20,8 +19,6 @@ from minisgl.engine import worker
 from minisgl.engine.device_faults import FAULTS, DeviceUse, device_fault_of, name_device_faults
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.background_recording import BackgroundRecorder
-from minisgl.engine.ranks import node
-from minisgl.engine.ranks.node_link import RankEnded
 from minisgl.engine.start import build_rank
 from minisgl.engine.start.build import build_engine
 from minisgl.engine.worker import fatal_message
@@ -240,23 +237,12 @@ def test_the_exit_code_of_a_command_says_what_ended_its_engine(error: str, code:
     assert (done.returncode, done.stderr) == (code, "minisgl: error: what happened\n")
 
 
-@pytest.mark.parametrize(("code", "kind"), [(74, DeviceFaultError), (1, EngineDeadError)])
-def test_another_host_tells_node_0_of_a_fault_and_ends_with_it(code: int, kind: type[Exception]) -> None:
-    events: node.Events = queue.SimpleQueue()
-    events.put((1, code, f"exit code {code}"))
-    connection = Mock()
-    with pytest.raises(EngineDeadError, match=f"exit code {code}") as caught:
-        node._follow(1, connection, events)
-    assert type(caught.value) is kind
-    connection.send.assert_called_once_with(RankEnded(1, f"exit code {code}", code == 74))
-
-
 @pytest.mark.parametrize(("is_device_fault", "code"), [(True, 74), (False, 1)])
 def test_a_process_that_waits_for_a_lost_rank_ends_with_the_code_of_the_loss(
     monkeypatch: pytest.MonkeyPatch, is_device_fault: bool, code: int
 ) -> None:
     timer = Mock()
     monkeypatch.setattr(worker.threading, "Timer", timer)
-    worker._exit_soon("rank 1 ended", is_device_fault)
+    worker.end_soon("rank 1 ended", is_device_fault)
     timer.assert_called_once_with(worker.EXIT_DEADLINE_S, os._exit, (code,))
     timer.return_value.start.assert_called_once_with()

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ import msgspec
 import numpy as np
 
 from minisgl.engine.watch.request_times import RequestTimes
-from minisgl.engine.worker import exit_with_parent
+from minisgl.engine.worker import ToServerSocket, exit_with_parent
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE
 from minisgl.ipc.messages import AbortRequest, AddRequest, Fatal, Ready, Shutdown, StartupStage, StepOutput
 from minisgl.ipc.questions import (
@@ -91,8 +92,11 @@ class Answer:
 class FakeEngine:
     """The loop of the engine process."""
 
-    def __init__(self, socket: EngineSocket, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, socket: ToServerSocket, tokenizer: Tokenizer, close: Callable[[], None] = lambda: None
+    ) -> None:
         self.socket = socket
+        self.close = close
         self.tokenizer = tokenizer
         self.eos = self.encode("<|im_end|>")[0]
         ids = range(tokenizer.vocab_size)
@@ -315,12 +319,12 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif word == "fatal":
             self.socket.send(Fatal("out of memory; lower --memory-fraction"))
-            self.socket.close()
+            self.close()
             sys.exit(1)
         elif word == "fault":
             if text:
                 self.socket.send(Fatal(text, is_device_fault=True))
-            self.socket.close()
+            self.close()
             sys.exit(DEVICE_FAULT_EXIT_CODE)
         elif word == "refuse":
             self.extra.append(
@@ -366,7 +370,7 @@ def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
     socket.send(StartupStage("import", 12.0))
     if knobs["start"] == "hang":
         threading.Event().wait()
-    engine = kind(socket, Tokenizer.from_folder(folder))
+    engine = kind(socket, Tokenizer.from_folder(folder), socket.close)
     engine.pace_ms = knobs.get("pace_ms", 0)
     socket.send(StartupStage("weights", 34.0))
     socket.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0, "weights": 34.0}))

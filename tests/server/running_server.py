@@ -35,6 +35,7 @@ try:
             EngineConfig(model=settings["folder"]),
             Path(settings["folder"]),
             worker_command=settings["worker"],
+            engine_secret=settings["secret"],
             started_at=started_at,
         )
     )
@@ -49,13 +50,22 @@ class RunningServer:
     """Start it, talk to it, look at its end. A context manager that leaves nothing running."""
 
     def __init__(
-        self, folder: Path, worker: list[str] | None = None, wrap: tuple[str, ...] = (), **server: Any
+        self,
+        folder: Path,
+        worker: list[str] | None = None,
+        wrap: tuple[str, ...] = (),
+        secret: str | None = None,
+        **server: Any,
     ) -> None:
-        """`wrap` stands before the command, as a shell does that closes its stdout."""
+        """`wrap` stands before the command, as a shell does that closes its stdout.
+
+        `secret` is that of --engine-listen.
+        """
         settings = {
             "folder": str(folder),
             "server": {"port": 0, "served_model_name": "tiny", **server},
             "worker": worker or [sys.executable, str(FAKE_ENGINE)],
+            "secret": secret,
         }
         self.tmp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short, for the sockets in it
         self.errors = folder.parent / f"{folder.name}.stderr"

@@ -11,7 +11,7 @@ from running_server import FAKE_ENGINE, LIMIT_S
 from small_model import CONTEXT, make_folder
 
 from minisgl.ipc.messages import AddRequest, StepOutput
-from minisgl.ipc.transport import make_ipc_dir
+from minisgl.ipc.transport import ServerSocket, make_ipc_dir
 from minisgl.request import SamplingParams
 from minisgl.server.engines.engine_link import EngineLink
 from minisgl.server.engines.engine_process import EngineProcess
@@ -30,7 +30,7 @@ def test_a_listener_that_fails_does_not_end_the_engine(
 
     async def main() -> None:
         first_line = json.dumps({"model_folder": str(folder), "ipc_dir": str(ipc_dir)}).encode()
-        link = EngineLink(ipc_dir)
+        link = EngineLink(ServerSocket(ipc_dir))
         process = EngineProcess([sys.executable, str(FAKE_ENGINE)], first_line, link)
         answered = asyncio.Event()
 

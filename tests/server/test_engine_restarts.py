@@ -252,18 +252,6 @@ def test_kill_9_of_the_server_after_a_restart_leaves_nothing(folder: Path) -> No
         eventually(lambda: gone(engine) and not server.ipc_dirs(), "all is gone", 5.0)
 
 
-def test_restarts_go_with_one_host_only(folder: Path) -> None:
-    from minisgl.config import EngineConfig, ServerConfig
-    from minisgl.errors import ConfigError
-    from minisgl.server.engines.launch import check_restarts, num_restarts
-
-    hosts = EngineConfig(model=str(folder), nnodes=2, tp=2)
-    assert num_restarts(ServerConfig(), EngineConfig(model=str(folder))) == 3
-    assert num_restarts(ServerConfig(), hosts) == 0
-    with pytest.raises(ConfigError, match="--engine-restarts"):
-        check_restarts(ServerConfig(engine_restarts=1), hosts)
-
-
 def test_the_time_to_the_next_token_counts_in_the_restart(folder: Path) -> None:
     with RunningServer(folder, request_timeout_s=0.5) as server:
         server.ready()

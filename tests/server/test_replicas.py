@@ -212,8 +212,6 @@ def test_each_engine_gets_gpus_of_its_own() -> None:
 def test_what_does_not_go_together_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--replicas 2 needs --api-workers 1, got 3"):
         check_server_config(ServerConfig(replicas=2, api_workers=3))
-    with pytest.raises(ConfigError, match="--replicas 2 needs --nnodes 1, got 2"):
-        check_replicas(ServerConfig(replicas=2), EngineConfig(model="m", tp=2, nnodes=2), None)
     with pytest.raises(ConfigError, match="--replicas 2 does not go with --kv-events-endpoint"):
         check_replicas(
             ServerConfig(replicas=2), EngineConfig(model="m", kv_events_endpoint="tcp://*:5557"), None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, StepOutput
-from minisgl.ipc.transport import EngineSocket, make_ipc_dir
+from minisgl.ipc.transport import EngineSocket, ServerSocket, make_ipc_dir
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.server.engines.sent_requests import NEAR_TOKENS
 from minisgl.server.engines.served_engine import Reader, ServedEngine
@@ -40,14 +40,14 @@ class Lives:
     def __init__(self, folder: Path) -> None:
         self.given = Given()
         self._folder = folder
-        self.engine = ServedEngine(0, 0, self._dir(1))
+        self.engine = ServedEngine(0, 0, ServerSocket(self._dir(1)))
         self.engine.listen(Reader(self.given.take, lambda _: None, lambda _: None, lambda _: None))
         self.process = EngineSocket(self._dir(1))
 
     def next_life(self) -> None:
         self.process.close()
         generation = self.engine.generation + 1
-        self.engine.begin(generation, self._dir(generation))
+        self.engine.begin(generation, ServerSocket(self._dir(generation)))
         self.process = EngineSocket(self._dir(generation))
 
     async def make_ready(self) -> None:

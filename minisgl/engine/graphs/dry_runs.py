@@ -77,7 +77,7 @@ def compile_ahead(
     model, rows = decode.model, decode.rows
     sizes = largest_prefills(config) + warm_up_sizes(config)
     run_block = run_distinct_blocks(model)
-    with compile_kernels_in_parallel(max(1, (os.cpu_count() or 1) // config.ranks_per_node)):
+    with compile_kernels_in_parallel(max(1, (os.cpu_count() or 1) // config.ranks_per_host)):
         for size in sizes:
             planner.plan_padding_prefill(size.rows, size.row_tokens)
             prefill_step(model, rows, padding_batch(size, rows, device), run_block)

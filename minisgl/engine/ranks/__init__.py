@@ -1,1 +1,1 @@
-"""Engines of several ranks: the processes of the other ranks, on this host and on other nodes."""
+"""Engines of several ranks: the processes of the other ranks, on this host or of a torchrun job."""

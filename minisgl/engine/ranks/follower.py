@@ -1,7 +1,7 @@
-"""The process of a rank above 0, started by rank 0 or by the `minisgl serve` of its node.
+"""The process of a rank above 0, started by rank 0 or by torchrun.
 
-It reads one JSON line from stdin, a `FollowerConfig`. The pipe then stays open. It closes when the parent
-ends, and this process exits.
+One that rank 0 starts reads one JSON line from stdin, a `FollowerConfig`. The pipe then stays open. It
+closes when the parent ends, and this process exits.
 
 Promise: the rank executes rank 0's step plans in their order and decides nothing. It never outlives its
 parent, and reports why it ends.
@@ -44,6 +44,11 @@ def main() -> int:
     exit_with_parent(config.ipc_dir)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return run_follower(config)
+
+
+def run_follower(config: FollowerConfig) -> int:
+    """Run until rank 0 says that it is over. Returns as `main`."""
     setup_logging(config.log_level, f"rank {config.rank}")
     socket = FollowerSocket(config.addresses)
     try:

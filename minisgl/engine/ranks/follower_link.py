@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from minisgl.config import ResolvedConfig, split_rdzv
-from minisgl.engine.ranks.node_link import NodeListener, NodeRank, RankEnded, Welcome
+from minisgl.config import ResolvedConfig
+from minisgl.engine.ranks.job import Job, JobAnswers, attempt_store
 from minisgl.engine.ranks.rank_processes import RankProcesses
 from minisgl.errors import (
     DEVICE_FAULT_EXIT_CODE,
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 STORE = "store"
 """The name of the file in the sockets' directory that is the ranks' torch store."""
 START_TIMEOUT_S = 300.0
-"""How long a rank may take until it joins: time for its imports and for other nodes to start."""
+"""How long a rank may take until it joins: time for its imports."""
 STOP_S = 3.0
 """How long a rank may take to end when told to stop."""
 ABORT_S = 5.0
@@ -57,7 +57,7 @@ class FollowerConfig(msgspec.Struct, frozen=True):
     engine: ResolvedConfig
     model_folder: str
     ipc_dir: str | None
-    """The directory to remove if rank 0 is killed; None on other nodes."""
+    """The directory to remove if rank 0 is killed, by a rank that it started; None = none."""
     rank: int
     addresses: RankAddresses
     store: str
@@ -133,6 +133,7 @@ class FollowerLink:
             removes one.
         on_lost: called with the reason, and whether it is a GPU fault, when a rank has ended, from another
             thread. The main thread may be waiting for that rank on the device.
+        job: torchrun has started the other ranks, and ends this one when it loses one of them.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class FollowerLink:
         *,
         ipc_dir: Path | None,
         on_lost: Callable[[str, bool], None],
+        job: Job | None = None,
     ) -> None:
         self._config = config
         self._owns_ipc_dir = ipc_dir is None
@@ -163,23 +165,17 @@ class FollowerLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromFollower)
         self._processes = RankProcesses(self._on_rank_ended)
-        self._nodes: NodeListener | None = None
-        host = split_rdzv(config.rdzv)[0] if config.rdzv is not None else None
+        self._answers: JobAnswers | None = None
         try:
-            self._socket = LeaderSocket(self._ipc_dir, config.tp, config.ranks_per_node, host)
+            self._socket = LeaderSocket(self._ipc_dir, config.tp, None if job is None else job.host)
         except BaseException:
             self._remove_ipc_dir()
             raise
         try:
-            self._store = str(self._ipc_dir / STORE)
-            if host is not None:
-                # Lazy: it imports torch.
-                from minisgl.parallel.mesh import serve_store
-
-                self._served_store, self._store = serve_store(host)  # the reference keeps the store alive
-                self._nodes = NodeListener(config, model_folder, self._welcome, self._on_node_ended)
+            self._store = str(self._ipc_dir / STORE) if job is None else attempt_store(job.store)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
-            for rank in range(1, config.ranks_per_node):
+
+            def line_of(rank: int) -> bytes:
                 line = FollowerConfig(
                     config,
                     str(model_folder),
@@ -189,7 +185,16 @@ class FollowerLink:
                     self._store,
                     level,
                 )
-                self._processes.start(rank, msgspec.json.encode(line))
+                return msgspec.json.encode(line)
+
+            if job is None:
+                for rank in range(1, config.tp):
+                    self._processes.start(rank, line_of(rank))
+            else:
+                # Lazy: it imports torch.
+                from minisgl.parallel.mesh import open_store
+
+                self._answers = JobAnswers(open_store(job.store, config.tp), config.tp, line_of)
         except BaseException:
             self.close()
             raise
@@ -201,7 +206,7 @@ class FollowerLink:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of ranks 1 and above on this node."""
+        """Process ids of ranks 1 and above, unless torchrun started them."""
         return self._processes.pids
 
     def wait_for_all(self) -> None:
@@ -218,10 +223,9 @@ class FollowerLink:
                     missing.discard(message.rank)
             self.raise_if_lost()
             if time.monotonic() > deadline:
-                away = self._nodes.missing() if self._nodes is not None else []
-                what = f"node {away[0]} of --nnodes has not come" if away else ""
-                what = what or f"rank {min(missing)} of --tp was not ready"
-                raise EngineDeadError(f"{what} after {START_TIMEOUT_S:g} s")
+                raise EngineDeadError(
+                    f"rank {min(missing)} of --tp was not ready after {START_TIMEOUT_S:g} s"
+                )
 
     def wait_for_starts(self) -> list[Started]:
         """Wait until every rank is ready for plans. Returns their reports, ordered by rank.
@@ -313,8 +317,8 @@ class FollowerLink:
             timeout_s = STOP_S if self._closing and self._lost is None else 0
             self._closing = self._closed = True
         self._processes.close(timeout_s)
-        if self._nodes is not None:
-            self._nodes.close(timeout_s)
+        if self._answers is not None:
+            self._answers.close()
         self._socket.close()
         self._remove_ipc_dir()
 
@@ -322,26 +326,8 @@ class FollowerLink:
         if self._owns_ipc_dir:
             shutil.rmtree(self._ipc_dir, ignore_errors=True)
 
-    def _welcome(self, node: int) -> Welcome:
-        """The message that tells a node which ranks to start. Called from a thread."""
-        per_node = self._config.ranks_per_node
-        ranks = range(node * per_node, (node + 1) * per_node)
-        return Welcome(
-            engine=self._config,
-            ranks=tuple(NodeRank(rank, self._socket.addresses(rank)) for rank in ranks),
-            store=self._store,
-        )
-
-    def _on_node_ended(self, node: int, ended: RankEnded | None) -> None:
-        """Handle the end of a node or of one of its ranks. Called from a thread."""
-        if ended is None:
-            loss = Loss(node * self._config.ranks_per_node, f"node {node} of --nnodes is gone", False)
-        else:
-            loss = Loss(ended.rank, f"rank {ended.rank} of --tp ended ({ended.how})", ended.is_device_fault)
-        self._handle_loss(loss)
-
     def _on_rank_ended(self, rank: int, code: int, how: str) -> None:
-        """Handle the end of a rank of this node. Called from a thread, as rank 0 may wait for the device."""
+        """Handle the end of a rank. Called from a thread, as rank 0 may wait for the device."""
         self._handle_loss(Loss(rank, f"rank {rank} of --tp ended ({how})", code == DEVICE_FAULT_EXIT_CODE))
 
     def _handle_loss(self, loss: Loss) -> None:
@@ -352,8 +338,6 @@ class FollowerLink:
         logger.error("%s; all ranks end", loss.reason)
         self._on_lost(loss.reason, loss.is_device_fault)
         self._processes.kill()
-        if self._nodes is not None:
-            self._nodes.close(0)
         self._stop_waiting()
         self._lost_event.set()
 

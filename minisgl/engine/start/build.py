@@ -6,6 +6,7 @@ process behind.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from minisgl.config import (
     resolve_engine_config,
 )
 from minisgl.engine.engine import Engine
+from minisgl.engine.ranks.job import Job
 from minisgl.engine.start.build_rank import Rendezvous, build_rank
 from minisgl.engine.start.device import find_device_facts
 from minisgl.engine.start.startup_stages import OnStage, StartupStages
@@ -40,6 +42,7 @@ def build_engine(
     ipc_dir: Path | None = None,
     on_lost_rank: Callable[[str, bool], None] = lambda reason, is_device_fault: None,
     max_queued_grammars: int | None = None,
+    job: Job | None = None,
 ) -> Engine:
     """Build an engine that is ready to serve the model in `folder`, and report each stage to `on_stage`.
 
@@ -52,6 +55,7 @@ def build_engine(
             has ended. The next `step` raises. A `step` that is running may hang until this process ends.
         max_queued_grammars: grammars that may wait to be compiled; a request with one more gets a 429. None:
             any number, for callers who send only their own requests.
+        job: torchrun has started the other ranks; this process is rank 0.
 
     Raises:
         ConfigError: a setting is impossible, or there is too little memory.
@@ -59,15 +63,12 @@ def build_engine(
         DeviceFaultError: the GPU failed, or another rank's.
         EngineDeadError: another rank could not start.
     """
-    if config.node_rank:
-        raise ConfigError(
-            f"--node-rank {config.node_rank}: node 0 uses the engine; 'minisgl serve' with the same --model, "
-            "--tp, --nnodes and --rdzv starts this host's ranks"
-        )
     stages = StartupStages(on_stage)
     model_config = read_model_config(folder, config.quantization, config.kv_dtype)
     facts = find_device_facts()
     resolved = resolve_engine_config(config, model_config, facts)
+    if job is not None:
+        resolved = replace(resolved, ranks_per_host=job.ranks_per_host)
     _warn_of_slower_attention(config, resolved, model_config, facts)
     if resolved.tp == 1:
         return build_rank(resolved, folder, model_config, stages, None, None, max_queued_grammars)
@@ -75,7 +76,7 @@ def build_engine(
     # Lazy: importing torch.distributed is slow, and one rank does not need it.
     from minisgl.engine.ranks.follower_link import FollowerLink
 
-    followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank)
+    followers = FollowerLink(resolved, folder, ipc_dir=ipc_dir, on_lost=on_lost_rank, job=job)
     rendezvous = Rendezvous(0, followers.store, followers.wait_for_all)
     try:
         return build_rank(resolved, folder, model_config, stages, rendezvous, followers, max_queued_grammars)
@@ -83,6 +84,17 @@ def build_engine(
         cause = followers.cause_of(error) if isinstance(error, Exception) else error
         followers.close()
         raise cause from (error if cause is not error else None)
+
+
+def resolve_for_folder(config: EngineConfig, folder: Path) -> ResolvedConfig:
+    """The settings that `build_engine` would use on this machine.
+
+    Raises:
+        ConfigError, ModelError: as in `build_engine`.
+    """
+    return resolve_engine_config(
+        config, read_model_config(folder, config.quantization, config.kv_dtype), find_device_facts()
+    )
 
 
 def reasons_for_settings(config: EngineConfig, resolved: ResolvedConfig, folder: Path) -> list[ChosenSetting]:
@@ -130,6 +142,6 @@ def _warn_of_slower_attention(
 
 def _check_ranks_fit(config: ResolvedConfig, model_config: ModelConfig) -> None:
     rank_sizes(model_config, config.tp)
-    needed, there = config.ranks_per_node, torch.cuda.device_count()
+    needed, there = config.ranks_per_host, torch.cuda.device_count()
     if config.device == "cuda" and there < needed:
         raise ConfigError(f"--tp {config.tp} needs {needed} GPUs here and torch sees {there}; lower it")

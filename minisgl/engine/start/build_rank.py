@@ -133,7 +133,7 @@ def build_rank(
         stages.finish("allocate the model")
         loadable = model
         if rendezvous is not None:
-            ranks, hardware = _join(rendezvous, config.tp, config.nnodes == 1, hardware)
+            ranks, hardware = _join(rendezvous, config.tp, config.ranks_per_host == config.tp, hardware)
             if followers is not None:
                 followers.set_ranks(ranks)
             loadable = _shard_model(model, model_config, ranks)
@@ -252,9 +252,9 @@ def _grammar_compiler(folder: Path, model_config: ModelConfig, max_queued: int |
 
 def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _Hardware:
     if config.cpu_threads is not None or config.tp > 1:
-        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.ranks_per_node))
+        torch.set_num_threads(config.cpu_threads or max(1, torch.get_num_threads() // config.ranks_per_host))
     if config.device == "cuda":
-        index = torch.cuda.current_device() if rendezvous is None else rendezvous.rank % config.ranks_per_node
+        index = torch.cuda.current_device() if rendezvous is None else rendezvous.rank % config.ranks_per_host
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.cuda.init()
@@ -262,7 +262,7 @@ def _set_up_hardware(config: ResolvedConfig, rendezvous: Rendezvous | None) -> _
     else:
         device = torch.device("cpu")
         keep_freed_memory()
-        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.ranks_per_node
+        available_bytes = int(free_host_bytes() * config.memory_fraction) // config.ranks_per_host
     dtype = getattr(torch, config.dtype)
     return _Hardware(device, dtype, FP8 if config.kv_dtype == FP8_CACHE else dtype, available_bytes)
 

@@ -9,13 +9,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from minisgl.errors import EngineDeadError
-from minisgl.ipc.messages import Fatal, Ready, StartupStage, StepOutput, ToEngine
+from minisgl.ipc.messages import Fatal, Ready, StartupStage, StepOutput, ToEngine, ToServer
 from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
@@ -26,7 +25,6 @@ from minisgl.ipc.questions import (
     Ping,
     Status,
 )
-from minisgl.ipc.transport import ServerSocket
 from minisgl.lives import LivesAnswer
 
 log = logging.getLogger(__name__)
@@ -36,15 +34,39 @@ Answer = Status | CacheFlushed | DebugAnswer
 PING_INTERVAL_S = 1.0
 
 
+class LifeSocket(Protocol):
+    """The server's end of the connection to one life of an engine, a child or one from elsewhere."""
+
+    async def receive(self) -> ToServer:
+        """The next message; waits for one. Cancelling it loses nothing.
+
+        Raises:
+            EngineDeadError: the engine has gone.
+        """
+        ...
+
+    def send(self, message: ToEngine) -> None:
+        """Queue `message` without waiting.
+
+        Raises:
+            EngineDeadError: no engine is connected.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close; may be called twice."""
+        ...
+
+
 class EngineLink:
     """One server process's connection to one life of the engine. Create, use and close it in one event loop.
 
     Args:
-        ipc_dir: the directory of this life's sockets.
+        socket: of this life; closed by `close`.
         rank: of this server process; several server processes may share one engine.
     """
 
-    def __init__(self, ipc_dir: Path, rank: int = 0) -> None:
+    def __init__(self, socket: LifeSocket, rank: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.died: asyncio.Future[str] = self._loop.create_future()
@@ -59,7 +81,7 @@ class EngineLink:
         self._heard_at = time.monotonic()
         self._sequence = 0
         self._pending: dict[int, asyncio.Future[Answer]] = {}
-        self._socket = ServerSocket(ipc_dir, rank)
+        self._socket = socket
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -176,6 +198,8 @@ class EngineLink:
                     self.is_device_fault = message.is_device_fault
                     self.declare_dead(message.message)
                 await asyncio.sleep(0)  # other tasks must run even if messages arrive without pause
+        except EngineDeadError as error:
+            self.declare_dead(str(error))
         except Exception as error:
             log.exception("the engine's messages can't be read")
             self.declare_dead(f"its messages can't be read: {error}")

@@ -20,10 +20,14 @@ class Engines:
 
     Args:
         engines: one at least, by their numbers.
+        may_grow: more may be added later.
     """
 
-    def __init__(self, engines: Sequence[ServedEngine]) -> None:
-        self.all = engines
+    def __init__(self, engines: Sequence[ServedEngine], *, may_grow: bool = False) -> None:
+        self.all: Sequence[ServedEngine] = engines
+        """More may be added at its end, so answers that were asked for before are of the first ones."""
+        self._may_grow = may_grow
+        self._reader: Reader | None = None
         self._router = Router(len(engines))
         self._calls: dict[tuple[str, float], tuple[ServedEngine, int]] = {}  # the engine, and open requests
         self._call_of: dict[int, tuple[str, float]] = {}  # by request id
@@ -56,7 +60,7 @@ class Engines:
 
     def choose(self, message: AddRequest) -> ServedEngine:
         """The engine for the requests of a message."""
-        if len(self.all) == 1:
+        if self._is_alone:
             return self.all[0]
         known = self._calls.get(_call_of(message))
         if known is not None and known[0].is_up:
@@ -85,15 +89,18 @@ class Engines:
 
     def listen(self, reader: Reader) -> None:
         """Pass on the messages of all engines from now on."""
+        self._reader = reader
         for engine in self.all:
-            if len(self.all) == 1:
-                engine.listen(reader)
-                continue
-            own = reader._replace(
-                on_output=functools.partial(self._take, reader),
-                on_ready=functools.partial(self._take_ready, reader, engine),
-            )
-            engine.listen(own, functools.partial(self._move_requests, engine))
+            self._listen_to(engine, reader)
+
+    def add(self, engine: ServedEngine) -> None:
+        """One more engine, behind all others. Call it after `listen`."""
+        assert self._may_grow, "the number of engines is fixed"
+        assert self._reader is not None, "nobody listens"
+        assert engine.number == len(self.all), f"engine {engine.number} comes behind {len(self.all)} engines"
+        self.all = [*self.all, engine]
+        self._router.add()
+        self._listen_to(engine, self._reader)
 
     def forget_caches(self) -> None:
         """The engines have dropped their prefix caches."""
@@ -105,6 +112,20 @@ class Engines:
         for engine in self.all:
             engine.close()
 
+    @property
+    def _is_alone(self) -> bool:
+        return len(self.all) == 1 and not self._may_grow
+
+    def _listen_to(self, engine: ServedEngine, reader: Reader) -> None:
+        if self._is_alone:
+            engine.listen(reader)
+            return
+        own = reader._replace(
+            on_output=functools.partial(self._take, reader),
+            on_ready=functools.partial(self._take_ready, reader, engine),
+        )
+        engine.listen(own, functools.partial(self._move_requests, engine))
+
     def _take(self, reader: Reader, step: StepOutput) -> None:
         for output in step.outputs:
             if output.finish_reason is not None:
@@ -114,9 +135,13 @@ class Engines:
     def _take_ready(self, reader: Reader, engine: ServedEngine, ready: Ready) -> None:
         self._router.set_capacity(engine.number, ready.num_pages * ready.page_size)
         reader.on_ready(ready)
+        if self._may_grow:  # an engine that is away may never come again
+            for other in self.all:
+                if other is not engine and other.is_restarting:
+                    self._give_requests(other, [engine])
 
     def _begin(self, engine: ServedEngine, message: AddRequest) -> None:
-        if len(self.all) == 1:
+        if self._is_alone:
             return
         call = _call_of(message)
         prompts = (message.prompt_ids, *message.more_prompts)
@@ -142,8 +167,11 @@ class Engines:
         others = self.up
         if not others and lost.has_failed:
             others = [engine for engine in self.all if not engine.has_failed]
-        if not others:
-            return
+        if others:
+            self._give_requests(lost, others)
+
+    def _give_requests(self, lost: ServedEngine, others: Sequence[ServedEngine]) -> None:
+        """Give the requests of an engine that does not run to `others`, but those that it must try alone."""
         moved: dict[int, list[SentRequest]] = {engine.number: [] for engine in others}
         targets: dict[tuple[str, float], int] = {}
         for request in lost.give_up():

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minisgl.ipc.messages import Ready
+from minisgl.ipc.transport import ServerSocket
 from minisgl.server.engines.engine_process import EngineProcess
+from minisgl.server.engines.life import LifeLimits, live
 from minisgl.server.engines.restarts import WINDOW_S, Restarts
 from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.processes.api_workers import ApiWorkers
@@ -71,7 +73,7 @@ class EngineKeeper:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         """Of the first life."""
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        self.engine = ServedEngine(number, 0, self._make_dir(number, 1), name)
+        self.engine = ServedEngine(number, 0, ServerSocket(self._make_dir(number, 1)), name)
         self._process: EngineProcess | None = None
         self._starts_after = starts_after
         if starts_after is None:
@@ -133,35 +135,14 @@ class EngineKeeper:
 
     async def _live(self, workers: ApiWorkers) -> None:
         """Return when the current life has ended; until then, its requests run."""
-        link, limit_s = self.engine.link, self._settings.startup_timeout_s
-        await asyncio.wait((link.ready, link.died), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if not link.ready.done() and not link.died.done():
-            link.declare_dead(f"it was not ready after {limit_s:g} s (see --startup-timeout-s)")
-        if link.is_up:
-            if not self.ready.done():
-                self.ready.set_result(link.ready.result())
-            link.start_heartbeat(self._settings.heartbeat_timeout_s)
-            resuming = asyncio.ensure_future(self._resume(workers))
-            await asyncio.wait((resuming, link.died), return_when=asyncio.FIRST_COMPLETED)
-            if not resuming.done():
-                resuming.cancel()
-            elif resuming.exception() is not None:
-                log.error("requests can't be sent to the engine", exc_info=resuming.exception())
-                link.declare_dead("its requests could not be sent")
-        await link.died
 
-    async def _resume(self, workers: ApiWorkers) -> None:
-        engine = self.engine
-        if engine.generation > 1:
-            # The workers are asked first, because nothing else may run beside a suspect.
-            in_workers = await workers.num_suspects(engine.generation)
-            if engine.num_suspects or any(in_workers):
-                num = engine.num_suspects + sum(in_workers)
-                log.warning("%d requests, on one of which the engine may have crashed, are tried alone", num)
-                await engine.try_suspects()
-                await workers.try_suspects(engine.generation, in_workers)
-        await engine.resume()
-        workers.resume(engine.generation)
+        def note_ready(ready: Ready) -> None:
+            if not self.ready.done():
+                self.ready.set_result(ready)
+
+        settings = self._settings
+        limits = LifeLimits(settings.startup_timeout_s, settings.heartbeat_timeout_s)
+        await live(self.engine, workers, limits, note_ready)
 
     async def _bury(self, workers: ApiWorkers) -> Failure | None:
         """See that the process is gone, and tell everybody; returns why there is no next life, if so."""
@@ -195,7 +176,7 @@ class EngineKeeper:
     def _begin_next_life(self, workers: ApiWorkers) -> None:
         engine, generation = self.engine, self.engine.generation + 1
         ipc_dir = self._make_dir(engine.number, generation)
-        engine.begin(generation, ipc_dir)
+        engine.begin(generation, ServerSocket(ipc_dir))
         self._start_process()
         workers.begin(generation, engine.pid, ipc_dir)
 

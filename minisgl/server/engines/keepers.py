@@ -61,6 +61,11 @@ class EngineKeepers:
         """The keeper of engine 0."""
         return self.all[0]
 
+    @property
+    def has_been_ready(self) -> bool:
+        """Whether an engine has been ready."""
+        return any(keeper.ready.done() for keeper in self.all)
+
     def keep(self, workers: ApiWorkers) -> None:
         """See `EngineKeeper.keep`."""
         for keeper in self.all:

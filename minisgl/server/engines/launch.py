@@ -23,9 +23,11 @@ from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError,
 from minisgl.ipc.child_process import module_command
 from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.transport import make_ipc_dir
+from minisgl.server.engines.door import DoorSettings, EngineDoor, check_engine_listen
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.keeper import KeeperSettings
 from minisgl.server.engines.keepers import EngineKeepers
+from minisgl.server.engines.life import LifeLimits
 from minisgl.server.engines.replicas import check_replicas, replica_workers
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
 from minisgl.server.http.connections import OTHER_FILES
@@ -57,6 +59,7 @@ def run_server(
     *,
     worker_command: list[str] | None = None,
     visible_gpus: str | None = None,
+    engine_secret: str | None = None,
     started_at: float,
 ) -> int:
     """Serve `model_folder` until a signal or the engine's end; returns the process's exit code.
@@ -64,6 +67,7 @@ def run_server(
     Args:
         worker_command: command line of the engine, for tests; None = minisgl's own engine.
         visible_gpus: the value of CUDA_VISIBLE_DEVICES; None = it is not set.
+        engine_secret: of --engine-listen; None = no secret was given.
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
@@ -74,8 +78,8 @@ def run_server(
     """
     check_server_config(server)
     check_engine_config(engine)
-    check_restarts(server, engine)
     check_replicas(server, engine, visible_gpus)
+    check_engine_listen(server, engine)
     raise_open_file_limit(server.max_queued_requests + OTHER_FILES)
     clock = StartupClock(started_at)
     clock.lap("server: imports, arguments")
@@ -99,8 +103,12 @@ def run_server(
             private_dir=ipc_dir,
             startup_timeout_s=server.startup_timeout_s,
             heartbeat_timeout_s=server.heartbeat_timeout_s,
-            restarts=num_restarts(server, engine),
+            restarts=DEFAULT_RESTARTS if server.engine_restarts is None else server.engine_restarts,
         )
+        door = None
+        if server.engine_listen is not None:
+            limits = LifeLimits(server.startup_timeout_s, server.heartbeat_timeout_s)
+            door = DoorSettings(server.engine_listen, engine_secret or "", model_folder, limits)
         launch = LaunchSettings(
             server=server,
             engine=engine,
@@ -109,6 +117,7 @@ def run_server(
             listeners=listeners,
             keeper=keeper,
             workers=replica_workers(worker, server.replicas, engine.tp, visible_gpus),
+            door=door,
             clock=clock,
         )
         return asyncio.run(_serve(launch))
@@ -117,26 +126,6 @@ def run_server(
             listener.close()
         if ipc_dir is not None:
             shutil.rmtree(ipc_dir, ignore_errors=True)
-
-
-def check_restarts(server: ServerConfig, engine: EngineConfig) -> None:
-    """Refuse restarts where they can't work.
-
-    Raises:
-        ConfigError: the engine's other hosts would have to be started again, too.
-    """
-    if server.engine_restarts and engine.nnodes > 1:
-        raise ConfigError(
-            f"--engine-restarts must be 0 with --nnodes {engine.nnodes}, got {server.engine_restarts}: the "
-            "other hosts end with the engine, so have your service manager start all of them again"
-        )
-
-
-def num_restarts(server: ServerConfig, engine: EngineConfig) -> int:
-    """How often the engine is started again within the window."""
-    if server.engine_restarts is not None:
-        return server.engine_restarts
-    return DEFAULT_RESTARTS if engine.nnodes == 1 else 0
 
 
 def raise_open_file_limit(wanted: int) -> None:
@@ -163,6 +152,7 @@ class LaunchSettings(NamedTuple):
     listeners: list[socket.socket]  # bound and listening, one for each server process
     keeper: KeeperSettings
     workers: list[dict[str, Any]]  # the first line of each engine
+    door: DoorSettings | None  # --engine-listen: no engine is started
     clock: StartupClock
 
 
@@ -194,10 +184,9 @@ class Signals:
 async def _serve(launch: LaunchSettings) -> int:
     """Start all parts, supervise them, and end them in reverse order; returns the exit code."""
     signals = Signals()
-    # On a GPU the first engine compiles, and the others find its code.
-    keepers = EngineKeepers(launch.keeper, launch.workers, one_first=launch.engine.device != "cpu")
+    keepers = _make_keepers(launch)
     try:
-        engines = Engines(keepers.engines)
+        engines = Engines(keepers.engines, may_grow=isinstance(keepers, EngineDoor))
         settings = HttpServerSettings(
             launch.server,
             launch.engine,
@@ -206,8 +195,9 @@ async def _serve(launch: LaunchSettings) -> int:
             launch.keeper.private_dir,
             rank=0,
         )
-        first = keepers.first
-        workers = ApiWorkers(settings, launch.listeners[1:], first.engine.pid, first.dir_of_life())
+        is_door = isinstance(keepers, EngineDoor)
+        first_dir = launch.keeper.private_dir if is_door else keepers.first.dir_of_life()
+        workers = ApiWorkers(settings, launch.listeners[1:], engines.first.pid, first_dir)
         launch.clock.lap("server: port, sockets, processes")
         try:
             # This runs while the engine starts, so it does not delay readiness.
@@ -216,7 +206,11 @@ async def _serve(launch: LaunchSettings) -> int:
                 if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
                     signals.on_hangup(http_server.reload, workers.reload)
                 engines.listen(http_server.reader(_print_stage))
-                keepers.keep(workers)
+                if isinstance(keepers, EngineDoor):
+                    keepers.open(engines, workers)
+                    _print_to_user(f"Engines connect to {keepers.endpoint}")
+                else:
+                    keepers.keep(workers)
                 return await _supervise(ServerParts(launch, http_server, keepers, workers, signals))
             finally:
                 await http_server.close()
@@ -226,12 +220,19 @@ async def _serve(launch: LaunchSettings) -> int:
         await keepers.close()
 
 
+def _make_keepers(launch: LaunchSettings) -> EngineKeepers | EngineDoor:
+    if launch.door is not None:
+        return EngineDoor(launch.door)
+    # On a GPU the first engine compiles, and the others find its code.
+    return EngineKeepers(launch.keeper, launch.workers, one_first=launch.engine.device != "cpu")
+
+
 class ServerParts(NamedTuple):
     """The parts of a running server."""
 
     launch: LaunchSettings
     http_server: HttpServer
-    keepers: EngineKeepers
+    keepers: EngineKeepers | EngineDoor
     workers: ApiWorkers
     signals: Signals
 
@@ -286,7 +287,7 @@ async def _drain(parts: ServerParts) -> bool:
     refusal = RequestError(503, "shutting_down", "the server is shutting down")
     streams.refuse_requests(refusal)
     workers.drain()
-    if not any(keeper.ready.done() for keeper in keepers.all):
+    if not keepers.has_been_ready:
         return True  # no request runs, and a loading engine reads no messages
     limit_s = launch.server.drain_timeout_s
     log.info("stopping: %d open requests may go on for %g s", await http_server.num_open(), limit_s)

@@ -27,11 +27,6 @@ def check_replicas(
     num = server.replicas
     if num == 1:
         return
-    if engine.nnodes > 1:
-        raise ConfigError(
-            f"--replicas {num} needs --nnodes 1, got {engine.nnodes}: its engines are on one host; run a "
-            "server for each engine that spans hosts"
-        )
     if engine.kv_events_endpoint is not None:
         raise ConfigError(
             f"--replicas {num} does not go with --kv-events-endpoint, got {engine.kv_events_endpoint!r}: "

@@ -31,6 +31,10 @@ class Router:
         self._engines = [_Engine() for _ in range(num_engines)]
         self._open: dict[int, tuple[int, int]] = {}  # request id -> engine and tokens
 
+    def add(self) -> None:
+        """One more engine, with the next number."""
+        self._engines.append(_Engine())
+
     def load(self, engine: int) -> int:
         """Tokens that stand for the open requests of an engine."""
         return self._engines[engine].load

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -20,7 +19,7 @@ from minisgl.errors import EngineDeadError
 from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, StartupStage, StepOutput, ToEngine
 from minisgl.request import FinishReason, RequestOutput
 from minisgl.server.engines.ended_life import EndedLife
-from minisgl.server.engines.engine_link import EngineLink
+from minisgl.server.engines.engine_link import EngineLink, LifeSocket
 from minisgl.server.engines.sent_requests import SentRequest, SentRequests
 
 log = logging.getLogger(__name__)
@@ -48,23 +47,32 @@ class ServedEngine:
     Args:
         number: of the engine, from 0.
         rank: of this server process.
-        ipc_dir: the directory of the first life's sockets.
+        socket: of the first life.
         name: of the engine, for people.
+        between_lives: what happens to it then, for people.
     """
 
-    def __init__(self, number: int, rank: int, ipc_dir: Path, name: str = "the engine") -> None:
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        socket: LifeSocket,
+        name: str = "the engine",
+        between_lives: str = "is being started again",
+    ) -> None:
         self.number = number
         self.name = name
+        self._between_lives = between_lives
         self.has_failed = False
         """Whether it has ended and is not started again."""
         self.generation = 1
         self.pid = 0
         """Of the current life's process, or of the last one's; 0 = none yet."""
-        self.link = EngineLink(ipc_dir, rank)
+        self.link = EngineLink(socket, rank)
         """The connection to the current life, or to the one that ended last."""
         self.ended: list[EndedLife] = []
         """The lives that have ended, the oldest first; up to `MAX_ENDED_LIVES`."""
-        self._rank = rank
+        self.rank = rank
         self._loop = asyncio.get_running_loop()
         self._requests = SentRequests()
         self._reader: Reader | None = None
@@ -106,20 +114,20 @@ class ServedEngine:
     def restart_reason(self) -> str:
         """Why the engine is being started again, for people."""
         why = self.ended[-1].reason if self.ended else ""
-        return f"{self.name} is being started again ({why})"
+        return f"{self.name} {self._between_lives} ({why})"
 
     def listen(self, reader: Reader, on_lost: Callable[[], None] | None = None) -> None:
         """Pass on the engine's messages from now on. `on_lost` is called when a life has ended."""
         self._reader, self._on_lost = reader, on_lost
         self.link.listen(self._take, reader.on_stage)
 
-    def begin(self, generation: int, ipc_dir: Path) -> None:
+    def begin(self, generation: int, socket: LifeSocket) -> None:
         """Connect to the next life. Its process may start before or after."""
         assert generation > self.generation, f"life {generation} begins behind life {self.generation}"
         self.link.close()
         self.generation = generation
         self._is_lost = False
-        self.link = EngineLink(ipc_dir, self._rank)
+        self.link = EngineLink(socket, self.rank)
         assert self._reader is not None, "nobody listens"
         self.link.listen(self._take, lambda _: None)
 

@@ -23,6 +23,7 @@ import msgspec
 
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, MinisglError, RequestError
+from minisgl.ipc.transport import ServerSocket
 from minisgl.log import setup_logging
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
@@ -77,7 +78,7 @@ async def _serve(config: WorkerSettings) -> None:
         Path(config.ipc_dir),
         config.rank,
     )
-    engine = ServedEngine(0, config.rank, Path(config.engine_dir))
+    engine = ServedEngine(0, config.rank, ServerSocket(config.engine_dir, config.rank))
     engine.pid = config.engine_pid
     engines = Engines([engine])
     follower = EngineFollower(engine, settings.server.heartbeat_timeout_s)
@@ -115,7 +116,7 @@ class EngineFollower:
             engine.lose(more)
         elif word == "engine":
             pid, _, ipc_dir = more.partition(" ")
-            engine.begin(int(generation), Path(ipc_dir))
+            engine.begin(int(generation), ServerSocket(ipc_dir, engine.rank))
             engine.pid = int(pid)
             self.wait_until_ready()
         elif word == "try":

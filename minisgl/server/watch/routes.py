@@ -236,7 +236,7 @@ class Watch:
                 state=self._state(engine),
                 moments=[] if told is None else [moment_view(one) for one in told.moments],
             )
-            for engine, told in zip(self._engines.all, asked, strict=True)
+            for engine, told in zip(self._engines.all, asked, strict=False)
         ]
         return _json(MomentsAnswer(time=_now(), engines=engines, refused=refused))
 
@@ -246,7 +246,7 @@ class Watch:
         columns = await self.ticker.columns(_number(request, "seconds", Seconds, CAPACITY))
         engines = [
             EngineHistory(id=engine.number, state=self._state(engine), columns=own)
-            for engine, own in zip(self._engines.all, columns, strict=True)
+            for engine, own in zip(self._engines.all, columns, strict=False)
         ]
         return _json(HistoryAnswer(time=_now(), interval_s=INTERVAL_S, engines=engines))
 
@@ -317,7 +317,7 @@ class Watch:
         clients = {one.id: one for one in await self._slow_clients()}
         engines = [
             await self._told_of(engine, asked, clients)
-            for engine, asked in zip(self._engines.all, answers, strict=True)
+            for engine, asked in zip(self._engines.all, answers, strict=False)
         ]
         return _json(RequestsAnswer(time=_now(), engines=engines))
 

@@ -58,7 +58,7 @@ class Ticker:
         self._siblings = siblings
         self._rank = rank
         self._state = state
-        self._histories = [History() for _ in engines.all]
+        self._histories: list[History] = []  # of each engine
         self._event = b""  # the newest, as server-sent event
         self._has_event = asyncio.Event()  # another one for each event
         self._num_streams = 0
@@ -92,10 +92,10 @@ class Ticker:
     async def columns(self, seconds: int) -> list[dict[str, list[float | None]]]:
         """See `History.columns`; of each engine, by the process that samples."""
         if self._rank == 0:
-            return [history.columns(seconds) for history in self._histories]
+            return [history.columns(seconds) for history in self._all_histories()]
         answer = await self._siblings.ask_first(HISTORY_PATH)
         if answer is None:
-            return [{name: [] for name in NAMES} for _ in self._histories]
+            return [{name: [] for name in NAMES} for _ in self._engines.all]
         whole = msgspec.json.decode(answer, type=list[dict[str, list[float | None]]])
         return [{name: values[-seconds:] for name, values in one.items()} for one in whole]
 
@@ -183,7 +183,7 @@ class Ticker:
         """Take a sample of an engine, with the figures of the whole server in it."""
         ready, generation = engine.last_ready, engine.generation
         status = await engine.link.ask_status(ANSWER_S) if engine.is_up else None
-        self._histories[engine.number].add(
+        self._history_of(engine).add(
             Counted(
                 time=time.time(),
                 clock_s=time.monotonic(),
@@ -193,6 +193,14 @@ class Ticker:
                 stats=stats,
             )
         )
+
+    def _all_histories(self) -> list[History]:
+        return [self._history_of(engine) for engine in self._engines.all]
+
+    def _history_of(self, engine: ServedEngine) -> History:
+        while len(self._histories) <= engine.number:
+            self._histories.append(History())
+        return self._histories[engine.number]
 
     async def _make_event(self) -> Event:
         since, self._told_until = self._told_until, time.time()
@@ -213,12 +221,12 @@ class Ticker:
         return EngineEvent(
             id=engine.number,
             state=self._state(engine),
-            sample=self._histories[engine.number].last,
+            sample=self._history_of(engine).last,
             moments=[moment_view(one) for one in moments if one.until >= since],
         )
 
     def _give_history(self) -> bytes:
-        return msgspec.json.encode([history.columns(1 << 20) for history in self._histories])
+        return msgspec.json.encode([history.columns(1 << 20) for history in self._all_histories()])
 
     def _publish(self, event: bytes) -> None:
         self._event = event

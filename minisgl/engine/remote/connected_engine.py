@@ -1,0 +1,156 @@
+"""An engine that connects to a server: it loads the model once, and serves one connection after the other.
+
+Promise: a new connection is a new life. The requests of the one before have ended, and its cache is kept.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from compile_cache.bytecode import keep_bytecode
+from minisgl import __version__
+from minisgl.config import EngineConfig
+from minisgl.config.model_facts import engine_facts
+from minisgl.engine.ranks.follower_link import FollowerConfig
+from minisgl.engine.ranks.job import Job, ask
+from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
+from minisgl.engine.worker import end_soon, fatal_message, ready_message, serve
+from minisgl.errors import ConfigError
+from minisgl.grammar.limits import MAX_QUEUED
+from minisgl.ipc.door_messages import Hello
+from minisgl.ipc.messages import Ready, StartupStage
+from minisgl.ipc.server_line import ServerDoor, ServerLine, ServerLostError
+
+if TYPE_CHECKING:  # it imports torch
+    from minisgl.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+def run_connected_engine(
+    config: EngineConfig,
+    folder: Path,
+    server: str,
+    secret: str,
+    say: Say,
+    started: float,
+    job: Job | None = None,
+) -> None:
+    """Connect to the server, load the model, and serve until the process is ended.
+
+    Args:
+        config: checked.
+        server: tcp://host:port of a server's --engine-listen.
+        say: called with each line of progress.
+        job: torchrun has started this process as rank 0, and all others.
+        started: `time.monotonic()` when the program began.
+
+    Raises:
+        ConfigError: the server refuses this engine, or a setting is impossible.
+        ModelError: the folder's model can't be loaded.
+        DeviceFaultError: the GPU failed.
+        EngineDeadError: another rank has ended.
+    """
+    if config.compile_cache:
+        keep_bytecode(Path(config.compile_cache).expanduser())
+    config = _with_ranks_of_job(config, job)
+    door = ServerDoor(server, secret, say)
+    stages: dict[str, float] = {}
+    with pause_then_freeze_gc():
+        from minisgl.engine.start.build import build_engine, reasons_for_settings, resolve_for_folder
+
+        stages["import torch"] = (time.monotonic() - started) * 1e3
+        # The server may refuse it, so it is asked before the model is loaded.
+        facts = engine_facts(resolve_for_folder(config, folder), folder)
+        line = door.enter(_hello(facts))
+        say(f"connected to {server}")
+
+        def on_stage(name: str, duration_ms: float) -> None:
+            stages[name] = duration_ms
+            line.send(StartupStage(name, duration_ms))
+
+        on_stage("import torch", stages["import torch"])
+        try:
+            engine = build_engine(
+                config, folder, on_stage, on_lost_rank=end_soon, max_queued_grammars=MAX_QUEUED, job=job
+            )
+        except Exception as error:
+            line.send(fatal_message(error))
+            line.close()
+            raise
+    try:
+        choices = reasons_for_settings(config, engine.config, folder)
+        ready = ready_message(engine, stages, [(one.flag, one.value, one.why) for one in choices])
+        say("ready")
+        _serve_lives(engine, ready, door, line, facts, say)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to report
+            engine.close()
+        raise
+
+
+def run_rank_of_job(config: EngineConfig, folder: Path, job: Job) -> int:
+    """Run a rank above 0 of a torchrun job until rank 0 says that it is over; returns the exit code.
+
+    Rank 0 decides all settings but those of this host.
+
+    Raises:
+        ConfigError: --tp is not the number of ranks.
+        EngineDeadError: rank 0 did not answer.
+    """
+    _with_ranks_of_job(config, job)
+    from minisgl.engine.ranks.follower import run_follower
+    from minisgl.parallel.mesh import open_store
+
+    told = msgspec.json.decode(ask(open_store(job.store, job.size), job.rank), type=FollowerConfig)
+    engine = replace(
+        told.engine,
+        cpu_threads=config.cpu_threads,
+        compile_cache=config.compile_cache,
+        profile_dir=config.profile_dir,
+    )
+    own = msgspec.structs.replace(told, engine=engine, model_folder=str(folder), ipc_dir=None)
+    return run_follower(own)
+
+
+def _with_ranks_of_job(config: EngineConfig, job: Job | None) -> EngineConfig:
+    if job is None:
+        return config
+    if config.tp not in (1, job.size):
+        raise ConfigError(f"torchrun has started {job.size} ranks, and --tp is {config.tp}; leave --tp out")
+    return replace(config, tp=job.size)
+
+
+def _serve_lives(
+    engine: "Engine", ready: Ready, door: ServerDoor, line: ServerLine, facts: dict[str, str], say: Say
+) -> None:
+    while True:
+        try:
+            line.send(ready)
+            serve(engine, line)
+        except ServerLostError as lost:
+            say(f"the connection to the server has ended ({lost}); its requests end here")
+            line.close()
+            engine.abort_all()
+        except Exception as error:
+            line.send(fatal_message(error))
+            line.close()
+            raise
+        line = door.enter(_hello(facts))
+        say("connected again")
+
+
+def _hello(facts: dict[str, str]) -> Hello:
+    """Of the next life."""
+    return Hello(__version__, uuid.uuid4().hex[:12], socket.gethostname(), os.getpid(), facts)

@@ -1,0 +1,245 @@
+"""The door of --engine-listen: engines from elsewhere connect, and each gets a seat, a `ServedEngine`.
+
+A seat is kept when its engine has gone; the next one that comes takes it. So a seat has one life after the
+other, each with a connection of its own.
+
+Promise: an engine of another version, model or numbers is refused, and both sides say why. `failed` resolves
+only if the door itself breaks.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from minisgl import __version__
+from minisgl.config import EngineConfig, ServerConfig
+from minisgl.config.model_facts import difference, server_facts
+from minisgl.errors import ConfigError
+from minisgl.ipc.door import DoorSocket, EngineLine
+from minisgl.ipc.door_messages import Dismissed, Hello, Welcome
+from minisgl.ipc.messages import Ready
+from minisgl.server.engines.engines import Engines
+from minisgl.server.engines.keeper import Failure
+from minisgl.server.engines.life import LifeLimits, live
+from minisgl.server.engines.served_engine import ServedEngine
+from minisgl.server.processes.api_workers import ApiWorkers
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 0.5
+"""How often to see whether the connections are there; one that is lost is noticed within this time."""
+MOST_SEATS = 64
+SERVER_FIELDS = frozenset({"model", "revision", "tokenizer", "seed", "compile_cache"})
+"""Of `EngineConfig`: what a server without engines of its own uses, or does not mind."""
+
+
+def check_engine_listen(server: ServerConfig, engine: EngineConfig) -> None:
+    """Refuse what does not go with engines that come from elsewhere.
+
+    Raises:
+        ConfigError: a flag is the engines', or is about engines of the server's own.
+    """
+    if server.engine_listen is None:
+        return
+    wrong = [("--replicas", server.replicas != 1), ("--api-workers", server.api_workers != 1)]
+    wrong.append(("--engine-restarts", server.engine_restarts is not None))
+    for flag, is_given in wrong:
+        if is_given:
+            raise ConfigError(
+                f"{flag} does not go with --engine-listen: start as many engines as you like with 'minisgl "
+                "engine', and have something start them again (torchrun, systemd, Kubernetes)"
+            )
+    usual = EngineConfig()
+    for name in engine.__dataclass_fields__:
+        if name not in SERVER_FIELDS and getattr(engine, name) != getattr(usual, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with --engine-listen: give it to 'minisgl engine'"
+            )
+
+
+class DoorSettings(NamedTuple):
+    """The arguments of `EngineDoor`."""
+
+    endpoint: str
+    secret: str
+    model_folder: Path
+    limits: LifeLimits
+
+
+class _Seat:
+    """One `ServedEngine`, and the connection of its current life."""
+
+    def __init__(self, number: int, door: DoorSocket) -> None:
+        self.line = EngineLine(door)
+        self.engine = ServedEngine(
+            number,
+            0,
+            self.line,
+            f"engine {number}",
+            "is away, and answers wait until an engine comes",
+        )
+        self.connection = b""
+        self.hello: Hello | None = None
+        self.is_free = asyncio.Event()
+        self.is_free.set()
+
+
+class EngineDoor:
+    """Create, use and close it in one event loop.
+
+    Raises:
+        ConfigError: the secret is too short, or the endpoint can't be used.
+    """
+
+    def __init__(self, settings: DoorSettings) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limits = settings.limits
+        self._facts = server_facts(settings.model_folder)  # and, from the first engine on, that one's
+        self._door = DoorSocket(settings.endpoint, settings.secret)
+        self._seats = [_Seat(0, self._door)]
+        self._seat_of: dict[bytes, _Seat] = {}  # by connection
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        """The first engine is ready."""
+        self.failed: asyncio.Future[Failure] = self._loop.create_future()
+
+    @property
+    def endpoint(self) -> str:
+        """Where engines connect, with the port that the system chose."""
+        return self._door.endpoint
+
+    @property
+    def engines(self) -> list[ServedEngine]:
+        """The engines, by their numbers."""
+        return [seat.engine for seat in self._seats]
+
+    @property
+    def has_been_ready(self) -> bool:
+        """Whether an engine has been ready."""
+        return self.ready.done()
+
+    def open(self, engines: Engines, workers: ApiWorkers) -> None:
+        """Let engines in from now on; new ones are added to `engines`."""
+        self._start(self._keep(self._seats[0], workers))
+        self._start(self._receive(engines, workers))
+        self._start(self._probe())
+
+    async def stop(self) -> None:
+        """Tell the engines that the server ends. They wait for the next one."""
+        self._is_stopping = True
+        for seat in self._seats:
+            seat.line.dismiss("the server has ended")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for seat in self._seats:
+            seat.engine.close()
+        self._door.close()
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        async def watched() -> None:
+            try:
+                await work
+            except Exception as error:
+                log.exception("the door to the engines has broken")
+                if not self.failed.done():
+                    self.failed.set_result(Failure(f"the door to the engines has broken: {error}"))
+
+        task = self._loop.create_task(watched())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _receive(self, engines: Engines, workers: ApiWorkers) -> None:
+        while True:
+            connection, data = await self._door.receive()
+            seat = self._seat_of.get(connection)
+            if seat is not None:
+                seat.line.take(data)
+            elif data and not self._is_stopping:
+                self._start(self._greet(connection, data, engines, workers))
+            await asyncio.sleep(0)  # other tasks must run even if messages arrive without pause
+
+    async def _greet(self, connection: bytes, data: bytes, engines: Engines, workers: ApiWorkers) -> None:
+        """Let in an engine that has connected, or tell it why not."""
+        try:
+            hello = msgspec.msgpack.decode(data, type=Hello)
+        except msgspec.DecodeError:  # of a life that has ended here, or of another version
+            self._door.send(connection, Dismissed(f"minisgl {__version__} can't read its first message"))
+            return
+        refusal = self._refusal(hello)
+        who = f"an engine of {hello.host} (process {hello.pid}, life {hello.life})"
+        if refusal:
+            log.warning("%s is refused: %s", who, refusal)
+            self._door.send(connection, Dismissed(refusal))
+            return
+        # If this engine has just been started again, its old seat is to be free.
+        lost = [seat.is_free.wait() for seat in self._seats if seat.line.probe()]
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*lost), PROBE_S)
+        free = [seat for seat in self._seats if seat.is_free.is_set()]
+        if not free:
+            seat = _Seat(len(self._seats), self._door)
+            self._seats.append(seat)
+            engines.add(seat.engine)
+            self._start(self._keep(seat, workers))
+        else:
+            # Suspects of a crash wait for a life of their own seat.
+            seat = max(free, key=lambda one: (one.engine.num_suspects, -one.engine.number))
+        log.info("%s has come as %s", who, seat.engine.name)
+        seat.connection, seat.hello = connection, hello
+        seat.is_free.clear()
+        seat.engine.pid = hello.pid
+        self._seat_of[connection] = seat
+        self._door.send(connection, Welcome())
+        seat.line.open(connection)
+
+    def _refusal(self, hello: Hello) -> str:
+        """Why an engine can't be let in; empty = it can."""
+        if hello.version != __version__:
+            return f"minisgl must be the same: here it is {__version__}, this engine has {hello.version}"
+        # Until one is ready, those that are starting decide.
+        known = [seat.hello.facts for seat in self._seats if seat.hello is not None]
+        found = difference({**(known[0] if known else {}), **self._facts}, hello.facts)
+        if found:
+            return f"{found}; what the first engine has holds until the server is started again"
+        if len(self._seat_of) == MOST_SEATS:
+            return f"{MOST_SEATS} engines are connected already"
+        return ""
+
+    async def _keep(self, seat: _Seat, workers: ApiWorkers) -> None:
+        """Serve by the engines that take this seat, one after the other."""
+        engine = seat.engine
+        while True:
+            await seat.line.came.wait()
+            await live(engine, workers, self._limits, lambda ready: self._note_ready(seat, ready))
+            reason = engine.link.died.result()
+            log.error("%s has gone: %s", engine.name, reason)
+            self._seat_of.pop(seat.connection, None)
+            seat.line.dismiss(f"the server counts this engine as dead: {reason}")
+            seat.hello = None
+            engine.lose(reason)
+            seat.line = EngineLine(self._door)
+            engine.begin(engine.generation + 1, seat.line)
+            seat.is_free.set()
+
+    def _note_ready(self, seat: _Seat, ready: Ready) -> None:
+        if seat.hello is not None:
+            self._facts = {**seat.hello.facts, **self._facts}
+        if not self.ready.done():
+            self.ready.set_result(ready)
+
+    async def _probe(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for seat in self._seats:
+                seat.line.probe()
