@@ -68,6 +68,7 @@ def test_it_is_described_in_one_phrase() -> None:
         (GPTQ | {"is_marlin_format": True}, "gptq with is_marlin_format True"),
         (GPTQ | {"dynamic": {"-:.*mlp.*": {}}}, "gptq with dynamic"),
         (GPTQ | {"pack_dtype": "int16"}, "gptq with pack_dtype 'int16'"),
+        (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         (with_group(weights={"num_bits": 8}), "'pack-quantized' with weights of num_bits 8"),
         (with_group(weights={"type": "float"}), "and type 'float'"),
         (with_group(weights={"strategy": "tensor"}), "weights per tensor"),

@@ -107,12 +107,13 @@ def _read_compressed_tensors(asked: dict[str, Any]) -> Quantization:
         raise refused(f"compressed-tensors with config_groups {_names(groups)}; one group is read")
     (group,) = groups.values()
     number_format = group.get("format") or asked.get("format")
+    sparsity = (asked.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise refused(f"sparsity_config {sparsity!r}")
     if number_format == "pack-quantized":
         return read_packed(asked, group)
     if number_format not in ("float-quantized", "naive-quantized"):
         raise refused(f"compressed-tensors of format {number_format!r}")
-    if asked.get("sparsity_config", {}).get("format", "dense") != "dense":
-        raise refused(f"sparsity_config {asked['sparsity_config']['format']!r}")
     if group.get("output_activations"):
         raise refused("output_activations of compressed-tensors")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
