@@ -14,7 +14,7 @@ CONFIG = "the model's config.json"
 TOKENIZER = "the model's tokenizer.json"
 WEIGHTS = "the model's weights"
 SAMPLE_BYTES = 4096
-"""Read at the begin, the middle and the end of each weights file: models of one shape differ there."""
+"""Read at the beginning, the middle and the end of each weights file: models of one shape differ there."""
 
 
 def server_facts(folder: Path) -> dict[str, str]:
@@ -29,6 +29,7 @@ def engine_facts(config: ResolvedConfig, folder: Path) -> dict[str, str]:
         WEIGHTS: "random" if config.dummy_weights else _weights_digest(folder),
         "--dtype": config.dtype,
         "--quantization": config.quantization or "none",
+        "--kv-dtype": config.kv_dtype or config.dtype,
         "--max-context-tokens": str(config.max_context_tokens),
     }
 

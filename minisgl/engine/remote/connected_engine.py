@@ -4,7 +4,6 @@ Promise: a new connection is a new life. The requests of the one before have end
 """
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -33,8 +32,6 @@ from minisgl.ipc.server_line import ServerDoor, ServerLine, ServerLostError
 if TYPE_CHECKING:  # it imports torch
     from minisgl.engine.engine import Engine
 
-logger = logging.getLogger(__name__)
-
 Say = Callable[[str], None]
 
 
@@ -53,8 +50,8 @@ def run_connected_engine(
         config: checked.
         server: tcp://host:port of a server's --engine-listen.
         say: called with each line of progress.
-        job: torchrun has started this process as rank 0, and all others.
         started: `time.monotonic()` when the program began.
+        job: torchrun has started this process as rank 0, and all others.
 
     Raises:
         ConfigError: the server refuses this engine, or a setting is impossible.

@@ -176,16 +176,17 @@ class EngineDoor:
         except msgspec.DecodeError:  # of a life that has ended here, or of another version
             self._door.send(connection, Dismissed(f"minisgl {__version__} can't read its first message"))
             return
+        # If this engine has just been started again, its old seat is to be free.
+        lost = [seat.is_free.wait() for seat in self._seats if seat.line.probe()]
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*lost), PROBE_S)
+        # From here on nothing is awaited: two engines that come at once must not both be the first.
         refusal = self._refusal(hello)
         who = f"an engine of {hello.host} (process {hello.pid}, life {hello.life})"
         if refusal:
             log.warning("%s is refused: %s", who, refusal)
             self._door.send(connection, Dismissed(refusal))
             return
-        # If this engine has just been started again, its old seat is to be free.
-        lost = [seat.is_free.wait() for seat in self._seats if seat.line.probe()]
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*lost), PROBE_S)
         free = [seat for seat in self._seats if seat.is_free.is_set()]
         if not free:
             seat = _Seat(len(self._seats), self._door)
