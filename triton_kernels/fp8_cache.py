@@ -54,14 +54,14 @@ def stored(values, scale, dtype: tl.constexpr):
         return values.to(dtype)
 
 
-_PAIRS_TO_FP16 = tl.constexpr("""{
-    .reg .b32 both;
-    .reg .b16 low, high;
-    prmt.b32 both, $2, 0, 0x3120;
-    mov.b32 {low, high}, both;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-}""")
+# torch.compile copies a constant into code of its own, where a line break would end the string: one line.
+_PAIRS_TO_FP16 = tl.constexpr(
+    "{ .reg .b32 both; .reg .b16 low, high; "
+    "prmt.b32 both, $2, 0, 0x3120; "
+    "mov.b32 {low, high}, both; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; "
+    "cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
 
 
 @triton.jit

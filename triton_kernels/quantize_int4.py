@@ -140,28 +140,29 @@ def check_int4(weight: Int4Weight) -> None:
 
 
 # Four bytes to four numbers: a 4-bit number in the low bits of 128.0 (bfloat16) or 1024.0 (float16) is added
-# to it; subtracting both gives the number itself, exactly, two at a time.
-_TO_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, one;
-    mov.b32 one, 0x3f803f80;
-    prmt.b32 a, $2, 0, 0x4140;
-    prmt.b32 b, $2, 0, 0x4342;
-    lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 $0, a, one, $3;
-    fma.rn.bf16x2 $1, b, one, $4;
-}""")
-_HIGH_TO_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, one;
-    mov.b32 one, 0x3f803f80;
-    shr.u32 b, $2, 4;
-    prmt.b32 a, b, 0, 0x4140;
-    prmt.b32 b, b, 0, 0x4342;
-    lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 $0, a, one, $3;
-    fma.rn.bf16x2 $1, b, one, $4;
-}""")
+# to it; subtracting both gives the number itself, exactly, two at a time. In one line, because torch.compile
+# copies a constant into code of its own, where a line break would end the string.
+_TO_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, one; "
+    "mov.b32 one, 0x3f803f80; "
+    "prmt.b32 a, $2, 0, 0x4140; "
+    "prmt.b32 b, $2, 0, 0x4342; "
+    "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; "
+    "lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea; "
+    "fma.rn.bf16x2 $0, a, one, $3; "
+    "fma.rn.bf16x2 $1, b, one, $4; }"
+)
+_HIGH_TO_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, one; "
+    "mov.b32 one, 0x3f803f80; "
+    "shr.u32 b, $2, 4; "
+    "prmt.b32 a, b, 0, 0x4140; "
+    "prmt.b32 b, b, 0, 0x4342; "
+    "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; "
+    "lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea; "
+    "fma.rn.bf16x2 $0, a, one, $3; "
+    "fma.rn.bf16x2 $1, b, one, $4; }"
+)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from minisgl.benchmark.reports.report import (
     make_report,
 )
 from minisgl.benchmark.settings import OfflineBenchSettings, OutputSettings
+from minisgl.benchmark.steps.compile_mode import without_fallback
 from minisgl.benchmark.steps.workload import (
     Item,
     Message,
@@ -97,6 +98,7 @@ def run_offline_bench(
     with ShownProgress(lines_on()) as progress:
         with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
             items = make_workload(settings, folder)
+            engine_config = without_fallback(engine_config, folder)
             begin = time.perf_counter()
             with pause_then_freeze_gc():
                 engine = build_engine(engine_config, folder, lambda stage, ms: progress(stage, 1, 1))

@@ -31,6 +31,7 @@ from minisgl.benchmark.reports.report import (
     make_report,
 )
 from minisgl.benchmark.settings import OutputSettings, StepBenchSettings
+from minisgl.benchmark.steps.compile_mode import without_fallback
 from minisgl.benchmark.steps.step_measure import StepMeasurements
 from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
@@ -88,6 +89,7 @@ def run_step_bench(
     ceilings = _gpu_ceilings() if on_gpu else None
     with ShownProgress(lines_on()) as progress:
         with model_folder(engine_config, cache_dir=cache_dir, progress=progress) as folder:
+            engine_config = without_fallback(engine_config, folder)
             model_config = read_model_config(folder, engine_config.quantization, engine_config.kv_dtype)
             stages: dict[str, float] = {}
 
