@@ -148,8 +148,6 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
     _check(x, weight)
     if x.device.type == "cpu":
         return int4_linear_reference(x, weight, bias)
-    if x.shape[0] <= FEW_ROWS // 2:
-        return int4_linear_few(x, weight, bias)
     return int4_linear_many(x, *weight, bias)
 
 
@@ -162,8 +160,6 @@ def int4_gated_linear(x: Tensor, weight: Int4Weight) -> Tensor:
     _check(x, weight)
     if x.device.type == "cpu":
         return int4_gated_linear_reference(x, weight)
-    if x.shape[0] <= FEW_ROWS // 2:
-        return int4_gated_linear_few(x, weight)
     return int4_gated_linear_many(x, *weight)
 
 

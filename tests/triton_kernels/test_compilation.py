@@ -167,8 +167,6 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "add_rms_norm_fp8": ["new_residual_ptr", "q_ptr", "scales_ptr"],
         "fp8_linear": ["y_ptr"],
         "fp8_gated_linear": ["y_ptr"],
-        "int4_linear": ["y_ptr"],
-        "int4_gated_linear": ["y_ptr"],
         "add_rms_norm_router": ["logits_ptr", "new_residual_ptr", "y_ptr"],
         "read_rows": [
             "context_len_out_ptr",

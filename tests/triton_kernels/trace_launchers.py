@@ -4,6 +4,7 @@ Run as a program, without a GPU and with Triton's interpreter off. Nothing is ex
 graph is looked at, and torch's analysis of each kernel says which of its arguments it takes for written.
 """
 
+import contextlib
 import json
 from typing import Any
 
@@ -17,14 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton_kernels import (
     advance_rows,
     fp8_linear_few,
-    int4_linear_few,
     linear_few,
     logit_rules,
     norm_router,
     paged_decode,
     paged_prefill,
     quantize_fp8,
-    quantize_int4,
     read_rows,
     rms_norm,
     rms_norm_fp8,
@@ -33,6 +32,7 @@ from triton_kernels import (
     silu_mul,
     token_mask,
 )
+from triton_kernels.linear_few import MAX_ROWS
 
 
 class PretendDriver:
@@ -46,7 +46,7 @@ class PretendDriver:
 
 
 class GraphSeen(Exception):
-    """Ends a compilation once its graph has been looked at."""
+    """Ends a call whose graph has been looked at and whose guards have been made."""
 
 
 def written_arguments(kernel, arguments: dict) -> list[str]:
@@ -65,6 +65,10 @@ def written_arguments(kernel, arguments: dict) -> list[str]:
     )
 
 
+def stop(*_: Any) -> Any:
+    raise GraphSeen
+
+
 def trace(name: str, launcher: Any, *args: Any, dynamic: tuple[int, ...]) -> None:
     """Compile launcher(*args) with dimension 0 of the `dynamic` args symbolic; print what was seen."""
     kernels = []
@@ -78,16 +82,16 @@ def trace(name: str, launcher: Any, *args: Any, dynamic: tuple[int, ...]) -> Non
                 constants = {key: value for key, value in constants.items() if key not in options}
                 written = written_arguments(kernel, {**node.kwargs["kwargs"], **constants})
                 kernels.append({"kernel": kernel.fn.__name__, "written": written})
-        raise GraphSeen
+        return stop
 
     for index in dynamic:
-        torch._dynamo.mark_dynamic(args[index], 0)
+        # As the engine does: code that is compiled once for these rows must not choose by their number.
+        is_few = args[index].shape[0] <= MAX_ROWS
+        low, high = (2, MAX_ROWS) if is_few else (MAX_ROWS + 1, 512)
+        torch._dynamo.mark_dynamic(args[index], 0, min=low, max=high)
     torch._dynamo.reset()
-    try:
+    with contextlib.suppress(GraphSeen):
         torch.compile(launcher, fullgraph=True, dynamic=False, backend=look)(*args)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        if "GraphSeen" not in str(error):
-            raise
     print(json.dumps({"launcher": name, "kernels": kernels}), flush=True)  # noqa: T201 (a program's output)
 
 
@@ -99,7 +103,6 @@ def trace_quantized(x: torch.Tensor, norm: torch.Tensor) -> None:
     """The launchers of quantized models that compiled code calls directly."""
     rounded, scales = quantize_fp8.quantize_weight_fp8(torch.randn(80, 64))
     rows, row_scales = quantize_fp8.quantize_fp8_reference(x)
-    packed = quantize_int4.quantize_weight_int4(torch.randn(80, 128), 64, zero_points=True)
     trace("quantize_fp8", quantize_fp8.quantize_fp8_triton, x, dynamic=(0,))
     trace(
         "add_rms_norm_fp8",
@@ -113,11 +116,6 @@ def trace_quantized(x: torch.Tensor, norm: torch.Tensor) -> None:
         ("fp8_gated_linear", fp8_linear_few.fp8_gated_linear_few),
     ):
         trace(name, launcher, rows, row_scales, rounded, scales, dynamic=(0,))
-    for name, launcher in (
-        ("int4_linear", int4_linear_few.int4_linear_few),
-        ("int4_gated_linear", int4_linear_few.int4_gated_linear_few),
-    ):
-        trace(name, launcher, torch.randn(6, 128), packed, dynamic=(0,))
 
 
 def main() -> None:
