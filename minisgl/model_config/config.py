@@ -6,6 +6,7 @@ Promise: frozen and complete. Layers, loader and memory budget are built from it
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from minisgl.model_config.kv_groups import KVGroup, KVShape, StateShape, group_layers
 from minisgl.model_config.quantization import Quantization
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,6 +100,11 @@ class ModelConfig:
     """All heads of q together, and all of k, are normalised before the rotation (OLMo 2)."""
     windows: tuple[int, ...] = ()
     """Window of each layer in tokens, the new one included; 0 = no window. Empty = no layer has a window."""
+    cache_shapes: tuple[KVShape | StateShape, ...] = ()
+    """What each layer keeps of a row: keys and values, or a state. Empty = every layer keeps `num_kv_heads`
+    keys and values of `head_dim`."""
+    kv_sources: tuple[int, ...] = ()
+    """The layer whose keys and values each layer reads; empty = each layer reads its own."""
     experts: ExpertsConfig | None = None
     local_rope_layers: frozenset[int] = frozenset()
     """Layers that use `local_rope_theta` without scaling (those of Gemma 3 and OLMo 3 with a window)."""
@@ -144,9 +150,15 @@ class ModelConfig:
         return None if self.logit_softcap is None else "float32"
 
     @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The layers by how their cache is kept, most often one group."""
+        shapes = self.cache_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.num_layers
+        return group_layers(shapes, self.windows, self.kv_sources, self.max_position)
+
+    @property
     def kv_elements_per_token(self) -> int:
         """K and V elements of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return sum(group.elements_per_token for group in self.kv_groups)
 
     @property
     def layer_weights_per_token(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.experts_config import EXPERT_TILE
+from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.model_config.quantization import Int4Scheme, WeightScales
 
 BLOCK = 128
@@ -42,9 +43,18 @@ def rank_sizes(model: ModelConfig, tp: int) -> ModelConfig:
         model,
         num_heads=model.num_heads // tp,
         num_kv_heads=max(model.num_kv_heads // tp, 1),
+        cache_shapes=tuple(_share_of(shape, tp) for shape in model.cache_shapes),
         intermediate_size=model.intermediate_size // tp,
         experts=experts,
     )
+
+
+def _share_of(shape: KVShape | StateShape, tp: int) -> KVShape | StateShape:
+    """A rank's share of a layer's cache: of the heads, and of the convolution's channels."""
+    heads = max(shape.num_heads // tp, 1)
+    if isinstance(shape, KVShape):
+        return shape._replace(num_heads=heads)
+    return shape._replace(num_heads=heads, conv_channels=shape.conv_channels // tp)
 
 
 def vocabulary_rows(vocab_size: int, tp: int) -> int:
@@ -64,6 +74,11 @@ def _uneven(model: ModelConfig, tp: int) -> str | None:
         return f"{heads} attention heads"
     if kv_heads % tp and tp % kv_heads:
         return f"{kv_heads} KV heads"
+    for shape in model.cache_shapes:
+        if isinstance(shape, StateShape) and (shape.num_heads % tp or shape.conv_channels % tp):
+            return f"{shape.num_heads} heads and {shape.conv_channels} channels of linear attention"
+        if shape.num_heads % tp and tp % shape.num_heads:
+            return f"{shape.num_heads} KV heads"
     if (experts is None or experts.dense_layers) and model.intermediate_size % tp:
         return f"MLP width of {model.intermediate_size}"
     if experts is not None and experts.intermediate_size % (EXPERT_TILE * tp):
