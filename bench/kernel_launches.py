@@ -22,6 +22,7 @@ from triton_kernels import (
     linear_few,
     linear_many,
     logit_rules,
+    moe_choice,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -238,6 +239,14 @@ def _experts() -> Iterator[Launch]:
     for tokens in (1, 5, 40):
         yield Launch(f"moe {tokens} tokens 2 experts", moe(tokens, 2, 1, 48, 16), False)
     yield Launch("moe 512 tokens float32", moe(512, dtype=F32), False)
+    for experts, top_k, *groups in ((128, 8, 1, 1), (256, 8, 8, 4)):
+        choice = moe_choice.Choice(top_k, num_groups=groups[0], kept_groups=groups[1])
+        arguments = (empty(64, experts, dtype=F32), choice, empty(experts, dtype=F32))
+        call = functools.partial(moe_choice.choose_experts_triton, *arguments)
+        yield Launch(f"choice of {top_k} of {experts} in {groups[0]} groups", call)
+    arguments = (empty(64, 128), moe_choice.Choice(8, sigmoid=False), None, empty(128))
+    call = functools.partial(moe_choice.choose_experts_triton, *arguments)
+    yield Launch("choice of 8 of 128 with scales", call, False)
 
 
 CANDIDATES_OF = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-1b")

@@ -1,6 +1,7 @@
 """What public models say in config.json, cut to what matters: read as they are meant, or refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,44 @@ GEMMA_3_4B = {
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
 }
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "pad_token_id": 151329,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 0.5,
+    "initializer_range": 0.02,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "num_nextn_predict_layers": 1,
+    "transformers_version": "4.54.0",
+    "use_cache": True,
+}
+GLM_4_5_EXPERTS = ExpertsConfig(
+    num_experts=128,
+    experts_per_token=8,
+    intermediate_size=1408,
+    renormalize=True,
+    shared_intermediate_size=1408,
+    shared_gate=False,
+    sigmoid_scores=True,
+    choice_bias=True,
+    router_in_float32=True,
+    dense_layers=frozenset({0}),
+)
 LONGROPE = {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.1] * 48}
 
 
@@ -205,6 +244,26 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
             ),
             "qkv_bias": True,
             "windows": (),
+        },
+    ),
+    "GLM-4.5-Air": (
+        GLM_4_5 | {"use_qk_norm": False, "routed_scaling_factor": 1.0},
+        {
+            "experts": GLM_4_5_EXPERTS,
+            "head_dim": 128,
+            "rotary_dim": 64,
+            "rope_interleaved": False,
+            "qk_norm": False,
+            "qkv_bias": True,
+            "o_bias": False,
+            "mtp_layers": 1,
+        },
+    ),
+    "GLM-4.6, cut in its sizes": (
+        GLM_4_5 | {"use_qk_norm": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+        {
+            "experts": replace(GLM_4_5_EXPERTS, weight_factor=2.5, dense_layers=frozenset(range(3))),
+            "qk_norm": True,
         },
     ),
     "Phi-4-mini": (
@@ -416,6 +475,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DeepSeek-V3": (
         {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "n_shared_experts": 1},
         "DeepseekV3ForCausalLM",
+    ),
+    "a GLM-4.5 with a key that we do not know": (
+        GLM_4_5 | {"topk_method": "greedy"},
+        "topk_method = 'greedy'",
+    ),
+    "a GLM-4.5 whose groups are uneven": (GLM_4_5 | {"n_group": 3}, r"n_group \(3\) must divide"),
+    "a GLM-4.5 that keeps too few groups": (
+        GLM_4_5 | {"n_group": 32, "topk_group": 1, "num_experts_per_tok": 8},
+        "leaves 4 experts",
+    ),
+    "GLM-4.7-Flash, whose attention is latent": (
+        {"architectures": ["Glm4MoeLiteForCausalLM"], "kv_lora_rank": 512},
+        "Glm4MoeLiteForCausalLM",
     ),
     "a Qwen2-MoE with windows": (
         {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 4096},

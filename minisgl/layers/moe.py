@@ -4,11 +4,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config.config import ExpertsConfig
+from triton_kernels.moe_choice import Choice, choose_experts
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
 
@@ -24,7 +26,7 @@ class AddingNorm(Protocol):
 class MoeMLP(nn.Module):
     """Mixture of experts: for each token, the weighted sum of the gated MLPs that the router picks.
 
-    A shared expert, if there is one, is added for every token, times the sigmoid of its gate.
+    A shared expert, if there is one, is added for every token, times the sigmoid of its gate if it has one.
 
     All experts' matrices lie in two tensors: gate_up [E, 2F, M], the gate in the upper F rows, and down
     [E, M, F]; the router is [E, M]. They are allocated, not initialised.
@@ -42,12 +44,21 @@ class MoeMLP(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
         self.router = weight(config.num_experts, hidden_size)
+        self.choice = _choice_of(config)
+        self.choice_bias = None
+        if config.choice_bias:
+            bias = torch.empty(config.num_experts, dtype=torch.float32, device=device)
+            self.choice_bias = nn.Parameter(bias, requires_grad=False)
         self.gate_up = weight(config.num_experts, 2 * width, hidden_size)
         self.down = weight(config.num_experts, hidden_size, width)
-        self.shared_expert = self.shared_expert_gate = None
+        self.shared_expert = self.shared_expert_gate = self.shared_experts = None
         if config.shared_intermediate_size:
-            self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size, dtype, device)
-            self.shared_expert_gate = Linear(hidden_size, 1, dtype, device)
+            shared = GatedMLP(hidden_size, config.shared_intermediate_size, dtype, device)
+            if config.shared_gate:
+                self.shared_expert = shared
+                self.shared_expert_gate = Linear(hidden_size, 1, dtype, device)
+            else:
+                self.shared_experts = shared
 
     def forward_add(
         self, x: Tensor, residual: Tensor, norm: AddingNorm, slot_mapping: Tensor
@@ -63,14 +74,30 @@ class MoeMLP(nn.Module):
             )
         else:
             x, residual = norm.forward_add(x, residual)
-            logits = masked_logits(self.kernels.linear(x, self.router), slot_mapping)
-        experts = self.config
-        y = self.kernels.fused_moe(
-            x, logits, self.gate_up, self.down, experts.experts_per_token, experts.renormalize
-        )
+            logits = masked_logits(self._router_logits(x), slot_mapping)
+        return self._add_shared(x, self._mix(x, logits)), residual
+
+    def _router_logits(self, x: Tensor) -> Tensor:
+        if self.config.router_in_float32:
+            return F.linear(x.float(), self.router.float())
+        return self.kernels.linear(x, self.router)
+
+    def _mix(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The weighted sum [T, M] of what the experts make of x [T, M]; logits [T, E]."""
+        top_k, renormalize, factors = self.config.experts_per_token, self.config.renormalize, None
+        if self.choice is not None:
+            logits, factors = choose_experts(logits, self.choice, self.choice_bias)
+            renormalize = True
+        y = self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize)
+        return y if factors is None else y * factors
+
+    def _add_shared(self, x: Tensor, y: Tensor) -> Tensor:
+        """y [T, M] with the shared expert's output for x [T, M], in x's dtype."""
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        return y, residual
+        elif self.shared_experts is not None:
+            y = y + self.shared_experts(x)
+        return y.to(x.dtype)
 
     def _norm_and_router_are_ours(self) -> bool:
         return (self.kernels.add_rms_norm, self.kernels.linear) == (KERNELS.add_rms_norm, KERNELS.linear)
@@ -80,6 +107,8 @@ class MoeMLP(nn.Module):
         module = self.config.module_name
         gate, up, down = self.config.gate_up_down_names
         views = {f"{module}.gate.weight": self.router.detach()}
+        if self.choice_bias is not None:
+            views[f"{module}.gate.e_score_correction_bias"] = self.choice_bias.detach()
         for expert in range(self.config.num_experts):
             upper, lower = self.gate_up.detach()[expert].chunk(2)
             prefix = f"{module}.experts.{expert}"
@@ -87,3 +116,19 @@ class MoeMLP(nn.Module):
             views[f"{prefix}.{up}.weight"] = lower
             views[f"{prefix}.{down}.weight"] = self.down.detach()[expert]
         return views
+
+
+def _choice_of(config: ExpertsConfig) -> Choice | None:
+    """How experts are chosen, if not by the largest logits of a softmax."""
+    if not (
+        config.sigmoid_scores or config.choice_bias or config.num_groups > 1 or config.weight_factor != 1
+    ):
+        return None
+    return Choice(
+        config.experts_per_token,
+        sigmoid=config.sigmoid_scores,
+        renormalize=config.renormalize,
+        factor=config.weight_factor,
+        num_groups=config.num_groups,
+        kept_groups=config.kept_groups,
+    )

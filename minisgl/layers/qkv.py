@@ -47,6 +47,18 @@ def order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor | No
     `rotary_dim` elements only, get theirs moved to these places, in q as in k, which leaves all scores as
     they are. Elements that are not rotated form the last pairs, whose angles are 0.
     """
+    size = config.head_dim
+    head = head_order_for_rotation(config, device)
+    if head is None:
+        return None
+    num_rotated = config.num_heads + config.num_kv_heads
+    heads = torch.arange(num_rotated, device=device).unsqueeze(1) * size + head
+    values = torch.arange(num_rotated * size, (num_rotated + config.num_kv_heads) * size, device=device)
+    return torch.cat((heads.flatten(), values))
+
+
+def head_order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """int64 [D]: the elements of a head of q or k in that order; None = it is this."""
     size, rotated = config.head_dim, config.rotary_dim or config.head_dim
     if rotated == size and not config.rope_interleaved:
         return None
@@ -55,8 +67,4 @@ def order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor | No
     else:
         first, second = torch.arange(rotated, device=device).chunk(2)
     left, right = torch.arange(rotated, size, device=device).chunk(2) if rotated < size else (first[:0],) * 2
-    head = torch.cat((first, left, second, right))
-    num_rotated = config.num_heads + config.num_kv_heads
-    heads = torch.arange(num_rotated, device=device).unsqueeze(1) * size + head
-    values = torch.arange(num_rotated * size, (num_rotated + config.num_kv_heads) * size, device=device)
-    return torch.cat((heads.flatten(), values))
+    return torch.cat((first, left, second, right))

@@ -59,10 +59,22 @@ class ExpertsConfig:
     intermediate_size: int
     """Width of one expert."""
     renormalize: bool
-    """The weights of a token's experts are scaled to sum to 1; else they are the softmax over all experts."""
+    """The weights of a token's experts are scaled to sum to 1; else they are their scores."""
     shared_intermediate_size: int = 0
-    """Width of an MLP that every token goes through beside its experts, weighted by the sigmoid of a linear
-    layer (Qwen2-MoE); 0 = there is none."""
+    """Width of an MLP that every token goes through beside its experts; 0 = there is none."""
+    shared_gate: bool = True
+    """The shared MLP is weighted by the sigmoid of a linear layer (Qwen2-MoE); else it is added as it is."""
+    sigmoid_scores: bool = False
+    """Experts are scored by the sigmoids of the router's logits, not by their softmax (DeepSeek's router)."""
+    choice_bias: bool = False
+    """The checkpoint has a number for each expert that is added to its score for the choice alone."""
+    num_groups: int = 1
+    """Groups of experts of which a token chooses `kept_groups` first, by the sum of their two best scores."""
+    kept_groups: int = 1
+    weight_factor: float = 1.0
+    """Factor on the weights of a token's experts."""
+    router_in_float32: bool = False
+    """The router's logits are computed and kept in float32."""
     dense_layers: frozenset[int] = frozenset()
     """Layers with an MLP of width `ModelConfig.intermediate_size` instead of experts."""
     module_name: str = "mlp"
@@ -116,6 +128,8 @@ class ModelConfig:
     rope_interleaved: bool = False
     """Elements 2i and 2i + 1 are rotated together, not i and i + half of all (GLM-4, Ernie 4.5)."""
     query_scaling: QueryScaling | None = None
+    mtp_layers: int = 0
+    """Layers behind the last that a checkpoint has for multi-token prediction, which are not loaded."""
     residual_scale: float | None = None
     """Factor on what attention and MLP add to the residual stream (Granite)."""
     logits_divisor: float | None = None

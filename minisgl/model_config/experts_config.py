@@ -5,11 +5,26 @@ from typing import Any
 
 from minisgl.errors import ModelError
 from minisgl.model_config.config import ExpertsConfig
-from minisgl.model_config.json_fields import integer
+from minisgl.model_config.json_fields import integer, number, whole_number
 
 MOST_EXPERTS = 1024
 EXPERT_TILE = 16
 """The kernels need widths that are multiples of this."""
+DEEPSEEK_EXPERTS = frozenset(
+    [
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_local_experts",
+        "routed_scaling_factor",
+        "topk_group",
+    ]
+)
+"""The keys that `read_deepseek_experts` reads."""
 
 
 def read_qwen2_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
@@ -59,6 +74,68 @@ def read_mixtral_experts(raw: dict[str, Any]) -> ExpertsConfig:
         gate_up_down_names=("w1", "w3", "w2"),
     )
     return _checked(experts, integer(raw, "hidden_size"), "intermediate_size")
+
+
+def read_deepseek_experts(raw: dict[str, Any], defaults: dict[str, Any]) -> ExpertsConfig | None:
+    """Read a mixture with DeepSeek's router; None = no layer has experts.
+
+    Args:
+        defaults: of the class's keys.
+
+    Raises:
+        ModelError: the groups do not divide the experts, or leave too few of them.
+    """
+    raw = defaults | {key: value for key, value in raw.items() if value is not None}
+    num_layers, num_dense = integer(raw, "num_hidden_layers"), whole_number(raw, "first_k_dense_replace", 0)
+    if num_dense >= num_layers:
+        return None
+    experts = ExpertsConfig(
+        num_experts=integer(raw, "n_routed_experts"),
+        experts_per_token=integer(raw, "num_experts_per_tok"),
+        intermediate_size=integer(raw, "moe_intermediate_size"),
+        renormalize=bool(raw["norm_topk_prob"]),
+        shared_intermediate_size=whole_number(raw, "n_shared_experts", 0)
+        * integer(raw, "moe_intermediate_size"),
+        shared_gate=False,
+        sigmoid_scores=True,
+        choice_bias=True,
+        num_groups=integer(raw, "n_group"),
+        kept_groups=integer(raw, "topk_group"),
+        weight_factor=number(raw, "routed_scaling_factor"),
+        router_in_float32=True,
+        dense_layers=frozenset(range(num_dense)),
+    )
+    of_group, rest = divmod(experts.num_experts, experts.num_groups)
+    fitting = experts.num_groups == 1 or (not rest and of_group > 1)
+    if not fitting or not experts.kept_groups <= experts.num_groups:
+        raise ModelError(
+            f"config.json: n_group ({experts.num_groups}) must divide the {experts.num_experts} experts into "
+            f"groups of at least 2, and topk_group ({experts.kept_groups}) be at most n_group"
+        )
+    if of_group * experts.kept_groups < experts.experts_per_token:
+        raise ModelError(
+            f"config.json: topk_group ({experts.kept_groups}) leaves {of_group * experts.kept_groups} "
+            f"experts, fewer than num_experts_per_tok ({experts.experts_per_token})"
+        )
+    return _checked(experts, integer(raw, "hidden_size"), "moe_intermediate_size")
+
+
+def read_glm_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
+    """Read GLM-4.5's mixture; None = no layer has experts."""
+    return read_deepseek_experts(
+        raw,
+        {
+            "n_routed_experts": raw.get("num_local_experts") or 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+    )
 
 
 def _num_experts(raw: dict[str, Any], default: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 from minisgl.model_config.config import ExpertsConfig
 from minisgl.model_config.experts_config import (
+    DEEPSEEK_EXPERTS,
+    read_glm_experts,
     read_mixtral_experts,
     read_qwen2_experts,
     read_qwen3_experts,
@@ -14,6 +16,7 @@ from minisgl.model_config.experts_config import (
 from minisgl.model_config.switches import (
     Complete,
     with_exaone_positions,
+    with_glm_settings,
     with_granite_multipliers,
     with_query_scaling,
 )
@@ -78,6 +81,8 @@ class Family:
     read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
     reads: tuple[str, ...] = ()
     """Keys that the class reads and others refuse."""
+    keys: frozenset[str] | None = None
+    """Further keys that the class reads, or that have no effect; others are refused. None = not checked."""
 
 
 FAMILIES = {
@@ -146,6 +151,17 @@ FAMILIES = {
         defaults={"attention_bias": True},
         rotary_share=0.5,
         rope_interleaved=True,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        o_bias_key=None,
+        rotary_share=0.5,
+        complete=with_glm_settings,
+        read_experts=read_glm_experts,
+        reads=("n_shared_experts",),
+        keys=DEEPSEEK_EXPERTS | {"num_nextn_predict_layers", "partial_rotary_factor", "use_qk_norm"},
     ),
     "GraniteForCausalLM": Family(attention_bias=True, complete=with_granite_multipliers),
     "LlamaForCausalLM": Family(attention_bias=True),

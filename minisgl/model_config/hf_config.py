@@ -13,6 +13,7 @@ from minisgl.errors import ModelError
 from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig, RopeScaling
 from minisgl.model_config.families import FAMILIES, MULTIMODAL_CLASSES, TEXT_PREFIX, Family, Windows
 from minisgl.model_config.json_fields import integer, number, read_json, unsupported
+from minisgl.model_config.known_keys import refuse_unknown_keys
 from minisgl.model_config.layer_kinds import SLIDING, layer_kinds, layer_windows, layers_without_rope
 from minisgl.model_config.quantization_formats import quantized_while_loading, read_quantization
 from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type, read_rotary_dim
@@ -117,7 +118,8 @@ def _refuse_quantized_experts(config: ModelConfig) -> None:
         outer = f"model.layers.{layer}.{experts.module_name}"
         names = [f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names]
         if experts.shared_intermediate_size:
-            names += [f"{outer}.shared_expert.{part}" for part in experts.gate_up_down_names]
+            shared = "shared_expert" if experts.shared_gate else "shared_experts"
+            names += [f"{outer}.{shared}.{part}" for part in experts.gate_up_down_names]
         for name in (f"{outer}.gate", *names):
             if layer not in experts.dense_layers and quantization.includes(name):
                 raise unsupported(f"quantized experts ({name}); take a version with unquantized experts")
@@ -207,6 +209,8 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
     Raises:
         ModelError: names the first such setting.
     """
+    if family.keys is not None:
+        refuse_unknown_keys(raw, family.keys)
     activation, known = family.activation
     if raw.get(activation, known) != known:
         raise unsupported(f"{activation} = {raw[activation]!r}; only {known!r} is known")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.model_config.config import ModelConfig, QueryScaling
-from minisgl.model_config.json_fields import integer, number, unsupported
+from minisgl.model_config.json_fields import integer, number, unsupported, whole_number
 
 Complete = Callable[[ModelConfig, dict[str, Any], Sequence[str]], ModelConfig]
 """Takes the config so far, config.json and each layer's type; returns the config with more settings."""
@@ -36,6 +36,15 @@ def with_exaone_positions(config: ModelConfig, raw: dict[str, Any], kinds: Seque
         return config
     full = (layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     return replace(config, no_rope_layers=frozenset(full))
+
+
+def with_glm_settings(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:
+    """GLM-4.5: norms of q and k where the file says so, and layers for multi-token prediction."""
+    return replace(
+        config,
+        qk_norm=bool(raw.get("use_qk_norm")),
+        mtp_layers=whole_number(raw, "num_nextn_predict_layers", 1),
+    )
 
 
 def with_query_scaling(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:

@@ -10,6 +10,7 @@ from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.models.self_attention import SelfAttention
 
 
 def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
@@ -41,5 +42,5 @@ def finish_loading(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.add_one()
-        elif isinstance(module, AnyWeight):
+        elif isinstance(module, AnyWeight | SelfAttention):
             module.finish_loading()

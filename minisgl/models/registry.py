@@ -23,6 +23,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "Gemma2ForCausalLM": build_gemma,
     "Gemma3ForCausalLM": build_gemma,
     "Glm4ForCausalLM": build_glm4,
+    "Glm4MoeForCausalLM": Decoder,
     "GraniteForCausalLM": Decoder,
     "LlamaForCausalLM": Decoder,
     "Ministral3ForCausalLM": Decoder,

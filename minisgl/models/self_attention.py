@@ -10,7 +10,7 @@ from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.attention import Attention
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.qkv import norm_all_heads, order_for_rotation, scale_queries
+from minisgl.layers.qkv import head_order_for_rotation, norm_all_heads, order_for_rotation, scale_queries
 from minisgl.layers.weight import Input, InputFormat
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.quantization import layer_scheme
@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
             sizes = (q_size, kv_size) if config.qk_norm_of_all_heads else (config.head_dim, config.head_dim)
             self.q_norm, self.k_norm = (make_norm(config, size, dtype, device) for size in sizes)
         self.register_buffer("order", order_for_rotation(config, device), persistent=False)
-        assert self.order is None or not config.qk_norm, "the norms' weights would need this order, too"
+        self.head_order = head_order_for_rotation(config, device)
         self.q_size = q_size
         self.query_scaling = config.query_scaling
         window = config.windows[layer] if config.windows else 0
@@ -80,3 +80,10 @@ class SelfAttention(nn.Module):
             qkv = scale_queries(qkv, positions, self.q_size, self.query_scaling)
         out = self.attention(qkv, positions, cos_sin, inputs, q_norm, k_norm)
         return self.o_proj(inputs.select_outputs(out))
+
+    def finish_loading(self) -> None:
+        """Called once, after the checkpoint is loaded: norms of a head get the order of its elements."""
+        if self.head_order is not None and not self.norms_all_heads:
+            for norm in (self.q_norm, self.k_norm):
+                if norm is not None:
+                    norm.weight.copy_(norm.weight[self.head_order])

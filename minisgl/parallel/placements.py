@@ -47,6 +47,7 @@ PLANS: dict[str, dict[str, Split]] = {
     "Gemma2ForCausalLM": DECODER,
     "Gemma3ForCausalLM": DECODER,
     "Glm4ForCausalLM": DECODER,
+    "Glm4MoeForCausalLM": DECODER,
     "GraniteForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
     "Ministral3ForCausalLM": DECODER,

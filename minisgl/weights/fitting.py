@@ -162,6 +162,9 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     quantization = config.quantization
     if name.endswith(SHAPE) and quantization is not None and isinstance(quantization.scheme, Int4Scheme):
         return quantization.includes(name.removesuffix(SHAPE))
+    after_the_last = range(config.num_layers, config.num_layers + config.mtp_layers)
+    if name.startswith(tuple(f"model.layers.{layer}." for layer in after_the_last)):
+        return True  # of multi-token prediction
     of_the_cache = quantization is not None and quantization.cache_scales and name.endswith(CACHE_SCALES)
     is_unread = config.cache_scale_names is None or name.endswith(".q_scale")
     return copy_of_the_embedding or (of_the_cache and is_unread) or name.endswith("rotary_emb.inv_freq")

@@ -295,6 +295,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
         ),
     ),
+    "glm4_moe_groups_qk_norm_bias": (
+        "glm4_moe",
+        heads(
+            6,
+            2,
+            num_hidden_layers=3,
+            head_dim=16,
+            use_qk_norm=True,
+            attention_bias=True,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            n_shared_experts=2,
+        ),
+    ),
+    "glm4_moe_one_group_two_dense_layers_tied": (
+        "glm4_moe",
+        heads(
+            4,
+            4,
+            num_hidden_layers=3,
+            head_dim=12,
+            n_routed_experts=60,
+            num_experts_per_tok=7,
+            moe_intermediate_size=16,
+            norm_topk_prob=False,
+            first_k_dense_replace=2,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        ),
+    ),
     "phi3_part_of_a_head_rotated": (
         "phi3",
         heads(
@@ -316,3 +350,5 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+BY_FLAG = {"glm4_moe_one_group_two_dense_layers_tied"}
+"""Variants that only --all-families compares."""

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from family_variants import VARIANTS
+from family_variants import BY_FLAG, VARIANTS
+from safetensors.torch import load_file, save_file
 from tiny_models import (
     VOCAB_SIZE,
     PagedRunner,
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
+from minisgl.errors import ModelError
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.families import FAMILIES
 from minisgl.model_config.rope_config import ROPE_TYPES
@@ -49,6 +51,8 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    if request.param in BY_FLAG and not request.config.option.all_families:
+        pytest.skip("a variant for --all-families")
     family, settings = VARIANTS[request.param]
     folder: Path = tmp_path_factory.mktemp("model")
     theirs = random_model(family=family, **settings)
@@ -76,7 +80,7 @@ def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
         assert_same(torch.cat(parts), pair.expected[:length])
 
 
-def greedy(theirs: PreTrainedModel, prompt: list[int]) -> list[int]:
+def greedy(theirs: PreTrainedModel, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:
     """transformers' next tokens; the mask says that a pad token in the prompt is none."""
     generate: Any = theirs.generate
     token_ids = torch.tensor([prompt])
@@ -84,7 +88,7 @@ def greedy(theirs: PreTrainedModel, prompt: list[int]) -> list[int]:
         answer = generate(
             token_ids,
             attention_mask=torch.ones_like(token_ids),
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=None,
         )
@@ -101,7 +105,7 @@ def test_greedy_tokens_equal_transformers(pair: Pair) -> None:
         fed = [token]
 
 
-def small_engine(folder: Path, max_context_tokens: int) -> Engine:
+def small_engine(folder: Path, max_context_tokens: int, num_pages: int = 32) -> Engine:
     config = EngineConfig(
         model=str(folder),
         device="cpu",
@@ -109,15 +113,15 @@ def small_engine(folder: Path, max_context_tokens: int) -> Engine:
         max_context_tokens=max_context_tokens,
         max_running_requests=3,
         chunk_tokens=23,
-        num_pages=32,
+        num_pages=num_pages,
     )
     return build_engine(config, folder, lambda stage, ms: None)
 
 
-def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+def answers(engine: Engine, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     """The greedy tokens of all prompts, which come at once."""
     got: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
     while engine.has_work:
@@ -148,6 +152,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
         "gemma3_windows",
         "exaone4_windows",
         "glm4",
+        "glm4_moe_groups_qk_norm_bias",
         "granite",
         "ministral3",
         "olmo3_windows",
@@ -177,6 +182,35 @@ def test_a_prompt_with_a_cached_prefix_has_the_same_answer(variant: str, tmp_pat
         assert answers(engine, [prompt]) == [greedy(theirs, prompt)]
         assert engine.status(0).num_cached_tokens > before, "the prefix must come from the cache"
     engine.close()
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe_groups_qk_norm_bias"])
+def test_answers_after_a_preemption_are_the_same(variant: str, tmp_path: Path) -> None:
+    family, settings = VARIANTS[variant]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    prompts = prompts_of(44, 31, 27)
+    engine = small_engine(tmp_path, 256, num_pages=23)
+    assert answers(engine, prompts, 130) == [greedy(theirs, prompt, 130) for prompt in prompts]
+    assert engine.status(0).num_preemptions > 0, "the pages must not suffice"
+    engine.close()
+
+
+def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
+    family, settings = VARIANTS["glm4_moe_groups_qk_norm_bias"]
+    theirs = random_model(family=family, **settings)
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    stored |= {
+        "model.layers.3.eh_proj.weight": torch.ones(48, 96),
+        "model.layers.3.enorm.weight": torch.ones(48),
+    }
+    save_file(stored, path)
+    load_ours(tmp_path)
+    save_file(stored | {"model.layers.4.eh_proj.weight": torch.ones(48, 96)}, path)
+    with pytest.raises(ModelError, match=r"layers\.4\.eh_proj"):
+        load_ours(tmp_path)
 
 
 def test_contexts_within_the_original_length_have_longropes_short_factors(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
                 parameter.uniform_(0.5, 1.5)
             if name.endswith("bias"):
                 parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 

@@ -74,6 +74,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 24,
     },
+    "glm4_moe, its shared experts split": HEADS_4_2
+    | {
+        "family": "glm4_moe",
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 1.5,
+        "num_hidden_layers": 3,
+    },
     "qwen3_moe": HEADS_4_2
     | {
         "family": "qwen3_moe",

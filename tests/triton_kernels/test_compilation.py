@@ -60,6 +60,7 @@ KERNELS = MULTIPLYING | {
     "_list_kernel",
     "_sample_kernel",
     "_top_k_kernel",
+    "_choose_kernel",
     "_sort_kernel",
     "_sum_slots_kernel",
     "_pairs_up_kernel",
@@ -168,6 +169,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "fp8_linear": ["y_ptr"],
         "fp8_gated_linear": ["y_ptr"],
         "add_rms_norm_router": ["logits_ptr", "new_residual_ptr", "y_ptr"],
+        "choose_experts": ["factors_ptr", "weights_ptr"],
         "read_rows": [
             "context_len_out_ptr",
             "min_p_out_ptr",

@@ -20,6 +20,7 @@ from triton_kernels import (
     fp8_linear_few,
     linear_few,
     logit_rules,
+    moe_choice,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -143,6 +144,14 @@ def main() -> None:
         weight,
         ints(6),
         dynamic=(0, 2),
+    )
+    choice = moe_choice.Choice(2, num_groups=4, kept_groups=2)
+    trace(
+        "choose_experts",
+        lambda logits, bias: moe_choice.choose_experts_triton(logits, choice, bias)[0],
+        torch.randn(6, 16),
+        torch.randn(16),
+        dynamic=(0,),
     )
     trace(
         "read_rows",

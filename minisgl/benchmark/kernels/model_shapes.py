@@ -115,7 +115,7 @@ def _shape(name: str, raw: dict[str, Any]) -> ModelShape:
         head_dim=int(raw.get("head_dim") or hidden // heads),
         vocab=int(raw["vocab_size"]),
         qk_norm=str(raw.get("model_type", "")).startswith("qwen3"),
-        experts=_first(raw, "num_experts", "num_local_experts"),
+        experts=_first(raw, "num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=_first(raw, "num_experts_per_tok"),
         expert_width=_first(raw, "moe_intermediate_size")
         or (int(raw["intermediate_size"]) if _first(raw, "num_local_experts") else 0),
