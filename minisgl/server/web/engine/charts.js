@@ -88,7 +88,7 @@ export class Chart {
         height: HEIGHT,
         legend: { show: false },
         cursor: { show: false },
-        padding: [10, 6, 0, 0],
+        padding: [10, 30, 0, 0],
         scales: { y: { range: (_, low, high) => [0, max ?? Math.max(high * 1.1, 1e-3)] } },
         series: [{}, ...(stacked ? lines.reverse() : lines)],
         axes: [
