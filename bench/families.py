@@ -195,10 +195,10 @@ def noted_routes(ours: Decoder) -> Iterator[list[list[Tensor]]]:
         return fused_moe
 
     for mixture, steps in zip(mixtures, routes, strict=True):
-        mixture.kernels = KERNELS._replace(fused_moe=noting(steps))
+        mixture.experts.kernels = KERNELS._replace(fused_moe=noting(steps))
     yield routes
     for mixture in mixtures:
-        mixture.kernels = KERNELS
+        mixture.experts.kernels = KERNELS
 
 
 @contextmanager
@@ -236,8 +236,8 @@ def copy_weights(theirs: nn.Module, ours: Decoder) -> None:
         if ".mlp.experts." in name or name.endswith(".mlp.gate.weight"):
             layer = name.removeprefix("model.").partition(".mlp.")[0]
             mixture = ours.get_submodule(f"{layer}.mlp")
-            ours_is = {"gate_up_proj": "gate_up", "down_proj": "down", "weight": "router"}[kind]
-            mixture.get_parameter(ours_is).copy_(parameter)
+            ours_is = {"gate_up_proj": "experts.gate_up", "down_proj": "experts.down", "weight": "router"}
+            mixture.get_parameter(ours_is[kind]).copy_(parameter)
         elif leaf in FUSED:
             parts = [views[f"{outer}.{part}.{kind}"] for part in FUSED[leaf]]
             for part, rows in zip(parts, parameter.split([len(part) for part in parts]), strict=True):

@@ -17,6 +17,7 @@ from triton_kernels import (
     int4_linear,
     int4_linear_few,
     int4_linear_many,
+    moe_fp8,
     paged_decode,
     paged_prefill,
     quantize_fp8,
@@ -32,6 +33,10 @@ SPLIT = fp8_linear_few.Fp8Config(16, 512, 2, 6, splits=2)
 """Tuning tries it where outputs are few."""
 
 
+EVERYWHERE = {("channels", 64), ("blocks", 8192)}
+"""Launches of experts that are compiled for every GPU."""
+
+
 def quantized_launches(gpu: Gpu) -> Iterator[Launch]:
     """Every launch for this GPU."""
     if gpu.has_fp8:
@@ -39,6 +44,7 @@ def quantized_launches(gpu: Gpu) -> Iterator[Launch]:
         yield from _fp8_layers(gpu)
         yield from _fp8_cache()
     yield from _int4_layers(gpu)
+    yield from _fp8_experts()
 
 
 def _rounding() -> Iterator[Launch]:
@@ -103,6 +109,26 @@ def _fp8_cache() -> Iterator[Launch]:
     arguments = (*attention_arguments(4096, *shape, kv_dtype=FP8), ints(65), 512, 0.1)
     prefill = functools.partial(paged_prefill.paged_prefill_triton, *arguments, kv_scales=scales)
     yield Launch("prefill fp8 cache 32/8/128 page 16", prefill)
+
+
+def _fp8_experts() -> Iterator[Launch]:
+    """Qwen3-30B-A3B's; also of GPUs without FP8."""
+    experts, width, half = 128, 2048, 768
+    for kind in ("channels", "blocks", "given"):
+        blocks, given = kind == "blocks", kind == "given"
+        shapes = ((experts, 2, half // GROUP, width // GROUP), (experts, width // GROUP, half // GROUP))
+        weights = moe_fp8.Fp8ExpertWeights(
+            empty(experts, 2 * half, width, dtype=FP8),
+            empty(*(shapes[0] if blocks else (experts, 2 * half)), dtype=F32),
+            empty(experts, width, half, dtype=FP8),
+            empty(*(shapes[1] if blocks else (experts, width)), dtype=F32),
+            empty(1, dtype=F32) if given else None,
+            empty(experts, dtype=F32) if given else None,
+        )
+        for tokens in (64,) if given else (64, 8192):
+            x, logits = empty(tokens, width), empty(tokens, experts, dtype=F32)
+            call = functools.partial(moe_fp8.fused_moe_fp8_triton, x, logits, weights, 8)
+            yield Launch(f"moe_fp8 {kind} {tokens} tokens", call, (kind, tokens) in EVERYWHERE)
 
 
 def _int4_layers(gpu: Gpu) -> Iterator[Launch]:

@@ -7,7 +7,7 @@ import pytest
 from quantized_models import FORMATS, set_quantization
 from tiny_models import random_model
 
-from minisgl.errors import ConfigError, ModelError
+from minisgl.errors import ModelError
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.model_config.quantization import Fp8Scheme, Quantization, layer_scheme
 from minisgl.model_config.quantization_formats import read_quantization
@@ -115,13 +115,18 @@ def test_what_is_not_supported_is_refused_by_name(config: Any, named: str) -> No
         read(config)
 
 
-def test_quantized_experts_are_refused_and_unquantized_ones_are_not(tmp_path: Path) -> None:
+def test_a_quantized_router_is_refused_and_quantized_experts_are_not(tmp_path: Path) -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     random_model(family="qwen3_moe", **sizes).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="--quantization fp8 can't quantize the experts of Qwen3Moe"):
-        read_model_config(tmp_path, "fp8")
-    set_quantization(tmp_path, DYNAMIC | {"ignore": ["lm_head", "re:.*mlp.gate$"]})
-    with pytest.raises(ModelError, match=r"quantized experts .model\.layers\.0\.mlp\.experts\.0\.gate_proj"):
+    set_quantization(tmp_path, DYNAMIC)
+    with pytest.raises(ModelError, match=r"a quantized router .model\.layers\.0\.mlp\.gate.; take a version"):
         read_model_config(tmp_path)
-    set_quantization(tmp_path, DYNAMIC | {"ignore": ["lm_head", r"re:.*\.mlp\..*"]})
-    assert read_model_config(tmp_path).quantization is not None
+    for config in (
+        DYNAMIC | {"ignore": ["lm_head", "re:.*mlp.gate$"]},
+        DYNAMIC | {"ignore": ["lm_head", r"re:.*\.mlp\..*"]},
+        DEEPSEEK,
+    ):
+        set_quantization(tmp_path, config)
+        quantization = read_model_config(tmp_path).quantization
+        assert quantization is not None
+        assert not quantization.includes("model.layers.1.mlp.gate")

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minisgl.layers.experts.make import make_experts
+from minisgl.layers.experts.weights import expert_sizes
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config.config import ExpertsConfig
+from minisgl.model_config.quantization import Quantization, layer_scheme
 from triton_kernels.moe_choice import Choice, choose_experts
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
@@ -28,35 +31,43 @@ class MoeMLP(nn.Module):
 
     A shared expert, if there is one, is added for every token, times the sigmoid of its gate if it has one.
 
-    All experts' matrices lie in two tensors: gate_up [E, 2F, M], the gate in the upper F rows, and down
-    [E, M, F]; the router is [E, M]. They are allocated, not initialised.
+    The router is [E, M], never quantized. Everything is allocated, not initialised.
+
+    Args:
+        name: of the module in the checkpoint.
     """
 
     def __init__(
-        self, config: ExpertsConfig, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ExpertsConfig,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.config = config
         self.kernels = KERNELS
-        width = config.intermediate_size
-
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
-
-        self.router = weight(config.num_experts, hidden_size)
+        router = torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device)
+        self.router = nn.Parameter(router, requires_grad=False)
         self.choice = _choice_of(config)
         self.choice_bias = None
         if config.choice_bias:
             bias = torch.empty(config.num_experts, dtype=torch.float32, device=device)
             self.choice_bias = nn.Parameter(bias, requires_grad=False)
-        self.gate_up = weight(config.num_experts, 2 * width, hidden_size)
-        self.down = weight(config.num_experts, hidden_size, width)
+        # One expert stands for all: that another differs is found when its tensors do not fit.
+        scheme = layer_scheme(quantization, f"{name}.experts.0.gate_up_down", config.gate_up_down_names)
+        self.experts = make_experts(expert_sizes(config, hidden_size), scheme, dtype, device)
         self.shared_expert = self.shared_expert_gate = self.shared_experts = None
         if config.shared_intermediate_size:
-            shared = GatedMLP(hidden_size, config.shared_intermediate_size, dtype, device)
+            shared_name = f"{name}.{'shared_expert' if config.shared_gate else 'shared_experts'}"
+            sizes = (hidden_size, config.shared_intermediate_size)
+            shared = GatedMLP(*sizes, dtype, device, quantization, shared_name)
             if config.shared_gate:
                 self.shared_expert = shared
-                self.shared_expert_gate = Linear(hidden_size, 1, dtype, device)
+                scheme = layer_scheme(quantization, f"{name}.shared_expert_gate")
+                self.shared_expert_gate = Linear(hidden_size, 1, dtype, device, scheme=scheme)
             else:
                 self.shared_experts = shared
 
@@ -88,7 +99,7 @@ class MoeMLP(nn.Module):
         if self.choice is not None:
             logits, factors = choose_experts(logits, self.choice, self.choice_bias)
             renormalize = True
-        y = self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize)
+        y = self.experts(x, logits, top_k, renormalize)
         return y if factors is None else y * factors
 
     def _add_shared(self, x: Tensor, y: Tensor) -> Tensor:
@@ -103,18 +114,12 @@ class MoeMLP(nn.Module):
         return (self.kernels.add_rms_norm, self.kernels.linear) == (KERNELS.add_rms_norm, KERNELS.linear)
 
     def part_tensors(self) -> dict[str, Tensor]:
-        """The router and each expert's matrices, by the checkpoint's name in a layer: views."""
+        """The router and each expert's tensors, by the checkpoint's name in a layer: views."""
         module = self.config.module_name
-        gate, up, down = self.config.gate_up_down_names
         views = {f"{module}.gate.weight": self.router.detach()}
         if self.choice_bias is not None:
             views[f"{module}.gate.e_score_correction_bias"] = self.choice_bias.detach()
-        for expert in range(self.config.num_experts):
-            upper, lower = self.gate_up.detach()[expert].chunk(2)
-            prefix = f"{module}.experts.{expert}"
-            views[f"{prefix}.{gate}.weight"] = upper
-            views[f"{prefix}.{up}.weight"] = lower
-            views[f"{prefix}.{down}.weight"] = self.down.detach()[expert]
+        views |= {f"{module}.{name}": tensor for name, tensor in self.experts.part_tensors().items()}
         return views
 
 

@@ -15,6 +15,7 @@ from minisgl.model_config.families import FAMILIES, MULTIMODAL_CLASSES, TEXT_PRE
 from minisgl.model_config.json_fields import integer, number, read_json, unsupported
 from minisgl.model_config.known_keys import refuse_unknown_keys
 from minisgl.model_config.layer_kinds import SLIDING, layer_kinds, layer_windows, layers_without_rope
+from minisgl.model_config.quantization import Int4Scheme
 from minisgl.model_config.quantization_formats import quantized_while_loading, read_quantization
 from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type, read_rotary_dim
 
@@ -99,30 +100,33 @@ def read_model_config(
         config = _with_gemma_settings(config, raw)
     if family.complete is not None:
         config = family.complete(config, raw, kinds)
-    _refuse_quantized_experts(config)
+    _check_quantized_experts(config)
     if kv_dtype == FP8_CACHE and config.quantization is not None:
         config = replace(config, cache_scale_names=config.quantization.cache_scales)
     return quantized_while_loading(config, quantization)
 
 
-def _refuse_quantized_experts(config: ModelConfig) -> None:
-    """Refuse a mixture whose experts or router are quantized.
+def _check_quantized_experts(config: ModelConfig) -> None:
+    """Refuse a quantized router, and experts that are quantized as their kernels can't read them.
 
     Raises:
-        ModelError: they are.
+        ModelError: the mixture is so quantized.
     """
     experts, quantization = config.experts, config.quantization
     if experts is None or quantization is None:
         return
     for layer in range(config.num_layers):
         outer = f"model.layers.{layer}.{experts.module_name}"
+        if layer in experts.dense_layers:
+            continue
+        if quantization.includes(f"{outer}.gate"):
+            raise unsupported(
+                f"a quantized router ({outer}.gate); take a version whose list of layers left out has it"
+            )
         names = [f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names]
-        if experts.shared_intermediate_size:
-            shared = "shared_expert" if experts.shared_gate else "shared_experts"
-            names += [f"{outer}.{shared}.{part}" for part in experts.gate_up_down_names]
-        for name in (f"{outer}.gate", *names):
-            if layer not in experts.dense_layers and quantization.includes(name):
-                raise unsupported(f"quantized experts ({name}); take a version with unquantized experts")
+        for name in names:
+            if quantization.includes(name) and isinstance(quantization.scheme, Int4Scheme):
+                raise unsupported(f"experts of {quantization.scheme.describe()} ({name})")
 
 
 def _layers_with_local_rope(family: Family, kinds: list[str]) -> frozenset[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from minisgl.model_config.quantization import GROUP_SIZES, Int4Layout, Int4Scheme, Quantization
 from minisgl.model_config.quantization_names import (
+    ROUTERS,
     compressed_patterns,
     has_cache_scales,
     module_patterns,
@@ -77,7 +78,7 @@ def read_awq(asked: dict[str, Any]) -> Quantization:
         zero_points=True,
     )
     named = asked.get("modules_to_not_convert") or []
-    return Quantization(scheme=scheme, source="awq", ignored=("lm_head", *module_patterns(named)))
+    return Quantization(scheme=scheme, source="awq", ignored=("lm_head", *ROUTERS, *module_patterns(named)))
 
 
 def read_gptq(asked: dict[str, Any]) -> Quantization:
@@ -106,7 +107,7 @@ def read_gptq(asked: dict[str, Any]) -> Quantization:
     if asked.get("lm_head"):
         targets += ("lm_head",)
     named = asked.get("modules_to_not_convert") or []
-    ignored = (*(() if asked.get("lm_head") else ("lm_head",)), *module_patterns(named))
+    ignored = (*(() if asked.get("lm_head") else ("lm_head",)), *ROUTERS, *module_patterns(named))
     return Quantization(scheme=scheme, source=version, targets=targets, ignored=ignored)
 
 

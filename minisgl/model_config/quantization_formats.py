@@ -22,6 +22,7 @@ from minisgl.model_config.quantization import (
     WeightScales,
 )
 from minisgl.model_config.quantization_names import (
+    ROUTERS,
     compressed_patterns,
     has_cache_scales,
     module_patterns,
@@ -39,7 +40,9 @@ QUANTIZED_WHILE_LOADING = {
 
 
 def quantized_while_loading(config: ModelConfig, name: str | None) -> ModelConfig:
-    """The config with every linear layer of the blocks quantized as `--quantization` says; None = as it is.
+    """The config with every linear layer of the blocks but routers quantized as `--quantization` says.
+
+    None = as it is.
 
     Raises:
         ConfigError: there is no such quantization, or it does not fit the model.
@@ -54,12 +57,10 @@ def quantized_while_loading(config: ModelConfig, name: str | None) -> ModelConfi
             f"{flag}: the checkpoint is quantized already, as {config.quantization.describe()}; leave the "
             "flag away"
         )
-    if config.experts is not None:
-        raise ConfigError(f"{flag} can't quantize the experts of {config.architecture}; leave it away")
     scheme: Scheme = QUANTIZED_WHILE_LOADING[name]
     if isinstance(scheme, Int4Scheme):
         scheme = replace(scheme, group=_largest_group(config, flag))
-    quantization = Quantization(scheme=scheme, source=flag, ignored=("lm_head",), while_loading=True)
+    quantization = Quantization(scheme=scheme, source=flag, ignored=("lm_head", *ROUTERS), while_loading=True)
     return replace(config, quantization=quantization)
 
 
@@ -69,7 +70,13 @@ def _largest_group(config: ModelConfig, flag: str) -> int:
     Raises:
         ConfigError: there is none.
     """
-    widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    widths = [config.hidden_size, config.num_heads * config.head_dim]
+    experts = config.experts
+    if experts is None or experts.dense_layers:
+        widths.append(config.intermediate_size)
+    if experts is not None:
+        widths.append(experts.intermediate_size)
+        widths += [experts.shared_intermediate_size] if experts.shared_intermediate_size else []
     for group in GROUP_SIZES:
         if all(width % group == 0 for width in widths):
             return group
@@ -172,8 +179,8 @@ def _read_fp8(asked: dict[str, Any]) -> Quantization:
     else:
         scheme = Fp8Scheme(WeightScales.TENSOR, ActivationScales.TOKEN)
     named = [*(asked.get("modules_to_not_convert") or []), *(asked.get("ignored_layers") or [])]
-    # The head is never quantized in this format, listed or not.
-    return Quantization(scheme=scheme, source="fp8", ignored=("lm_head", *module_patterns(named)))
+    # Head and routers are never quantized in this format, listed or not.
+    return Quantization(scheme=scheme, source="fp8", ignored=("lm_head", *ROUTERS, *module_patterns(named)))
 
 
 def _read_modelopt(asked: dict[str, Any]) -> Quantization:

@@ -13,6 +13,10 @@ SUPPORTED = (
 )
 
 
+ROUTERS = (r".*\.gate", r".*\.shared_expert_gate")
+"""Patterns of the layers that choose experts, which some formats leave out without saying so."""
+
+
 def compressed_patterns(names: Sequence[str]) -> tuple[str, ...]:
     """Patterns of compressed-tensors' names of layers, of "re:" and a regular expression for their
     beginnings, or of the class "Linear".

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
+from minisgl.layers.experts.make import AnyExperts
 from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
@@ -42,5 +43,5 @@ def finish_loading(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.add_one()
-        elif isinstance(module, AnyWeight | SelfAttention):
+        elif isinstance(module, AnyWeight | AnyExperts | SelfAttention):
             module.finish_loading()

@@ -199,7 +199,8 @@ class Block(nn.Module):
             sizes = (config.hidden_size, config.intermediate_size)
             self.mlp = GatedMLP(*sizes, dtype, device, config.quantization, f"model.layers.{layer}.mlp")
         else:
-            self.mlp = MoeMLP(config.experts, config.hidden_size, dtype, device)
+            name = f"model.layers.{layer}.{config.experts.module_name}"
+            self.mlp = MoeMLP(config.experts, config.hidden_size, dtype, device, config.quantization, name)
 
     def forward(
         self,

@@ -99,8 +99,19 @@ def _uneven_blocks(model: ModelConfig, tp: int) -> str | None:
     shares = {
         heads: model.num_heads // tp * model.head_dim,
         kv_heads: max(model.num_kv_heads // tp, 1) * model.head_dim,
-        width: model.intermediate_size // tp,
     }
+    inputs = [heads]  # of which a layer's inputs are split
+    experts = model.experts
+    for name, size in (
+        (width, 0 if experts is not None and not experts.dense_layers else model.intermediate_size),
+        (f"expert width of {experts.intermediate_size}", experts.intermediate_size) if experts else ("", 0),
+        (f"shared expert's width of {experts.shared_intermediate_size}", experts.shared_intermediate_size)
+        if experts
+        else ("", 0),
+    ):
+        if size:
+            shares[name] = size // tp
+            inputs.append(name)
     if not model.tie_word_embeddings and quantization.includes("lm_head"):
         shares[vocabulary] = vocabulary_rows(model.vocab_size, tp)
     if isinstance(scheme, Int4Scheme):
@@ -109,7 +120,7 @@ def _uneven_blocks(model: ModelConfig, tp: int) -> str | None:
         if vocabulary in shares and model.vocab_size % tp:
             return vocabulary
         unit = scheme.group or WORD
-        units = dict.fromkeys((heads, width), (unit, f"groups of {unit} inputs"))
+        units = dict.fromkeys(inputs, (unit, f"groups of {unit} inputs"))
         if scheme.packs_outputs:
             whole_words = (WORD, f"words of {WORD} outputs")
             units = dict.fromkeys(shares, whole_words) | units

@@ -1,5 +1,6 @@
 """Random weights for benchmarks that need only the shapes."""
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -8,6 +9,14 @@ from torch import Tensor, nn
 STANDARD_DEVIATION = 0.02
 DUMMY_SEED = 0
 """Seed of an engine's dummy weights, independent of --seed."""
+
+
+class Fillable(Protocol):
+    """The experts of a mixture."""
+
+    def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
+        """Set the weights to those that `normal` fills a tensor with, quantized."""
+        ...
 
 
 class Quantizable(Protocol):
@@ -45,6 +54,9 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
                 normal(values)
                 weight.quantize(values)
                 own = {name: parameter for name, parameter in own.items() if name == "bias"}
+            if hasattr(module, "fill_dummy"):
+                cast(Fillable, module).fill_dummy(normal)
+                own = {}
             for parameter in own.values():
                 if parameter.dim() == 1:
                     parameter.fill_(1.0)

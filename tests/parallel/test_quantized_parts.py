@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import run_on_ranks
+from quantized_experts import quantize_fp8_mixture
 from quantized_models import FORMATS, quantize
 from safetensors.torch import load_file
 from tiny_models import PagedRunner, load_ours, logits_of, random_model
@@ -17,7 +18,7 @@ from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.models.sharded import shard_model
 from minisgl.parallel.mesh import Ranks
-from minisgl.parallel.sizes import supported_tp_sizes
+from minisgl.parallel.sizes import rank_sizes, supported_tp_sizes
 from minisgl.weights.loader import load_weights
 
 PROMPT = [(7 * place + 3) % 97 for place in range(13)]
@@ -29,6 +30,12 @@ SETTINGS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "attention_bias": True,
+}
+EXPERTS = {
+    "family": "qwen3_moe",
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
 }
 
 
@@ -92,6 +99,33 @@ def test_two_ranks_have_the_logits_and_the_tensors_of_one(
             2 if num_kv_heads == 1 and form.weights != "tensor" else 0
         )
         assert len(scales) == 2 * per_layer, scales
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, block", "compressed-tensors, dynamic", "modelopt"])
+def test_two_ranks_have_the_scales_of_their_parts_of_experts(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    experts: dict[str, Any] = SETTINGS | EXPERTS | {"num_hidden_layers": 1}
+    reference = random_model(**experts)
+    plain = logits_of(reference, PROMPT)
+    quantize_fp8_mixture(reference, form, tmp_path)
+    expected = logits(load_ours(tmp_path))
+    cost = (expected - plain).norm()
+    for got, wrong, sliced in run_on_ranks(2, tmp_path, part, tmp_path, None):
+        bound = 1.0 if form.activations == "token" else 0.2
+        assert (torch.from_numpy(got) - expected).norm() < bound * cost
+        assert not wrong
+        scales = [each for each in sliced if ".experts." in each and each.endswith(form.scale_name)]
+        assert len(scales) == 3 * {"tensor": 0, "channel": 2, "block": 3}[form.weights], scales
+
+
+def test_experts_whose_shares_have_no_whole_blocks_are_named(tmp_path: Path) -> None:
+    experts: dict[str, Any] = SETTINGS | EXPERTS | {"moe_intermediate_size": 384}
+    random_model(**experts).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path, "fp8-block")
+    assert supported_tp_sizes(config) == [1]
+    with pytest.raises(ConfigError, match=r"expert width of 384 \(in blocks of 128 features"):
+        rank_sizes(config, 2)
+    assert 2 in supported_tp_sizes(read_model_config(tmp_path, "fp8"))
 
 
 @pytest.mark.parametrize("flag", ["fp8", "fp8-block"])

@@ -213,8 +213,8 @@ def test_an_experts_matrices_go_to_their_place_and_a_missing_one_is_named(tmp_pa
     mixture = ours.get_submodule("layers.0.mlp")
     expected = theirs.get_submodule("model.layers.0.mlp")
     for name, its_name in (
-        ("gate_up", "experts.gate_up_proj"),
-        ("down", "experts.down_proj"),
+        ("experts.gate_up", "experts.gate_up_proj"),
+        ("experts.down", "experts.down_proj"),
         ("router", "gate.weight"),
     ):
         assert torch.equal(mixture.get_parameter(name), expected.get_parameter(its_name))

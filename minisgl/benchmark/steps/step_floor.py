@@ -8,11 +8,12 @@ under the floor of a large prefill.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.engine.model_runner import ModelRunner
@@ -48,6 +49,7 @@ class Costs(NamedTuple):
     last_expert_parameters: int = 0  # one expert of the last layer
     experts_per_token: int = 0
     saved_bytes: int = 0  # of the blocks' parameters, because they are quantized
+    saved_expert_bytes: float = 0  # of one expert in every layer likewise
 
     def decode(self, batch: int, context: float, experts_hit: float = 0.0) -> Work:
         """A decode step of `batch` rows with `context` tokens each, the new one included.
@@ -83,7 +85,7 @@ class Costs(NamedTuple):
 
     def _weight_bytes(self, experts_hit: float) -> float:
         parameters = self.block_parameters + self.head_parameters + experts_hit * self.expert_parameters
-        return parameters * self.item_bytes - self.saved_bytes
+        return parameters * self.item_bytes - self.saved_bytes - experts_hit * self.saved_expert_bytes
 
 
 def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
@@ -94,17 +96,24 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     cache = model.attention_layers()[0].k_cache
     head = sum(_numbers_in(parameter) for parameter in model.lm_head.parameters())
     outside = 0 if model.is_tied else embedding.numel()
-    blocks = sum(_numbers_in(parameter) for parameter in model.parameters()) - head - outside
-    last = sum(_numbers_in(parameter) for parameter in model.layers[-1].parameters())
+    of_experts = [parameter for layer in model.expert_layers() for parameter in layer.experts.parameters()]
+    seen_apart = {id(parameter) for parameter in of_experts}
+
+    def without_experts(module: nn.Module) -> list[Tensor]:
+        return [parameter for parameter in module.parameters() if id(parameter) not in seen_apart]
+
+    blocks = sum(_numbers_in(parameter) for parameter in without_experts(model)) - head - outside
+    last = sum(_numbers_in(parameter) for parameter in without_experts(model.layers[-1]))
     last -= 2 * config.num_kv_heads * config.head_dim * config.hidden_size
     expert = last_expert = experts_per_token = 0
+    saved_expert = 0.0
     if config.experts is not None:
         experts_per_token = config.experts.experts_per_token
         width = 3 * config.hidden_size * config.experts.intermediate_size
         expert = width * len(model.expert_layers())
         last_expert = width if config.num_layers - 1 not in config.experts.dense_layers else 0
-        blocks -= config.experts.num_experts * expert
-        last -= config.experts.num_experts * last_expert
+        of_one = sum(parameter.nbytes for parameter in of_experts) / config.experts.num_experts
+        saved_expert = expert * item_bytes - of_one
     return Costs(
         block_parameters=blocks,
         head_parameters=head,
@@ -118,9 +127,10 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         experts_per_token=experts_per_token,
         saved_bytes=sum(
             _numbers_in(parameter) * item_bytes - parameter.nbytes
-            for parameter in model.layers.parameters()
+            for parameter in without_experts(model.layers)
             if parameter.element_size() < item_bytes
         ),
+        saved_expert_bytes=saved_expert,
     )
 
 
@@ -155,23 +165,15 @@ def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
     """
     counts: list[int] = []
 
-    def counting(fused_moe: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def count(
-            x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, *rest: bool
-        ) -> Tensor:
-            routed = logits[logits.amax(1) > float("-inf")]
-            counts.append(routed.topk(top_k, dim=1).indices.unique().numel())
-            return fused_moe(x, logits, gate_up, down, top_k, *rest)
+    def count(experts: nn.Module, arguments: tuple[Tensor, Tensor, int, bool]) -> None:
+        _, logits, top_k, _ = arguments
+        routed = logits[logits.amax(1) > float("-inf")]
+        counts.append(routed.topk(top_k, dim=1).indices.unique().numel())
 
-        return count
-
-    layers = [(layer, layer.kernels) for layer in runner.model.expert_layers()]
-    try:
-        for layer, kernels in layers:
-            layer.kernels = kernels._replace(fused_moe=counting(kernels.fused_moe))
+    layers = runner.model.expert_layers()
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.experts.register_forward_pre_hook(count).remove)
         if layers:
             run()
-    finally:
-        for layer, kernels in layers:
-            layer.kernels = kernels
     return sum(counts) / len(counts) if counts else 0.0

@@ -1,0 +1,1 @@
+"""The experts of a mixture, by the kind of their weights."""

@@ -1,0 +1,99 @@
+"""What a mixture of experts multiplies by: all experts' matrices, with the tensors of their checkpoint.
+
+Promise: as layers/weight.py has it for a linear layer: the mixture knows nothing of numbers and scales, and
+unquantized is one kind among others.
+
+T tokens, M model width, E experts, F width of one expert.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.model_config.config import ExpertsConfig
+from triton_kernels.registry import KERNELS
+
+
+class ExpertSizes(NamedTuple):
+    """What the weights of a mixture are made from."""
+
+    experts: int
+    width: int  # M
+    half: int  # F; gate and up together have twice as many rows
+    part_names: tuple[str, str, str]  # the checkpoint's names of gate, up and down
+
+
+def expert_sizes(config: ExpertsConfig, hidden_size: int) -> ExpertSizes:
+    """The sizes of a model's mixtures."""
+    return ExpertSizes(config.num_experts, hidden_size, config.intermediate_size, config.gate_up_down_names)
+
+
+class ExpertWeights(Protocol):
+    """The kinds are modules with these methods."""
+
+    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
+        """The weighted sum over each token's experts: x [T, M], logits [T, E] -> [T, M]."""
+        ...
+
+    def part_tensors(self) -> dict[str, Tensor]:
+        """Views of the tensors to load, by name within the mixture ("experts.0.up_proj.weight")."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Called once, after these tensors are filled."""
+        ...
+
+    def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
+        """Set the weights to those that `normal` fills a tensor with, quantized."""
+        ...
+
+
+class PlainExperts(nn.Module):
+    """Unquantized: gate_up [E, 2F, M], the gate in the upper F rows, and down [E, M, F]; not initialised."""
+
+    def __init__(self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.kernels = KERNELS
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.gate_up = weight(sizes.experts, 2 * sizes.half, sizes.width)
+        self.down = weight(sizes.experts, sizes.width, sizes.half)
+
+    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
+        """See `ExpertWeights`."""
+        return self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize)
+
+    def part_tensors(self) -> dict[str, Tensor]:
+        """See `ExpertWeights`."""
+        return views_of_parts(self.sizes, self.gate_up, self.down, "weight")
+
+    def finish_loading(self) -> None:
+        """See `ExpertWeights`."""
+
+    def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
+        """See `ExpertWeights`."""
+        normal(self.gate_up)
+        normal(self.down)
+
+
+def views_of_parts(sizes: ExpertSizes, gate_up: Tensor, down: Tensor, kind: str) -> dict[str, Tensor]:
+    """Each expert's own rows of stacked tensors, by name within the mixture.
+
+    Args:
+        gate_up: [E, 2 * n, ...], of the gate before those of up.
+        down: [E, ...].
+        kind: what the checkpoint calls them, behind the part's name.
+    """
+    gate, up, last = (f"{part}.{kind}" for part in sizes.part_names)
+    gate_up, down = gate_up.detach(), down.detach()
+    views = {}
+    for expert in range(sizes.experts):
+        upper, lower = gate_up[expert].chunk(2)
+        prefix = f"experts.{expert}"
+        views |= {f"{prefix}.{gate}": upper, f"{prefix}.{up}": lower, f"{prefix}.{last}": down[expert]}
+    return views
