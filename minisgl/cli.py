@@ -33,6 +33,7 @@ from minisgl.commands.files import check_utf8, prompt_from, read_file, read_secr
 from minisgl.commands.flags import values_of
 from minisgl.commands.parser import REPLY_FLAGS, build_parser
 from minisgl.config import (
+    SUPERVISED,
     ConnectConfig,
     EngineConfig,
     ServerConfig,
@@ -146,24 +147,25 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
 
 def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     from minisgl.engine.ranks.job import job_from
-    from minisgl.engine.remote.connected_engine import run_connected_engine, run_rank_of_job
+    from minisgl.engine.remote.connected_engine import run_connected_engine, run_rank_of_job, surroundings
 
     connect = ConnectConfig(**values_of(ConnectConfig, arguments, environ))
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_connect_config(connect)
     check_engine_config(engine)
-    secret = read_secret(connect.engine_secret_file, environ)
+    secret = "" if connect.server == SUPERVISED else read_secret(connect.engine_secret_file, environ)
     job = job_from(environ)
     engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(connect.log_level, "engine")
-    folder = _fetch_model(engine, environ)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    around = surroundings(connect, secret, say, job)
+    folder = _fetch_model(engine, environ)
     if job is not None and job.rank:
         return run_rank_of_job(engine, folder, job)
-    run_connected_engine(engine, folder, connect.server, secret, say, started_at, job)
+    run_connected_engine(engine, folder, around, started_at, job)
     return EXIT_OK
 
 

@@ -16,11 +16,18 @@ from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import GIB, MIB
 from minisgl.config.reasons import ChosenSetting, chosen_settings
 from minisgl.config.resolve import attention_environment, auto_mixed_tokens, resolve_engine_config
-from minisgl.config.server import ConnectConfig, ServerConfig, check_connect_config, check_server_config
+from minisgl.config.server import (
+    SUPERVISED,
+    ConnectConfig,
+    ServerConfig,
+    check_connect_config,
+    check_server_config,
+)
 
 __all__ = [
     "GIB",
     "MIB",
+    "SUPERVISED",
     "ChosenSetting",
     "ConnectConfig",
     "DeviceFacts",

@@ -8,6 +8,8 @@ from minisgl.config.field_checks import LARGEST, MIB, check_types, require
 from minisgl.errors import ConfigError
 from minisgl.log import LEVELS
 
+SUPERVISED = "-"
+"""As --server of an engine: a supervisor says on stdin where the server is."""
 SHORTEST_S = 0.01
 LONGEST_S = 1e8
 SECONDS = f"a number of seconds up to {LONGEST_S:.0f}"
@@ -18,9 +20,13 @@ class ConnectConfig:
     """How an engine connects to its server ('minisgl engine')."""
 
     server: str = ""
-    """Where the server lets engines in, as its --engine-listen: tcp://host:port."""
+    """Where the server lets engines in, as its --engine-listen: tcp://host:port. "-": a supervisor says it on
+    stdin, and gets the engine's figures on stdout (minisgl/engine/remote/supervisor.py)."""
     engine_secret_file: str | None = None
     """File with the server's engine secret. Auto: MINISGL_ENGINE_SECRET has it."""
+    drain_timeout_s: float = 30.0
+    """Time that open requests get after SIGTERM before they go on in another engine. New calls go to others
+    at once."""
     log_level: str = "info"
     """One of "debug", "info", "warning", "error"."""
 
@@ -32,7 +38,9 @@ def check_connect_config(config: ConnectConfig) -> None:
         ConfigError: a value has the wrong type or is out of range.
     """
     check_types(config)
-    check_endpoint("--server", config.server)
+    if config.server != SUPERVISED:
+        check_endpoint("--server", config.server)
+    require(0 <= config.drain_timeout_s <= LONGEST_S, "drain_timeout_s", SECONDS, config.drain_timeout_s)
     require(config.log_level in LEVELS, "log_level", "one of " + ", ".join(LEVELS), repr(config.log_level))
 
 

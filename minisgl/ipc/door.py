@@ -17,8 +17,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.ipc.door_keys import Keys, derive_keys, moved_in_time, set_limits
-from minisgl.ipc.door_messages import Dismissed, Welcome
-from minisgl.ipc.messages import AddRequest, ToEngine, ToServer
+from minisgl.ipc.door_messages import Dismissed, FromEngine, Welcome
+from minisgl.ipc.messages import AddRequest, ToEngine
 from minisgl.ipc.transport import CLOSE_LINGER_MS
 
 PROBE = b""
@@ -107,7 +107,7 @@ class EngineLine:
         self._connection: bytes | None = None
         self._is_closed = False
         self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the connection is lost
-        self._decoder = msgspec.msgpack.Decoder(ToServer)
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self.came = asyncio.Event()
 
     @property
@@ -132,7 +132,7 @@ class EngineLine:
             self._arrived.put_nowait(None)
         return is_lost
 
-    async def receive(self) -> ToServer:
+    async def receive(self) -> FromEngine:
         """The next message; waits for one. Cancelling it loses nothing.
 
         Raises:

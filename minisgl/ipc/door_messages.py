@@ -5,7 +5,7 @@ The promises of `messages.py` hold here, too.
 
 import msgspec
 
-from minisgl.ipc.messages import ToEngine
+from minisgl.ipc.messages import ToEngine, ToServer
 
 
 class Dismissed(msgspec.Struct, tag=9, array_like=True, frozen=True):
@@ -31,5 +31,17 @@ class Hello(msgspec.Struct, tag=23, array_like=True, frozen=True):
     """What must be the same for all engines of a server: its name -> its value (config/model_facts.py)."""
 
 
+class Leaving(msgspec.Struct, tag=24, array_like=True, frozen=True):
+    """Engine -> server: it wants to go. The server sends it `Dismissed` when its requests have ended.
+
+    New calls go to other engines, if there are any.
+    """
+
+    limit_s: float
+    """Requests that have not ended by then go on in other engines."""
+
+
+FromEngine = ToServer | Leaving
+"""What an engine sends that came to the server, behind its `Hello`."""
 FromDoor = ToEngine | Dismissed | Welcome
 """What an engine gets that came to the server."""

@@ -14,8 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from minisgl.errors import ConfigError
 from minisgl.ipc.door_keys import HANDSHAKE_MS, Keys, derive_keys, moved_in_time, set_limits
-from minisgl.ipc.door_messages import Dismissed, FromDoor, Hello, Welcome
-from minisgl.ipc.messages import AddRequest, StepOutput, ToEngine, ToServer
+from minisgl.ipc.door_messages import Dismissed, FromDoor, FromEngine, Hello, Welcome
+from minisgl.ipc.messages import AddRequest, StepOutput, ToEngine
 from minisgl.ipc.transport import CLOSE_LINGER_MS, plain_socket, receive_slice
 
 ANSWER_S = 20.0
@@ -39,6 +39,7 @@ class ServerLine:
     """
 
     def __init__(self, endpoint: str, keys: Keys, hello: Hello) -> None:
+        self.endpoint = endpoint
         self._context = zmq.Context()
         self._socket = plain_socket(self._context, zmq.DEALER)
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.public)
@@ -81,7 +82,7 @@ class ServerLine:
                 found.append(message)
         return found
 
-    def send(self, message: ToServer | Hello, server: int | None = None) -> None:
+    def send(self, message: FromEngine | Hello, server: int | None = None) -> None:
         """Queue `message`; never waits. It is dropped if the connection is lost, which `receive` says."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -145,7 +146,7 @@ class _ClosedInHandshakeError(Exception):
 
 
 class ServerDoor:
-    """An engine's way to its server: connects as often as it is asked to.
+    """An engine's way to its server: connects as often as it is asked to. Only `move` may come from threads.
 
     Args:
         endpoint: tcp://host:port.
@@ -156,9 +157,21 @@ class ServerDoor:
     """
 
     def __init__(self, endpoint: str, secret: str, say: Callable[[str], None]) -> None:
-        self._endpoint = endpoint
-        self._keys = derive_keys(secret)
+        self._place = endpoint, derive_keys(secret)
         self._say = say
+
+    @property
+    def endpoint(self) -> str:
+        """Where the next connection goes."""
+        return self._place[0]
+
+    def move(self, endpoint: str, secret: str) -> None:
+        """The server is elsewhere now; the next connection goes there.
+
+        Raises:
+            ConfigError: the secret is too short.
+        """
+        self._place = endpoint, derive_keys(secret)
 
     def enter(self, hello: Hello) -> ServerLine:
         """Connect and be let in, as a new life. Waits for the server, without limit.
@@ -169,19 +182,20 @@ class ServerDoor:
         num_closed = 0
         is_waiting = False
         while True:
+            endpoint, keys = self._place
             try:
-                return ServerLine(self._endpoint, self._keys, hello)
+                return ServerLine(endpoint, keys, hello)
             except _ClosedInHandshakeError:
                 num_closed += 1
                 if num_closed == MOST_CLOSED:
                     raise ConfigError(
-                        f"the server at {self._endpoint} closed the connection in the handshake: it has "
+                        f"the server at {endpoint} closed the connection in the handshake: it has "
                         "another engine secret, or is no 'minisgl serve --engine-listen'; give both the same "
                         "MINISGL_ENGINE_SECRET or --engine-secret-file"
                     ) from None
             except ServerLostError as error:
                 num_closed = 0
                 if not is_waiting:
-                    self._say(f"waiting for the server at {self._endpoint} ({error})")
+                    self._say(f"waiting for the server at {endpoint} ({error})")
                 is_waiting = True
             time.sleep(RETRY_S)

@@ -61,6 +61,10 @@ class Door:
     def num_ended(self) -> int:
         return sum(engine.poll() is not None for engine in self._engines)
 
+    def engine_of(self, number: int) -> subprocess.Popen[str]:
+        """The process in the server's seat `number`."""
+        return next(engine for engine in self._engines if engine.pid == self.pid(number))
+
     def pid(self, number: int) -> int:
         return engines_of(self.server)[number]["pid"]
 
@@ -201,6 +205,55 @@ def test_without_engines_answers_wait_for_the_next_one_whatever_its_seat(door: D
     for text, stream in zip([*texts, "late"], streams, strict=True):
         assert text_of(stream.result()) == (text, "stop")
     assert sum(door.up()) == 1
+
+
+def test_an_engine_that_leaves_gets_no_new_calls_and_ends_its_own(door: Door) -> None:
+    door.ready(2)
+    streams = [open_stream(door.server, f"@wait {number}") for number in range(4)]
+    wait_for_events(streams, 1)
+    leaving = door.engine_of(0)
+    leaving.terminate()
+    eventually(lambda: "is leaving; its 2 requests" in door.server.errors.read_text(), "the server knows it")
+    streams += [open_stream(door.server, f"@wait {number}") for number in range(4, 8)]
+    eventually(lambda: running_in(door.server) == [2, 6], "the others go to the other engine")
+    leaving.send_signal(signal.SIGUSR1)
+    assert "has left" in said(leaving, "out")
+    assert leaving.wait(LIMIT_S) == 0
+    door.engine_of(1).send_signal(signal.SIGUSR1)
+    for number, stream in enumerate(streams):
+        assert text_of(stream.result()) == (f"{number}!", "stop")
+    assert door.up() == [False, True]
+
+
+def test_behind_the_limit_of_an_engine_that_leaves_its_answers_go_on_in_the_other(door: Door) -> None:
+    door.start_engine(leave_s=0.2)
+    door.start_engine(leave_s=0.2)
+    door.server.ready()
+    eventually(lambda: door.up() == [True, True], "both engines serve")
+    text = "abcdefghij" * 6
+    streams = [open_stream(door.server, f"@chars {number}{text}") for number in range(4)]
+    wait_for_events(streams, 5)
+    leaving = door.engine_of(0)
+    leaving.terminate()
+    for number, stream in enumerate(streams):
+        assert text_of(stream.result()) == (f"{number}{text}", "stop")
+    assert leaving.wait(LIMIT_S) == 0
+    assert "2 requests of another" in door.server.errors.read_text()
+
+
+def test_leaving_again_and_again_is_no_crash_that_counts_against_an_answer(door: Door) -> None:
+    door.start_engine(leave_s=0.0)
+    door.server.ready()
+    stream = open_stream(door.server, "@wait here")
+    wait_for_events([stream], 1)
+    for _ in range(4):
+        leaving = door.engine_of(0)
+        leaving.terminate()
+        assert leaving.wait(LIMIT_S) == 0
+        door.start_engine(leave_s=0.0)
+        eventually(lambda: running_in(door.server) == [1], "the next engine has it")
+    door.engine_of(0).send_signal(signal.SIGUSR1)
+    assert text_of(stream.result()) == ("here!", "stop")
 
 
 def test_a_hanging_engine_loses_its_life_and_comes_back_with_another(door: Door) -> None:

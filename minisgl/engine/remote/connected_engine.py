@@ -1,6 +1,7 @@
 """An engine that connects to a server: it loads the model once, and serves one connection after the other.
 
-Promise: a new connection is a new life. The requests of the one before have ended, and its cache is kept.
+Promise: a new connection is a new life. The requests of the one before have ended, and its cache is kept. An
+engine that is to end, or to go to another server, tells its server before.
 """
 
 import contextlib
@@ -11,22 +12,24 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl import __version__
-from minisgl.config import EngineConfig
+from minisgl.config import SUPERVISED, ConnectConfig, EngineConfig
 from minisgl.config.model_facts import engine_facts
 from minisgl.engine.ranks.follower_link import FollowerConfig
 from minisgl.engine.ranks.job import Job, ask
+from minisgl.engine.remote.departure import Departure
+from minisgl.engine.remote.supervisor import Supervisor
 from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.worker import end_soon, fatal_message, ready_message, serve
 from minisgl.errors import ConfigError
 from minisgl.grammar.limits import MAX_QUEUED
-from minisgl.ipc.door_messages import Hello
-from minisgl.ipc.messages import Ready, StartupStage
+from minisgl.ipc.door_messages import Hello, Leaving
+from minisgl.ipc.messages import Ready, StartupStage, ToEngine
 from minisgl.ipc.server_line import ServerDoor, ServerLine, ServerLostError
 
 if TYPE_CHECKING:  # it imports torch
@@ -35,21 +38,46 @@ if TYPE_CHECKING:  # it imports torch
 Say = Callable[[str], None]
 
 
+class Surroundings(NamedTuple):
+    """What `run_connected_engine` has around it."""
+
+    door: ServerDoor
+    departure: Departure
+    """If it listens, SIGTERM ends the process when the requests have."""
+    supervisor: Supervisor | None
+    """Who has started this process with --server -."""
+    say: Say
+    """Called with each line of progress."""
+
+
+def surroundings(connect: ConnectConfig, secret: str, say: Say, job: Job | None = None) -> Surroundings:
+    """The surroundings of this process. With a supervisor, wait until it has said where the server is.
+
+    Args:
+        secret: of the server; a supervisor says it, too.
+
+    Raises:
+        ConfigError: the secret is too short.
+    """
+    departure = Departure(connect.drain_timeout_s)
+    if job is None:  # torchrun ends all ranks at once, so none can wait
+        departure.listen()
+    if connect.server != SUPERVISED:
+        return Surroundings(ServerDoor(connect.server, secret, say), departure, None, say)
+    supervisor = Supervisor()
+    place = supervisor.first_place()
+    door = ServerDoor(place.server, place.secret, say)
+    supervisor.follow(door)
+    return Surroundings(door, departure, supervisor, say)
+
+
 def run_connected_engine(
-    config: EngineConfig,
-    folder: Path,
-    server: str,
-    secret: str,
-    say: Say,
-    started: float,
-    job: Job | None = None,
+    config: EngineConfig, folder: Path, around: Surroundings, started: float, job: Job | None = None
 ) -> None:
     """Connect to the server, load the model, and serve until the process is ended.
 
     Args:
         config: checked.
-        server: tcp://host:port of a server's --engine-listen.
-        say: called with each line of progress.
         started: `time.monotonic()` when the program began.
         job: torchrun has started this process as rank 0, and all others.
 
@@ -62,7 +90,6 @@ def run_connected_engine(
     if config.compile_cache:
         keep_bytecode(Path(config.compile_cache).expanduser())
     config = _with_ranks_of_job(config, job)
-    door = ServerDoor(server, secret, say)
     stages: dict[str, float] = {}
     with pause_then_freeze_gc():
         from minisgl.engine.start.build import build_engine, reasons_for_settings, resolve_for_folder
@@ -70,8 +97,8 @@ def run_connected_engine(
         stages["import torch"] = (time.monotonic() - started) * 1e3
         # The server may refuse it, so it is asked before the model is loaded.
         facts = engine_facts(resolve_for_folder(config, folder), folder)
-        line = door.enter(_hello(facts))
-        say(f"connected to {server}")
+        line = around.door.enter(_hello(facts))
+        around.say(f"connected to {line.endpoint}")
 
         def on_stage(name: str, duration_ms: float) -> None:
             stages[name] = duration_ms
@@ -89,8 +116,8 @@ def run_connected_engine(
     try:
         choices = reasons_for_settings(config, engine.config, folder)
         ready = ready_message(engine, stages, [(one.flag, one.value, one.why) for one in choices])
-        say("ready")
-        _serve_lives(engine, ready, door, line, facts, say)
+        around.say("ready")
+        _serve_lives(engine, ready, line, facts, around)
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to report
             engine.close()
@@ -130,12 +157,14 @@ def _with_ranks_of_job(config: EngineConfig, job: Job | None) -> EngineConfig:
 
 
 def _serve_lives(
-    engine: "Engine", ready: Ready, door: ServerDoor, line: ServerLine, facts: dict[str, str], say: Say
+    engine: "Engine", ready: Ready, line: ServerLine, facts: dict[str, str], around: Surroundings
 ) -> None:
+    door, departure, supervisor, say = around
     while True:
         try:
+            departure.enter_service()
             line.send(ready)
-            serve(engine, line)
+            serve(engine, _WatchedLine(line, engine, around))
         except ServerLostError as lost:
             say(f"the connection to the server has ended ({lost}); its requests end here")
             line.close()
@@ -144,8 +173,33 @@ def _serve_lives(
             line.send(fatal_message(error))
             line.close()
             raise
+        if supervisor is not None:
+            supervisor.note_pause()
+        departure.leave_service()
         line = door.enter(_hello(facts))
         say("connected again")
+
+
+class _WatchedLine:
+    """One life's connection, which also tells the server when this engine wants to go."""
+
+    def __init__(self, line: ServerLine, engine: "Engine", around: Surroundings) -> None:
+        self.send = line.send
+        self.send_outputs = line.send_outputs
+        self._line = line
+        self._engine = engine
+        self._around = around
+        self._is_leaving = False
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        """As `ServerLine.receive`."""
+        door, departure, supervisor, _ = self._around
+        if not self._is_leaving and (departure.is_wanted or door.endpoint != self._line.endpoint):
+            self._is_leaving = True
+            self._line.send(Leaving(departure.limit_s))
+        if supervisor is not None:
+            supervisor.note_service(self._engine)
+        return self._line.receive(timeout_ms)
 
 
 def _hello(facts: dict[str, str]) -> Hello:

@@ -25,6 +25,7 @@ from minisgl.ipc.door_messages import Dismissed, Hello, Welcome
 from minisgl.ipc.messages import Ready
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.keeper import Failure
+from minisgl.server.engines.leaving import HAS_LEFT, let_go
 from minisgl.server.engines.life import LifeLimits, live
 from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.processes.api_workers import ApiWorkers
@@ -222,13 +223,18 @@ class EngineDoor:
         engine = seat.engine
         while True:
             await seat.line.came.wait()
-            await live(engine, workers, self._limits, lambda ready: self._note_ready(seat, ready))
+            leaving = asyncio.ensure_future(let_go(engine))
+            try:
+                await live(engine, workers, self._limits, lambda ready: self._note_ready(seat, ready))
+            finally:
+                leaving.cancel()
             reason = engine.link.died.result()
-            log.error("%s has gone: %s", engine.name, reason)
+            has_left = reason == HAS_LEFT
+            log.log(logging.INFO if has_left else logging.ERROR, "%s has gone: %s", engine.name, reason)
             self._seat_of.pop(seat.connection, None)
-            seat.line.dismiss(f"the server counts this engine as dead: {reason}")
+            seat.line.dismiss(reason if has_left else f"the server counts this engine as dead: {reason}")
             seat.hello = None
-            engine.lose(reason)
+            engine.lose(reason, is_crash=not has_left)
             seat.line = EngineLine(self._door)
             engine.begin(engine.generation + 1, seat.line)
             seat.is_free.set()

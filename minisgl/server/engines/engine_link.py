@@ -14,7 +14,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from minisgl.errors import EngineDeadError
-from minisgl.ipc.messages import Fatal, Ready, StartupStage, StepOutput, ToEngine, ToServer
+from minisgl.ipc.door_messages import FromEngine, Leaving
+from minisgl.ipc.messages import Fatal, Ready, StartupStage, StepOutput, ToEngine
 from minisgl.ipc.questions import (
     AskProfile,
     AskRequests,
@@ -37,7 +38,7 @@ PING_INTERVAL_S = 1.0
 class LifeSocket(Protocol):
     """The server's end of the connection to one life of an engine, a child or one from elsewhere."""
 
-    async def receive(self) -> ToServer:
+    async def receive(self) -> FromEngine:
         """The next message; waits for one. Cancelling it loses nothing.
 
         Raises:
@@ -70,6 +71,8 @@ class EngineLink:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self.died: asyncio.Future[str] = self._loop.create_future()
+        self.leaving: asyncio.Future[float] = self._loop.create_future()
+        """The engine wants to go, at the latest after so many seconds (`door_messages.Leaving`)."""
         self.is_user_mistake = False
         """Whether the engine ended before it was ready because settings or model are unusable; see `died`."""
         self.is_device_fault = False
@@ -193,6 +196,9 @@ class EngineLink:
                 elif isinstance(message, Ready):
                     if not self.ready.done():
                         self.ready.set_result(message)
+                elif isinstance(message, Leaving):
+                    if not self.leaving.done():
+                        self.leaving.set_result(message.limit_s)
                 elif isinstance(message, Fatal):
                     self.is_user_mistake = message.is_user_error and not self.ready.done()
                     self.is_device_fault = message.is_device_fault

@@ -43,6 +43,12 @@ class Engines:
         return [engine for engine in self.all if engine.is_up]
 
     @property
+    def open(self) -> list[ServedEngine]:
+        """The engines that get new calls: those that are up, but not one that leaves if there are others."""
+        up = self.up
+        return [engine for engine in up if not engine.is_leaving] or up
+
+    @property
     def num_restarts(self) -> int:
         """How often engines were started again."""
         return sum(engine.num_restarts for engine in self.all)
@@ -65,7 +71,7 @@ class Engines:
         known = self._calls.get(_call_of(message))
         if known is not None and known[0].is_up:
             return known[0]
-        candidates = self.up or [engine for engine in self.all if not engine.has_failed] or self.all
+        candidates = self.open or [engine for engine in self.all if not engine.has_failed] or self.all
         prompts = (message.prompt_ids, *message.more_prompts)
         return self.all[self._router.choose(prompts, message.cache_salt, [one.number for one in candidates])]
 
@@ -164,7 +170,7 @@ class Engines:
     def _move_requests(self, lost: ServedEngine) -> None:
         """Give the requests of an engine that has ended to others, if there are any."""
         self._router.forget(lost.number)
-        others = self.up
+        others = self.open
         if not others and lost.has_failed:
             others = [engine for engine in self.all if not engine.has_failed]
         if others:

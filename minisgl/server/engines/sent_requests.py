@@ -119,11 +119,13 @@ class SentRequests:
         """Those that must be tried alone."""
         return [request for request in self if request.is_suspect]
 
-    def lose(self, life: int) -> list[SentRequest]:
+    def lose(self, life: int, *, is_crash: bool = True) -> list[SentRequest]:
         """The life of the engine has ended. Returns the requests that it must not get again."""
         for request in self:
-            if request.sent_to == life:
+            if request.sent_to == life and is_crash:
                 request.count_crash()
+            elif request.sent_to == life:
+                request.sent_to = 0
         return [request for request in self if request.is_guilty]
 
     def unsent(self, life: int, waiting_since_s: float) -> Iterator[AddRequest]:

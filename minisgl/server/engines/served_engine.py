@@ -90,6 +90,16 @@ class ServedEngine:
         return self._is_open and self.link.is_up
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the current life wants to end, and should get no new calls."""
+        return self.link.leaving.done()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that it was given and that have not ended."""
+        return len(self._requests)
+
+    @property
     def is_restarting(self) -> bool:
         """Whether a life has ended, and the next one does not take all requests yet."""
         return bool(self.ended) and not self._is_open and not self.has_failed
@@ -131,7 +141,7 @@ class ServedEngine:
         assert self._reader is not None, "nobody listens"
         self.link.listen(self._take, lambda _: None)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, *, is_crash: bool = True) -> None:
         """The current life has ended. Requests wait for the next one, but those that it crashes on end."""
         if self._is_lost:
             return
@@ -144,7 +154,7 @@ class ServedEngine:
         self.ended = [*self.ended[-MAX_ENDED_LIVES + 1 :], life]
         if self._trial is not None:
             self._trial.over.set()
-        for request in self._requests.lose(self.generation):
+        for request in self._requests.lose(self.generation, is_crash=is_crash):
             self._end_guilty(request, reason)
         if self._on_lost is not None:
             self._on_lost()
