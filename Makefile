@@ -31,7 +31,7 @@ COUNT_TESTS = import sys, xml.etree.ElementTree as tree; \
 	print(ran, "tests ran"); sys.exit(ran < 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-browser lint format dist clean distclean
+.PHONY: help serve test test-browser test-ray lint format dist clean distclean
 
 help:  ## Show what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,12 @@ test-browser: $(VENV)/.installed-dev | $(BIN)/python  ## Drive the page in Chrom
 	$(BIN)/minisgl pull smollm2-135m
 	$(BIN)/python -m pytest -q --junitxml=$(VENV)/browser-report.xml tests/browser --pictures docs/images $(PYTEST_FLAGS)
 	@$(BIN)/python -c '$(COUNT_TESTS)' $(VENV)/browser-report.xml
+
+test-ray: $(VENV)/.installed-dev | $(BIN)/python  ## Serve on a real Ray on this machine: a kill, an upgrade, scaling
+	$(PIP) -e ".[dev,ray]"
+	$(BIN)/minisgl pull smollm2-135m
+	$(BIN)/python -m pytest -q -rA -n 0 --junitxml=$(VENV)/ray-report.xml tests/ray --ray $(PYTEST_FLAGS)
+	@$(BIN)/python -c '$(COUNT_TESTS)' $(VENV)/ray-report.xml
 
 lint: $(VENV)/.installed-dev  ## Lint, formatting and types, nothing else
 	$(BIN)/ruff check .

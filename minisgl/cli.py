@@ -56,13 +56,13 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` = None means the process's own arguments."""
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Run one command and return its exit code. None means the process's own arguments and environment."""
     started_at = time.monotonic()
     # On a busy machine, OpenMP threads that spin at barriers slow a CPU engine tenfold. This must be set
     # before torch is loaded; the engine process inherits it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    environ = settings_from(os.environ)
+    environ = settings_from(os.environ if environ is None else environ)
     _tolerate_odd_characters()
     try:
         arguments = parse(build_parser(environ), argv)

@@ -78,7 +78,7 @@ BENCH_SIMULATE = """
 
 FLAGS = {
     "serve": {"--seed", *SERVER.split(), *ENGINE.split()},
-    "engine": {"--server", "--engine-secret-file", "--log-level", *ENGINE.split()},
+    "engine": {"--server", "--engine-secret-file", "--drain-timeout-s", "--log-level", *ENGINE.split()},
     "chat": {"--system", "--tools", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},

@@ -71,6 +71,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights engine text server triton_kernels compile_cache __init__",
         "cli": "errors log progress request config commands commands.files commands.flags commands.parser "
         "commands.api_key commands.chat commands.verify server llm weights engine benchmark top",
+        # engines in a cluster: Ray's side; no torch
+        "ray": "errors config commands.flags ipc engine",
+        "ray.server_child": "config commands.flags cli ray",
+        "ray_serve": "ray",
         "__init__": "errors request offline llm",
         "__main__": "cli",
         "engine.__main__": "cli",
@@ -95,6 +99,8 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
     ("commands", "compile_cache"): {"compile_cache.entries", "compile_cache.manifest"},
     ("commands.parser", "benchmark"): {"minisgl.benchmark.settings"},
+    ("ray", "ipc"): {"minisgl.ipc.child_process"},
+    ("ray", "engine"): {"minisgl.engine.remote.supervisor"},
     ("llm", "weights"): {"minisgl.weights.sources"},
     ("cli", "engine"): {
         "minisgl.engine.device_faults",
@@ -119,6 +125,7 @@ ONLY_IN: dict[str, set[str]] = {
         "minisgl/ipc/door_keys.py",
         "minisgl/ipc/server_line.py",
     },
+    "ray": {"minisgl/ray/ingress.py", "minisgl/ray/engine_replica.py", "minisgl/ray_serve.py"},
     "opentelemetry": {"minisgl/server/tracing/export.py"},
     "torch._dynamo": {"minisgl/engine/graphs/decode_graphs.py"},
     "torch._inductor": {"minisgl/engine/graphs/decode_graphs.py", "compile_cache/"},
@@ -131,6 +138,7 @@ ONLY_IN: dict[str, set[str]] = {
         "minisgl/cli.py",
         "minisgl/engine/worker.py",
         "minisgl/parallel/regions.py",
+        "minisgl/ray/server_child.py",
         "compile_cache/",
     },
     "os.getenv": set(),
@@ -293,6 +301,10 @@ def test_every_file_says_what_it_is_for() -> None:
         "minisgl.grammar.compiler",
         "minisgl.text.chat_template",
         "minisgl.weights.pull",
+        "minisgl.ray.settings",
+        "minisgl.ray.autoscaling",
+        "minisgl.ray.forward",
+        "minisgl.ray.server_child",
     ],
 )
 def test_a_fresh_interpreter_loads_no_torch(module: str) -> None:

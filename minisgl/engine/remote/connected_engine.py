@@ -5,6 +5,7 @@ engine that is to end, or to go to another server, tells its server before.
 """
 
 import contextlib
+import math
 import os
 import socket
 import time
@@ -194,9 +195,11 @@ class _WatchedLine:
     def receive(self, timeout_ms: int) -> list[ToEngine]:
         """As `ServerLine.receive`."""
         door, departure, supervisor, _ = self._around
-        if not self._is_leaving and (departure.is_wanted or door.endpoint != self._line.endpoint):
+        moves = door.endpoint != self._line.endpoint
+        if not self._is_leaving and (departure.is_wanted or moves):
             self._is_leaving = True
-            self._line.send(Leaving(departure.limit_s))
+            # The other engines move, too, so its requests must end here.
+            self._line.send(Leaving(math.inf if moves else departure.limit_s))
         if supervisor is not None:
             supervisor.note_service(self._engine)
         return self._line.receive(timeout_ms)

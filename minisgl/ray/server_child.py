@@ -1,0 +1,47 @@
+"""The server behind an ingress: the module `minisgl.ray.server_child`, started by `minisgl/ray/ingress.py`.
+
+It reads one line of JSON from stdin, a `ServerOrder`, and is `minisgl serve` from then on, so API keys and
+the engine secret are on no command line. The process ends when stdin does.
+"""
+
+import os
+import sys
+import threading
+
+import msgspec
+
+from minisgl.cli import main
+from minisgl.commands.flags import fields_of
+from minisgl.config import EngineConfig
+from minisgl.ray.settings import OF_BOTH
+
+
+class ServerOrder(msgspec.Struct, frozen=True):
+    """What the server is to be."""
+
+    words: list[str]
+    """Of `minisgl serve`."""
+    secret: str
+    """For its engines."""
+
+
+def run() -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    # Unbuffered, so that nothing holds a lock on it when the process exits.
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        order = msgspec.json.decode(stdin.readline(), type=ServerOrder)
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    # Variables that set what only engines have must not be taken for flags of the server.
+    engines_own = {field.variable for field in fields_of(EngineConfig) if field.name not in OF_BOTH}
+    environ = {name: value for name, value in os.environ.items() if name not in engines_own}
+    return main(["serve", *order.words], {**environ, "MINISGL_ENGINE_SECRET": order.secret})
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(run())
