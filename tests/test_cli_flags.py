@@ -36,7 +36,8 @@ ENGINE = """
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights
     --no-join-decodes --no-overlap
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
-    --kv-dtype --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
+    --keep-window-pages --no-keep-window-pages --kv-dtype
+    --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
     --prefix-cache --profile-dir --quantization --revision --strict-compile --tokenizer --tp
 """
 SAMPLING = """

@@ -7,7 +7,7 @@ STATE = StateShape(num_heads=4, key_dim=8, value_dim=16, conv_channels=96, conv_
 
 
 def test_a_model_without_windows_has_one_group() -> None:
-    assert group_layers([SMALL] * 3) == (KVGroup((0, 1, 2), SMALL, 0, 3),)
+    assert group_layers([SMALL] * 3) == (KVGroup((0, 1, 2), 0, 3 * 256),)
 
 
 def test_groups_that_keep_all_come_first_then_long_windows() -> None:
@@ -21,22 +21,21 @@ def test_groups_that_keep_all_come_first_then_long_windows() -> None:
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
     (group,) = group_layers([SMALL] * 2, [64, 0], max_context_tokens=64)
-    assert group == KVGroup((0, 1), SMALL, 0, 2)
+    assert group == KVGroup((0, 1), 0, 512)
 
 
-def test_layers_of_other_shapes_have_another_group() -> None:
-    groups = group_layers([SMALL, LARGE, SMALL], [8, 0, 8])
-    assert [(group.shape, group.layers) for group in groups] == [(LARGE, (1,)), (SMALL, (0, 2))]
-    assert [group.elements_per_token for group in groups] == [256, 512]
+def test_layers_of_other_shapes_count_what_they_store() -> None:
+    assert group_layers([SMALL, LARGE, SMALL], [8, 0, 8]) == (KVGroup((1,), 0, 256), KVGroup((0, 2), 8, 512))
+    assert group_layers([SMALL, LARGE]) == (KVGroup((0, 1), 0, 512),)
 
 
 def test_layers_that_read_anothers_keys_are_in_its_group_and_store_nothing() -> None:
     groups = group_layers([SMALL] * 4, [8, 0, 0, 8], [0, 1, 1, 0])
-    assert groups == (KVGroup((1, 2), SMALL, 0, 1), KVGroup((0, 3), SMALL, 8, 1))
+    assert groups == (KVGroup((1, 2), 0, 256), KVGroup((0, 3), 8, 256))
 
 
 def test_states_come_last_and_count_per_row() -> None:
     keys, states = group_layers([STATE, STATE, SMALL, STATE])
-    assert keys == KVGroup((2,), SMALL, 0, 1)
+    assert keys == KVGroup((2,), 0, 256)
     assert (states.kind, states.layers, states.elements_per_token) == ("state", (0, 1, 3), 0)
     assert states.state_bytes(2) == 3 * (4 * 4 * 8 * 16 + 96 * 3 * 2)

@@ -21,6 +21,9 @@ NAMES = (TRITON, FLASHINFER, FA2, FA3, TRTLLM, TORCH)
     trtllm          TensorRT-LLM's kernels through flashinfer; Blackwell only
     torch           the plain reference
 """
+WINDOW_TILE_TOKENS = 128
+"""Our prefill kernels read keys in tiles of at most so many tokens, from a multiple of their size on. What a
+window masks in the first one must be numbers."""
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 OLDEST_GPU = (8, 0)

@@ -29,10 +29,20 @@ class AttentionInputs(NamedTuple):
     decodes: "JoinedDecodes | None" = None  # rows that decode in the same batch as prompts
     output_index: Tensor | None = None  # int [N]  new tokens that leave the attention layer; None = all
     rows: "tuple[RowKeys, ...] | None" = None  # on a CPU, the rows that have keys; None = not looked up yet
+    groups: "tuple[AttentionInputs, ...]" = ()  # this batch for each group of layers; empty = there is one
+
+    def of_group(self, group: int) -> "AttentionInputs":
+        """The batch in the pages of a group of layers."""
+        return self.groups[group] if self.groups else self
 
     def select_outputs(self, x: Tensor) -> Tensor:
         """[T, ...] -> [N, ...]: the tokens that leave the attention layer."""
         return x if self.output_index is None else x.index_select(0, self.output_index)
+
+
+def in_groups(groups: "list[AttentionInputs]") -> AttentionInputs:
+    """One batch for all groups of layers, from the batch in the pages of each."""
+    return groups[0] if len(groups) == 1 else groups[0]._replace(groups=tuple(groups))
 
 
 class RowKeys(NamedTuple):

@@ -4,6 +4,8 @@ Promise: the arithmetic is the engine's own (`minisgl/engine/start/memory.py`). 
 engine measures, are estimated here. The GPU's memory comes from a table or from the user.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +21,9 @@ from minisgl.engine.start.memory import (
     logit_extras_bytes,
     module_bytes,
     plan_memory,
+    pool_limits,
 )
+from minisgl.engine.start.pool_division import PoolLimits, PoolPart, cache_groups
 from minisgl.errors import ConfigError
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model
@@ -120,9 +124,10 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         tp=resolved.tp,
     )
     weights_bytes = module_bytes(decoder)
-    model = rank_sizes(model, resolved.tp)
+    model = replace(rank_sizes(model, resolved.tp), max_position=resolved.max_context_tokens)
     check_weights_fit(weights_bytes, available_bytes, resolved)
     pages_per_row = -(-resolved.max_context_tokens // resolved.page_size)
+    num_groups = len(cache_groups(model.kv_groups, resolved.keep_window_pages))
     budget = plan_memory(
         model,
         resolved,
@@ -130,20 +135,38 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
         weights_bytes=weights_bytes,
         activation_bytes=estimate_activation_bytes(model, resolved, resolved.max_step_tokens),
         tables_bytes=module_bytes(
-            Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta)
+            Rows(resolved.max_running_requests, pages_per_row, resolved.page_size, meta, num_groups)
         ),
         reserve_bytes=estimate_activation_bytes(model, resolved, resolved.max_graph_tokens)
         + graph_reserve_bytes(resolved)
         + logit_extras_bytes(model, resolved),
     )
     contexts = [1 << power for power in range(10, 31) if 1 << power < resolved.max_context_tokens]
-    usable = budget.num_pages - 1  # one is the scratch page
+    limits = pool_limits(resolved)
     requests = {
-        context: usable // -(-context // resolved.page_size)
+        context: requests_that_fit(budget.parts, limits, context)
         for context in (*contexts, resolved.max_context_tokens)
     }
     quantized = "" if model.quantization is None else f" and {model.quantization.describe()}"
     return Capacity(resolved, budget, requests, quantized)
+
+
+def requests_that_fit(parts: Sequence[PoolPart], limits: PoolLimits, context: int) -> int:
+    """How many requests of `context` tokens have their pages in each group."""
+    pages = -(-context // limits.page_size)
+    return min(
+        (part.num_pages - 1) // min(pages, limits.window_pages(part.window) if part.window else pages)
+        for part in parts  # one page is the scratch page
+    )
+
+
+def _tokens_of(part: PoolPart, config: ResolvedConfig) -> str:
+    """The tokens of one group of layers."""
+    window = f", for layers with a window of {part.window:,}" if part.window else ""
+    return (
+        f"{(part.num_pages - 1) * config.page_size:,} tokens of "
+        f"{part.page_bytes / config.page_size / 1024:.4g} KiB in {config.kv_dtype or config.dtype}{window}"
+    )
 
 
 def describe(capacity: Capacity, model: str, gpu: str) -> str:
@@ -154,12 +177,8 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
         ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),
         ("tables", budget.tables_bytes, f"{config.max_running_requests} rows"),
         ("reserve", budget.reserve_bytes, "CUDA graphs, penalties, log probabilities, libraries"),
-        (
-            "KV pool",
-            budget.pool_bytes,
-            f"{(budget.num_pages - 1) * config.page_size:,} tokens of "
-            f"{budget.page_bytes / config.page_size / 1024:.4g} KiB in {config.kv_dtype or config.dtype}",
-        ),
+        ("KV pool", budget.pool_bytes, _tokens_of(budget.parts[0], config)),
+        *(("", 0, _tokens_of(part, config)) for part in budget.parts[1:]),
     ]
     unused = budget.available_bytes - sum(size for _, size, _ in parts)
     parts.append(("unused", unused, "more than the requests below can use" if unused > GIB else ""))
@@ -167,7 +186,10 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
     lines = [
         f"{model} on {each}{gpu}: {gpu_gib(gpu):.1f} GiB, of which the engine may take "
         f"{budget.available_bytes / GIB:.1f} (--memory-fraction {config.memory_fraction:g})",
-        *(f"  {name:<12}{size / GIB:>9.2f} GiB  {note}".rstrip() for name, size, note in parts),
+        *(
+            f"  {name:<12}{size / GIB:>9.2f} GiB  {note}".rstrip() if name else f"{'':29}{note}"
+            for name, size, note in parts
+        ),
         "",
         f"{'context':>12}{'requests at once':>20}",
     ]

@@ -49,6 +49,10 @@ class EngineConfig:
     """Tokens per KV page, a power of two from 1 to 256."""
     num_pages: int | None = None
     """KV pages in the pool. Auto: as many as fit in memory_fraction of the device's memory."""
+    keep_window_pages: bool = False
+    """Layers with a sliding window keep the pages of all tokens, as other layers do, instead of giving them
+    back as the window moves on. Always so with flashinfer's and TensorRT-LLM's attention, and with
+    kv_events_endpoint."""
     join_decodes: bool = True
     """Run decodes and prompts of a step as one batch, if times measured at start-up show that this is faster
     than one after the other. Only if both have CUDA graphs, with the attention backend triton."""
@@ -131,6 +135,7 @@ class ResolvedConfig:
     page_size: int
     num_pages: int | None
     """None = as many as fit, found by a memory profile."""
+    keep_window_pages: bool
     join_decodes: bool
     output_reserve_tokens: int
     memory_fraction: float

@@ -47,10 +47,25 @@ def chosen_settings(
     if model.quantization is not None:
         value = resolved.quantization or "as stored"
         choices.append(ChosenSetting("--quantization", value, model.quantization.describe()))
+    if any(model.windows):
+        choices.append(
+            ChosenSetting(
+                "--keep-window-pages", str(resolved.keep_window_pages), _why_windows(config, resolved)
+            )
+        )
     if resolved.kv_dtype is not None:
         scales = "scales of 1" if model.cache_scale_names is None else "the checkpoint's scales"
         choices.append(ChosenSetting("--kv-dtype", resolved.kv_dtype, f"asked for; {scales}"))
     return choices
+
+
+def _why_windows(config: EngineConfig, resolved: ResolvedConfig) -> str:
+    if config.keep_window_pages:
+        return "asked for"
+    if not resolved.keep_window_pages:
+        return "layers with a window give pages back as it moves on"
+    reason = "--kv-events-endpoint" if resolved.kv_events_endpoint else resolved.attention_backend
+    return f"{reason} knows one page table for all layers"
 
 
 def _why_this_attention(resolved: ResolvedConfig) -> str:

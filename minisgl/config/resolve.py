@@ -5,7 +5,15 @@ Promise: a pure function of the settings, the model and `DeviceFacts`; its resul
 
 import math
 
-from minisgl.attention.choice import OLDEST_FP8_GPU, OLDEST_GPU, TORCH, TRITON, AttentionEnvironment, choose
+from minisgl.attention.choice import (
+    OLDEST_FP8_GPU,
+    OLDEST_GPU,
+    TORCH,
+    TRITON,
+    AttentionEnvironment,
+    Backends,
+    choose,
+)
 from minisgl.config.engine import DeviceFacts, EngineConfig, ResolvedConfig
 from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import require
@@ -84,6 +92,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         mixed_step_tokens=or_auto(config.mixed_step_tokens, min(max_step_tokens, mixed_tokens)),
         page_size=config.page_size,
         num_pages=config.num_pages,
+        keep_window_pages=must_keep_windows(config, attention),
         join_decodes=join_decodes,
         output_reserve_tokens=config.output_reserve_tokens,
         memory_fraction=config.memory_fraction,
@@ -132,6 +141,11 @@ def attention_environment(
         has_softcap=model.attention_softcap is not None,
         has_fp8_cache=kv_dtype == FP8_CACHE,
     )
+
+
+def must_keep_windows(config: EngineConfig, attention: Backends) -> bool:
+    """Whether layers with a window keep all pages: other backends and page events know one page table."""
+    return config.keep_window_pages or bool(config.kv_events_endpoint) or not {*attention} <= {TRITON, TORCH}
 
 
 def auto_mixed_tokens(join_decodes: bool) -> int:

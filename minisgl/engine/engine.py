@@ -29,8 +29,9 @@ from minisgl.errors import RequestError
 from minisgl.grammar.pending import PendingGrammars
 from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import Status
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.grouped_manager import Cache
 from minisgl.kvcache.page_allocator import BrokenInvariantError
+from minisgl.kvcache.pool_figures import pool_figures
 from minisgl.request import RequestOutput
 from minisgl.scheduler.plan import StepPlan, StepResult, TokenMasks
 from minisgl.scheduler.scheduler import Scheduler
@@ -49,7 +50,7 @@ class Engine:
         self,
         config: ResolvedConfig,
         scheduler: Scheduler,
-        cache: KVCacheManager,
+        cache: Cache,
         runner: ModelRunner,
         recorded: RecordedSteps,
         compile_cache: OpenCache | None,
@@ -87,8 +88,8 @@ class Engine:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool that requests can use."""
-        return self.cache.num_usable_pages
+        """Pages of the pool that requests can use; with several groups of layers, those of the first."""
+        return pool_figures(self.cache)[0].usable
 
     @property
     def weights_bytes(self) -> int:
@@ -291,13 +292,14 @@ class Engine:
         stats = self._scheduler.stats
         decode, pace = self._recorded.decode, self.watch.pace
         pace.refresh()
+        first, *others = pool_figures(self.cache)
         return Status(
             sequence,
             num_steps=stats.num_steps,
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
-            num_free_pages=self.cache.num_free_pages,
-            num_cached_pages=self.cache.num_cached_pages,
+            num_free_pages=first.free,
+            num_cached_pages=first.cached,
             num_preemptions=stats.num_preemptions,
             num_recompiles=self._num_recompiles,
             num_graph_misses=decode.num_graph_misses if decode else 0,
@@ -305,9 +307,7 @@ class Engine:
             num_cached_tokens=stats.num_cached_tokens,
             num_output_tokens=stats.num_output_tokens,
             num_broken_counts=self.num_broken_counts,
-            num_held_pages=self.cache.num_usable_pages
-            - self.cache.num_free_pages
-            - self.cache.num_evictable_pages,
+            num_held_pages=first.held,
             num_held_rows=self._scheduler.num_held_rows,
             num_without_logits=stats.num_without_logits,
             num_without_token=stats.num_without_token,
@@ -318,6 +318,7 @@ class Engine:
             num_moments=self.watch.moments.num,
             request_counts=self.watch.lives.times.counts,
             request_part_s=self.watch.lives.times.seconds,
+            window_pages=[[one.window, one.usable, one.free, one.held] for one in others],
         )
 
     def prepare_grammars(self) -> None:
@@ -333,7 +334,7 @@ class Engine:
             return
         try:
             self.cache.check_invariants()
-            lost = self.cache.num_usable_pages - self.cache.num_free_pages - self.cache.num_evictable_pages
+            lost = sum(group.held for group in pool_figures(self.cache))
             problem = f"{lost} pages are held though nothing runs" if lost else ""
         except BrokenInvariantError as error:
             problem = str(error)

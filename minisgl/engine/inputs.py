@@ -3,7 +3,8 @@
 Promise: a staging buffer is not overwritten before the copy from it has ended. The copies are asynchronous
 on CUDA, so a violation would corrupt inputs only under load.
 
-T new tokens, R rows of the batch, C of them chunks, D decodes, U page-table entries that change.
+T new tokens, R rows of the batch, C of them chunks, D decodes, G groups of layers with page tables of their
+own, U page-table entries that change.
 """
 
 from collections.abc import Sequence
@@ -23,9 +24,9 @@ STAGING_BUFFERS = 21
 
 
 class PageTableChange(NamedTuple):
-    """Entries of the flattened page table to overwrite. Each entry appears once."""
+    """Entries of `Rows.page_entries` to overwrite. Each entry appears once."""
 
-    flat_index: np.ndarray  # int32 [U]; the resolver keeps rows * pages below 2**31
+    flat_index: np.ndarray  # int32 [U]; the resolver keeps groups * rows * pages below 2**31
     page_ids: np.ndarray  # int32 [U]
 
 
@@ -38,13 +39,19 @@ class PrefillBatch(NamedTuple):
 
     token_ids: Tensor  # int32 [T]  undefined for decodes: only the device knows their last tokens
     positions: Tensor  # int32 [T]
-    slot_mapping: Tensor  # int32 [T]  -1 = padding, not written
+    slot_mapping: Tensor  # int32 [T]  -1 = padding, not written; for G > 1 [G * align_up(T)], see `slots_of`
     row_ids: Tensor  # int32 [R]
     context_len: Tensor  # int32 [R]  this step's tokens included; 0 = padding
     row_start: Tensor  # int32 [C + 1]  for the chunks; a padding row has no token
     logit_index: Tensor  # int32 [R]  each row's last token; for padding rows, the last real token
     max_query_len: int
     num_decodes: int = 0
+
+    def slots_of(self, group: int) -> Tensor:
+        """The slots of the tokens in the pages of a group, int32 [T]."""
+        num_tokens = len(self.token_ids)
+        first = group * align_up(num_tokens)
+        return self.slot_mapping[first : first + num_tokens]
 
 
 class Decodes(NamedTuple):
@@ -64,11 +71,15 @@ def decodes_of(plan: StepPlan) -> Decodes:
 
 
 class HostPageTable:
-    """The host's copy of the page table, from which it computes slots."""
+    """The host's copy of the page tables, from which it computes slots."""
 
-    def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int) -> None:
-        self._table = np.full((max_rows + 1, max_pages_per_row), SCRATCH_PAGE, dtype=np.int32)
+    def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int, num_groups: int = 1) -> None:
+        shape = (num_groups, max_rows + 1, max_pages_per_row)
+        self._tables = np.full(shape, SCRATCH_PAGE, dtype=np.int32)
+        self._table = self._tables[0]
         self._page_size = page_size
+        self.num_groups = num_groups
+        self._stride = align_up(self._table.size) if num_groups > 1 else self._table.size
 
     @property
     def padding_row(self) -> int:
@@ -84,18 +95,24 @@ class HostPageTable:
         """Apply the plan's page updates here, and return them for the device; None if there are none."""
         if not plan.page_updates:
             return None
-        flat = self._table.reshape(-1)
         width = self._table.shape[1]
-        first = np.array([update.row * width + update.first_index for update in plan.page_updates])
+        first = np.array(
+            [
+                update.group * self._stride + update.row * width + update.first_index
+                for update in plan.page_updates
+            ]
+        )
         page_ids = [np.frombuffer(update.page_ids, "<i4") for update in plan.page_updates]
-        for start, ids in zip(first.tolist(), page_ids, strict=True):
-            flat[start : start + len(ids)] = ids
+        for update, ids in zip(plan.page_updates, page_ids, strict=True):
+            start = update.first_index
+            self._tables[update.group, update.row, start : start + len(ids)] = ids
         flat_index = _runs(first, np.array([len(ids) for ids in page_ids]))
         return PageTableChange(flat_index, np.concatenate(page_ids))
 
-    def slots(self, row: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def slots(self, row: int | np.ndarray, positions: np.ndarray, group: int = 0) -> np.ndarray:
         """The pool's slot of each position, int32 [T], in one row or in one row per position."""
-        return self._table[row, positions // self._page_size] * self._page_size + positions % self._page_size
+        page_ids = self._tables[group, row, positions // self._page_size]
+        return page_ids * self._page_size + positions % self._page_size
 
     def pages_of(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The pages of R >= 1 rows, given their numbers of tokens, each at least 1.
@@ -206,8 +223,10 @@ def pack_prefill(
 ) -> list[np.ndarray]:
     """The int32 arrays of a `PrefillBatch`, in the order of its fields, padded to `size`."""
     num_rows = size.decodes + size.rows
-    token_ids, positions, slots = np.zeros((3, size.tokens), dtype=np.int32)
-    slots.fill(-1)
+    token_ids, positions = np.zeros((2, size.tokens), dtype=np.int32)
+    stride = align_up(size.tokens)  # between the slots of two groups
+    num_slots = size.tokens if pages.num_groups == 1 else pages.num_groups * stride
+    slots = np.full(num_slots, -1, dtype=np.int32)
     row_ids = np.full(num_rows, pages.padding_row, dtype=np.int32)
     context_len = np.zeros(num_rows, dtype=np.int32)
     # Padding rows repeat the last real token, whose logits are wanted anyway: no other token reaches experts.
@@ -216,7 +235,6 @@ def pack_prefill(
     row_start = np.empty(size.rows + 1, dtype=np.int32)
     end = row_start[0] = len(decodes.rows)
     positions[:end] = decodes.lengths - 1
-    slots[:end] = pages.slots(decodes.rows, decodes.lengths - 1)
     row_ids[:end], context_len[:end] = decodes
     logit_index[:end] = np.arange(end)
     # All chunks at once: a call with many choices has as many chunks, most of them short.
@@ -225,7 +243,10 @@ def pack_prefill(
     new, own = slice(end, num_tokens), slice(size.decodes, size.decodes + len(chunks))
     token_ids[new] = np.frombuffer(b"".join([chunk.token_ids for chunk in chunks]), dtype="<i4")
     positions[new] = _runs(starts, counts)
-    slots[new] = pages.slots(np.repeat(rows, counts), positions[new])
+    rows_of_tokens = np.concatenate([decodes.rows, np.repeat(rows, counts)])
+    for group in range(pages.num_groups):
+        own_slots = slice(group * stride, group * stride + num_tokens)
+        slots[own_slots] = pages.slots(rows_of_tokens, positions[:num_tokens], group)
     row_ids[own], context_len[own] = rows, starts + counts
     ends = end + np.cumsum(counts)
     row_start[1 : len(chunks) + 1], logit_index[own] = ends, ends - 1

@@ -120,7 +120,7 @@ class ModelRunner:
         change = self.pages.update(plan)
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
-            self.rows.page_table.view(-1).index_copy_(0, index.long(), page_ids)
+            self.rows.page_entries.index_copy_(0, index.long(), page_ids)
         choice = self._choose_prefill(plan)
         batches: list[HostTokens | UnsampledRows] = []
         prompt_logprobs = None

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.interface import AttentionInputs, JoinedDecodes
-from minisgl.attention.torch import with_rows_of_a_cpu
+from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.inputs import PrefillBatch
 from minisgl.engine.logits import SLICE_ROWS, pack_logprobs
 from minisgl.engine.rows import Rows
+from minisgl.engine.step_inputs import decode_inputs, most_kv_heads, prefill_inputs
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals
@@ -131,50 +131,6 @@ def prefill_logits(
         for *some, ids in zip(*slices, targets[1].split(SLICE_ROWS), strict=True)
     ]
     return found, torch.cat(lines)
-
-
-def prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch) -> AttentionInputs:
-    """Where the batch's rows live in the pool."""
-    num_decodes = batch.num_decodes
-    decodes = None
-    if num_decodes:
-        lengths = batch.context_len[:num_decodes]
-        num_counters = num_arrivals(num_decodes, most_kv_heads(model))
-        arrivals = torch.zeros(num_counters, dtype=torch.int32, device=lengths.device)
-        row_ids, slots = batch.row_ids[:num_decodes], batch.slot_mapping[:num_decodes]
-        decodes = JoinedDecodes(decode_inputs(rows, row_ids, lengths, slots, arrivals), lengths > 0)
-    inputs = AttentionInputs(
-        page_table=rows.page_table,
-        row_ids=batch.row_ids[num_decodes:],
-        context_len=batch.context_len[num_decodes:],
-        slot_mapping=batch.slot_mapping,
-        row_start=batch.row_start,
-        max_query_len=batch.max_query_len,
-        decodes=decodes,
-    )
-    return with_rows_of_a_cpu(inputs, rows.page_size)
-
-
-def decode_inputs(
-    rows: Rows, row_ids: Tensor, context_len: Tensor, slot_mapping: Tensor, arrivals: Tensor
-) -> AttentionInputs:
-    """Where decoding rows live in the pool; arguments as in `AttentionInputs`."""
-    inputs = AttentionInputs(
-        page_table=rows.page_table,
-        row_ids=row_ids,
-        context_len=context_len,
-        slot_mapping=slot_mapping,
-        row_start=rows.decode_row_start[: row_ids.shape[0] + 1],
-        max_query_len=1,
-        is_decode=True,
-        arrivals=arrivals,
-    )
-    return with_rows_of_a_cpu(inputs, rows.page_size)
-
-
-def most_kv_heads(model: Decoder) -> int:
-    """The largest number of KV heads of any layer on this rank."""
-    return max(layer.num_kv_heads for layer in model.attention_layers())
 
 
 def sample_plain(rows: Rows, state: RowState, found: RowLogits) -> Tensor:

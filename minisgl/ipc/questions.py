@@ -106,6 +106,9 @@ class Status(msgspec.Struct, tag=19, array_like=True, frozen=True):
     `lives.REQUEST_BOUNDS_S`, and one for longer ones."""
     request_part_s: list[float] = []
     """Seconds of all requests by `lives.REQUEST_PARTS`."""
+    window_pages: list[list[int]] = []
+    """Of each further group of layers: its window, and its usable, free and held pages. The other numbers of
+    pages are those of the first group."""
 
 
 class CacheFlushed(msgspec.Struct, tag=21, array_like=True, frozen=True):

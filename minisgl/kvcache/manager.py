@@ -65,27 +65,27 @@ class KVCacheManager:
             )
         self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self._allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages)
         self._changes = PageChanges() if notes_changes else None
-        self._tree = RadixTree(page_size, self._changes)
+        self.tree = RadixTree(page_size, self._changes)
         self._leases: dict[Lease, None] = {}
 
     @property
     def num_usable_pages(self) -> int:
-        return self._allocator.num_usable_pages
+        return self.allocator.num_usable_pages
 
     @property
     def num_free_pages(self) -> int:
-        return self._allocator.num_free_pages
+        return self.allocator.num_free_pages
 
     @property
     def num_evictable_pages(self) -> int:
         """Tree pages that no lease has locked; `grow` evicts them when too few pages are free."""
-        return self._tree.num_unlocked_pages
+        return self.tree.num_unlocked_pages
 
     @property
     def num_cached_pages(self) -> int:
-        return self._tree.num_pages
+        return self.tree.num_pages
 
     def find(self, token_ids: TokenIds, earlier: Match | None = None, salt: str = "") -> Match:
         """Find the cached prefix that `admit` would lock now; changes nothing.
@@ -95,7 +95,7 @@ class KVCacheManager:
             salt: leases with different salts share no page.
         """
         matchable = self._matchable(token_ids) if self.prefix_cache else _NO_TOKENS
-        return self._tree.find(matchable, earlier, salt)
+        return self.tree.find(matchable, earlier, salt)
 
     def match_length(self, token_ids: TokenIds, salt: str = "") -> int:
         """How many leading tokens `admit` would find in the tree now; changes nothing."""
@@ -116,9 +116,9 @@ class KVCacheManager:
             is_shareable: False = the lease gets no cached page and shares none.
         """
         if self.prefix_cache and is_shareable:
-            node, page_ids = self._tree.lock(self._matchable(token_ids), earlier, salt)
+            node, page_ids = self.tree.lock(self._matchable(token_ids), earlier, salt)
         else:
-            node, page_ids = self._tree.lock(_NO_TOKENS, None, salt)
+            node, page_ids = self.tree.lock(_NO_TOKENS, None, salt)
         lease = Lease(page_ids, len(page_ids) * self.page_size, len(page_ids), node, is_shareable)
         self._leases[lease] = None
         return lease
@@ -132,7 +132,7 @@ class KVCacheManager:
         first = len(lease.page_ids)
         if not self.prefix_cache or not lease.is_shareable or lease.num_tree_pages < first:
             return array("i")
-        lease.node, found = self._tree.lock_below(lease.node, self._matchable(token_ids, first))
+        lease.node, found = self.tree.lock_below(lease.node, self._matchable(token_ids, first))
         lease.page_ids.extend(found)
         lease.num_tree_pages += len(found)
         return found
@@ -153,8 +153,8 @@ class KVCacheManager:
         if missing > self.num_evictable_pages:
             return None
         if missing > 0:
-            self._allocator.free(self._tree.evict(missing))
-        new = array("i", self._allocator.allocate(needed))
+            self.allocator.free(self.tree.evict(missing))
+        new = array("i", self.allocator.allocate(needed))
         lease.page_ids.extend(new)
         return first, new
 
@@ -171,9 +171,9 @@ class KVCacheManager:
         if end <= first:
             return
         tokens = int32_tokens(token_ids, first * self.page_size, end * self.page_size)
-        if self._tree.has_page_below(lease.node, tokens):
+        if self.tree.has_page_below(lease.node, tokens):
             return
-        lease.node, _ = self._tree.extend(lease.node, tokens, lease.page_ids[first:end])
+        lease.node, _ = self.tree.extend(lease.node, tokens, lease.page_ids[first:end])
         lease.num_tree_pages = end
 
     def commit(self, lease: Lease, token_ids: TokenIds, num_computed_tokens: int) -> list[tuple[int, int]]:
@@ -191,10 +191,10 @@ class KVCacheManager:
             return []
         tokens = int32_tokens(token_ids, first * self.page_size, end * self.page_size)
         own = lease.page_ids[first:end]
-        lease.node, found = self._tree.extend(lease.node, tokens, own)
+        lease.node, found = self.tree.extend(lease.node, tokens, own)
         lease.num_tree_pages = end
         lease.page_ids[first : first + len(found)] = found
-        self._allocator.free(own[: len(found)])
+        self.allocator.free(own[: len(found)])
         return list(enumerate(found, first))
 
     def invalidate(self, lease: Lease) -> None:
@@ -208,7 +208,7 @@ class KVCacheManager:
         """
         self._require_live(lease)
         lease.is_shareable = False
-        self._tree.detach(lease.node)
+        self.tree.detach(lease.node)
 
     def release(self, lease: Lease, token_ids: TokenIds, num_computed_tokens: int) -> None:
         """Commit the full computed pages and free the others; the lease can't be used afterwards.
@@ -218,8 +218,8 @@ class KVCacheManager:
         """
         self.commit(lease, token_ids, num_computed_tokens)
         del self._leases[lease]
-        self._allocator.free(lease.page_ids[lease.num_tree_pages :])
-        self._tree.unlock(lease.node)
+        self.allocator.free(lease.page_ids[lease.num_tree_pages :])
+        self.tree.unlock(lease.node)
         del lease.page_ids[:]
 
     def reset(self) -> None:
@@ -227,8 +227,8 @@ class KVCacheManager:
 
         The engine calls it to go on after it found a broken page count.
         """
-        self._allocator = PageAllocator(self._allocator.num_usable_pages + 1)
-        self._tree = RadixTree(self.page_size, self._changes)
+        self.allocator = PageAllocator(self.allocator.num_usable_pages + 1)
+        self.tree = RadixTree(self.page_size, self._changes)
         self._leases = {}
         if self._changes is not None:
             self._changes.cleared()
@@ -237,8 +237,8 @@ class KVCacheManager:
         """Evict every cached page that no lease has locked; returns how many pages that freed."""
         if self._changes is not None and self.num_evictable_pages == self.num_cached_pages:
             self._changes.cleared()
-        page_ids = self._tree.evict(self.num_evictable_pages)
-        self._allocator.free(page_ids)
+        page_ids = self.tree.evict(self.num_evictable_pages)
+        self.allocator.free(page_ids)
         return len(page_ids)
 
     def take_changes(self) -> list[PageChange]:
@@ -251,8 +251,8 @@ class KVCacheManager:
         Raises:
             BrokenInvariantError: names the promise that is broken.
         """
-        self._allocator.check_invariants()
-        self._tree.check_invariants([lease.node for lease in self._leases])
+        self.allocator.check_invariants()
+        self.tree.check_invariants([lease.node for lease in self._leases])
         owner: dict[int, str] = {}
 
         def claim(page_id: int, by: str) -> None:
@@ -264,15 +264,15 @@ class KVCacheManager:
                 )
             owner[page_id] = by
 
-        for page_id in self._allocator.free_page_ids():
+        for page_id in self.allocator.free_page_ids():
             claim(page_id, "free")
-        for node in self._tree.nodes():
+        for node in self.tree.nodes():
             for page_id in node.page_ids:
                 claim(page_id, "in the tree")
         for number, lease in enumerate(self._leases):
             for page_id in lease.page_ids[lease.num_tree_pages :]:
                 claim(page_id, f"owned by lease {number}")
-            if lease.page_ids[: lease.num_tree_pages] != self._tree.path_page_ids(lease.node):
+            if lease.page_ids[: lease.num_tree_pages] != self.tree.path_page_ids(lease.node):
                 raise BrokenInvariantError(f"a lease points at the tree's pages: lease {number} does not")
         if len(owner) != self.num_usable_pages:
             lost = sorted(set(range(SCRATCH_PAGE + 1, self.num_usable_pages + 1)) - owner.keys())

@@ -30,6 +30,8 @@ class PageAllocator:
                 "give it more memory or use smaller pages"
             )
         self.num_pages = num_pages
+        self.freed: list[int] | None = None
+        """Gets every page that comes back; None: nothing does."""
         self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))  # a stack: lowest ids go first
         self._is_free = bytearray(b"\x01") * num_pages
         self._is_free[SCRATCH_PAGE] = 0
@@ -73,6 +75,8 @@ class PageAllocator:
                 raise BrokenInvariantError(f"a page is freed once: page {page_id} is free already")
             self._is_free[page_id] = 1
             self._free.append(page_id)
+        if self.freed is not None:
+            self.freed.extend(page_ids)
 
     def check_invariants(self) -> None:
         """Recount the free list in O(pages).

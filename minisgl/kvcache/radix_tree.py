@@ -120,6 +120,14 @@ class RadixTree:
         end, in_run, _ = self._walk(node, len(node.page_ids), tokens)
         return self._lock_between(node, end, in_run)
 
+    def pages_below(self, node: Node, tokens: Tokens) -> array:
+        """The pages that `lock_below` would find."""
+        end, _, num_pages = self._walk(node, len(node.page_ids), tokens)
+        page_ids = array("i")
+        for step in reversed(_path(end, node)):
+            page_ids.extend(step.page_ids)
+        return page_ids[:num_pages]
+
     def has_page_below(self, node: Node, tokens: Tokens) -> bool:
         """Whether the tree has the first page of `tokens` below `node`."""
         return tokens[: self.page_size].tobytes() in node.children

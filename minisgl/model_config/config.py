@@ -170,6 +170,12 @@ class ModelConfig:
         return group_layers(shapes, self.windows, self.kv_sources, self.max_position)
 
     @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The index in `kv_groups` of each layer's group."""
+        groups = {layer: group for group, members in enumerate(self.kv_groups) for layer in members.layers}
+        return tuple(groups[layer] for layer in range(self.num_layers))
+
+    @property
     def kv_elements_per_token(self) -> int:
         """K and V elements of one token over all layers."""
         return sum(group.elements_per_token for group in self.kv_groups)

@@ -1,8 +1,8 @@
-"""Which layers of a model keep their cache in the same way: KV groups.
+"""Which layers of a model keep the same part of a row: KV groups.
 
 Promise: every layer is in one group, and a layer that reads another layer's keys and values is in that one's.
-The groups that keep all tokens come first, then windows from the longest on, then states. Most models have
-one group.
+The group that keeps all tokens comes first, then windows from the longest on, then the states. Most models
+have one group. Layers of a group may have different shapes: they share page ids, not memory.
 """
 
 from collections.abc import Sequence
@@ -39,34 +39,24 @@ class StateShape(NamedTuple):
 
 
 class KVGroup(NamedTuple):
-    """Layers whose cache has one shape and is kept in one way: all tokens, a window of them, or a state."""
+    """Layers that keep the same part of a row: all tokens, a window of them, or a state."""
 
     layers: tuple[int, ...]
-    shape: KVShape | StateShape
     window: int = 0
-    """Tokens that the next one sees, itself included; 0 = all of them, or a state."""
-    num_stored: int = 0
-    """How many of the layers have a cache of their own; the others read one of these."""
-
-    @property
-    def is_state(self) -> bool:
-        return isinstance(self.shape, StateShape)
+    """Tokens that a token sees, itself included; 0 = all of them, or a state."""
+    elements_per_token: int = 0
+    """Keys and values of one token in all layers; 0 for states."""
+    states: tuple[StateShape, ...] = ()
+    """The state of each layer; empty = the layers keep keys and values."""
 
     @property
     def kind(self) -> str:
         """One of "all", "window" and "state"."""
-        return "state" if self.is_state else "window" if self.window else "all"
-
-    @property
-    def elements_per_token(self) -> int:
-        """Keys and values of one token in all layers; 0 for states."""
-        return self.num_stored * self.shape.num_elements if isinstance(self.shape, KVShape) else 0
+        return "state" if self.states else "window" if self.window else "all"
 
     def state_bytes(self, element_bytes: int) -> int:
         """A row's state in all layers, and a snapshot's; 0 for other groups."""
-        if not isinstance(self.shape, StateShape):
-            return 0
-        return self.num_stored * self.shape.num_bytes(element_bytes)
+        return sum(state.num_bytes(element_bytes) for state in self.states)
 
 
 def group_layers(
@@ -83,18 +73,19 @@ def group_layers(
         sources: the layer whose keys and values each layer reads; empty = each reads its own.
         max_context_tokens: a window that is as long counts as none.
     """
-    members: dict[tuple[int, KVShape | StateShape], list[int]] = {}
-    stored: dict[tuple[int, KVShape | StateShape], int] = {}
-    for layer in range(len(shapes)):
+    members: dict[int, list[int]] = {}
+    elements: dict[int, int] = {}
+    states: dict[int, StateShape] = {}
+    for layer, shape in enumerate(shapes):
+        if isinstance(shape, StateShape):
+            states[layer] = shape
+            continue
         source = sources[layer] if sources else layer
         window = windows[source] if windows else 0
-        if isinstance(shapes[source], StateShape) or (max_context_tokens and window >= max_context_tokens):
+        if max_context_tokens and window >= max_context_tokens:
             window = 0
-        key = (window, shapes[source])
-        members.setdefault(key, []).append(layer)
-        stored[key] = stored.get(key, 0) + (source == layer)
-    groups = [
-        KVGroup(tuple(layers), shape, window, stored[window, shape])
-        for (window, shape), layers in members.items()
-    ]
-    return tuple(sorted(groups, key=lambda group: (group.is_state, group.window > 0, -group.window)))
+        members.setdefault(window, []).append(layer)
+        elements[window] = elements.get(window, 0) + (shape.num_elements if source == layer else 0)
+    in_order = sorted(members, key=lambda window: (window > 0, -window))
+    groups = [KVGroup(tuple(members[window]), window, elements[window]) for window in in_order]
+    return (*groups, *([KVGroup(tuple(states), states=tuple(states.values()))] if states else []))

@@ -7,7 +7,7 @@ T new tokens, N of them that leave the last layer's attention (all by default), 
 D head dim, P pages, S page size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Decoder(nn.Module):
         if config.local_rope_layers:
             self.register_buffer("local_cos_sin", make_cos_sin(config, device, local=True), persistent=False)
         self.no_rope_layers = config.no_rope_layers
+        self.layer_groups = config.layer_groups
         if config.no_rope_layers:
             self.register_buffer("no_rope_cos_sin", make_unrotated(config, device), persistent=False)
         self.embedding_scale = None
@@ -126,10 +127,10 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         residual = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            cos_sin = self._cos_sin_of(index)
+            cos_sin, own = self._cos_sin_of(index), inputs.of_group(self.layer_groups[index])
             if logit_index is not None and index == len(self.layers) - 1:
-                inputs = inputs._replace(output_index=logit_index)
-            x, residual = run_block(layer, x, residual, positions, cos_sin, inputs)
+                own = own._replace(output_index=logit_index)
+            x, residual = run_block(layer, x, residual, positions, cos_sin, own)
         return x, residual
 
     def _cos_sin_of(self, layer: int) -> Tensor:
@@ -149,11 +150,18 @@ class Decoder(nn.Module):
         return logits
 
     def allocate_kv(
-        self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+        self, num_pages: int | Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Give every layer a zeroed pool of [P, S, K, D] keys and as many values."""
-        for attention in self.attention_layers():
-            attention.allocate_kv(num_pages, page_size, dtype, device)
+        """Give every layer a zeroed pool of [P, S, K, D] keys and as many values.
+
+        Args:
+            num_pages: of every layer, or of the layers of each group.
+        """
+        for group, layer in zip(self.layer_groups, self.layers, strict=True):
+            pages = num_pages if isinstance(num_pages, int) else num_pages[group]
+            for attention in layer.modules():
+                if isinstance(attention, Attention):
+                    attention.allocate_kv(pages, page_size, dtype, device)
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each block, first to last; each owns its layer's k_cache and v_cache."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.grouped_manager import Cache, GroupedCacheManager
+from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.radix_tree import Match
 from minisgl.request import Request, RequestState
 from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit, RowRules
@@ -27,11 +28,12 @@ class TableUpdates(NamedTuple):
 
 
 class Lacking(NamedTuple):
-    """Why a request did not fit."""
+    """Why a request did not fit, in pages of the group that lacks them."""
 
     needed_pages: int = 0  # of its own, beside its cached prefix
     reserved_pages: int = 0  # that the running requests still need
     available_pages: int = 0
+    window: int = 0  # of the group; 0 = the pages of all tokens
 
 
 class Holdings:
@@ -41,8 +43,9 @@ class Holdings:
         output_reserve_tokens: tokens that `try_admit` reserves for the output of each request.
     """
 
-    def __init__(self, cache: KVCacheManager, max_rows: int, output_reserve_tokens: int) -> None:
+    def __init__(self, cache: Cache, max_rows: int, output_reserve_tokens: int) -> None:
         self._cache = cache
+        self._groups = cache if isinstance(cache, GroupedCacheManager) else None
         self._page_size = cache.page_size
         self.max_rows = max_rows
         self._output_reserve_tokens = output_reserve_tokens
@@ -75,6 +78,11 @@ class Holdings:
     def num_available_pages(self) -> int:
         """Pages that are free or evictable."""
         return self._cache.num_free_pages + self._cache.num_evictable_pages
+
+    @property
+    def availability(self) -> object:
+        """Equal to an earlier value if the same numbers of pages are available in all groups."""
+        return self.num_available_pages if self._groups is None else self._groups.availability
 
     def find(self, matchable: np.ndarray, earlier: Match | None, salt: str) -> Match:
         """Find the cached prefix that `try_admit` would use now.
@@ -123,22 +131,27 @@ class Holdings:
         if request.rules is not None:
             self._add_rules(request.row, rules_with_output(request.rules, request.output))
         if lease.page_ids:
-            self._page_updates.append(PageUpdate(request.row, 0, lease.page_ids.tobytes()))
+            self._update_pages(request, 0, lease.page_ids)
         self.num_with_extras += request.has_extras
         return True
 
     def capacity_tokens(self, request: Request) -> int:
-        """Tokens that the request could hold if it got every available page."""
+        """Tokens that the request could hold if it got every page that is available and not promised."""
+        if self._groups is not None:
+            self._groups.advance(request.lease, request.num_planned_tokens)
+            return self._groups.most_pages(request.lease) * self._page_size
         return (len(request.lease.page_ids) + self.num_available_pages) * self._page_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Get pages for the request's first `num_tokens` tokens; False = too few pages, nothing changed."""
+        if self._groups is not None:
+            self._groups.advance(request.lease, request.num_planned_tokens)
         grown = self._cache.grow(request.lease, num_tokens)
         if grown is None:
             return False
         first_index, page_ids = grown
         if page_ids:
-            self._page_updates.append(PageUpdate(request.row, first_index, page_ids.tobytes()))
+            self._update_pages(request, first_index, page_ids)
         capacity = len(request.lease.page_ids) * self._page_size
         request.decode_limit = (
             min(capacity, request.max_fed_tokens) if request.state is RequestState.DECODE else 0
@@ -160,7 +173,7 @@ class Holdings:
         if page_ids:
             request.uses_shared_pages = True
             request.num_planned_tokens += len(page_ids) * self._page_size
-            self._page_updates.append(PageUpdate(request.row, first_index, page_ids.tobytes()))
+            self._update_pages(request, first_index, page_ids)
 
     def share(self, request: Request) -> None:
         """Put the planned tokens' full pages into the tree; the step being planned computes them."""
@@ -173,7 +186,7 @@ class Holdings:
         """
         for index, page_id in self._cache.commit(request.lease, request.feed, num_fed):
             request.uses_shared_pages = True
-            self._page_updates.append(PageUpdate(request.row, index, array("i", [page_id]).tobytes()))
+            self._update_pages(request, index, array("i", [page_id]))
 
     def invalidate(self, request: Request) -> None:
         """Remove the request's pages from the cache's matches, because their keys and values may be wrong."""
@@ -218,6 +231,14 @@ class Holdings:
         cost_tokens = sum(rules.cost_tokens for rules, _ in self._row_rules.values())
         assert self.new_rules_cost_tokens == cost_tokens, "new_rules_cost_tokens is off"
 
+    def _update_pages(self, request: Request, first_index: int, page_ids: array) -> None:
+        """Collect the row's new page-table entries, which begin at `first_index`."""
+        if self._groups is None:
+            self._page_updates.append(PageUpdate(request.row, first_index, page_ids.tobytes()))
+            return
+        for group, index, ids in self._groups.tables(request.lease, first_index, len(page_ids)):
+            self._page_updates.append(PageUpdate(request.row, index, ids.tobytes(), group))
+
     def _add_rules(self, row: int, rules: LogitRules) -> None:
         if id(rules) not in self._row_rules:
             self._row_rules[id(rules)] = (rules, [])
@@ -240,21 +261,30 @@ class Holdings:
         lease = self._cache.admit(
             matchable, earlier=found, is_shareable=not request.is_isolated, salt=request.cache_salt
         )
+        lacking = None
+        if self._groups is not None:
+            lacking = self._groups.reserve(lease, self._reserved_tokens(request, 0))
         if pages_still_needed is not None:
             own = self._pages_still_needed(request, 0, len(lease.page_ids))
             available = self.num_available_pages
             if pages_still_needed + own > available:
-                self.lacking = Lacking(own, pages_still_needed, available)
+                lacking = (own, pages_still_needed, available)
+            if lacking is not None:
+                self.lacking = Lacking(*lacking)
                 self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
                 return None
         return lease
 
     def _pages_still_needed(self, request: Request, num_planned_tokens: int, num_held_pages: int) -> int:
         """Pages that a request still needs for the rest of its feed and the reserved part of its output."""
+        tokens = self._reserved_tokens(request, num_planned_tokens)
+        return max(pages_for(tokens, self._page_size) - num_held_pages, 0)
+
+    def _reserved_tokens(self, request: Request, num_planned_tokens: int) -> int:
+        """The tokens of a request's feed and of the reserved part of its output."""
         fed = max(num_planned_tokens, len(request.feed))
         remaining = request.max_fed_tokens - fed
-        tokens = fed + min(remaining, self._output_reserve_tokens)
-        return max(pages_for(tokens, self._page_size) - num_held_pages, 0)
+        return fed + min(remaining, self._output_reserve_tokens)
 
 
 def _row_init(request: Request) -> RowInit:

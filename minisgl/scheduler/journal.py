@@ -182,6 +182,14 @@ class Journal:
 def _figures_of_pages(holdings: Holdings, running: Sequence[Request]) -> dict[str, int]:
     """What the first request of the queue lacks, and who has it."""
     lacking = holdings.lacking
+    if lacking.window:
+        return {
+            "needed_pages": lacking.needed_pages,
+            "free_pages": max(lacking.available_pages - lacking.reserved_pages, 0),
+            "reserved_pages": min(lacking.reserved_pages, lacking.available_pages),
+            "window": lacking.window,
+            "running": len(running),
+        }
     held_pages = [len(request.lease.page_ids) for request in running]
     most = [max(held_pages)] if held_pages else []
     if len(held_pages) > 1:

@@ -68,6 +68,7 @@ class PageUpdate(NamedTuple):
     row: int
     first_index: int
     page_ids: bytes  # little-endian int32
+    group: int = 0  # of layers; each has page tables of its own
 
 
 class Chunk(NamedTuple):

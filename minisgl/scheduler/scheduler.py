@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.errors import RequestError
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.grouped_manager import Cache
 from minisgl.request import FinishReason, Request, RequestOutput, RequestState, SamplingParams
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.failures import error_output, why_no_token
@@ -45,7 +45,7 @@ class _LaunchedStep(NamedTuple):
 class Scheduler:
     """Plans steps and books their results. Only it and the parts that it is made of write to requests."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, cache: Cache) -> None:
         pool_tokens = cache.num_usable_pages * cache.page_size
         assert config.max_context_tokens <= pool_tokens, f"the pool holds only {pool_tokens} tokens"
         self.config = config
@@ -256,6 +256,10 @@ class Scheduler:
             self.journal.released()
 
         if not decode_rows and not chunks:
+            if not self._launched and len(self._running) > 1:
+                # With windows, prompts that shared pages may wait for each other's. The oldest alone fits.
+                self._preempt(self._running[-1], self._running[0])
+                return self.plan()
             assert self._launched or not self._running, "requests run, none can go on, nothing is in flight"
             return None
         extras = self._holdings.num_with_extras

@@ -116,15 +116,31 @@ class Executor(Protocol):
 
 
 class FakeExecutor:
-    """Executes plans in launch order, like a GPU stream."""
+    """Executes plans in launch order, like a GPU stream.
 
-    def __init__(self, model: FakeModel, *, num_pages: int, page_size: int, max_rows: int) -> None:
+    Args:
+        windows: window and pages of each window group. Every step checks that their pages still hold what the
+            new tokens see, after all rows have stored theirs.
+        num_pages: of the group that keeps all tokens; 0 = all groups have windows.
+    """
+
+    def __init__(
+        self,
+        model: FakeModel,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        windows: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.model = model
         self._page_size = page_size
-        self._pool: list[int] = [_POISON] * (
-            num_pages * page_size
-        )  # hash of the prefix that ends in this slot
-        self._pages: list[dict[int, int]] = [{} for _ in range(max_rows)]
+        groups = [(0, num_pages)] * (num_pages > 0) + [*windows]
+        self._windows = [window for window, _ in groups]
+        # Of each group: the hash of the prefix that ends in this slot, and of that which ends before it.
+        self._pools = [[_POISON] * (pages * page_size) for _, pages in groups]
+        self._before = [[_POISON] * (pages * page_size) for _, pages in groups]
+        self._pages: list[list[dict[int, int]]] = [[{} for _ in range(max_rows)] for _ in groups]
         self._last_token = [_POISON] * max_rows
         self._context_len = [0] * max_rows
         self._seed = [0] * max_rows
@@ -134,19 +150,23 @@ class FakeExecutor:
         assert len({init.row for init in plan.row_inits}) == len(plan.row_inits), "a row is initialised twice"
         for init in plan.row_inits:
             self._seed[init.row] = init.seed
-            self._pages[init.row] = {}
+            for pages in self._pages:
+                pages[init.row] = {}
             self._context_len[init.row] = 0
             self._last_token[init.row] = _POISON
         touched = set()
         for update in plan.page_updates:
             page_ids = np.frombuffer(update.page_ids, "<i4").tolist()
             for index, page_id in enumerate(page_ids, update.first_index):
-                assert (update.row, index) not in touched, "two values for one page-table entry in one plan"
-                touched.add((update.row, index))
-                self._pages[update.row][index] = page_id
+                entry = (update.group, update.row, index)
+                assert entry not in touched, "two values for one page-table entry in one plan"
+                touched.add(entry)
+                self._pages[update.group][update.row][index] = page_id
         if plan.chunks:
             lengths = tuple([self._context_len[row] + 1 for row in plan.decode_rows])
             assert plan.decode_lengths == lengths, "the plan has other lengths than the rows"
+        starts = [(row, self._context_len[row]) for row in plan.decode_rows]
+        starts += [(chunk.row, chunk.num_computed_tokens) for chunk in plan.chunks]
         results = [
             self._feed(row, self._context_len[row], [self._last_token[row]]) for row in plan.decode_rows
         ]
@@ -155,6 +175,8 @@ class FakeExecutor:
             result = self._feed(chunk.row, chunk.num_computed_tokens, token_ids)
             if chunk.samples:
                 results.append(result)
+        for row, start in starts:
+            self._check_windows(row, start)
         for row, token in zip(plan.sampled_rows, results, strict=True):
             self._last_token[row] = token
         return results
@@ -163,17 +185,34 @@ class FakeExecutor:
     def context_lens(self) -> list[int]:
         return self._context_len
 
-    def _slot(self, row: int, position: int) -> int:
-        return self._pages[row][position // self._page_size] * self._page_size + position % self._page_size
+    def _slot(self, group: int, row: int, position: int) -> int:
+        page = self._pages[group][row][position // self._page_size]
+        return page * self._page_size + position % self._page_size
 
     def _feed(self, row: int, start: int, token_ids: list[int]) -> int:
-        context = self._pool[self._slot(row, start - 1)] if start else 0
+        context = self._pools[0][self._slot(0, row, start - 1)] if start else 0
         assert context != _POISON, f"row {row} reads a slot that was never written"
         for position, token in enumerate(token_ids, start):
-            context = self.model.advance(context, token)
-            self._pool[self._slot(row, position)] = context
+            before, context = context, self.model.advance(context, token)
+            for group, pool in enumerate(self._pools):
+                slot = self._slot(group, row, position)
+                pool[slot], self._before[group][slot] = context, before
         self._context_len[row] = start + len(token_ids)
         return self.model.next_token(context, self._seed[row])
+
+    def _check_windows(self, row: int, start: int) -> None:
+        """Check that all that the row's new tokens, from `start` on, see in windows is one prefix."""
+        for group, window in enumerate(self._windows):
+            if not window:
+                continue
+            end = self._context_len[row]
+            slots = [self._slot(group, row, position) for position in range(max(start - window + 1, 0), end)]
+            hashes = [self._pools[group][slot] for slot in slots]
+            assert _POISON not in hashes, f"row {row} reads a slot of group {group} that was never written"
+            assert hashes[:-1] == [self._before[group][slot] for slot in slots[1:]], (
+                f"row {row} sees other tokens in the window of group {group}"
+            )
+            assert hashes[-1] == self._pools[0][self._slot(0, row, end - 1)], "groups differ"
 
 
 class Arrival(NamedTuple):

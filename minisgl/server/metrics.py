@@ -69,22 +69,26 @@ class _Labelled:
     """Makes metrics with these labels."""
 
     def __init__(self, labels: dict[str, str]) -> None:
-        self._names, self._values = list(labels), list(labels.values())
+        self._names, self.values = list(labels), list(labels.values())
 
     def gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=self._names)
-        family.add_metric(self._values, value)
+        family.add_metric(self.values, value)
         return family
+
+    def gauges(self, name: str, help_text: str, labels: list[str]) -> GaugeMetricFamily:
+        """A family of gauges with more labels, to which the caller adds."""
+        return GaugeMetricFamily(PREFIX + name, help_text, labels=[*self._names, *labels])
 
     def counter(self, name: str, help_text: str, value: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, help_text, labels=self._names)
-        family.add_metric(self._values, value)
+        family.add_metric(self.values, value)
         return family
 
     def by_label(self, name: str, help_text: str, labels: list[str], values: dict[str, int]) -> Metric:
         family = CounterMetricFamily(PREFIX + name, help_text, labels=[*self._names, *labels])
         for key, value in sorted(values.items()):
-            family.add_metric([*self._values, *key.split(" ")], value)
+            family.add_metric([*self.values, *key.split(" ")], value)
         return family
 
     def histogram(self, name: str, help_text: str, values: Histogram) -> Metric:
@@ -93,7 +97,7 @@ class _Labelled:
         for bound, more in zip((*values.bounds, float("inf")), values.counts, strict=True):
             count += more
             buckets.append(("+Inf" if bound == float("inf") else repr(bound), count))
-        family.add_metric(self._values, buckets, values.total)
+        family.add_metric(self.values, buckets, values.total)
         return family
 
 
@@ -148,6 +152,12 @@ def _engine_families(made: _Labelled, figures: EngineFigures) -> Iterator[Metric
     yield made.gauge("kv_cache_usage_perc", "Share (0 to 1) of the KV pages that requests hold.", used)
     cached = status.num_cached_pages / max(ready.num_pages, 1)
     yield made.gauge("prefix_cache_pages_perc", "Share (0 to 1) of the KV pages in the prefix cache.", cached)
+    if status.window_pages:
+        family = made.gauges("kv_window_pages", "Pages of layers that share a window.", ["window", "state"])
+        for window, usable, free, held in status.window_pages:
+            for state, pages in (("free", free), ("held", held), ("cached", usable - free - held)):
+                family.add_metric([*made.values, str(window), state], pages)
+        yield family
     yield made.counter(
         "prefix_cache_queries", "Prompt tokens looked up in the cache.", status.num_prompt_tokens
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.engine import Engine
 from minisgl.engine.inputs import build_prefill
-from minisgl.engine.steps import prefill_inputs
+from minisgl.engine.step_inputs import prefill_inputs
 from minisgl.errors import MinisglError
 from minisgl.ipc.messages import AddRequest
 from minisgl.layers.moe import MoeMLP
@@ -109,10 +109,17 @@ def _run_blocks(engine: Engine, tokens: list[int]) -> tuple[Tensor, Tensor]:
     engine.flush_prefix_cache()
     runner, page_size = engine.runner, engine.config.page_size
     num_pages = -(-len(tokens) // page_size)
+    smallest = min(len(attention.k_cache) for attention in runner.model.attention_layers()) - 1
+    if num_pages > smallest:
+        raise MinisglError(
+            f"logits of {len(tokens)} tokens need {num_pages} pages in every layer, and one has {smallest}; "
+            "raise --num-pages, or use --keep-window-pages"
+        )
+    page_ids = np.arange(1, num_pages + 1, dtype="<i4").tobytes()
     plan = StepPlan(
         step_id=0,
         row_inits=(RowInit(0, 0.0, 0, 1.0, 0.0, 0),),
-        page_updates=(PageUpdate(0, 0, np.arange(1, num_pages + 1, dtype="<i4").tobytes()),),
+        page_updates=tuple(PageUpdate(0, 0, page_ids, group) for group in range(runner.pages.num_groups)),
         decode_rows=(),
         chunks=(),
         sampled_rows=(),

@@ -16,7 +16,6 @@ from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.start.memory import (
     check_weights_fit,
     logit_extras_bytes,
-    page_bytes,
     plan_memory,
 )
 from minisgl.errors import ConfigError
@@ -50,7 +49,8 @@ def resolved(**fields: object) -> ResolvedConfig:
 
 
 def test_a_page_holds_keys_and_values_of_all_layers() -> None:
-    assert page_bytes(MODEL, resolved(page_size=16)) == 16 * 2 * 32 * 8 * 128 * 2
+    budget = plan_memory(MODEL, resolved(page_size=16), available_bytes=40 * GIB, **PARTS)
+    assert budget.page_bytes == 16 * 2 * 32 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("available_gib", [21, 24, 40, 80])

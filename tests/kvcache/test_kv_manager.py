@@ -41,9 +41,9 @@ def snapshot(manager: KVCacheManager) -> tuple[object, ...]:
         manager.num_cached_pages,
         [
             (id(node), list(node.page_ids), list(node.tokens), node.lock_count)
-            for node in manager._tree.nodes()
+            for node in manager.tree.nodes()
         ],
-        [id(node) for node in manager._tree._eviction_order],
+        [id(node) for node in manager.tree._eviction_order],
     )
 
 
@@ -288,7 +288,7 @@ def test_a_finished_request_serves_the_next_turn_of_its_conversation():
         whole = np.concatenate([turn, answer])
         manager.release(lease, whole, len(whole) - 1)  # the last token was never fed
         turn = np.concatenate([whole, prompt(9, seed=99)])
-    assert len(list(manager._tree.nodes())) == 1, "one conversation is one run"
+    assert len(list(manager.tree.nodes())) == 1, "one conversation is one run"
 
 
 def test_commit_refuses_more_tokens_than_there_are():
@@ -408,13 +408,13 @@ def test_the_check_names_what_is_wrong():
             manager.check_invariants()
 
     broken("no page is lost", lambda manager, lease: lease.page_ids.pop())
-    broken("no page is lost", lambda manager, lease: manager._allocator.allocate(1))
-    broken("free and owned by lease 0", lambda manager, lease: manager._allocator.free(lease.page_ids[-1:]))
-    broken("free and in the tree", lambda manager, lease: manager._allocator.free(lease.page_ids[:1]))
+    broken("no page is lost", lambda manager, lease: manager.allocator.allocate(1))
+    broken("free and owned by lease 0", lambda manager, lease: manager.allocator.free(lease.page_ids[-1:]))
+    broken("free and in the tree", lambda manager, lease: manager.allocator.free(lease.page_ids[:1]))
     broken("only usable pages", lambda manager, lease: lease.page_ids.__setitem__(-1, 0))
     broken("only usable pages", lambda manager, lease: lease.page_ids.__setitem__(-1, 20))
     broken("points at the tree's pages", lambda manager, lease: lease.page_ids.__setitem__(0, 9))
     broken("counts the locks", lambda manager, lease: manager._leases.clear())
-    broken("counts the locks", lambda manager, lease: manager._tree.unlock(lease.node))
-    broken("counts the pages in the tree", lambda manager, lease: setattr(manager._tree, "num_pages", 3))
-    broken("exactly the pages that are marked", lambda manager, lease: manager._allocator._free.pop())
+    broken("counts the locks", lambda manager, lease: manager.tree.unlock(lease.node))
+    broken("counts the pages in the tree", lambda manager, lease: setattr(manager.tree, "num_pages", 3))
+    broken("exactly the pages that are marked", lambda manager, lease: manager.allocator._free.pop())

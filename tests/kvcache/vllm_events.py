@@ -101,7 +101,7 @@ def cached_prefixes(manager: KVCacheManager) -> set[Prefix]:
     """What a prompt can find now, read from the tree node by node."""
     found: set[Prefix] = set()
     pending = [
-        (salt, (), child) for salt, root in manager._tree.roots.items() for child in root.children.values()
+        (salt, (), child) for salt, root in manager.tree.roots.items() for child in root.children.values()
     ]
     while pending:
         salt, tokens, node = pending.pop()

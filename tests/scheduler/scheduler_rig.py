@@ -1,7 +1,10 @@
 """The scheduler with the real KV manager and a fake engine whose tokens betray any wrong page."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from minisgl.kvcache.grouped_manager import Cache, GroupedCacheManager, WindowGroup
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import RequestOutput
 from minisgl.scheduler.config import SchedulerConfig
@@ -29,10 +32,24 @@ def build(
     output_reserve_tokens: int = 64,
     vocab_size: int = 50,
     notes_changes: bool = False,
-) -> tuple[Scheduler, FakeExecutor, KVCacheManager]:
-    cache = KVCacheManager(
-        num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache, notes_changes=notes_changes
-    )
+    windows: Sequence[WindowGroup] = (),
+    keeps_all: bool = True,
+    tile_tokens: int = 1,
+) -> tuple[Scheduler, FakeExecutor, Cache]:
+    cache: Cache
+    if windows:
+        cache = GroupedCacheManager(
+            num_places=num_pages,
+            page_size=page_size,
+            keeps_all=keeps_all,
+            windows=windows,
+            prefix_cache=prefix_cache,
+            tile_tokens=tile_tokens,
+        )
+    else:
+        cache = KVCacheManager(
+            num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache, notes_changes=notes_changes
+        )
     config = SchedulerConfig(
         max_rows=max_rows,
         max_step_tokens=max_step_tokens,
@@ -44,7 +61,13 @@ def build(
         eos_token_ids=(EOS,),
     )
     model = FakeModel(vocab_size=vocab_size, eos_token_id=EOS, eos_one_in=eos_one_in)
-    executor = FakeExecutor(model, num_pages=num_pages, page_size=page_size, max_rows=max_rows)
+    executor = FakeExecutor(
+        model,
+        num_pages=num_pages if keeps_all else 0,
+        page_size=page_size,
+        max_rows=max_rows,
+        windows=windows,
+    )
     return Scheduler(config, cache), executor, cache
 
 

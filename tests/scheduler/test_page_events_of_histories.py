@@ -6,6 +6,7 @@ from scheduler_rig import build, prompt_of
 from vllm_events import Router, cached_prefixes
 
 from minisgl.engine.page_events import PageEventEncoder
+from minisgl.kvcache.manager import KVCacheManager
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import NO_LOGITS
 
@@ -52,6 +53,8 @@ def test_a_router_that_reads_the_events_knows_the_cached_prefixes(
                 done, [NO_LOGITS if row == broken_row else t for row, t in zip(rows, tokens, strict=True)]
             )
         scheduler.take_outputs()
+
+    assert isinstance(cache, KVCacheManager)
 
     def compare() -> None:
         router.read(encoder.encode(cache.take_changes()))

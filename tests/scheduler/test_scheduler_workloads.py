@@ -41,6 +41,8 @@ class OverlappedScheduler(RuleBasedStateMachine):
             page_size=page_size,
             prefix_cache=prefix_cache,
             notes_changes=False,
+            keeps_all=True,
+            windows=(),
             eos_one_in=eos_one_in,
             vocab_size=8,
             **limits,

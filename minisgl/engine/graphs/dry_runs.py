@@ -203,6 +203,8 @@ def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> Prefill
     """Build a prefill of padding rows, whose keys lie in the scratch page."""
     num_rows, row_tokens, num_decodes = size
     num_tokens = num_decodes + num_rows * row_tokens
+    num_groups = len(rows.page_tables)
+    num_slots = num_tokens if num_groups == 1 else num_groups * align_up(num_tokens)
     row_start = np.arange(num_decodes, num_tokens + 1, row_tokens, dtype=np.int32)
     context_len = np.full(num_decodes + num_rows, row_tokens, dtype=np.int32)
     context_len[:num_decodes] = 1
@@ -210,7 +212,7 @@ def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> Prefill
         [
             np.zeros(num_tokens, dtype=np.int32),
             np.zeros(num_tokens, dtype=np.int32),
-            np.full(num_tokens, -1, dtype=np.int32),
+            np.full(num_slots, -1, dtype=np.int32),
             np.full(num_decodes + num_rows, rows.max_rows, dtype=np.int32),
             context_len,
             row_start,

@@ -42,11 +42,14 @@ from minisgl.engine.start.memory import (
     logit_extras_bytes,
     module_bytes,
     plan_memory,
+    pool_limits,
 )
+from minisgl.engine.start.pool_division import cache_groups, num_places
 from minisgl.engine.start.replace_kernels import replace_kernels
 from minisgl.engine.start.startup_stages import StartupStages
 from minisgl.errors import ConfigError
 from minisgl.grammar.pending import PendingGrammars
+from minisgl.kvcache.grouped_manager import Cache, GroupedCacheManager, WindowGroup
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.model_config.config import FP8_CACHE, ModelConfig
 from minisgl.models.decoder import Decoder
@@ -210,27 +213,25 @@ def _assemble(
     kernels = KernelCompilations() if device.type == "cuda" else None
     page_size = config.page_size
     pages_per_row = -(-config.max_context_tokens // page_size)
-    rows = Rows(config.max_running_requests, pages_per_row, page_size, device)
+    num_groups = len(cache_groups(model_config.kv_groups, config.keep_window_pages))
+    rows = Rows(config.max_running_requests, pages_per_row, page_size, device, num_groups)
     replace_kernels(model, rows, config.kernel)
-    pages = HostPageTable(rows.max_rows, pages_per_row, page_size)
+    pages = HostPageTable(rows.max_rows, pages_per_row, page_size, num_groups)
     planner = AttentionPlanner(attention, pages)
     tables_bytes = module_bytes(rows) + attention.num_bytes
     budget = _plan_memory(config, model_config, model, rows, planner, tables_bytes, hardware)
     if ranks is not None:
-        budget = replace(budget, num_pages=ranks.minimum(budget.num_pages))
+        parts = [part._replace(num_pages=ranks.minimum(part.num_pages)) for part in budget.parts]
+        budget = replace(budget, parts=tuple(parts))
     logger.info("memory: %s", budget.describe())
-    model.allocate_kv(budget.num_pages, page_size, hardware.cache_dtype, device)
+    num_pages = [part.num_pages for part in budget.parts]
+    model.allocate_kv(num_pages if num_groups > 1 else num_pages[0], page_size, hardware.cache_dtype, device)
     stages.finish("memory profile and KV pool")
     recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
     runner = ModelRunner(model, rows, pages, planner, stager, device, recorded)
     if ranks is not None:
         runner.allocate_logit_tables()  # later, a rank without memory for them would end the engine
-    kv_cache = KVCacheManager(
-        num_pages=budget.num_pages,
-        page_size=page_size,
-        prefix_cache=config.prefix_cache,
-        notes_changes=page_events is not None,
-    )
+    kv_cache = _make_cache(config, budget, page_events is not None)
     scheduler = _make_scheduler(config, model_config, kv_cache)
     return Engine(
         config, scheduler, kv_cache, runner, recorded, cache, ranks, followers, grammars, page_events
@@ -389,7 +390,26 @@ def _plan_memory(
     )
 
 
-def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache: KVCacheManager) -> Scheduler:
+def _make_cache(config: ResolvedConfig, budget: MemoryBudget, notes_changes: bool) -> Cache:
+    if len(budget.parts) == 1 and not budget.parts[0].window:
+        return KVCacheManager(
+            num_pages=budget.num_pages,
+            page_size=config.page_size,
+            prefix_cache=config.prefix_cache,
+            notes_changes=notes_changes,
+        )
+    limits = pool_limits(config)
+    return GroupedCacheManager(
+        num_places=num_places(budget.parts, limits),
+        page_size=config.page_size,
+        keeps_all=not budget.parts[0].window,
+        windows=[WindowGroup(part.window, part.num_pages) for part in budget.parts if part.window],
+        prefix_cache=config.prefix_cache,
+        tile_tokens=limits.tile_tokens,
+    )
+
+
+def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache: Cache) -> Scheduler:
     pool_tokens = kv_cache.num_usable_pages * config.page_size
     if pool_tokens < config.max_context_tokens:
         logger.warning(

@@ -4,14 +4,24 @@ Promise: the pool fits. Its size is the available memory minus weights, the acti
 the device tables, and a reserve for graphs and libraries.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from minisgl.attention.choice import TRITON, WINDOW_TILE_TOKENS, parse
 from minisgl.config import GIB, MIB, ResolvedConfig
 from minisgl.engine.graphs.buckets import buckets_of
 from minisgl.engine.logits import SLICE_ROWS, LogitTables
+from minisgl.engine.start.pool_division import (
+    PoolLimits,
+    PoolPart,
+    cache_groups,
+    check_parts,
+    divide_pool,
+    pages_beside,
+)
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig
 
@@ -38,21 +48,41 @@ class MemoryBudget:
     tables_bytes: int
     reserve_bytes: int
     """Reserve for recorded graphs, for steps with penalties or log probabilities, and for libraries."""
-    page_bytes: int
-    num_pages: int
+    parts: tuple[PoolPart, ...]
+    """The KV pool; most models have one group of layers."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in the first group: keys and values of page_size tokens in its layers."""
+        return self.parts[0].page_bytes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the first group, its scratch page included."""
+        return self.parts[0].num_pages
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return sum(part.num_bytes for part in self.parts)
 
     def describe(self) -> str:
         """Describe the budget in one line for the log."""
         return (
             f"weights {self.weights_bytes / GIB:.2f} GiB, KV pool {self.pool_bytes / GIB:.2f} GiB "
-            f"({self.num_pages} pages), activations {self.activation_bytes / GIB:.2f} GiB, "
+            f"({describe_parts(self.parts)}), activations {self.activation_bytes / GIB:.2f} GiB, "
             f"tables {self.tables_bytes / MIB:.1f} MiB, reserve {self.reserve_bytes / GIB:.2f} GiB "
             f"of {self.available_bytes / GIB:.2f} GiB"
         )
+
+
+def describe_parts(parts: Sequence[PoolPart]) -> str:
+    """Pages of each group, for example "900 pages" or "900 pages, windows of 512 tokens 200 pages"."""
+    return ", ".join(
+        f"windows of {part.window} tokens {part.num_pages} pages"
+        if part.window
+        else f"{part.num_pages} pages"
+        for part in parts
+    )
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -112,10 +142,15 @@ def _logit_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     return DTYPE_BYTES[model.logits_dtype or config.dtype]
 
 
-def page_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
-    """Bytes of one page: keys and values of page_size tokens in all layers."""
-    element_bytes = 1 if config.kv_dtype == FP8_CACHE else DTYPE_BYTES[config.dtype]
-    return model.kv_elements_per_token * config.page_size * element_bytes
+def pool_limits(config: ResolvedConfig) -> PoolLimits:
+    """What the settings ask of the pool."""
+    return PoolLimits(
+        config.page_size,
+        config.max_context_tokens,
+        config.max_running_requests,
+        config.max_step_tokens,
+        WINDOW_TILE_TOKENS if TRITON in parse(config.attention_backend) else 1,
+    )
 
 
 def plan_memory(
@@ -134,42 +169,46 @@ def plan_memory(
         ConfigError: the pool would be too small for one request, or larger than the free memory.
     """
     on_cuda = config.device == "cuda"
-    one_page = page_bytes(model, config)
+    element_bytes = 1 if config.kv_dtype == FP8_CACHE else DTYPE_BYTES[config.dtype]
+    groups = cache_groups(model.kv_groups, config.keep_window_pages)
+    windows = [group.window for group in groups]
+    page_bytes = [group.elements_per_token * config.page_size * element_bytes for group in groups]
+    limits = pool_limits(config)
     free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes
-    fitting = max(free_bytes, 0) // one_page
     if config.num_pages is not None:
-        num_pages = config.num_pages
-        if num_pages > fitting:
+        num_pages = pages_beside(config.num_pages, page_bytes, windows, limits)
+        needed_bytes = sum(pages * size for pages, size in zip(num_pages, page_bytes, strict=True))
+        if needed_bytes > free_bytes:
+            fitting = int(config.num_pages * max(free_bytes, 0) / needed_bytes)
             raise ConfigError(
-                f"--num-pages {num_pages} needs {num_pages * one_page / GIB:.2f} GiB, "
+                f"--num-pages {config.num_pages} needs {needed_bytes / GIB:.2f} GiB, "
                 f"but {fitting} pages fit; "
                 f"lower it, or raise --memory-fraction ({config.memory_fraction})"
             )
     else:
-        num_pages = fitting
         if not on_cuda:
-            num_pages = min(num_pages, CPU_POOL_BYTES // one_page)
+            free_bytes = min(free_bytes, CPU_POOL_BYTES)
         # Twice the pages of all rows at full length: half for running requests, half for the prefix cache.
-        pages_per_row = -(-config.max_context_tokens // config.page_size)
-        num_pages = min(num_pages, 2 * config.max_running_requests * pages_per_row + 1)
-    if config.num_pages is not None and (num_pages - 1) * config.page_size < 2:
+        num_pages = divide_pool(free_bytes, page_bytes, windows, limits)
+    if config.num_pages is not None and (num_pages[0] - 1) * config.page_size < 2:
         raise ConfigError(
-            f"--num-pages {num_pages} of {config.page_size} tokens can't hold a request: one page is "
+            f"--num-pages {config.num_pages} of {config.page_size} tokens can't hold a request: one page is "
             "scratch, and a request needs at least 2 tokens"
         )
-    if (num_pages - 1) * config.page_size < 2:
+    if min(num_pages) < 2 or (num_pages[0] - 1) * config.page_size < 2:
         raise ConfigError(
             f"no memory is left for the KV cache: of {available_bytes / GIB:.2f} GiB the weights take "
             f"{weights_bytes / GIB:.2f} and the largest step {activation_bytes / GIB:.2f}; raise "
             f"--memory-fraction ({config.memory_fraction}), lower --max-step-tokens "
             f"({config.max_step_tokens}), or use a smaller model"
         )
+    parts = tuple(map(PoolPart, windows, page_bytes, num_pages))
+    check_parts(parts, limits)
     return MemoryBudget(
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
         tables_bytes=tables_bytes,
         reserve_bytes=reserve_bytes,
-        page_bytes=one_page,
-        num_pages=num_pages,
+        parts=parts,
     )

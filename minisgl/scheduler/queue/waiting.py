@@ -32,7 +32,7 @@ class WaitingQueue:
         self._queues: dict[Account, list[Request]] = {}
         self._last_left: Account | None = None  # of the user whose queue became empty last
         # The last request that did not fit: its id, and the pages that were available.
-        self._blocked: tuple[int, int] | None = None
+        self._blocked: tuple[int, object] | None = None
         # What the last admission found cached, by the id of the array that it searched for.
         self._found: dict[int, tuple[np.ndarray, Match]] = {}
 
@@ -84,7 +84,7 @@ class WaitingQueue:
         head = self.head
         if not self._shares.may_take_row(head, num_free, self._holdings.max_rows):
             return "share"
-        if self._blocked == (head.request_id, self._holdings.num_available_pages):
+        if self._blocked == (head.request_id, self._holdings.availability):
             return "pages"
         if self._holdings.new_rules_cost_tokens >= MAX_RULES_COST_PER_STEP:
             return "rules"
@@ -125,7 +125,7 @@ class WaitingQueue:
                     head.num_times_skipped += 1
                 self.remove(request)
                 return request
-        self._blocked = (head.request_id, self._holdings.num_available_pages)
+        self._blocked = (head.request_id, self._holdings.availability)
         return None
 
     def check_invariants(self) -> None:

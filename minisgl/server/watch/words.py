@@ -134,6 +134,12 @@ def _pages(ms: float, figures: dict[str, int]) -> str:
     held = 100 * figures.get("held_pages", 0) // max(figures.get("pages", 1), 1)
     holders = {1: "one request holds", 2: "two requests hold"}.get(figures.get("holders", 0), "others hold")
     others = f" ({reserved} more are kept for the {figures.get('running', 0)} running requests)"
+    if figures.get("window"):
+        return (
+            f"{duration(ms)} for pages of the layers with a window of {figures['window']} tokens: {needed} "
+            f"needed, {free} free{others if reserved else ''}; a higher --memory-fraction or --num-pages, or "
+            "fewer --max-running-requests"
+        )
     return (
         f"{duration(ms)} for pages: {needed} needed, {free} free{others if reserved else ''}, {holders} "
         f"{held} %; a higher --memory-fraction or --num-pages, or fewer --max-running-requests"

@@ -1,0 +1,150 @@
+"""The scheduler with window groups: test_scheduler_workloads.py's machine, whose fake engine checks windows.
+
+Every step fails whose new tokens would see anything but their own prefix in a window group's pages.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+from scheduler_rig import build, drain, prompt_of
+from test_scheduler_workloads import OverlappedScheduler
+
+from minisgl.kvcache.grouped_manager import GroupedCacheManager, WindowGroup
+from minisgl.kvcache.window_pages import most_row_pages
+from minisgl.request import SamplingParams
+from minisgl.scheduler.simulator import Arrival, simulate
+
+
+class SchedulerWithWindows(OverlappedScheduler):
+    """Any history, with one or two window groups whose pools may be just large enough for one row."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 16]),
+        pool_tokens=st.integers(24, 96),
+        max_rows=st.integers(1, 6),
+        max_step_tokens=st.integers(5, 40),
+        chunk_tokens=st.integers(1, 40),
+        mixed_step_tokens=st.integers(1, 16),
+        output_reserve_tokens=st.sampled_from([0, 0, 4, 64]),
+        prefix_cache=st.booleans(),
+        eos_one_in=st.sampled_from([0, 3, 12]),
+        windows=st.lists(st.integers(2, 20), min_size=1, max_size=2, unique=True),
+        more_pages=st.integers(0, 20),
+        keeps_all=st.booleans(),
+        tile_tokens=st.sampled_from([1, 8]),
+    )
+    def start(  # type: ignore[override]
+        self,
+        page_size: int,
+        pool_tokens: int,
+        prefix_cache: bool,
+        eos_one_in: int,
+        windows: list[int],
+        more_pages: int,
+        keeps_all: bool,
+        tile_tokens: int,
+        **limits: int,
+    ) -> None:
+        limits["max_rows"] = min(limits["max_rows"], limits["max_step_tokens"])
+        limits["chunk_tokens"] = min(limits["chunk_tokens"], limits["max_step_tokens"])
+        limits["mixed_step_tokens"] = min(limits["mixed_step_tokens"], limits["max_step_tokens"])
+        self.scheduler, self.executor, self.cache = build(
+            num_pages=max(pool_tokens // page_size, 3) + 1,
+            page_size=page_size,
+            prefix_cache=prefix_cache,
+            notes_changes=False,
+            eos_one_in=eos_one_in,
+            vocab_size=8,
+            windows=[
+                WindowGroup(window, most_row_pages(window, page_size, tile_tokens) + 1 + more_pages)
+                for window in windows
+            ],
+            keeps_all=keeps_all,
+            tile_tokens=tile_tokens,
+            **limits,
+        )
+        self.launched = []
+        self.asked = {}
+        self.got = {}
+        self.final = {}
+        self.prompt_logprobs = {}
+        self.aborted = set()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "cache"):
+            assert isinstance(self.cache, GroupedCacheManager)
+            for group in self.cache.windows:
+                assert group.num_available_pages == group.num_usable_pages
+                assert group.num_promised == 0
+
+
+SchedulerWithWindows.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestSchedulerWithWindows = SchedulerWithWindows.TestCase
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_a_workload_gets_its_tokens_from_windows_that_free_their_pages(
+    overlap: bool, keeps_all: bool
+) -> None:
+    scheduler, executor, _ = build(
+        num_pages=200, page_size=4, eos_one_in=40, windows=[WindowGroup(12, 40)], keeps_all=keeps_all
+    )
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 50, 60)
+    arrivals = []
+    for index in range(50):
+        own = rng.integers(0, 50, int(rng.integers(1, 60)))
+        prompt = np.concatenate([shared[: int(rng.integers(0, 60))], own]).astype(np.int32)
+        params = SamplingParams(max_tokens=int(rng.integers(1, 60)), seed=index)
+        arrivals.append(Arrival(float(rng.uniform(0, 500)), prompt, params))
+    served = simulate(scheduler, executor, arrivals, overlap=overlap)
+    for arrival, result in zip(arrivals, served, strict=True):
+        room = min(scheduler.config.max_context_tokens - len(arrival.prompt), arrival.params.max_tokens or 0)
+        expected = executor.model.expected_tokens(arrival.prompt.tolist(), room, arrival.params.seed or 0)
+        assert result.token_ids == expected
+    scheduler.check_invariants()
+    assert sum(result.num_cached_tokens for result in served) > 300
+
+
+def test_a_row_holds_its_window_and_not_its_length() -> None:
+    scheduler, executor, _ = build(num_pages=64, page_size=4, windows=[WindowGroup(8, 6)])
+    scheduler.add(0, prompt_of(*range(50)), SamplingParams(max_tokens=100, seed=1))
+    outputs = drain(scheduler, executor)
+    tokens = [token for output in outputs for token in output.token_ids]
+    assert tokens == executor.model.expected_tokens(list(range(50)), 100, 1)
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_a_conversation_goes_on_behind_its_last_answer() -> None:
+    """The pages of a row's last window stay when it ends, so the next turn computes only what is new."""
+    scheduler, executor, _ = build(num_pages=64, page_size=4, windows=[WindowGroup(8, 8)])
+    scheduler.add(0, prompt_of(*range(30)), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+    answer = [token for output in drain(scheduler, executor) for token in output.token_ids]
+    scheduler.add(1, prompt_of(*range(30), *answer, 7, 7), SamplingParams(max_tokens=2, seed=1))
+    outputs = drain(scheduler, executor)
+    assert outputs[-1].num_cached_tokens == 48, "the 49 tokens that were fed have 12 full pages"
+
+
+def test_prompts_that_wait_for_each_others_windows_end_by_a_preemption() -> None:
+    """Prompts share a window of pages, so more get in than later have room for windows of their own."""
+    scheduler, executor, _ = build(
+        num_pages=64,
+        page_size=2,
+        windows=[WindowGroup(4, 5)],
+        chunk_tokens=2,
+        max_step_tokens=4,
+        output_reserve_tokens=0,
+    )
+    prompts = [[0, 1, 2, 3, 4] + [20 + number] * 5 * (number > 0) for number in range(4)]
+    scheduler.add(0, prompt_of(*prompts[0]), SamplingParams(max_tokens=1, seed=0))
+    drain(scheduler, executor)
+    for number in (1, 2, 3):
+        scheduler.add(number, prompt_of(*prompts[number]), SamplingParams(max_tokens=1, seed=number))
+    for output in drain(scheduler, executor):
+        number = output.request_id
+        assert output.token_ids == executor.model.expected_tokens(prompts[number], 1, number)
+    assert scheduler.stats.num_preemptions == 2, "no request decodes, so they gave way to prompts"
