@@ -16,7 +16,7 @@ from minisgl.ipc.child_process import module_command
 from minisgl.ray.autoscaling import figures_of
 from minisgl.ray.child import Child
 from minisgl.ray.ingress import NAME as INGRESS
-from minisgl.ray.ingress import Whereabouts
+from minisgl.ray.whereabouts import Follower, Whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ NAME = "engines"
 LOOK_S = 1.0
 """How often to ask where the ingress is."""
 ANSWER_S = 10.0
-SETTLE_S = 5.0
-"""How long an engine in service stays with its ingress when there is a younger one: calls may still come."""
 EXIT_S = 15.0
 """How long an engine may take to end, beyond the time that its requests have."""
 
@@ -90,19 +88,14 @@ class Engine:
         self._heard_s = time.monotonic()
 
     async def _follow_ingress(self) -> None:
-        """Tell the engine where the ingress is, now and whenever there is a younger one."""
-        told: Whereabouts | None = None
-        youngest: Whereabouts | None = None
-        seen_s = 0.0
+        """Tell the engine where the ingress is, now and when there is a younger one."""
+        follower = Follower()
         while True:
             try:
                 found = Whereabouts(*await asyncio.wait_for(self._ask_ingress(), ANSWER_S))
-                if youngest is None or found.born > youngest.born:
-                    youngest, seen_s = found, time.monotonic()
-                has_settled = not self._pulse.in_service or time.monotonic() - seen_s >= SETTLE_S
-                if youngest != told and has_settled:
-                    told = youngest
-                    self._engine.tell({"server": told.server, "secret": told.secret})
+                goal = follower.next(found, in_service=self._pulse.in_service, now_s=time.monotonic())
+                if goal is not None:
+                    self._engine.tell({"server": goal.server, "secret": goal.secret})
             except Exception as error:  # whatever Ray raises while no ingress runs
                 log.info("the ingress does not say where it is: %r", error)
             await asyncio.sleep(LOOK_S)

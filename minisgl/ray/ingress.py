@@ -19,6 +19,7 @@ from ray import serve
 from minisgl.ipc.child_process import module_command
 from minisgl.ray.child import Child
 from minisgl.ray.forward import Forwarder
+from minisgl.ray.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +32,6 @@ EXIT_S = 15.0
 OWN_WORDS = ["--host=127.0.0.1", "--port=0", "--keep-alive-timeout-s=3600"]
 LISTENS = re.compile(r"^Listening on (http://\S+);")
 LETS_IN = re.compile(r"^Engines connect to (tcp://\S+)$")
-
-
-class Whereabouts(NamedTuple):
-    """Where engines find an ingress."""
-
-    server: str
-    secret: str
-    born: float
-    """When it began, `time.time()`: engines go to the youngest that they know."""
 
 
 class IngressLimits(NamedTuple):

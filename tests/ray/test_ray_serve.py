@@ -262,8 +262,12 @@ def test_streams_of_a_lost_engine_go_on_in_the_other_and_it_is_replaced(
         assert len(before) == 2
         os.kill(min(before), how)
         await load.events(40)
-        await eventually(lambda: len(engines()) == 2, "a new engine has come")
-        assert len(before & pids()) == 1
+
+        def is_replaced() -> bool:
+            after = pids()
+            return len(after) == 2 and len(before & after) == 1
+
+        await eventually(is_replaced, "a new engine has come for it")
         await load.events(10)
 
     under_load(alone, 6, lose)
