@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.benchmark.kernels.model_shapes import read_model_shape
 from minisgl.benchmark.kernels.ops.all_ops import TUNABLE
 from minisgl.benchmark.kernels.ops.linear_ops import Matrix, many_rows_candidates
+from minisgl.benchmark.kernels.ops.quantized_moe_ops import QUANTIZED_MOE
 from minisgl.benchmark.kernels.ops.quantized_tunings import QUANTIZED
 from triton_kernels import (
     advance_rows,
@@ -265,7 +266,7 @@ def candidate_launches(gpu: Gpu) -> Iterator[Launch]:
     seen = set()
     for shape in map(read_model_shape, CANDIDATES_OF):
         for op, tuning in TUNABLE.items():
-            if op in QUANTIZED or (op == "fused_moe" and not shape.experts):
+            if op in QUANTIZED or op in QUANTIZED_MOE or (op == "fused_moe" and not shape.experts):
                 continue
             for part in tuning.parts(shape):
                 # A matrix's sizes do not change what a configuration takes; heads and widths do.

@@ -425,25 +425,26 @@ def main() -> int:
                 if args.verbose:
                     for column in ("tried", "refused", "bf16_failed", "scaled_mm_failed"):
                         print(f"    {column}: {results[-1].get(column, '')}", flush=True)
-                _write(args.out, results, ceilings)
+                write_results(args.out, "quantized_kernels", results, ceilings)
                 if on_gpu:
                     torch.cuda.empty_cache()
     for total in sums(results):
         print(line(total))
         results.append(total)
-    _write(args.out, results, ceilings)
+    write_results(args.out, "quantized_kernels", results, ceilings)
     failed = sum("us" not in row for row in results)
     print(f"{len(results)} results, {failed} failed, {skipped} skipped, {time.perf_counter() - begin:.0f} s")
     return 1 if failed else 0
 
 
-def _write(path: Path | None, results: list[dict[str, Any]], ceilings: Ceilings) -> None:
+def write_results(path: Path | None, kind: str, results: list[dict[str, Any]], ceilings: Ceilings) -> None:
+    """Write a report of this kind, if there is a path."""
     if path is None:
         return
     metrics = {f"{name}": value for name, value in ceilings._asdict().items()}
     columns = dict.fromkeys(name for row in results for name in row)
     table = [{name: row.get(name) for name in columns} for row in results]
-    report = make_report("quantized_kernels", arguments={}, metrics=metrics, tables={"kernels": table})
+    report = make_report(kind, arguments={}, metrics=metrics, tables={"kernels": table})
     write_report(path, report)
 
 

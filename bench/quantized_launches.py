@@ -18,6 +18,7 @@ from triton_kernels import (
     int4_linear_few,
     int4_linear_many,
     moe_fp8,
+    moe_int4,
     paged_decode,
     paged_prefill,
     quantize_fp8,
@@ -26,6 +27,8 @@ from triton_kernels import (
     rope_store,
 )
 from triton_kernels.gpu import Gpu
+from triton_kernels.launch import ceil_div
+from triton_kernels.moe_gate import SILU, Gate, GateKind
 from triton_kernels.quantize_fp8 import FP8, GROUP
 from triton_kernels.quantize_int4 import BLOCK, HALF, Int4Weight
 
@@ -33,7 +36,7 @@ SPLIT = fp8_linear_few.Fp8Config(16, 512, 2, 6, splits=2)
 """Tuning tries it where outputs are few."""
 
 
-EVERYWHERE = {("channels", 64), ("blocks", 8192)}
+EVERYWHERE = {("channels", 64), ("blocks", 8192), ("by 128", 64), ("mxfp4", 8192)}
 """Launches of experts that are compiled for every GPU."""
 
 
@@ -45,6 +48,7 @@ def quantized_launches(gpu: Gpu) -> Iterator[Launch]:
         yield from _fp8_cache()
     yield from _int4_layers(gpu)
     yield from _fp8_experts()
+    yield from _int4_experts()
 
 
 def _rounding() -> Iterator[Launch]:
@@ -129,6 +133,27 @@ def _fp8_experts() -> Iterator[Launch]:
             x, logits = empty(tokens, width), empty(tokens, experts, dtype=F32)
             call = functools.partial(moe_fp8.fused_moe_fp8_triton, x, logits, weights, 8)
             yield Launch(f"moe_fp8 {kind} {tokens} tokens", call, (kind, tokens) in EVERYWHERE)
+
+
+def _int4_experts() -> Iterator[Launch]:
+    """Qwen3-30B-A3B's of 4-bit numbers, and gpt-oss-20b's of MXFP4."""
+    clamped = Gate(GateKind.CLAMPED, 1.702, 7.0)
+    for kind, group, zero_points in (("by 128", 128, False), ("by 32", 32, True), ("mxfp4", 32, False)):
+        is_mxfp4 = kind == "mxfp4"
+        experts, top_k, width, half = (32, 4, 2880, 2880) if is_mxfp4 else (128, 8, 2048, 768)
+        matrices = []
+        for outputs, inputs in ((2 * half, width), (width, half)):
+            blocks = ceil_div(inputs, BLOCK)
+            shape, dtype = (experts, blocks * BLOCK // group, outputs), torch.uint8 if is_mxfp4 else BF16
+            packed = empty(experts, blocks, outputs, HALF, dtype=torch.uint8)
+            zeros = empty(*shape) if zero_points else None
+            bias = empty(experts, outputs) if is_mxfp4 else None
+            matrices.append(moe_int4.PackedExperts(packed, empty(*shape, dtype=dtype), zeros, bias))
+        gate = clamped if is_mxfp4 else SILU
+        for tokens in (64,) if zero_points else (64, 8192):
+            x, logits = empty(tokens, width), empty(tokens, experts, dtype=F32)
+            call = functools.partial(moe_int4.fused_moe_int4_triton, x, logits, *matrices, top_k, gate=gate)
+            yield Launch(f"moe_int4 {kind} {tokens} tokens", call, (kind, tokens) in EVERYWHERE)
 
 
 def _int4_layers(gpu: Gpu) -> Iterator[Launch]:

@@ -44,6 +44,7 @@ class Int4Weight(nn.Module):
     Args:
         sizes: output features of each part.
         dtype: of inputs and outputs.
+        memory: contiguous tensors to take instead of new ones for `packed`, `scales` and `zeros`.
 
     Raises:
         ModelError: the layer's sizes do not suit the format.
@@ -61,6 +62,7 @@ class Int4Weight(nn.Module):
         device: torch.device,
         *,
         bias: bool,
+        memory: PackedInt4 | None = None,
     ) -> None:
         super().__init__()
         _check_sizes(in_features, sizes, scheme)
@@ -73,14 +75,14 @@ class Int4Weight(nn.Module):
         self.group = scheme.group or BLOCK
         self.stored_groups = in_features // scheme.group if scheme.group else 1
         out_features = sum(sizes)
-        width = in_features + self.padding
+        if memory is None:
+            memory = empty_int4((out_features, in_features), scheme, dtype, device)
 
-        def parameter(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
+        def parameter(tensor: Tensor) -> nn.Parameter:
+            return nn.Parameter(tensor, requires_grad=False)
 
-        self.packed = parameter(width // BLOCK, out_features, HALF, kind=torch.uint8)
-        self.scales = parameter(width // self.group, out_features)
-        self.zeros = parameter(width // self.group, out_features) if scheme.zero_points else None
+        self.packed, self.scales = parameter(memory.packed), parameter(memory.scales)
+        self.zeros = None if memory.zeros is None else parameter(memory.zeros)
         self.bias = make_bias(out_features, dtype, device) if bias else None
         order = torch.arange(in_features, device=device) if scheme.in_any_order else None
         self.register_buffer("order", order, persistent=False)
@@ -228,6 +230,24 @@ class Int4Weight(nn.Module):
         if self.zeros is not None and zeros is not None:
             self.zeros[: self.stored_groups].copy_(zeros.t())
         self._finish(numbers, self.scheme.group is None)
+
+
+def empty_int4(
+    shape: tuple[int, ...], scheme: Int4Scheme, dtype: torch.dtype, device: torch.device
+) -> PackedInt4:
+    """Uninitialised tensors of a weight [out, in], or of several of them [..., out, in]."""
+    *outer, out_features, in_features = shape
+    width = in_features + -in_features % BLOCK
+    groups = width // (scheme.group or BLOCK)
+
+    def empty(*sizes: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty((*outer, *sizes), dtype=kind, device=device)
+
+    return PackedInt4(
+        empty(width // BLOCK, out_features, HALF, kind=torch.uint8),
+        empty(groups, out_features),
+        empty(groups, out_features) if scheme.zero_points else None,
+    )
 
 
 def _check_sizes(in_features: int, sizes: Sequence[int], scheme: Int4Scheme) -> None:

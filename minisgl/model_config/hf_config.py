@@ -124,9 +124,12 @@ def _check_quantized_experts(config: ModelConfig) -> None:
                 f"a quantized router ({outer}.gate); take a version whose list of layers left out has it"
             )
         names = [f"{outer}.experts.0.{part}" for part in experts.gate_up_down_names]
+        scheme = quantization.scheme
+        if not isinstance(scheme, Int4Scheme) or not scheme.in_any_order:
+            continue
         for name in names:
-            if quantization.includes(name) and isinstance(quantization.scheme, Int4Scheme):
-                raise unsupported(f"experts of {quantization.scheme.describe()} ({name})")
+            if quantization.includes(name):
+                raise unsupported(f"experts of {scheme.describe()} (desc_act; {name})")
 
 
 def _layers_with_local_rope(family: Family, kinds: list[str]) -> frozenset[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from int4_models import Int4Format, quantize_int4, rounded_layer, tensors_of
 from quantized_models import STATIC_PEAK, Format, RoundedLinear, quantize, rounded_weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -87,5 +88,20 @@ def quantize_fp8_mixture(model: PreTrainedModel, form: Format, folder: Path) -> 
             stored_peak = peak if is_down else STATIC_PEAK / (1 + int(expert))
             stored["input_scale"] = torch.tensor(stored_peak / 448)
         return stored, RoundedLinear(exact, None, form.activations, peak)
+
+    write_experts(model, folder, rounded)
+
+
+def quantize_int4_mixture(model: PreTrainedModel, form: Int4Format, folder: Path) -> None:
+    """Write `model` with its experts as a checkpoint of 4-bit weights; its routers stay as they are."""
+    more: dict[str, object] = {}
+    if "ignore" in form.config:
+        more["ignore"] = ["lm_head", "re:.*[.]gate$", "re:.*shared_expert_gate$"]
+    quantize_int4(model, form, folder, lambda name: name.endswith("shared_expert_gate"), more)
+
+    def rounded(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Layer]:
+        matrix = rounded_layer(weight, form, seed=weight.shape[1])
+        exact = matrix.exact().float()
+        return tensors_of(matrix, form), lambda x: F.linear(x, exact)
 
     write_experts(model, folder, rounded)

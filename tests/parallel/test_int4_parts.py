@@ -7,6 +7,7 @@ import pytest
 import torch
 from forked_ranks import run_on_ranks
 from int4_models import INT4_FORMATS, quantize_int4
+from quantized_experts import quantize_int4_mixture
 from quantized_models import set_quantization
 from tiny_models import PagedRunner, logits_of, random_model
 from torch import Tensor
@@ -55,6 +56,18 @@ def part(ranks: Ranks, folder: Path, quantization: str | None) -> tuple[Any, set
             sliced.add(layer.rpartition(".")[2])
     load_weights(tensors, folder, config, dtype=torch.float32, device="cpu")
     return logits(model).numpy(), sliced
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "compressed-tensors, zero points"])
+def test_two_ranks_share_experts(name: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    settings: dict[str, Any] = SETTINGS | experts | {"family": "qwen3_moe"}
+    reference = random_model(**settings)
+    quantize_int4_mixture(reference, INT4_FORMATS[name], tmp_path)
+    expected = logits_of(reference, PROMPT)
+    for got, sliced in run_on_ranks(2, tmp_path, part, tmp_path, None):
+        torch.testing.assert_close(torch.from_numpy(got), expected, rtol=0, atol=TOLERANCE)
+        assert {"gate_proj", "up_proj", "down_proj"} <= sliced
 
 
 @pytest.mark.parametrize("name", IN_ORDER)

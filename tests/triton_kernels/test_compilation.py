@@ -42,6 +42,7 @@ MULTIPLYING = TALL_KERNELS | {
     "_fp8_split_linear_kernel",
     "_int4_linear_kernel",
     "_experts_fp8_kernel",
+    "_experts_int4_kernel",
 }
 KERNELS = MULTIPLYING | {
     "_rms_norm_kernel",

@@ -3,10 +3,11 @@
 import torch
 
 from minisgl.layers.experts.fp8 import Fp8Experts
+from minisgl.layers.experts.int4 import Int4Experts
 from minisgl.layers.experts.weights import ExpertSizes, PlainExperts
-from minisgl.model_config.quantization import Fp8Scheme, Scheme
+from minisgl.model_config.quantization import Int4Scheme, Scheme
 
-AnyExperts = PlainExperts | Fp8Experts
+AnyExperts = PlainExperts | Fp8Experts | Int4Experts
 
 
 def make_experts(
@@ -15,5 +16,6 @@ def make_experts(
     """Weights of the kind that `scheme` says; None = unquantized."""
     if scheme is None:
         return PlainExperts(sizes, dtype, device)
-    assert isinstance(scheme, Fp8Scheme)
+    if isinstance(scheme, Int4Scheme):
+        return Int4Experts(sizes, scheme, dtype, device)
     return Fp8Experts(sizes, scheme, dtype, device)

@@ -9,6 +9,7 @@ from minisgl.benchmark.kernels.ops import (
     rope_ops,
     row_ops,
 )
+from minisgl.benchmark.kernels.ops.quantized_moe_ops import QUANTIZED_MOE
 from minisgl.benchmark.kernels.ops.quantized_tunings import QUANTIZED
 
 OPS = {
@@ -40,4 +41,5 @@ OPS = {
         attention_ops.PAGED_PREFILL_FP8,
     )
 }
-TUNABLE = {name: op.tuning for name, op in OPS.items() if op.tuning is not None} | QUANTIZED
+TUNABLE = {name: op.tuning for name, op in OPS.items() if op.tuning is not None}
+TUNABLE |= QUANTIZED | QUANTIZED_MOE

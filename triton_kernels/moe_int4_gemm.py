@@ -1,0 +1,314 @@
+"""The matrix products of a mixture of experts of 4-bit weights, over (token, expert) pairs sorted by expert.
+
+    gate and up:  y[i] = act(x[t] @ gate[e].T, x[t] @ up[e].T)    i-th pair of the sort: token t, expert e
+    down:         y[p] = weight[p] * x[i] @ down[e].T             p: its place before the sort
+
+P pairs, E experts, N outputs of a matrix, K inputs. Weights are packed as quantize_int4.py says, in
+ceil(K / 128) blocks; numbers are its own, or those of mxfp4.py. Both products may have biases; moe_gate.py
+has the activations. Tiles and their experts are found as in moe_gemm.py; experts without rows are never read.
+
+Packed weights become 16-bit numbers in registers, the tall operand of the tensor cores; rows are the narrow
+one. Scales of groups of 64 and 128 are applied to the sums in float32, those of 32 to the weights.
+
+Cost: N * K / 2 bytes for every expert with rows, and as many numbers to make; 2 * P * N * K FLOP.
+"""
+
+# A kernel launch looks like a call, but it takes options that the kernel does not declare; range yields no
+# int in a kernel.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_kernels.gpu import Gpu
+from triton_kernels.int4_linear_few import _products, _values
+from triton_kernels.launch import ceil_div
+from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
+from triton_kernels.moe_gemm import _find_tile, _most_tiles
+from triton_kernels.moe_route import Routing, expert_lanes
+from triton_kernels.quantize_int4 import BLOCK, HALF, int4_values
+
+_HALF = tl.constexpr(HALF)
+_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+class Int4GemmConfig(NamedTuple):
+    """A launch configuration of one of the two products."""
+
+    block_m: int  # pairs
+    block_n: int  # columns of the result, each a gate and an up column or one of down
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    tma: bool = True  # weights by tensor descriptors
+
+
+class PackedExperts(NamedTuple):
+    """All experts' matrices of one kind, [N, K] each; contiguous."""
+
+    packed: Tensor  # uint8 [E, ceil(K / 128), N, 64]
+    scales: Tensor  # [E, ceil(K / 128) * 128 / group, N] of any floating type; uint8 = MXFP4, groups of 32
+    zeros: Tensor | None = None  # like scales, as Int4Weight's
+    bias: Tensor | None = None  # [E, N]
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """The numbers are e2m1, the scales e8m0."""
+        return self.scales.dtype == torch.uint8
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.packed.shape[1] * BLOCK // self.scales.shape[1]
+
+
+def int4_gemm_that_fits(config: Int4GemmConfig, gpu: Gpu, *, gated: bool) -> Int4GemmConfig:
+    """The configuration as this GPU can run it: without TMA, with smaller tiles or fewer stages."""
+    tiles = 2 if gated else 1
+    if not gpu.multiplies_from_shared:
+        # More than 32 accumulators a thread leave too few registers for the numbers made of weights.
+        block_m = min(config.block_m, 64)
+        most = 32 * 32 * config.num_warps // (block_m * tiles)
+        config = config._replace(block_m=block_m, block_n=max(16, min(config.block_n, most)))
+    stage_bytes = HALF * config.block_n * tiles + 2 * BLOCK * config.block_m
+    # Packed weights go through registers; numbers made of them may go through shared memory once more.
+    others = HALF * config.block_n * (tiles if gpu.multiplies_from_shared else 4)
+    stages = gpu.stages_that_fit(config.num_stages, stage_bytes, others)
+    return config._replace(num_stages=stages, tma=config.tma and gpu.has_tma)
+
+
+# Four bytes to four numbers: the bits of e2m1 where those of bfloat16 are make a number 2^126 too small. In
+# one line, because torch.compile copies a constant into code of its own.
+_E2M1 = tl.constexpr(
+    "{ .reg .b32 a, b, s, big, zero; "
+    "mov.b32 big, 0x7e807e80; "
+    "mov.b32 zero, 0x80008000; "
+    "prmt.b32 a, $2, 0, 0x4140; "
+    "prmt.b32 b, $2, 0, 0x4342; "
+    "and.b32 s, a, 0x00080008; "
+    "shl.b32 s, s, 12; "
+    "and.b32 a, a, 0x00070007; "
+    "shl.b32 a, a, 6; "
+    "or.b32 a, a, s; "
+    "and.b32 s, b, 0x00080008; "
+    "shl.b32 s, s, 12; "
+    "and.b32 b, b, 0x00070007; "
+    "shl.b32 b, b, 6; "
+    "or.b32 b, b, s; "
+    "fma.rn.bf16x2 $0, a, big, zero; "
+    "fma.rn.bf16x2 $1, b, big, zero; }"
+)
+
+
+@triton.jit
+def _e2m1(codes, dtype: tl.constexpr):
+    """The numbers of the codes in the low bits of bytes."""
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(_E2M1, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        bits = codes.to(tl.int32)
+        bits = ((bits & 7) << 22) | ((bits & 8) << 28)
+        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)
+
+
+@triton.jit
+def _e8m0(scales, dtype: tl.constexpr):
+    """Powers of two of bytes, NaN for 255."""
+    bits = scales.to(tl.int32)
+    bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
+    return bits.to(tl.float32, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _scales_of(scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+               MXFP4: tl.constexpr):  # fmt: skip
+    """What `_added` takes of one block."""
+    if MXFP4:
+        low = int4_values(scales, block, N, False, GROUP)
+        return low, int4_values(scales, block, N, True, GROUP), low, low
+    else:
+        return _values(scales, zeros, block, N, dtype, GROUP, HAS_ZEROS)
+
+
+@triton.jit
+def _added(acc, packed, x_low, x_high, values, GROUP: tl.constexpr, MXFP4: tl.constexpr):
+    """acc [outputs, rows] and one block's products; x [rows, 64]."""
+    if MXFP4:
+        dtype: tl.constexpr = x_low.dtype
+        low = _e2m1(packed, dtype) * _e8m0(values[0], dtype)
+        high = _e2m1(packed >> 4, dtype) * _e8m0(values[1], dtype)
+        acc = tl.dot(low, x_low.T, acc, input_precision="ieee")
+        return tl.dot(high, x_high.T, acc, input_precision="ieee")
+    else:
+        return acc + _products(packed, x_low.T, x_high.T, values, GROUP)
+
+
+@triton.jit
+def _experts_int4_kernel(
+    x_ptr,
+    weight,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    y_ptr,
+    order_ptr,
+    pair_weight_ptr,
+    expert_end_ptr,
+    x_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MXFP4: tl.constexpr,
+    GATED: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """N: columns of the result. A gated weight has 2 * N outputs."""
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    OUTPUTS: tl.constexpr = 2 * N if GATED else N
+    BLOCKS: tl.constexpr = (K + 2 * _HALF - 1) // (2 * _HALF)
+    EVEN: tl.constexpr = BLOCKS * 2 * _HALF == K
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    experts = tl.arange(0, BLOCK_E)
+    ends = tl.load(expert_end_ptr + experts, experts < E, other=0)
+    starts = tl.load(expert_end_ptr + experts - 1, (experts > 0) & (experts < E), other=0)
+    expert, row, row_end, n = _find_tile(starts, ends, experts, tl.program_id(0), NUM_N, BLOCK_M, GROUP_M)
+    if expert >= 0:
+        rows = row + tl.arange(0, BLOCK_M)
+        # Rows past the expert's last row read the last row instead, which is loaded anyway.
+        read = tl.minimum(rows, row_end - 1)
+        if GATED:
+            read = tl.load(order_ptr + read) // TOP_K
+        lanes = tl.arange(0, _HALF)
+        x_ptrs = x_ptr + read.to(tl.int64)[:, None] * x_stride + lanes[None, :]
+        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        there_columns = tl.minimum(columns, N - 1)
+        first = expert * BLOCKS  # of the expert's packed blocks
+        if not TMA:
+            places = (first.to(tl.int64) * OUTPUTS + there_columns)[:, None] * _HALF + lanes[None, :]
+            w_ptrs = weight + places
+        of_expert = expert.to(tl.int64) * (BLOCKS * 2 * _HALF // GROUP * OUTPUTS)
+        scales = scale_ptr + of_expert + there_columns
+        zeros = zero_ptr + of_expert + there_columns
+        values = _scales_of(scales, zeros, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4)
+        up_values = values
+        if GATED:
+            up_values = _scales_of(scales + N, zeros + N, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for block in range(0, BLOCKS):
+            start = block * (2 * _HALF)
+            if EVEN:
+                x_low = tl.load(x_ptrs + start)
+                x_high = tl.load(x_ptrs + (start + _HALF))
+            else:
+                x_low = tl.load(x_ptrs + start, (start + lanes < K)[None, :], other=0.0)
+                x_high = tl.load(x_ptrs + (start + _HALF), (start + _HALF + lanes < K)[None, :], other=0.0)
+            if TMA:
+                packed = weight.load([(first + block) * OUTPUTS + n * BLOCK_N, 0])
+            else:
+                packed = tl.load(w_ptrs + block * (OUTPUTS * _HALF))
+            # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
+            ahead = tl.minimum(block + 1, BLOCKS - 1)
+            next_values = _scales_of(scales, zeros, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4)
+            acc = _added(acc, packed, x_low, x_high, values, GROUP, MXFP4)
+            values = next_values
+            if GATED:
+                if TMA:
+                    packed = weight.load([(first + block) * OUTPUTS + N + n * BLOCK_N, 0])
+                else:
+                    packed = tl.load(w_ptrs + (block * OUTPUTS + N) * _HALF)
+                next_values = _scales_of(
+                    scales + N, zeros + N, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4
+                )
+                up = _added(up, packed, x_low, x_high, up_values, GROUP, MXFP4)
+                up_values = next_values
+        if HAS_BIAS:
+            bias = bias_ptr + expert * OUTPUTS + there_columns
+            acc += tl.load(bias).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias + N).to(tl.float32)[:, None]
+        written = (rows < row_end)[None, :] & (columns < N)[:, None]
+        if GATED:
+            y = bent_gate(acc, GATE, ALPHA, LIMIT) * bent_up(up, GATE, LIMIT)
+            y_ptrs = y_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None]
+        else:
+            pairs = tl.load(order_ptr + rows, rows < row_end, other=0)
+            y = acc * tl.load(pair_weight_ptr + pairs, rows < row_end, other=0.0)[None, :]
+            y_ptrs = y_ptr + pairs.to(tl.int64)[None, :] * N + columns[:, None]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), written)
+
+
+def multiply_experts_int4(
+    x: Tensor,
+    weight: PackedExperts,
+    routing: Routing,
+    config: Int4GemmConfig,
+    *,
+    gated: bool,
+    gate: Gate = SILU,
+) -> Tensor:
+    """The products of rows and each pair's expert, [P, N] of x's dtype, on any device.
+
+    Args:
+        x: rows of tokens if `gated`, else of pairs in sorted order; they may be strided.
+        weight: of N outputs, or of 2 * N if `gated`; then y is in sorted order, else in that before.
+        gate: the activation, if `gated`.
+    """
+    num_experts, _, outputs, _ = weight.packed.shape
+    results = outputs // 2 if gated else outputs
+    num_pairs = routing.order.shape[0]
+    y = torch.empty((num_pairs, results), dtype=x.dtype, device=x.device)
+    tiles = _most_tiles(num_pairs, num_experts, config.block_m)
+    packed: Tensor | TensorDescriptor = weight.packed
+    if config.tma:
+        packed = TensorDescriptor.from_tensor(weight.packed.view(-1, HALF), [config.block_n, HALF])
+    _experts_int4_kernel[(tiles * ceil_div(results, config.block_n),)](
+        x,
+        packed,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if weight.bias is None else weight.bias,
+        y,
+        routing.order,
+        routing.weights,
+        routing.expert_end,
+        x.stride(0),
+        N=results,
+        K=x.shape[1],
+        E=num_experts,
+        TOP_K=routing.experts.shape[1],
+        GROUP=weight.group,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=weight.bias is not None,
+        MXFP4=weight.is_mxfp4,
+        GATED=gated,
+        GATE=int(gate.kind),
+        ALPHA=gate.alpha,
+        LIMIT=gate.limit,
+        TMA=config.tma,
+        BLOCK_E=expert_lanes(num_experts),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        GROUP_M=config.group_m,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return y
