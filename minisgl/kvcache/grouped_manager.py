@@ -5,7 +5,8 @@ of what all groups still have. A page is free, or belongs to one place, in each 
 
 The tree and the leases are those of a `KVCacheManager`, whose pages are called places here. They are the
 pages of the group that keeps all tokens, if there is one, else numbers without memory. Every window group
-maps places to pages of its own (`WindowPages`); a place in the tree may be without.
+maps places to pages of its own (`WindowPages`); a place in the tree may be without. A group of states
+has snapshots at some places (`Snapshots`), and a hit ends only there.
 """
 
 from array import array
@@ -16,6 +17,7 @@ from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 from minisgl.kvcache.page_changes import PageChange
 from minisgl.kvcache.radix_tree import Match, TokenIds, int32_tokens
+from minisgl.kvcache.snapshots import Snapshots
 from minisgl.kvcache.window_pages import WindowPages
 
 
@@ -29,13 +31,19 @@ class WindowGroup(NamedTuple):
 class _Held:
     """What a lease holds in the window groups."""
 
-    __slots__ = ("first", "horizon_pages", "promised")
+    __slots__ = ("first", "horizon_pages", "promised", "replaceable", "state_tokens", "wanted_tokens")
 
     def __init__(self, num_groups: int) -> None:
         self.first = [0] * num_groups
         """Of each group: the lease needs the pages from this index on."""
         self.promised = [0] * num_groups
         self.horizon_pages = 0
+        self.state_tokens = 0
+        """Where the row began, or was saved last."""
+        self.wanted_tokens = 0
+        """Where the tree had more than a hit could use; 0 = nowhere."""
+        self.replaceable = 0
+        """The place of the last snapshot while it decoded; 0 = none."""
 
 
 class GroupedCacheManager:
@@ -47,6 +55,8 @@ class GroupedCacheManager:
             groups follow; else the window groups begin with 0.
         windows: the window groups.
         tile_tokens: see `WindowPages`.
+        num_snapshots: of the states of linear attention; None = the model has no states.
+        snapshot_pages: a row that decodes is saved after each so many pages.
 
     Raises:
         ConfigError: there are too few pages for one request, or a page has no tokens.
@@ -61,8 +71,11 @@ class GroupedCacheManager:
         windows: Sequence[WindowGroup],
         prefix_cache: bool = True,
         tile_tokens: int = 1,
+        num_snapshots: int | None = None,
+        snapshot_pages: int = 4,
     ) -> None:
         self.page_size = page_size
+        self._num_snapshots, self._snapshot_pages = num_snapshots, snapshot_pages
         self.prefix_cache = prefix_cache
         self.keeps_all = keeps_all
         self._num_places, self._groups, self._tile_tokens = num_places, tuple(windows), tile_tokens
@@ -87,6 +100,9 @@ class GroupedCacheManager:
             )
             for group in self._groups
         ]
+        self.snapshots = None
+        if self._num_snapshots is not None:
+            self.snapshots = Snapshots(self._num_snapshots, self._num_places)
         self._held: dict[Lease, _Held] = {}
 
     @property
@@ -135,11 +151,13 @@ class GroupedCacheManager:
         salt: str = "",
     ) -> Lease:
         """Lock the longest cached prefix whose end all groups have; allocates no page."""
+        wanted = 0
         if self.prefix_cache and is_shareable:
             match = self.places.find(token_ids, earlier, salt)
             places = self.matched_places(match)
             num_pages = self._usable(places)
             if num_pages < len(places):
+                wanted = len(places) * self.page_size
                 for group in self.windows:
                     group.mark(places[group.first_needed(len(places) * self.page_size) :])
             token_ids, earlier = self._first_pages(token_ids, num_pages), _shorter(match, num_pages)
@@ -148,7 +166,56 @@ class GroupedCacheManager:
         for number, group in enumerate(self.windows):
             held.first[number] = group.first_needed(lease.num_cached_tokens)
             group.use(lease.page_ids[held.first[number] :])
+        held.state_tokens, held.wanted_tokens = lease.num_cached_tokens, wanted
         return lease
+
+    def first_state(self, lease: Lease) -> int | None:
+        """The slot whose state the row of a new or extended lease begins with; None = it has no tokens."""
+        if self.snapshots is None or not lease.page_ids:
+            return None
+        self._held[lease].state_tokens = len(lease.page_ids) * self.page_size
+        return self.snapshots.load(lease.page_ids[-1])
+
+    def end_of_chunk(self, lease: Lease, feed_tokens: int, start: int, end: int) -> int:
+        """Where a chunk from `start` on, of up to `end` tokens, should end, so that its state can be saved.
+
+        Args:
+            feed_tokens: tokens of the whole feed, whose last page end is wanted.
+        """
+        if self.snapshots is None:
+            return end
+        last = max(feed_tokens - 1, 0) // self.page_size * self.page_size
+        return min([end, *(at for at in (self._held[lease].wanted_tokens, last) if start < at < end)])
+
+    def save_state(self, lease: Lease, num_tokens: int, feed_tokens: int) -> int | None:
+        """A slot for the row's state after its first `num_tokens` tokens, if it should be saved.
+
+        The state is the row's before the step that is being planned. That step's plan copies it to the slot.
+
+        Args:
+            feed_tokens: tokens of the feed; behind them, the row decodes.
+        """
+        if self.snapshots is None or not num_tokens or num_tokens % self.page_size or not self.prefix_cache:
+            return None
+        held, page = self._held[lease], num_tokens // self.page_size
+        place = lease.page_ids[page - 1]
+        decodes = num_tokens >= feed_tokens
+        last = max(feed_tokens - 1, 0) // self.page_size * self.page_size
+        is_wanted = page % self._snapshot_pages == 0 if decodes else num_tokens in (held.wanted_tokens, last)
+        if not is_wanted or not lease.is_shareable or self.snapshots.has(place):
+            return None
+        if held.replaceable and decodes:
+            self.snapshots.replace(held.replaceable)
+        slot = self.snapshots.save(place, max(num_tokens - held.state_tokens, self.page_size))
+        if slot is not None:
+            held.replaceable = place if decodes else 0
+            held.state_tokens = num_tokens if not decodes else held.state_tokens
+        return slot
+
+    def planned(self) -> None:
+        """A plan is made: the slots of snapshots that it reads and writes are free for the next one's."""
+        if self.snapshots is not None:
+            self.snapshots.planned()
 
     def reserve(self, lease: Lease, num_tokens: int) -> tuple[int, int, int, int] | None:
         """Expect a new lease to grow to `num_tokens` tokens, as far as admissions are concerned.
@@ -257,6 +324,11 @@ class GroupedCacheManager:
                 for index, place in exchanged:
                     if index >= held.first[number]:
                         group.exchange(own[index - begin], place)
+            for index, place in exchanged:
+                if self.snapshots is not None:
+                    self.snapshots.exchange(own[index - begin], place)
+                if held.replaceable == own[index - begin]:
+                    held.replaceable = 0
             self._settle()
         return exchanged
 
@@ -292,6 +364,7 @@ class GroupedCacheManager:
             BrokenInvariantError: names the promise that is broken.
         """
         self.places.check_invariants()
+        self._check_snapshots()
         in_tree = {place for node in self.places.tree.nodes() for place in node.page_ids}
         for number, group in enumerate(self.windows):
             needed = [
@@ -301,10 +374,17 @@ class GroupedCacheManager:
             if group.num_promised != sum(held.promised[number] for held in self._held.values()):
                 raise BrokenInvariantError("num_promised is the sum of what leases were promised")
 
+    def _check_snapshots(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.check_invariants(set(self.places.allocator.free_page_ids()))
+
     def _usable(self, places: array) -> int:
         """How many of the first places a hit can have: all groups must have what comes before its end."""
         num_pages = len(places)
         while num_pages:
+            if self.snapshots is not None and not self.snapshots.has(places[num_pages - 1]):
+                num_pages -= 1
+                continue
             for group in self.windows:
                 missing = group.last_missing(
                     places, group.first_needed(num_pages * self.page_size), num_pages
@@ -333,6 +413,8 @@ class GroupedCacheManager:
         """Let the window groups know which places became free."""
         for group in self.windows:
             group.forget(self._freed)
+        if self.snapshots is not None:
+            self.snapshots.forget(self._freed)
         self._freed.clear()
 
 

@@ -171,9 +171,10 @@ class ModelConfig:
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
-        """The index in `kv_groups` of each layer's group."""
-        groups = {layer: group for group, members in enumerate(self.kv_groups) for layer in members.layers}
-        return tuple(groups[layer] for layer in range(self.num_layers))
+        """The index in `kv_groups` of each layer's group; 0 for layers with a state."""
+        members = [group.layers for group in self.kv_groups if not group.states]
+        groups = {layer: index for index, layers in enumerate(members) for layer in layers}
+        return tuple(groups.get(layer, 0) for layer in range(self.num_layers))
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -14,7 +14,7 @@ from minisgl.kvcache.grouped_manager import Cache, GroupedCacheManager
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.radix_tree import Match
 from minisgl.request import Request, RequestState
-from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit, RowRules
+from minisgl.scheduler.plan import LogitRules, PageUpdate, RowInit, RowRules, StateCopies
 from minisgl.scheduler.queue.policy import pages_for
 from minisgl.scheduler.rules import rules_with_output
 
@@ -25,6 +25,7 @@ class TableUpdates(NamedTuple):
     row_inits: tuple[RowInit, ...]
     row_rules: tuple[RowRules, ...]
     page_updates: tuple[PageUpdate, ...]
+    state_copies: StateCopies
 
 
 class Lacking(NamedTuple):
@@ -53,6 +54,8 @@ class Holdings:
         self._row_inits: list[RowInit] = []
         self._page_updates: list[PageUpdate] = []
         self._row_rules: dict[int, tuple[LogitRules, list[int]]] = {}  # key: id(rules)
+        self._state_saves: list[tuple[int, int]] = []
+        self._state_loads: list[tuple[int, int]] = []
         self.new_rules_cost_tokens = 0
         """Cost of writing the collected rules (`LogitRules.cost_tokens`)."""
         self.num_with_extras = 0
@@ -132,6 +135,7 @@ class Holdings:
             self._add_rules(request.row, rules_with_output(request.rules, request.output))
         if lease.page_ids:
             self._update_pages(request, 0, lease.page_ids)
+            self._load_state(request)
         self.num_with_extras += request.has_extras
         return True
 
@@ -146,6 +150,9 @@ class Holdings:
         """Get pages for the request's first `num_tokens` tokens; False = too few pages, nothing changed."""
         if self._groups is not None:
             self._groups.advance(request.lease, request.num_planned_tokens)
+            slot = self._groups.save_state(request.lease, request.num_planned_tokens, len(request.feed))
+            if slot is not None:
+                self._state_saves.append((request.row, slot))
         grown = self._cache.grow(request.lease, num_tokens)
         if grown is None:
             return False
@@ -174,6 +181,13 @@ class Holdings:
             request.uses_shared_pages = True
             request.num_planned_tokens += len(page_ids) * self._page_size
             self._update_pages(request, first_index, page_ids)
+            self._load_state(request)
+
+    def end_of_chunk(self, request: Request, end: int) -> int:
+        """Where the request's next chunk, of up to `end` tokens, should end."""
+        if self._groups is None:
+            return end
+        return self._groups.end_of_chunk(request.lease, len(request.feed), request.num_planned_tokens, end)
 
     def share(self, request: Request) -> None:
         """Put the planned tokens' full pages into the tree; the step being planned computes them."""
@@ -208,7 +222,12 @@ class Holdings:
     def drain_updates(self) -> TableUpdates:
         """Return the updates collected since the last call, and clear them."""
         row_rules = tuple(RowRules(tuple(rows), rules) for rules, rows in self._row_rules.values())
-        updates = TableUpdates(tuple(self._row_inits), row_rules, tuple(self._page_updates))
+        copies = StateCopies(tuple(self._state_saves), tuple(self._state_loads))
+        updates = TableUpdates(tuple(self._row_inits), row_rules, tuple(self._page_updates), copies)
+        if self._groups is not None:
+            self._groups.planned()
+            self._state_saves.clear()
+            self._state_loads.clear()
         self._row_inits.clear()
         self._row_rules.clear()
         self.new_rules_cost_tokens = 0
@@ -238,6 +257,12 @@ class Holdings:
             return
         for group, index, ids in self._groups.tables(request.lease, first_index, len(page_ids)):
             self._page_updates.append(PageUpdate(request.row, index, ids.tobytes(), group))
+
+    def _load_state(self, request: Request) -> None:
+        """Let the request's row begin with the state behind its cached prefix, if the model has states."""
+        slot = None if self._groups is None else self._groups.first_state(request.lease)
+        if slot is not None:
+            self._state_loads.append((slot, request.row))
 
     def _add_rules(self, row: int, rules: LogitRules) -> None:
         if id(rules) not in self._row_rules:

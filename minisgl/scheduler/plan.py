@@ -71,6 +71,13 @@ class PageUpdate(NamedTuple):
     group: int = 0  # of layers; each has page tables of its own
 
 
+class StateCopies(NamedTuple):
+    """Copies of linear attention's states before the step: all saves, then all loads."""
+
+    saves: tuple[tuple[int, int], ...] = ()  # row, slot of a snapshot
+    loads: tuple[tuple[int, int], ...] = ()  # slot of a snapshot, row
+
+
 class Chunk(NamedTuple):
     """The part of one row's prompt that this step computes."""
 
@@ -110,6 +117,7 @@ class StepPlan(NamedTuple):
     decode_lengths: tuple[int, ...] = ()  # only with chunks: each decode row's tokens after this step
     row_rules: tuple[RowRules, ...] = ()  # for rows of row_inits; each LogitRules appears once
     masked: tuple[int, ...] = ()  # places in sampled_rows of the rows that need a mask
+    state_copies: StateCopies = StateCopies()
 
     @property
     def num_new_tokens(self) -> int:

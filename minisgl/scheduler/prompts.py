@@ -103,7 +103,7 @@ class PromptPlanner:
         num_tokens = min(budget, self._chunk_tokens, len(request.feed) - start, capacity_tokens - start)
         if num_tokens <= 0:
             return None
-        end = start + num_tokens
+        end = self._holdings.end_of_chunk(request, start + num_tokens)
         samples = end == len(request.feed)
         request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
         grown = self._holdings.grow(request, end)

@@ -277,6 +277,7 @@ class Scheduler:
             decode_lengths=tuple(map(_num_planned_tokens, sampled[: len(decode_rows)])) if chunks else (),
             row_rules=updates.row_rules,
             masked=masked,
+            state_copies=updates.state_copies,
         )
         self._num_plans += 1
         self._launched.append(_LaunchedStep(plan.step_id, launched_chunks, sampled))

@@ -38,7 +38,9 @@ class FakeModel(NamedTuple):
             return self.eos_token_id
         return int((value >> 13) % self.vocab_size)
 
-    def expected_tokens(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> list[int]:
+    def expected_tokens(
+        self, prompt: Sequence[int], max_new_tokens: int, seed: int, stops: bool = True
+    ) -> list[int]:
         """The tokens that a request with this prompt must get, computed without pool or rows."""
         context, output = 0, []
         for token in prompt:
@@ -46,7 +48,7 @@ class FakeModel(NamedTuple):
         while len(output) < max_new_tokens:
             token = self.next_token(context, seed)
             output.append(token)
-            if token == self.eos_token_id:
+            if stops and token == self.eos_token_id:
                 break
             context = self.advance(context, token)
         return output
@@ -121,6 +123,7 @@ class FakeExecutor:
     Args:
         windows: window and pages of each window group. Every step checks that their pages still hold what the
             new tokens see, after all rows have stored theirs.
+        num_snapshots: slots for states of linear attention; None = the model has no states.
         num_pages: of the group that keeps all tokens; 0 = all groups have windows.
     """
 
@@ -132,6 +135,7 @@ class FakeExecutor:
         page_size: int,
         max_rows: int,
         windows: Sequence[tuple[int, int]] = (),
+        num_snapshots: int | None = None,
     ) -> None:
         self.model = model
         self._page_size = page_size
@@ -140,6 +144,10 @@ class FakeExecutor:
         # Of each group: the hash of the prefix that ends in this slot, and of that which ends before it.
         self._pools = [[_POISON] * (pages * page_size) for _, pages in groups]
         self._before = [[_POISON] * (pages * page_size) for _, pages in groups]
+        # Linear attention: the hash of each row's prefix, and of each snapshot's. New rows read none.
+        self._has_states = num_snapshots is not None
+        self._states = [_POISON] * max_rows
+        self._snapshots = [_POISON] * (num_snapshots or 0)
         self._pages: list[list[dict[int, int]]] = [[{} for _ in range(max_rows)] for _ in groups]
         self._last_token = [_POISON] * max_rows
         self._context_len = [0] * max_rows
@@ -165,6 +173,10 @@ class FakeExecutor:
         if plan.chunks:
             lengths = tuple([self._context_len[row] + 1 for row in plan.decode_rows])
             assert plan.decode_lengths == lengths, "the plan has other lengths than the rows"
+        for row, slot in plan.state_copies.saves:
+            self._snapshots[slot] = self._states[row]
+        for slot, row in plan.state_copies.loads:
+            self._states[row] = self._snapshots[slot]
         starts = [(row, self._context_len[row]) for row in plan.decode_rows]
         starts += [(chunk.row, chunk.num_computed_tokens) for chunk in plan.chunks]
         results = [
@@ -192,12 +204,15 @@ class FakeExecutor:
     def _feed(self, row: int, start: int, token_ids: list[int]) -> int:
         context = self._pools[0][self._slot(0, row, start - 1)] if start else 0
         assert context != _POISON, f"row {row} reads a slot that was never written"
+        if self._has_states and start:
+            assert self._states[row] == context, f"row {row} has the state of other tokens"
         for position, token in enumerate(token_ids, start):
             before, context = context, self.model.advance(context, token)
             for group, pool in enumerate(self._pools):
                 slot = self._slot(group, row, position)
                 pool[slot], self._before[group][slot] = context, before
         self._context_len[row] = start + len(token_ids)
+        self._states[row] = context
         return self.model.next_token(context, self._seed[row])
 
     def _check_windows(self, row: int, start: int) -> None:

@@ -32,6 +32,9 @@ class Session:
     tables: list[dict[int, int]]
     num_computed: int
     salt: str
+    feed_tokens: int
+    state: int
+    """What linear attention has of the row: the number of its last token, or of none."""
 
 
 class GroupedMachine(RuleBasedStateMachine):
@@ -43,6 +46,7 @@ class GroupedMachine(RuleBasedStateMachine):
         keeps_all=st.booleans(),
         tile_tokens=st.sampled_from([1, 1, 8]),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 3, 8]),
     )
     def start(
         self,
@@ -53,7 +57,9 @@ class GroupedMachine(RuleBasedStateMachine):
         keeps_all: bool,
         tile_tokens: int,
         prefix_cache: bool,
+        num_snapshots: int | None,
     ) -> None:
+        self.states = [POISON] * (num_snapshots or 0)
         self.size = page_size
         self.tile = tile_tokens
         sizes = [most_row_pages(window, page_size, tile_tokens) + 1 + more_pages for window in windows]
@@ -64,6 +70,8 @@ class GroupedMachine(RuleBasedStateMachine):
             windows=[WindowGroup(*group) for group in zip(windows, sizes, strict=True)],
             prefix_cache=prefix_cache,
             tile_tokens=tile_tokens,
+            num_snapshots=num_snapshots,
+            snapshot_pages=2,
         )
         self.windows = [0] * keeps_all + windows
         self.pools = [np.full(pages * page_size, POISON) for pages in [num_places] * keeps_all + sizes]
@@ -98,7 +106,10 @@ class GroupedMachine(RuleBasedStateMachine):
         """By brute force, in tokens: the longest prefix whose end every window group still has."""
         match = self.manager.places.find(tokens, salt=salt)
         places = self.manager.matched_places(match)
+        snapshots = self.manager.snapshots
         for end in range(len(places), 0, -1):
+            if snapshots is not None and snapshots._slot_of[places[end - 1]] < 0:
+                continue
             if all(
                 group._page_of[places[position // self.size]] != NO_PAGE
                 for group in self.manager.windows
@@ -116,10 +127,21 @@ class GroupedMachine(RuleBasedStateMachine):
         assert self.manager.match_length(tokens, salt) == expected
         lease = self.manager.admit(np.array(tokens, np.int32), salt=salt)
         assert lease.num_cached_tokens == expected == len(lease.page_ids) * self.size < len(tokens)
-        session = Session(lease, tokens, [{} for _ in self.windows], expected, salt)
+        tables: list[dict[int, int]] = [{} for _ in self.windows]
+        session = Session(lease, tokens, tables, expected, salt, len(tokens), -2 - len(salt))
         self.write_tables(session, 0, len(lease.page_ids))
+        self.begin_state(session)
         self.sessions.append(session)
         return session
+
+    def begin_state(self, session: Session) -> None:
+        slot = self.manager.first_state(session.lease)
+        if slot is not None:
+            session.state = self.states[slot]
+        self.plan_ends()
+
+    def plan_ends(self) -> None:
+        self.manager.planned()
 
     @rule(letters=LETTERS, tail=st.integers(0, 3), salt=st.sampled_from(["", "", "", "s"]))
     def admit(self, letters: str, tail: int, salt: str) -> None:
@@ -143,6 +165,11 @@ class GroupedMachine(RuleBasedStateMachine):
             stop = min(stop, self.manager.most_pages(session.lease) * self.size)
             if stop <= start:
                 return
+        stop = self.manager.end_of_chunk(session.lease, session.feed_tokens, start, stop)
+        saved = self.manager.save_state(session.lease, start, session.feed_tokens)
+        if saved is not None:
+            self.states[saved] = session.state
+        self.plan_ends()
         first = len(session.lease.page_ids)
         grown = self.manager.grow(session.lease, stop)
         if grown is None:
@@ -158,6 +185,7 @@ class GroupedMachine(RuleBasedStateMachine):
         numbers = self.prefix_numbers(session.tokens, session.salt)[start:stop]
         for group, pool in enumerate(self.pools):
             pool[self.slots(session, group, start, stop)] = numbers
+        session.state = numbers[-1] if len(numbers) else session.state
         session.num_computed = stop
 
     @rule(number=PICKS)
@@ -176,6 +204,8 @@ class GroupedMachine(RuleBasedStateMachine):
         added = self.manager.extend_match(session.lease, session.tokens)
         self.write_tables(session, first, len(added))
         session.num_computed += len(added) * self.size
+        if added:
+            self.begin_state(session)
 
     @rule(number=PICKS)
     def invalidate(self, number: int) -> None:
@@ -202,7 +232,7 @@ class GroupedMachine(RuleBasedStateMachine):
                 return
         trusted = all(other.lease.is_shareable for other in self.sessions)
         self.release(-1)
-        if self.manager.prefix_cache and trusted:
+        if self.manager.prefix_cache and trusted and self.manager.snapshots is None:
             found = self.manager.match_length([*session.tokens, 0])
             assert found >= session.num_computed // self.size * self.size
 
@@ -220,6 +250,8 @@ class GroupedMachine(RuleBasedStateMachine):
         for session in self.sessions:
             computed = session.num_computed
             numbers = self.prefix_numbers(session.tokens[:computed], session.salt)
+            if self.manager.snapshots is not None and computed:
+                assert session.state == numbers[-1], "the row began from a state of other tokens"
             for group, window in enumerate(self.windows):
                 seen = self.seen(window, computed) if window else range(computed)
                 content = self.pools[group][self.slots(session, group, seen.start, computed)]

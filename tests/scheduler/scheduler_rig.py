@@ -35,9 +35,10 @@ def build(
     windows: Sequence[WindowGroup] = (),
     keeps_all: bool = True,
     tile_tokens: int = 1,
+    num_snapshots: int | None = None,
 ) -> tuple[Scheduler, FakeExecutor, Cache]:
     cache: Cache
-    if windows:
+    if windows or num_snapshots is not None:
         cache = GroupedCacheManager(
             num_places=num_pages,
             page_size=page_size,
@@ -45,6 +46,8 @@ def build(
             windows=windows,
             prefix_cache=prefix_cache,
             tile_tokens=tile_tokens,
+            num_snapshots=num_snapshots,
+            snapshot_pages=2,
         )
     else:
         cache = KVCacheManager(
@@ -67,6 +70,7 @@ def build(
         page_size=page_size,
         max_rows=max_rows,
         windows=windows,
+        num_snapshots=num_snapshots,
     )
     return Scheduler(config, cache), executor, cache
 

@@ -43,6 +43,7 @@ class OverlappedScheduler(RuleBasedStateMachine):
             notes_changes=False,
             keeps_all=True,
             windows=(),
+            num_snapshots=None,
             eos_one_in=eos_one_in,
             vocab_size=8,
             **limits,

@@ -30,7 +30,8 @@ class SchedulerWithWindows(OverlappedScheduler):
         output_reserve_tokens=st.sampled_from([0, 0, 4, 64]),
         prefix_cache=st.booleans(),
         eos_one_in=st.sampled_from([0, 3, 12]),
-        windows=st.lists(st.integers(2, 20), min_size=1, max_size=2, unique=True),
+        windows=st.lists(st.integers(2, 20), max_size=2, unique=True),
+        num_snapshots=st.sampled_from([None, None, 1, 4, 20]),
         more_pages=st.integers(0, 20),
         keeps_all=st.booleans(),
         tile_tokens=st.sampled_from([1, 8]),
@@ -45,6 +46,7 @@ class SchedulerWithWindows(OverlappedScheduler):
         more_pages: int,
         keeps_all: bool,
         tile_tokens: int,
+        num_snapshots: int | None,
         **limits: int,
     ) -> None:
         limits["max_rows"] = min(limits["max_rows"], limits["max_step_tokens"])
@@ -61,8 +63,9 @@ class SchedulerWithWindows(OverlappedScheduler):
                 WindowGroup(window, most_row_pages(window, page_size, tile_tokens) + 1 + more_pages)
                 for window in windows
             ],
-            keeps_all=keeps_all,
+            keeps_all=keeps_all or not windows,
             tile_tokens=tile_tokens,
+            num_snapshots=num_snapshots,
             **limits,
         )
         self.launched = []
@@ -75,7 +78,8 @@ class SchedulerWithWindows(OverlappedScheduler):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "cache"):
-            assert isinstance(self.cache, GroupedCacheManager)
+            if not isinstance(self.cache, GroupedCacheManager):
+                return
             for group in self.cache.windows:
                 assert group.num_available_pages == group.num_usable_pages
                 assert group.num_promised == 0
@@ -148,3 +152,25 @@ def test_prompts_that_wait_for_each_others_windows_end_by_a_preemption() -> None
         number = output.request_id
         assert output.token_ids == executor.model.expected_tokens(prompts[number], 1, number)
     assert scheduler.stats.num_preemptions == 2, "no request decodes, so they gave way to prompts"
+
+
+def test_a_conversation_of_linear_attention_goes_on_from_a_snapshot() -> None:
+    """At the last page end of the prompt, at one of the answer, and where a prompt branched off."""
+    scheduler, executor, _ = build(num_pages=200, page_size=4, num_snapshots=8)
+    prompt = list(range(30))
+
+    def cached(*tokens: int) -> int:
+        scheduler.add(len(counts), prompt_of(*tokens), SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+        outputs = drain(scheduler, executor)
+        answers.append([token for output in outputs for token in output.token_ids])
+        assert answers[-1] == executor.model.expected_tokens(list(tokens), 20, 1, stops=False)
+        counts.append(outputs[-1].num_cached_tokens)
+        return counts[-1]
+
+    counts: list[int] = []
+    answers: list[list[int]] = []
+    assert cached(*prompt) == 0
+    assert cached(*prompt, 1) == 28, "the prompt's last page end"
+    assert cached(*prompt, *answers[0], 2) == 48, "the answer's last second page"
+    assert cached(*prompt[:20], 3, 3, 3, 3) == 0, "no snapshot is where it branches off"
+    assert cached(*prompt[:20], 4, 4, 4, 4) == 20, "but now one is"
