@@ -17,6 +17,7 @@ from triton_kernels import (
     int4_linear,
     int4_linear_few,
     int4_linear_many,
+    int4_linear_warp,
     moe_fp8,
     moe_int4,
     paged_decode,
@@ -58,6 +59,9 @@ def _rounding() -> Iterator[Launch]:
         call = functools.partial(quantize_fp8.quantize_fp8_triton, row, group)
         yield Launch(f"quantize_fp8{name}", call, group is None)
         yield Launch(f"silu_mul_fp8{name}", functools.partial(quantize_fp8.silu_mul_fp8_triton, wide, group))
+        if group is None:
+            call = functools.partial(quantize_fp8.quantize_fp8_with_peaks, row, empty(64, 224, dtype=F32))
+            yield Launch("quantize_fp8 with peaks", call)
         call = functools.partial(rms_norm_fp8.add_rms_norm_fp8_triton, row, row, weight, 1e-5, group)
         yield Launch(f"add_rms_norm_fp8{name}", call)
 
@@ -88,6 +92,10 @@ def _fp8_layers(gpu: Gpu) -> Iterator[Launch]:
                     yield Launch(
                         f"{name}, tiled", functools.partial(many, *arguments, config=config), rows == 256
                     )
+            if gated and not blocks:
+                arguments = (empty(16, width, dtype=FP8), empty(1, 16, dtype=F32), arguments[2], scales)
+                call = functools.partial(fp8_linear_few.fp8_gated_linear_few_with_peaks, *arguments)
+                yield Launch("fp8_gated_linear 16 with peaks", call, False)
             if not blocks and not gated:
                 arguments = (empty(16, width, dtype=FP8), empty(1, 16, dtype=F32), arguments[2], scales)
                 config = fp8_linear_few.fp8_that_fits(SPLIT, 16, gated, gpu)
@@ -169,6 +177,10 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
         for rows in (8, 32):
             few = int4_linear_few.int4_gated_linear_few if gated else int4_linear_few.int4_linear_few
             yield Launch(f"{name}, {rows}", functools.partial(few, empty(rows, width), own), rows == 8)
+        warp = int4_linear_warp.int4_gated_linear_warp if gated else int4_linear_warp.int4_linear_warp
+        for rows in (8, 16):
+            call = functools.partial(warp, empty(rows, width), own)
+            yield Launch(f"{name}, {rows} in warps", call, rows == 8 and not gated)
         if gpu.has_tma:
             results = outputs // 2 if gated else outputs
             for rows in (64, 256):

@@ -1,8 +1,7 @@
 """The launch configurations of decode attention, and the batch sizes at which they change.
 
 They decide the last bits of results; see triton_kernels/paged_decode.py. R rows of the batch, H query
-heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size. Pools of e4m3 have their own:
-tiles of twice the tokens.
+heads, K KV heads, G = H / K query heads per KV head, D head dim, S page size. Pools of e4m3 have their own.
 """
 
 from typing import NamedTuple
@@ -20,6 +19,8 @@ TIERS = (64 * 128, 192 * 128, 320 * 128)
 """Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
 FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
 """The same if `four_warps_share`; such batches are never larger."""
+TWO_WARPS_TIERS = (8 * 128, 192 * 128, 320 * 128)
+"""The same if `two_warps_share`."""
 MAX_SPLITS = 64
 FEW_ROWS = MAX_ROWS
 """Most rows of a batch that may get its own configuration. torch.compile specialises for it anyway."""
@@ -51,7 +52,8 @@ def choose_config(
 
     Args:
         x: [R, ...], the batch's queries or what they are made of.
-        config: the caller's choice; None = the tuned one, except for batches in which `four_warps_share`.
+        config: the caller's choice; None = the tuned one, except for batches in which `four_warps_share` or
+            `two_warps_share`.
         kv_dtype: of the pools; None = that of x.
     """
     if config is not None:
@@ -63,6 +65,8 @@ def choose_config(
     config = DecodeConfig(*_default(x.device, *shape, few_rows, is_fp8))
     if few_rows and four_warps_share(*shape):
         return config, tier_rows(num_kv_heads, head_dim, FEW_TIERS)
+    if few_rows and is_fp8 and two_warps_share(*shape):
+        return config, tier_rows(num_kv_heads, head_dim, TWO_WARPS_TIERS)
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     op = "paged_decode_fp8" if is_fp8 else "paged_decode"
     config = tuned(config, op, x.device, x.dtype, exact, near)
@@ -105,6 +109,9 @@ def default_decode_config(
     if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
         shared = DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
         return decode_that_fits(shared, head_dim, element_size, group, gpu, is_fp8)
+    if few_rows and is_fp8 and two_warps_share(head_dim, element_size, group, num_kv_heads):
+        shared = DecodeConfig(64, 128, MAX_SPLITS, 2, 3, 12, 12, 12)
+        return decode_that_fits(shared, head_dim, element_size, group, gpu, is_fp8)
     num_warps = max(1, next_power_of_2(head_dim) * block_g(group) // 1024)
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
@@ -145,6 +152,17 @@ def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads:
     return num_kv_heads <= 4 < group and head_dim == 128 and element_size == 2
 
 
+def two_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
+    """Whether two warps share a unit in batches of up to FEW_ROWS over pools of e4m3.
+
+    A tile of as many bytes has twice the tokens, so a warp alone is longer at each. Measured with 32 query
+    and 8 KV heads of 128.
+    """
+    if four_warps_share(head_dim, element_size, group, num_kv_heads):
+        return False
+    return head_dim == 128 and element_size == 2 and block_g(group) == 8
+
+
 def block_g(group: int) -> int:
     """Columns of the tensor-core tiles: a KV head's query heads, rounded up."""
     return 8 if group <= 8 else 16
@@ -160,13 +178,19 @@ def tier_rows(num_kv_heads: int, head_dim: int, tiers: tuple[int, int, int]) -> 
     return [elements // (num_kv_heads * next_power_of_2(head_dim)) for elements in tiers]
 
 
-def fewest_alike(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int) -> int:
+def fewest_alike(
+    num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, is_fp8: bool = False
+) -> int:
     """The fewest rows of a batch in which a row's result is, to the last bit, that in a batch of num_rows.
 
     Valid if no config is given.
     """
     changes = tier_rows(num_kv_heads, head_dim, TIERS)
-    if four_warps_share(head_dim, element_size, num_heads // num_kv_heads, num_kv_heads):
-        few = tier_rows(num_kv_heads, head_dim, FEW_TIERS)
+    shape = (head_dim, element_size, num_heads // num_kv_heads, num_kv_heads)
+    tiers = FEW_TIERS if four_warps_share(*shape) else None
+    if is_fp8 and two_warps_share(*shape):
+        tiers = TWO_WARPS_TIERS
+    if tiers is not None:
+        few = tier_rows(num_kv_heads, head_dim, tiers)
         changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
     return 1 + max((rows for rows in changes if rows < num_rows), default=0)

@@ -99,12 +99,14 @@ def _fp8_linear_kernel(
     w_scale_ptr,
     bias_ptr,
     y_ptr,
+    peaks_ptr,
     num_rows,
     x_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    PEAKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -161,8 +163,12 @@ def _fp8_linear_kernel(
     if GATED:
         gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
         acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+    y = acc.to(y_ptr.dtype.element_ty)
     y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & written[:, None])
+    tl.store(y_ptrs, y, there[None, :] & written[:, None])
+    if PEAKS:
+        peaks = tl.max(tl.where(written[:, None], tl.abs(y.to(tl.float32)), 0.0), 0)
+        tl.store(peaks_ptr + rows * tl.num_programs(0) + tl.program_id(0), peaks, there)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -223,7 +229,7 @@ def fp8_linear_few(
 ) -> Tensor:
     """Launch the kernel on any device; up to FEW_ROWS rows."""
     config = config or _config(x, weight, weight_scale.dim() == 2, gated=False)
-    return _launch(x, x_scale, weight, weight_scale, bias, False, dtype, config)
+    return _launch(x, x_scale, weight, weight_scale, bias, False, dtype, config)[0]
 
 
 def fp8_gated_linear_few(
@@ -236,7 +242,20 @@ def fp8_gated_linear_few(
 ) -> Tensor:
     """Launch the kernel on any device; up to FEW_ROWS rows."""
     config = config or _config(x, weight, weight_scale.dim() == 2, gated=True)
-    return _launch(x, x_scale, weight, weight_scale, None, True, dtype, config)
+    return _launch(x, x_scale, weight, weight_scale, None, True, dtype, config)[0]
+
+
+def fp8_gated_linear_few_with_peaks(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    config: Fp8Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """fp8_gated_linear_few, and float32 [M, P]: each row's largest magnitude in each of P programs."""
+    config = config or _config(x, weight, weight_scale.dim() == 2, gated=True)
+    return _launch(x, x_scale, weight, weight_scale, None, True, dtype, config, peaks=True)
 
 
 def _launch(
@@ -248,24 +267,33 @@ def _launch(
     gated: bool,
     dtype: torch.dtype,
     config: Fp8Config,
-) -> Tensor:
+    peaks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The layer's rows, and with `peaks` those of each program (else a tensor that does not count)."""
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+    programs = ceil_div(num_outputs, config.block_n)
+    largest = x_scale
+    outputs: tuple[Tensor, ...] = (y,)
     if config.splits > 1:
         kernel, kind = _fp8_split_linear_kernel, {"SPLITS": config.splits}
     else:
-        kernel, kind = _fp8_linear_kernel, {"GATED": gated, "BLOCKS": weight_scale.dim() == 2}
+        if peaks:
+            largest = torch.empty((num_rows, programs), dtype=torch.float32, device=x.device)
+        outputs = (y, largest)
+        kernel = _fp8_linear_kernel
+        kind = {"GATED": gated, "PEAKS": peaks, "BLOCKS": weight_scale.dim() == 2}
     block_m = FEWEST_ROWS
     if num_rows > FEWEST_ROWS:
         block_m = 32 if num_rows <= 32 else FEW_ROWS
-    kernel[(ceil_div(num_outputs, config.block_n),)](
+    kernel[(programs,)](
         x,
         x_scale,
         weight,
         weight_scale,
         x_scale if bias is None else bias,
-        y,
+        *outputs,
         num_rows,
         x.stride(0),
         N=weight.shape[0],
@@ -279,4 +307,4 @@ def _launch(
         num_stages=config.num_stages,
         **kind,
     )
-    return y
+    return y, largest

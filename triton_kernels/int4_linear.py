@@ -6,8 +6,9 @@
 M rows, N outputs, K inputs, F = N / 2. The weight is as quantize_int4.py says, x's rows may be strided. Sums
 in float32, `round` to the dtype of x.
 
-int4_linear_few.py serves up to FEW_ROWS rows, int4_linear_many.py up to MOST_ROWS on GPUs with TMA. Beyond,
-the weight is made 16-bit numbers, which torch multiplies: that takes 2*N*K bytes of memory for a moment.
+int4_linear_warp.py serves up to 16 rows of bfloat16, int4_linear_few.py up to FEW_ROWS, and on GPUs with TMA
+int4_linear_many.py up to MOST_ROWS. Beyond, the weight is made 16-bit numbers, which torch multiplies: that
+takes 2*N*K bytes of memory for a moment.
 """
 
 import torch
@@ -22,6 +23,7 @@ from triton_kernels.int4_linear_many import (
     int4_gated_linear_many_with,
     int4_linear_many_with,
 )
+from triton_kernels.int4_linear_warp import int4_gated_linear_warp, int4_linear_warp, suits_warps
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.quantize_int4 import (
     BLOCK,
@@ -107,6 +109,8 @@ def int4_linear_many(
     weight = Int4Weight(packed, scales, zeros)
     if x.device.type == "cpu":
         return int4_linear_reference(x, weight, bias)
+    if suits_warps(x, weight, gated=False):
+        return int4_linear_warp(x, weight, bias)
     if x.shape[0] <= FEW_ROWS:
         return int4_linear_few(x, weight, bias)
     if _suits_tma(x):
@@ -127,6 +131,8 @@ def int4_gated_linear_many(x: Tensor, packed: Tensor, scales: Tensor, zeros: Ten
     weight = Int4Weight(packed, scales, zeros)
     if x.device.type == "cpu":
         return int4_gated_linear_reference(x, weight)
+    if suits_warps(x, weight, gated=True):
+        return int4_gated_linear_warp(x, weight)
     if x.shape[0] <= FEW_ROWS:
         return int4_gated_linear_few(x, weight)
     if _suits_tma(x):

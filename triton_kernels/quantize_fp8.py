@@ -31,6 +31,8 @@ SMALLEST_PEAK = 1e-12
 """Stands in for the largest value of a row of zeros."""
 GROUPED_BLOCK = 1024
 """Columns of a program, where a row has several scales."""
+PEAKS_BLOCK = 2048
+"""Columns of a program that knows a row's largest value from others."""
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
 
@@ -112,6 +114,50 @@ def _quantize_fp8_kernel(
         x = (x * tl.sigmoid(x) * up).to(x_ptr.dtype.element_ty).to(tl.float32)
     rows = row + tl.zeros([1], tl.int64)
     store_quantized(q_ptr, scales_ptr, x[None, :], rows, columns, num_rows, width, GROUP)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_with_peaks_kernel(
+    x_ptr,
+    peaks_ptr,
+    q_ptr,
+    scales_ptr,
+    num_rows,
+    width: tl.constexpr,
+    PEAKS: tl.constexpr,
+    PEAKS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    num_rows = between_kernels(num_rows, EARLY)
+    row = tl.minimum(tl.program_id(0), num_rows - 1).to(tl.int64)  # the minimum: no load before the wait
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    some = tl.arange(0, PEAKS_BLOCK)
+    peaks = tl.load(peaks_ptr + row * PEAKS + some, some < PEAKS, other=0.0)
+    x = tl.load(x_ptr + row * width + columns, columns < width, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(peaks, 0), _SMALLEST_PEAK) / _LARGEST
+    tl.store(q_ptr + row * width + columns, as_fp8(x / scale), columns < width)
+    tl.store(scales_ptr + row, scale, tl.program_id(1) == 0)
+
+
+def quantize_fp8_with_peaks(x: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
+    """quantize_fp8 of contiguous x [T, K] whose rows' largest magnitudes are the largest of peaks [T, P]."""
+    num_rows, width = x.shape
+    rounded, scales = empty_fp8(x, width, None)
+    _quantize_with_peaks_kernel[(num_rows, ceil_div(width, PEAKS_BLOCK))](
+        x,
+        peaks,
+        rounded,
+        scales,
+        num_rows,
+        width,
+        peaks.shape[1],
+        next_power_of_2(peaks.shape[1]),
+        PEAKS_BLOCK,
+        can_start_early(x.device),
+        num_warps=4,
+    )
+    return rounded, scales
 
 
 def quantize_fp8_triton(

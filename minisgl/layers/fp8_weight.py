@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from minisgl.layers.weight import Fp8Rows, Input, InputFormat, make_bias, with_biases
 from minisgl.model_config.quantization import ActivationScales, Fp8Scheme, WeightScales
-from triton_kernels.fp8_linear import fp8_gated_linear, fp8_linear
+from triton_kernels.fp8_linear import fp8_gated_linear, fp8_gated_linear_then_round, fp8_linear
 from triton_kernels.launch import ceil_div
 from triton_kernels.quantize_fp8 import FP8, GROUP, LARGEST, quantize_fp8, quantize_weight_fp8
 from triton_kernels.registry import KERNELS
@@ -99,11 +99,15 @@ class Fp8Weight(nn.Module):
         )
         return y if self.bias is None else y + self.bias
 
-    def gated(self, x: Input) -> Tensor:
+    def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Input:
         """See `Weight`."""
         if self.kernels.silu_mul is not KERNELS.silu_mul:  # the user has replaced the op
             return self.kernels.silu_mul(self.multiply(x))
-        return fp8_gated_linear(*self._rounded(x), self.values, self.scales, self.dtype)
+        rows = self._rounded(x)
+        if wanted is InputFormat.PLAIN:
+            return fp8_gated_linear(*rows, self.values, self.scales, self.dtype)
+        group = GROUP if wanted is InputFormat.FP8_GROUPS else None
+        return Fp8Rows(*fp8_gated_linear_then_round(*rows, self.values, self.scales, self.dtype, group))
 
     def _rounded(self, x: Input) -> Fp8Rows:
         if isinstance(x, Fp8Rows):

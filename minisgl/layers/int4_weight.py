@@ -112,7 +112,7 @@ class Int4Weight(nn.Module):
         """See `Weight`."""
         return int4_linear(self._ordered(x), self._tensors(), self.bias)
 
-    def gated(self, x: Input) -> Tensor:
+    def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Tensor:
         """See `Weight`."""
         if self.kernels.silu_mul is not KERNELS.silu_mul:  # the user has replaced the op
             return self.kernels.silu_mul(self.multiply(x))

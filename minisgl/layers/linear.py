@@ -49,6 +49,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = make_weight(in_features, [out_features], dtype, device, bias=bias, scheme=scheme)
 
+    @property
+    def input_format(self) -> InputFormat:
+        """What `forward` takes beside plain rows."""
+        return self.weight.input_format
+
     def forward(self, x: Input) -> Tensor:
         """[N, in] -> [N, out]."""
         return self.weight.multiply(x)
@@ -91,9 +96,9 @@ class FusedLinear(nn.Module):
         """[N, in] -> [N, sum of the parts]."""
         return self.weight.multiply(x)
 
-    def gated(self, x: Input) -> Tensor:
-        """silu(first part) * second part, two of one size: [N, in] -> [N, out / 2]."""
-        return self.weight.gated(x)
+    def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Input:
+        """silu(first part) * second part, two of one size: [N, in] -> [N, out / 2]. See `Weight`."""
+        return self.weight.gated(x, wanted)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """Views of the fused tensors, by name in the checkpoint: each part's weight [out, in], bias [out]."""

@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Input) -> Tensor:
         """[T, M] -> [T, M]."""
-        return self.down_proj(self.gate_up_proj.gated(x))
+        return self.down_proj(self.gate_up_proj.gated(x, self.down_proj.input_format))
 
 
 class GeluMLP(nn.Module):

@@ -49,8 +49,12 @@ class Weight(Protocol):
         """[N, in] -> [N, out], with the bias if there is one."""
         ...
 
-    def gated(self, x: Input) -> Tensor:
-        """silu(first half of the product) * second half: [N, in] -> [N, out / 2]. Without a bias."""
+    def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Input:
+        """silu(first half of the product) * second half: [N, in] -> [N, out / 2]. Without a bias.
+
+        Args:
+            wanted: what the next layer takes; the weight may return plain rows all the same.
+        """
         ...
 
     def part_tensors(self) -> list[dict[str, Tensor]]:
@@ -92,7 +96,7 @@ class PlainWeight(nn.Module):
         """See `Weight`."""
         return self.kernels.linear(x, self.values, self.bias)
 
-    def gated(self, x: Input) -> Tensor:
+    def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Tensor:
         """See `Weight`."""
         return self.kernels.gated_linear(x, self.values)
 

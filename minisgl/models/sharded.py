@@ -141,6 +141,11 @@ class SummedLayer(nn.Module):
         self.part = part
         self.rank_sum = rank_sum
 
+    @property
+    def input_format(self) -> InputFormat:
+        """What `forward` takes beside plain rows: nothing, so that the part rounds its own columns."""
+        return InputFormat.PLAIN
+
     def forward(self, x: Tensor) -> Tensor:
         """The output [T, M] of the whole layer."""
         return self.rank_sum(self.part(x))

@@ -10,7 +10,7 @@ from minisgl.layers.fp8_weight import Fp8Weight
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.weight import Fp8Rows, InputFormat
 from minisgl.model_config.quantization import ActivationScales, Fp8Scheme, WeightScales
-from triton_kernels.quantize_fp8 import dequantize_fp8
+from triton_kernels.quantize_fp8 import GROUP, dequantize_fp8, quantize_fp8_reference
 from triton_kernels.registry import KERNELS
 
 CPU = torch.device("cpu")
@@ -88,6 +88,24 @@ def test_the_norm_before_may_round_and_nothing_changes(width: int, scheme: Fp8Sc
     torch.testing.assert_close(weight.multiply(given), weight.multiply(plain), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("wanted", InputFormat)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_gated_layer_rounds_its_rows_as_the_next_layer_wants_them(
+    scheme: Fp8Scheme, wanted: InputFormat
+) -> None:
+    weight = filled(256, (128, 128), scheme)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(4))
+    plain, given = weight.gated(x), weight.gated(x, wanted)
+    assert isinstance(plain, torch.Tensor)
+    if wanted is InputFormat.PLAIN:
+        assert isinstance(given, torch.Tensor)
+        assert torch.equal(given, plain)
+    else:
+        assert isinstance(given, Fp8Rows)
+        expected = quantize_fp8_reference(plain, GROUP if wanted is InputFormat.FP8_GROUPS else None)
+        torch.testing.assert_close(dequantize_fp8(*given), dequantize_fp8(*expected))
+
+
 def test_replaced_ops_are_called_and_fused_ones_are_not() -> None:
     norm = RMSNorm(256, 1e-5, torch.float32, CPU)
     norm.weight.fill_(1.0)
@@ -97,7 +115,9 @@ def test_replaced_ops_are_called_and_fused_ones_are_not() -> None:
     assert given is x
     weight = filled(256, (64, 64), SCHEMES[0])
     weight.kernels = KERNELS._replace(silu_mul=lambda gate_up: gate_up[:, :1])
-    assert torch.equal(weight.gated(x), weight.multiply(x)[:, :1])
+    gated = weight.gated(x)
+    assert isinstance(gated, torch.Tensor)
+    assert torch.equal(gated, weight.multiply(x)[:, :1])
 
 
 def test_a_static_input_scale_is_the_largest_of_the_parts() -> None:

@@ -18,6 +18,7 @@ TMA_KERNELS = {"_tiled_linear_kernel", "_sum_splits_kernel", "_fp8_tiled_kernel"
 """Only GPUs with TMA run them; torch's product serves elsewhere."""
 FP8_KERNELS = {
     "_quantize_fp8_kernel",
+    "_quantize_with_peaks_kernel",
     "_rms_norm_fp8_kernel",
     "_fp8_linear_kernel",
     "_fp8_split_linear_kernel",
@@ -68,12 +69,15 @@ KERNELS = MULTIPLYING | {
     "_pairs_up_kernel",
     "_pairs_down_kernel",
     "_quantize_fp8_kernel",
+    "_quantize_with_peaks_kernel",
     "_rms_norm_fp8_kernel",
     "_dequantize_int4_kernel",
+    "_int4_warp_kernel",
 }
 LOAD_EARLY = {
     "_add_rms_norm_kernel": "its weight",
     "_all_reduce_kernel": "its weight",
+    "_int4_warp_kernel": "its weight",
     "_norm_router_kernel": "weights",
     "_paged_decode_kernel": "the step's lengths, page table, positions and slots, a table and weights",
     "_pairs_down_kernel": "logits, which are older than the kernel before, and weights",
@@ -170,6 +174,8 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
         "add_rms_norm_fp8": ["new_residual_ptr", "q_ptr", "scales_ptr"],
         "fp8_linear": ["y_ptr"],
         "fp8_gated_linear": ["y_ptr"],
+        "fp8_gated_linear_with_peaks": ["peaks_ptr", "y_ptr"],
+        "quantize_fp8_with_peaks": ["q_ptr", "scales_ptr"],
         "add_rms_norm_router": ["logits_ptr", "new_residual_ptr", "y_ptr"],
         "choose_experts": ["factors_ptr", "weights_ptr"],
         "read_rows": [

@@ -9,9 +9,11 @@ from triton_kernels.fp8_linear_few import (
     Fp8Config,
     default_fp8_config,
     fp8_gated_linear_few,
+    fp8_gated_linear_few_with_peaks,
     fp8_linear_few,
 )
 from triton_kernels.gpu import Gpu
+from triton_kernels.quantize_fp8 import quantize_fp8_triton, quantize_fp8_with_peaks
 
 # Rows, outputs, width and a configuration; few, because each is compiled anew on a GPU.
 CASES = [
@@ -58,6 +60,16 @@ def test_scales_of_blocks_are_applied_inside_the_sum(size, config, device, dtype
 def test_a_gated_layer_takes_the_gate_from_the_first_half(rows, blocks, device, dtype):
     one = layer((rows, 2 * 136, 256), device, blocks, halves=2)
     assert_close(fp8_gated_linear_few(*one.four, dtype), one.expected_gated(), on_gpu=8e-3)
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 272), (5, 4300)])
+def test_rows_rounded_by_what_a_gated_layer_says_of_them_are_the_same(rows, outputs, device, dtype):
+    """The last program's outputs beyond the layer's do not count, and several programs round a row."""
+    one = layer((rows, outputs, 128), device, halves=2)
+    y, peaks = fp8_gated_linear_few_with_peaks(*one.four, dtype, Fp8Config(64, 64, 4, 2))
+    assert torch.equal(peaks.amax(1), y.float().abs().amax(1))
+    for got, expected in zip(quantize_fp8_with_peaks(y, peaks), quantize_fp8_triton(y), strict=True):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("config", [None, Fp8Config(32, 64, 2, 3), SPLIT_CASES[1][1]])

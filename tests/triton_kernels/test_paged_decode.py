@@ -249,7 +249,12 @@ def test_few_kv_heads_with_many_queries_each(num_rows, device):
 
 
 @pytest.mark.parametrize(
-    ("heads", "boundaries"), [((32, 4, 128, 2), [2, 16, 48, 80]), ((32, 8, 128, 2), [8, 24, 40])]
+    ("heads", "boundaries"),
+    [
+        ((32, 4, 128, 2), [2, 16, 48, 80]),
+        ((32, 8, 128, 2), [8, 24, 40]),
+        ((32, 8, 128, 2, True), [1, 16, 24, 40]),
+    ],
 )
 def test_fewest_alike_names_where_results_change(heads, boundaries):
     found = [rows for rows in range(1, 200) if decode.fewest_alike(rows + 1, *heads) == rows + 1]

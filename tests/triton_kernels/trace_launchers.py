@@ -115,8 +115,12 @@ def trace_quantized(x: torch.Tensor, norm: torch.Tensor) -> None:
     for name, launcher in (
         ("fp8_linear", fp8_linear_few.fp8_linear_few),
         ("fp8_gated_linear", fp8_linear_few.fp8_gated_linear_few),
+        ("fp8_gated_linear_with_peaks", fp8_linear_few.fp8_gated_linear_few_with_peaks),
     ):
         trace(name, launcher, rows, row_scales, rounded, scales, dynamic=(0,))
+    trace(
+        "quantize_fp8_with_peaks", quantize_fp8.quantize_fp8_with_peaks, x, torch.rand(6, 3), dynamic=(0, 1)
+    )
 
 
 def main() -> None:

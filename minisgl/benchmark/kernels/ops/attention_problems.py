@@ -91,7 +91,7 @@ def decode_problem(shape: AttentionShape, device: torch.device, dtype: torch.dty
         poison(one.q.nbytes, device)
         got = function(*arguments[0])
         heads = (shape.heads, shape.kv_heads, shape.head_dim)
-        count = max(num_rows // 2, fewest_alike(num_rows, *heads, dtype.itemsize))
+        count = max(num_rows // 2, fewest_alike(num_rows, *heads, dtype.itemsize, kv_scales is not None))
         rows = torch.arange(num_rows - 1, num_rows - 1 - count, -1, device=device)
         others = one.row_ids[rows], one.context_len[rows]
         apart = function(one.q[rows], k_cache, v_cache, one.page_table, *others, *options)
