@@ -178,7 +178,7 @@ def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
             few = int4_linear_few.int4_gated_linear_few if gated else int4_linear_few.int4_linear_few
             yield Launch(f"{name}, {rows}", functools.partial(few, empty(rows, width), own), rows == 8)
         warp = int4_linear_warp.int4_gated_linear_warp if gated else int4_linear_warp.int4_linear_warp
-        for rows in (8, 16):
+        for rows in (8, 16) if group == 128 and not gated else (8,):
             call = functools.partial(warp, empty(rows, width), own)
             yield Launch(f"{name}, {rows} in warps", call, rows == 8 and not gated)
         if gpu.has_tma:
