@@ -149,7 +149,8 @@ def test_an_engine_gives_the_tokens_that_the_torch_backend_gives(
     expected = tokens_of(build.build_engine(config, folder, lambda name, ms: None))
 
     def resolve(*arguments: Any) -> ResolvedConfig:
-        chosen = {"attention_backend": backends, "max_graph_batch": 4, "overlap": overlap}
+        chosen: dict[str, Any] = {"attention_backend": backends, "max_graph_batch": 4, "overlap": overlap}
+        chosen["keep_window_pages"] = True  # as the resolver says of these backends
         return replace(resolve_engine_config(*arguments), **chosen)
 
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
