@@ -14,6 +14,7 @@ import torch
 from fake_grammar import FakeCompiler, use_fake_grammars
 from int4_models import INT4_FORMATS, quantize_int4
 from joining_engines import build_joining
+from quantized_experts import quantize_int4_mixture
 from tiny_models import VOCAB_SIZE, random_model
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as FastTokenizer
@@ -50,7 +51,7 @@ class Setup(NamedTuple):
     window: bool = False
     experts: bool = False
     int4: bool = False
-    """Weights of 4 bits, but for experts."""
+    """Weights of 4 bits, experts' too."""
     tp: int = 1
     fp8_cache: bool = False
 
@@ -262,10 +263,10 @@ class Engines:
             settings = window | (experts if setup.experts else {}) | {"head_dim": 16}
             if setup.int4:
                 settings |= {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+                settings |= {"moe_intermediate_size": 64} if setup.experts else {}
             model = random_model(seed=3, family=family, **settings)
             if setup.int4 and setup.experts:
-                more: dict[str, object] = {"modules_to_not_convert": ["mlp"]}
-                quantize_int4(model, INT4_FORMATS["awq"], folder, lambda name: ".mlp" in name, more)
+                quantize_int4_mixture(model, INT4_FORMATS["awq"], folder)
             elif setup.int4:
                 quantize_int4(model, INT4_FORMATS["awq"], folder)
             else:
