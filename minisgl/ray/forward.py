@@ -68,7 +68,7 @@ class Forwarder:
 
         Raises:
             OSError, aiohttp.ClientError: the server does not answer.
-            TimeoutError: it has not answered after `limit_s` seconds.
+            asyncio.TimeoutError: it has not answered after `limit_s` seconds.
         """
         async with self._session.get(
             self._url + path, timeout=aiohttp.ClientTimeout(total=limit_s)
@@ -119,7 +119,7 @@ class Forwarder:
                 async for chunk in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             if has_begun:
                 raise  # the client sees a broken answer, not one that looks whole
             await _refuse(send, f"the server behind this ingress does not answer: {error}")

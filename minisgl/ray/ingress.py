@@ -106,7 +106,7 @@ class Ingress:
             raise RuntimeError(f"the server of this ingress is gone: {self._server.why_ended()}")
         try:
             await self._forwarder.get("/health", HEALTH_S)
-        except (OSError, TimeoutError, aiohttp.ClientError) as error:
+        except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             raise RuntimeError(f"the server of this ingress does not answer: {error!r}") from None
 
     async def __del__(self) -> None:
@@ -120,7 +120,7 @@ class Ingress:
     async def _open(self) -> None:
         """Let calls wait until the first engine serves: it may come from an older ingress."""
         while True:
-            with contextlib.suppress(OSError, TimeoutError, aiohttp.ClientError):
+            with contextlib.suppress(OSError, asyncio.TimeoutError, aiohttp.ClientError):
                 if (await self._forwarder.get("/health", HEALTH_S))[0] == 200:
                     self._forwarder.open()
                     return
