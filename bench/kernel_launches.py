@@ -24,6 +24,7 @@ from triton_kernels import (
     linear_many,
     logit_rules,
     moe_choice,
+    moe_gate,
     norm_router,
     paged_decode,
     paged_prefill,
@@ -195,6 +196,9 @@ def _rope_and_decode() -> Iterator[Launch]:
     yield Launch("decode 16/8/256 window softcap", decode(16, 8, 256, 16, window=4096, softcap=50.0))
     yield Launch("decode 16/1/256 page 256", decode(16, 1, 256, 256), False)
     yield Launch("decode 32/8/128 float32", decode(32, 8, 128, 16, dtype=F32), False)
+    yield Launch("decode 16/2/512", decode(16, 2, 512, 16))
+    heads_64: Any = {"sinks": empty(64, dtype=F32)}
+    yield Launch("decode 64/8/64 sinks", decode(64, 8, 64, 16, window=128, **heads_64))
     yield Launch("rope_decode 32/8/128", rope_decode(32, 8, 128, 64, normed=False))
     yield Launch("rope_decode 32/4/128 normed", rope_decode(32, 4, 128, 64, normed=True), False)
     yield Launch("rope_decode 32/4/128 normed, few rows", rope_decode(32, 4, 128, 2, normed=True))
@@ -212,6 +216,9 @@ def _prefill(gpu: Gpu) -> Iterator[Launch]:
     yield Launch("prefill 28/4/80 page 1", portable(28, 4, 80, 1, window=1024, softcap=30.0), False)
     yield Launch("prefill 16/8/256 window softcap", portable(16, 8, 256, 16, window=4096, softcap=50.0))
     yield Launch("prefill 16/1/256 page 256", portable(16, 1, 256, 256), False)
+    yield Launch("prefill 16/2/512 page 16", portable(16, 2, 512, 16))
+    sinks = empty(64, dtype=F32)
+    yield Launch("prefill 64/8/64 sinks", portable(64, 8, 64, 16, window=128, sinks=sinks))
     yield Launch("prefill 32/8/128 float32", portable(32, 8, 128, 16, dtype=F32), False)
     if not gpu.has_wgmma:
         return
@@ -227,13 +234,17 @@ def _prefill(gpu: Gpu) -> Iterator[Launch]:
 def _experts() -> Iterator[Launch]:
     def moe(
         tokens: int, experts: int = 128, top_k: int = 8, width: int = 2048, expert_width: int = 768,
-        dtype: torch.dtype = BF16,
+        dtype: torch.dtype = BF16, **options: Any,
     ) -> Callable[[], Any]:  # fmt: skip
         x, logits = empty(tokens, width, dtype=dtype), empty(tokens, experts, dtype=dtype)
         gate_up = empty(experts, 2 * expert_width, width, dtype=dtype)
         down = empty(experts, width, expert_width, dtype=dtype)
-        return functools.partial(fused_moe.fused_moe_triton, x, logits, gate_up, down, top_k)
+        return functools.partial(fused_moe.fused_moe_triton, x, logits, gate_up, down, top_k, **options)
 
+    biases = (empty(32, 2 * 2880), empty(32, 2880))
+    clamped = {"biases": biases, "gate": moe_gate.Gate(moe_gate.GateKind.CLAMPED, 1.702, 7.0)}
+    for tokens in (1, 64):
+        yield Launch(f"moe {tokens} tokens gpt-oss", moe(tokens, 32, 4, 2880, 2880, **clamped), tokens == 1)
     for tokens in (1, 64, 256, 512, 8192):
         yield Launch(f"moe {tokens} tokens", moe(tokens))
     yield Launch("moe odd fp16", moe(64, 60, 4, 720, 208, dtype=F16), False)

@@ -1,6 +1,7 @@
 """What public models say in config.json, cut to what matters: read as they are meant, or refused by name."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,16 @@ import pytest
 from transformers import Gemma3TextConfig
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import ExpertsConfig, ModelConfig, QueryScaling, RopeScaling
+from minisgl.model_config.config import (
+    Activation,
+    ExpertsConfig,
+    ExpertStorage,
+    ModelConfig,
+    QueryScaling,
+    RopeScaling,
+)
 from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.kv_groups import KVShape
 
 SIZES = {
     "hidden_size": 4096,
@@ -83,6 +92,98 @@ GLM_4_5_EXPERTS = ExpertsConfig(
     router_in_float32=True,
     dense_layers=frozenset({0}),
 )
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+}
+GEMMA_4_26B_A4B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "audio_config": None,
+    "boi_token_id": 255999,
+    "eos_token_id": [1, 106],
+    "image_token_id": 258880,
+    "tie_word_embeddings": True,
+    "vision_soft_tokens_per_image": 280,
+    "text_config": {
+        "attention_bias": False,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "top_k_experts": 8,
+        "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
+}
+GEMMA_4_TEXT = GEMMA_4_26B_A4B["text_config"] | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "enable_moe_block": False,
+    "torch_dtype": "bfloat16",
+}
 LONGROPE = {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.1] * 48}
 
 
@@ -264,6 +365,77 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
         {
             "experts": replace(GLM_4_5_EXPERTS, weight_factor=2.5, dense_layers=frozenset(range(3))),
             "qk_norm": True,
+        },
+    ),
+    "gpt-oss-20b": (
+        GPT_OSS,
+        {
+            "experts": ExpertsConfig(
+                num_experts=32,
+                experts_per_token=4,
+                intermediate_size=2880,
+                renormalize=True,
+                activation=Activation.CLAMPED,
+                alpha=1.702,
+                limit=7.0,
+                storage=ExpertStorage.MXFP4,
+                router_name="router",
+                router_bias=True,
+            ),
+            "attention_sinks": True,
+            "windows": (128, 0) * 12,
+            "qkv_bias": True,
+            "o_bias": True,
+            "quantization": None,
+            "max_position": 131072,
+            "rope_scaling": RopeScaling(
+                kind="yarn",
+                factor=32.0,
+                original_max_position=4096,
+                truncate=False,
+                attention_factor=0.1 * math.log(32) + 1,
+            ),
+        },
+    ),
+    "Gemma 4 26B-A4B": (
+        GEMMA_4_26B_A4B,
+        {
+            "experts": ExpertsConfig(
+                num_experts=128,
+                experts_per_token=8,
+                intermediate_size=704,
+                renormalize=True,
+                activation=Activation.GELU,
+                storage=ExpertStorage.STACKED,
+                module_name="",
+                router_name="router.proj",
+                beside_mlp=True,
+                router_scale=True,
+                expert_scales=True,
+            ),
+            "checkpoint_prefix": "model.language_model.",
+            "cache_shapes": (*[KVShape(8, 256)] * 5, KVShape(2, 512)) * 5,
+            "kv_sources": (),
+            "kv_elements_per_token": 2 * (25 * 8 * 256 + 5 * 2 * 512),
+            "layers_with_keys_as_values": frozenset(range(5, 30, 6)),
+            "windows": (*[1024] * 5, 0) * 5,
+            "attention_scale": 1.0,
+            "logit_softcap": 30.0,
+            "rope_scaling": RopeScaling(kind="proportional", factor=1.0, rotated_share=0.25),
+            "layer_input_width": 0,
+        },
+    ),
+    "Gemma 4 E2B, cut in its sizes": (
+        GEMMA_4_TEXT
+        | {"attention_k_eq_v": False, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20}
+        | {"use_double_wide_mlp": True, "num_global_key_value_heads": None},
+        {
+            "kv_sources": (*range(10), 9, 5, *[9] * 5, 5, *[9] * 5, 5, *[9] * 5, 5),
+            "wide_mlp_layers": frozenset(range(10, 30)),
+            "layers_with_keys_as_values": frozenset(),
+            "cache_shapes": (*[KVShape(8, 256)] * 5, KVShape(8, 512)) * 5,
+            "kv_elements_per_token": 2 * (9 * 8 * 256 + 8 * 512),
+            "layer_input_width": 256,
         },
     ),
     "Phi-4-mini": (
@@ -493,9 +665,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True, "sliding_window": 4096},
         "sliding_window = 4096",
     ),
-    "gpt-oss-20b": (
-        {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
-        "GptOssForCausalLM",
+    "a Gemma 4 that sees what comes": (
+        GEMMA_4_TEXT | {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention = 'all'",
+    ),
+    "a Gemma 4 with a key that we do not know": (GEMMA_4_TEXT | {"altup_num_inputs": 4}, "altup_num_inputs"),
+    "a Gemma 4 that shares too many layers' keys": (
+        GEMMA_4_TEXT | {"num_kv_shared_layers": 27},
+        r"num_kv_shared_layers \(27\) leaves no full_attention layer",
+    ),
+    "a Gemma 4 whose layers differ in another way": (
+        GEMMA_4_TEXT | {"per_layer_config": {"5": {"intermediate_size": 64}}},
+        "per_layer_config",
+    ),
+    "a gpt-oss with a key that we do not know": (GPT_OSS | {"use_mup": True}, "use_mup = True"),
+    "a gpt-oss of another format": (
+        GPT_OSS | {"quantization_config": {"quant_method": "mxfp8"}},
+        "quant_method 'mxfp8'",
+    ),
+    "a gpt-oss in FP8": (
+        GPT_OSS | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "GptOssForCausalLM with experts",
     ),
     "Qwen3-Next": ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM"),
     "granite-3b-code": (LLAMA | {"attention_bias": True, "mlp_bias": True}, "mlp_bias = True"),

@@ -5,6 +5,8 @@
     w[t, e]   = p[t, e] / (renormalize ? sum over S(t) of p[t] : 1)
     out[t]    = sum over e in S(t) of w[t, e] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
 
+With biases of the experts, both products have theirs; moe_gate.py has other activations than SiLU.
+
 T tokens, E experts, M model width, F expert width (both multiples of 16); gate[e] and up[e] are the upper and
 lower F rows of gate_up[e]. T may be 0; rows of x and of the logits may be strided. NaN logits count as -inf.
 A token whose logits are all -inf (padding) goes to no expert, costs nothing and yields zeros. Weights of
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.moe_gate import SILU, Gate, GateKind, gate_reference
 from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, gemm_that_fits, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig, moe_pairs_triton
 from triton_kernels.moe_route import route_triton, top_k_reference
@@ -77,8 +80,18 @@ def _hopper_config(
     return next(config for most, config in _TABLE if per_expert <= most)
 
 
+Biases = tuple[Tensor, Tensor]
+
+
 def fused_moe_reference(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool = True
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool = True,
+    biases: Biases | None = None,
+    gate: Gate = SILU,
 ) -> Tensor:
     """The same as fused_moe, in plain torch, one expert at a time; float64 if x is."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -88,8 +101,11 @@ def fused_moe_reference(
         if expert == down.shape[0]:
             continue
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        gate, up = (x[token].to(dtype) @ gate_up[expert].to(dtype).T).chunk(2, dim=-1)
-        y = (torch.nn.functional.silu(gate) * up) @ down[expert].to(dtype).T
+        both = x[token].to(dtype) @ gate_up[expert].to(dtype).T
+        both = both if biases is None else both + biases[0][expert].to(dtype)
+        gates, ups = both.chunk(2, dim=-1)
+        y = gate_reference(gates, ups, gate) @ down[expert].to(dtype).T
+        y = y if biases is None else y + biases[1][expert].to(dtype)
         slots[token, slot] = y * weights[token, slot, None]
     return slots.sum(1).to(x.dtype)
 
@@ -102,6 +118,8 @@ def fused_moe_triton(
     top_k: int,
     renormalize: bool = True,
     config: MoeConfig | None = None,
+    biases: Biases | None = None,
+    gate: Gate = SILU,
 ) -> Tensor:
     """Launch the kernels on any device."""
     num_tokens = x.shape[0]
@@ -111,10 +129,12 @@ def fused_moe_triton(
     if config is None:
         config = _tuned_config(x, num_experts, top_k, expert_width=down.shape[2])
     if config.pairs is not None:
-        return moe_pairs_triton(x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
+        arguments = (x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
+        return moe_pairs_triton(*arguments, biases, gate)
+    gate_up_bias, down_bias = biases or (None, None)
     routing = route_triton(router_logits, top_k, renormalize)
-    hidden = gate_up_triton(x, gate_up, routing, config.gate_up)
-    partial = down_triton(hidden, down, routing, config.down)
+    hidden = gate_up_triton(x, gate_up, routing, config.gate_up, gate_up_bias, gate)
+    partial = down_triton(hidden, down, routing, config.down, down_bias)
     return sum_slots_triton(partial, routing, num_experts)
 
 
@@ -131,26 +151,45 @@ def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) ->
 
 @torch.library.custom_op("triton_kernels::fused_moe", mutates_args=())
 def _fused_moe(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate_kind: int,
+    alpha: float,
+    limit: float,
 ) -> Tensor:
+    biases = None if gate_up_bias is None or down_bias is None else (gate_up_bias, down_bias)
+    gate = Gate(GateKind(gate_kind), alpha, limit)
     if x.device.type == "cpu":
-        return fused_moe_reference(x, router_logits, gate_up, down, top_k, renormalize)
-    return fused_moe_triton(x, router_logits, gate_up, down, top_k, renormalize)
+        return fused_moe_reference(x, router_logits, gate_up, down, top_k, renormalize, biases, gate)
+    return fused_moe_triton(x, router_logits, gate_up, down, top_k, renormalize, None, biases, gate)
 
 
 @_fused_moe.register_fake
-def _(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
-) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def fused_moe(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool = True
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool = True,
+    biases: Biases | None = None,
+    gate: Gate = SILU,
 ) -> Tensor:
     """The mixture's output, a contiguous [T, M] of x's dtype.
 
     x [T, M], router_logits [T, E] (any float dtype), gate_up [E, 2F, M] (gate first) and down [E, M, F], both
-    contiguous. renormalize: the chosen experts' weights sum to 1 (Qwen3's norm_topk_prob, Mixtral).
+    contiguous. renormalize: the chosen experts' weights sum to 1 (Qwen3's norm_topk_prob, Mixtral). biases:
+    of gate_up, [E, 2F], and of down, [E, M], contiguous. gate: the activation.
     """
-    return _fused_moe(x, router_logits, gate_up, down, top_k, renormalize)
+    tensors = (x, router_logits, gate_up, down)
+    return _fused_moe(*tensors, top_k, renormalize, *(biases or (None, None)), *gate)

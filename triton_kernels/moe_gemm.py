@@ -2,6 +2,7 @@
 
     hidden[i]    = silu(x[t] @ gate[e].T) * (x[t] @ up[e].T)    i-th pair in sorted order: token t, expert e
     partial[p]   = weight[p] * hidden[i] @ down[e].T            p = t * top_k + s, its place before the sort
+                   both products with a bias of the expert, if there is one; moe_gate.py has other activations
     out[t]       = sum over s of partial[t, s], s ascending
 
 P pairs, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
@@ -30,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.gpu import Gpu
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
 from triton_kernels.moe_route import Routing, expert_lanes
 
 
@@ -95,11 +97,16 @@ def _gate_up_kernel(
     hidden_ptr,
     order_ptr,
     expert_end_ptr,
+    bias_ptr,
     x_stride,
     M: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -142,7 +149,12 @@ def _gate_up_kernel(
                 up = tl.load(gate_ptrs + F * M + k0, mask, other=0.0)
             gate_acc = tl.dot(x, tl.trans(gate), gate_acc, input_precision="ieee")
             up_acc = tl.dot(x, tl.trans(up), up_acc, input_precision="ieee")
-        hidden = (gate_acc * tl.sigmoid(gate_acc) * up_acc).to(hidden_ptr.dtype.element_ty)
+        if BIAS:
+            bias_ptrs = bias_ptr + expert * (2 * F) + columns
+            gate_acc += tl.load(bias_ptrs, columns < F, other=0.0).to(tl.float32)[None, :]
+            up_acc += tl.load(bias_ptrs + F, columns < F, other=0.0).to(tl.float32)[None, :]
+        hidden = bent_gate(gate_acc, GATE, ALPHA, LIMIT) * bent_up(up_acc, GATE, LIMIT)
+        hidden = hidden.to(hidden_ptr.dtype.element_ty)
         mask = (rows < row_end)[:, None] & (columns < F)[None, :]
         tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * F + columns[None, :], hidden, mask)
 
@@ -155,9 +167,11 @@ def _down_kernel(
     order_ptr,
     pair_weight_ptr,
     expert_end_ptr,
+    bias_ptr,
     M: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
+    BIAS: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -192,6 +206,9 @@ def _down_kernel(
                 mask = (columns < M)[:, None] & (k0 + lanes < F)[None, :]
                 w = tl.load(weight_ptrs + k0, mask, other=0.0)
             acc = tl.dot(h, tl.trans(w), acc, input_precision="ieee")
+        if BIAS:
+            bias = tl.load(bias_ptr + expert * M + columns, columns < M, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
         there = rows < row_end
         pairs = tl.load(order_ptr + rows, there, other=0)
         acc = acc * tl.load(pair_weight_ptr + pairs, there, other=0.0)[:, None]
@@ -231,8 +248,16 @@ def _rows_of(matrices: Tensor, block_rows: int, block_columns: int) -> TensorDes
     return TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[-1]), [block_rows, block_columns])
 
 
-def gate_up_triton(x: Tensor, gate_up: Tensor, routing: Routing, config: GemmConfig) -> Tensor:
-    """hidden [P, F], in sorted order, of x [T, M] and gate_up [E, 2F, M]; rows past the last are unset."""
+def gate_up_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    routing: Routing,
+    config: GemmConfig,
+    bias: Tensor | None = None,
+    gate: Gate = SILU,
+) -> Tensor:
+    """hidden [P, F], in sorted order, of x [T, M], gate_up [E, 2F, M] and bias [E, 2F]; rows past the last
+    are unset."""
     num_experts, double_width, width = gate_up.shape
     expert_width = double_width // 2
     num_pairs = routing.order.shape[0]
@@ -244,11 +269,16 @@ def gate_up_triton(x: Tensor, gate_up: Tensor, routing: Routing, config: GemmCon
         hidden,
         routing.order,
         routing.expert_end,
+        x if bias is None else bias,
         x.stride(0),
         width,
         expert_width,
         num_experts,
         routing.experts.shape[1],
+        bias is not None,
+        int(gate.kind),
+        gate.alpha,
+        gate.limit,
         config.tma,
         expert_lanes(num_experts),
         config.block_m,
@@ -261,8 +291,10 @@ def gate_up_triton(x: Tensor, gate_up: Tensor, routing: Routing, config: GemmCon
     return hidden
 
 
-def down_triton(hidden: Tensor, down: Tensor, routing: Routing, config: GemmConfig) -> Tensor:
-    """partial [P, M], by token and slot, of hidden [P, F] and down [E, M, F]."""
+def down_triton(
+    hidden: Tensor, down: Tensor, routing: Routing, config: GemmConfig, bias: Tensor | None = None
+) -> Tensor:
+    """partial [P, M], by token and slot, of hidden [P, F], down [E, M, F] and bias [E, M]."""
     num_experts, width, expert_width = down.shape
     num_pairs = routing.order.shape[0]
     partial = torch.empty((num_pairs, width), dtype=hidden.dtype, device=hidden.device)
@@ -274,9 +306,11 @@ def down_triton(hidden: Tensor, down: Tensor, routing: Routing, config: GemmConf
         routing.order,
         routing.weights,
         routing.expert_end,
+        hidden if bias is None else bias,
         width,
         expert_width,
         num_experts,
+        bias is not None,
         config.tma,
         expert_lanes(num_experts),
         config.block_m,

@@ -2,6 +2,7 @@
 
     hidden[t, s] = silu(gate[e] @ x[t]) * (up[e] @ x[t])          e = the s-th expert of token t
     out[t]       = sum over s of weight[t, s] * down[e] @ hidden[t, s]
+                   both products with a bias of the expert, if there is one; moe_gate.py has other activations
 
 T tokens, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
 gate_up[e]. Routing as in moe_route.py; each program repeats it, which costs less than a launch. Float32
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
 from triton_kernels.moe_route import NO_KEY, expert_lanes, key_logits, logit_keys
 
 
@@ -73,6 +75,7 @@ def _pairs_up_kernel(
     x_ptr,
     logits_ptr,
     gate_up_ptr,
+    bias_ptr,
     hidden_ptr,
     num_tokens,
     x_stride,
@@ -81,6 +84,10 @@ def _pairs_up_kernel(
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -122,7 +129,14 @@ def _pairs_up_kernel(
                 gate_sum += gates[i].to(tl.float32) * x
                 up_sum += ups[i].to(tl.float32) * x
             gate = tl.sum(gate_sum, 1)
-            hidden = gate * tl.sigmoid(gate) * tl.sum(up_sum, 1)
+            if BIAS:
+                bias_ptrs = bias_ptr + expert * (2 * F) + rows
+                gate += tl.load(bias_ptrs, rows < F, other=0.0).to(tl.float32)
+            hidden = bent_gate(gate, GATE, ALPHA, LIMIT)
+            up = tl.sum(up_sum, 1)
+            if BIAS:
+                up += tl.load(bias_ptrs + F, rows < F, other=0.0).to(tl.float32)
+            hidden = hidden * bent_up(up, GATE, LIMIT)
             hidden_ptrs = hidden_ptr + (token * TOP_K + slot) * F + rows
             tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), rows < F)
 
@@ -163,6 +177,7 @@ def _pairs_down_kernel(
     hidden_ptr,
     logits_ptr,
     down_ptr,
+    bias_ptr,
     out_ptr,
     num_tokens,
     logits_stride,
@@ -171,6 +186,7 @@ def _pairs_down_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -192,6 +208,7 @@ def _pairs_down_kernel(
         total = 0.0 if RENORMALIZE else tl.sum(all_masses, 0)
         matrices = ()
         masses = ()
+        bias = tl.zeros([BLOCK_N], tl.float32)
         for _ in tl.static_range(TOP_K):
             expert, key, keys = _pick(keys, ids, BLOCK_E)
             mass = tl.exp(key_logits(key) - top)
@@ -200,6 +217,8 @@ def _pairs_down_kernel(
             tile_ptrs = down_ptr + expert.to(tl.int64) * (M * F) + rows[:, None] * F + lanes[None, :]
             matrices = matrices + (tile_ptrs,)  # noqa: RUF005 (the compiler knows no star)
             masses = masses + (mass,)  # noqa: RUF005 (as above)
+            if BIAS:
+                bias += mass * tl.load(bias_ptr + expert * M + rows, rows < M, other=0.0).to(tl.float32)
         tiles = ()
         wanted = tl.where(somewhere, rows, M)
         for i in tl.static_range(AHEAD):
@@ -212,6 +231,8 @@ def _pairs_down_kernel(
             out = _down_sum(
                 tiles, matrices, masses, hidden_ptrs, rows, lanes, M, F, EVEN, TOP_K, BLOCK_N, BLOCK_K, AHEAD
             )
+            if BIAS:
+                out += bias
             out = out / total
         tl.store(out_ptr + token * M + rows, out.to(out_ptr.dtype.element_ty), rows < M)
 
@@ -224,8 +245,14 @@ def moe_pairs_triton(
     top_k: int,
     renormalize: bool,
     config: PairsConfig,
+    biases: tuple[Tensor, Tensor] | None = None,
+    gate: Gate = SILU,
 ) -> Tensor:
-    """The whole mixture, [T, M] of x [T, M], logits [T, E], gate_up [E, 2F, M], down [E, M, F]."""
+    """The whole mixture, [T, M] of x [T, M], logits [T, E], gate_up [E, 2F, M], down [E, M, F].
+
+    biases: of gate_up, [E, 2F], and of down, [E, M].
+    """
+    gate_up_bias, down_bias = biases or (x, x)
     num_tokens, width = x.shape
     num_experts, _, expert_width = down.shape
     hidden = torch.empty((num_tokens * top_k, expert_width), dtype=x.dtype, device=x.device)
@@ -237,6 +264,7 @@ def moe_pairs_triton(
         x,
         logits,
         gate_up,
+        gate_up_bias,
         hidden,
         num_tokens,
         x.stride(0),
@@ -245,6 +273,10 @@ def moe_pairs_triton(
         expert_width,
         num_experts,
         top_k,
+        biases is not None,
+        int(gate.kind),
+        gate.alpha,
+        gate.limit,
         expert_lanes(num_experts),
         config.up_block_n,
         up_block_k,
@@ -256,6 +288,7 @@ def moe_pairs_triton(
         hidden,
         logits,
         down,
+        down_bias,
         out,
         num_tokens,
         logits.stride(0),
@@ -264,6 +297,7 @@ def moe_pairs_triton(
         num_experts,
         top_k,
         renormalize,
+        biases is not None,
         expert_lanes(num_experts),
         config.down_block_n,
         down_block_k,

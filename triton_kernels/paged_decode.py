@@ -2,13 +2,14 @@
 
     seen(r)   = the last min(context_len[r], window or all) tokens of row row_ids[r]
     s[h, j]   = scale * q[r, h] . k[j, h // G]          then softcap * tanh(s / softcap), if softcap > 0
-    out[r, h] = sum over seen j of softmax(s[h])[j] * v[j, h // G]
+    out[r, h] = sum over seen j of softmax(s[h])[j] * v[j, h // G]      with sinks, exp(sinks[h]) is one more
+                                                                        term of the softmax's denominator
     token j's k and v lie at page page_table[row_ids[r], j // S], offset j % S of the pools
 
 R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV heads, G = H / K
 query heads per KV head, D head dim, P pages, S page size. A row with context_len 0 yields zeros. The kernel
 never uses memory outside the seen tokens (it may hold NaN). H must be a multiple of K, G at most 16, D a
-multiple of 8 from 16 to 256, S a power of two. q's rows and heads and the pools' pages, tokens and heads may
+multiple of 8 from 16 to 512, S a power of two. q's rows and heads and the pools' pages, tokens and heads may
 be strided; the D elements of a head must be contiguous. Pools of e4m3 have scales (fp8_cache.py), and strides
 that are even; then the products are of float16, unless q is float32.
 
@@ -60,6 +61,7 @@ def paged_decode_reference(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same as paged_decode, in plain torch, one row at a time."""
     _, num_heads, head_dim = q.shape
@@ -80,8 +82,18 @@ def paged_decode_reference(
         scores = queries @ keys.permute(1, 2, 0) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        out[r] = (scores.softmax(-1) @ values.transpose(0, 1)).flatten(0, 1).to(q.dtype)
+        weights = softmax_with_sinks(scores, None if sinks is None else sinks.view(num_kv_heads, -1, 1))
+        out[r] = (weights @ values.transpose(0, 1)).flatten(0, 1).to(q.dtype)
     return out
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last dimension, with one more term in the denominator: exp of the sinks, whose
+    shape is that of the scores with 1 at the end, or fits it."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sinks = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 @triton.jit
@@ -158,6 +170,7 @@ def _paged_decode_kernel(
     q_row_stride,
     q_head_stride,
     kv_scales_ptr,
+    sinks_ptr,
     k_page_stride: tl.constexpr,
     k_token_stride: tl.constexpr,
     k_head_stride: tl.constexpr,
@@ -167,6 +180,7 @@ def _paged_decode_kernel(
     scale: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
+    SINKS: tl.constexpr,
     ROPE: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -326,6 +340,11 @@ def _paged_decode_kernel(
             odd_acc = tl.zeros([BLOCK_D // UNIT, BLOCK_G], tl.float32)
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         masses = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)  # per key of a tile; summed up at the end
+        if SINKS:
+            # As if the row's first split had seen one more key, without a value.
+            top = tl.load(sinks_ptr + heads, (group < G) & (split == 0), other=float("-inf")) * _LOG2_E
+            sink_mass = tl.where(split == 0, 32768.0 if FP8 else 1.0, 0.0)  # 2 ** _LOG2_WEIGHT
+            masses += tl.where(keys == 0, sink_mass, 0.0)[:, None]
         acc = tl.zeros([BLOCK_D // UNIT, BLOCK_G], tl.float32)
         for n0 in range(low, high, BLOCK_N):
             page = next_page.to(tl.int64)
@@ -464,6 +483,7 @@ def paged_decode_triton(
     kv_scales: Tensor | None = None,
     config: DecodeConfig | None = None,
     rope: Rope | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel on any device; with `rope`, `q` is qkv [R, (H+2K)*D] and the pools are written.
 
@@ -532,6 +552,7 @@ def paged_decode_triton(
         q.stride(0),
         head_dim if rope is not None else q.stride(1),
         q if kv_scales is None else kv_scales,
+        q if sinks is None else sinks,
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -541,6 +562,7 @@ def paged_decode_triton(
         scale,
         window,
         softcap,
+        sinks is not None,
         rope is not None,
         q_norm is not None,
         k_norm is not None,
@@ -580,6 +602,7 @@ def paged_decode(
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q [R, H, D] over the first context_len[r] tokens of row row_ids[r]; returns [R, H, D].
 
@@ -587,12 +610,13 @@ def paged_decode(
     window > 0 a row sees only its last `window` tokens; with softcap > 0 scores are
     softcap * tanh(s/softcap). arrivals are at least num_arrivals(R, K) counters (int32 zeros). They are zeros
     again afterwards, so successive calls on a stream may share them. None allocates new ones, which takes
-    another launch. kv_scales, float32 [2], are the scales of keys and values in pools of e4m3.
+    another launch. kv_scales, float32 [2], are the scales of keys and values in pools of e4m3;
+    sinks, float32 [H], a score of each head that takes its share of the softmax and has no value (gpt-oss).
     """
     where = (page_table, row_ids, context_len, scale, window, softcap)
     if q.device.type == "cpu":
-        return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales)
-    return paged_decode_triton(q, k_cache, v_cache, *where, arrivals, kv_scales)
+        return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
+    return paged_decode_triton(q, k_cache, v_cache, *where, arrivals, kv_scales, sinks=sinks)
 
 
 def rope_paged_decode(
@@ -608,6 +632,7 @@ def rope_paged_decode(
     softcap: float = 0.0,
     arrivals: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """rope_store of qkv [R, (H+2K)*D], then paged_decode of its q, in one launch; returns [R, H, D].
 
@@ -617,5 +642,5 @@ def rope_paged_decode(
     where = (page_table, row_ids, context_len, scale, window, softcap)
     if qkv.device.type == "cpu":
         q = rope_store_reference(qkv, *rope[:3], k_cache, v_cache, *rope[3:], kv_scales)
-        return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales)
-    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals, kv_scales, rope=rope)
+        return paged_decode_reference(q, k_cache, v_cache, *where, kv_scales, sinks)
+    return paged_decode_triton(qkv, k_cache, v_cache, *where, arrivals, kv_scales, rope=rope, sinks=sinks)

@@ -3,20 +3,21 @@
     row r owns the new tokens t in row_start[r] : row_start[r+1], n_r of them; token t sits at position
     p(t) = context_len[r] - n_r + (t - row_start[r]) and sees keys j with max(0, p - window + 1) <= j <= p
     s[h, j]   = scale * q[t, h] . k[j, h // G]          then softcap * tanh(s / softcap), if softcap > 0
-    out[t, h] = sum over seen j of softmax(s[h])[j] * v[j, h // G]
+    out[t, h] = sum over seen j of softmax(s[h])[j] * v[j, h // G]      with sinks, exp(sinks[h]) is one more
+                                                                        term of the softmax's denominator
     token j's k and v lie at page page_table[row_ids[r], j // S], offset j % S of the pools
 
 T new tokens, R rows of the batch, B rows of the page table, C pages a row may have, H query heads, K KV
 heads, G = H / K query heads per KV head, D head dim, P pages, S page size. The new tokens' own k and v are
 already in the pools. Rows may own no token (padding rows), one or more. Tokens from row_start[R] on are
 padding and yield zeros; for tokens before row_start[0] out is not written.
-Memory outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D <= 256 and a
+Memory outside the seen tokens is never used (it may hold NaN). H a multiple of K, G <= 16, D <= 512 and a
 multiple of 8, S any power of two. q's rows and heads and the pools' pages, tokens and heads may be strided;
 the D elements of a head lie next to each other. Pools of e4m3 have scales (fp8_cache.py); their elements
 become q's type before the products, whose sums are float32.
 
-On Hopper GPUs paged_prefill_hopper.py runs the calls that it supports. The kernel below runs all others, and
-works wherever Triton does, including its interpreter.
+On Hopper GPUs paged_prefill_hopper.py runs the calls that it supports, which have no sinks. The kernel below
+runs all others, and works wherever Triton does, including its interpreter.
 
 A program processes BLOCK_M / G neighbouring queries of one row times the G heads of a KV head, so keys and
 values are read once for all of them. It finds its row by a prefix sum over row_start, so the grid depends
@@ -43,6 +44,7 @@ from triton_kernels.e4m3 import FP8
 from triton_kernels.fp8_cache import from_pool, scales_of
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div, next_power_of_2
+from triton_kernels.paged_decode import softmax_with_sinks
 from triton_kernels.paged_prefill_hopper import paged_prefill_hopper, takes
 from triton_kernels.tuning import tuned
 
@@ -64,7 +66,10 @@ def default_prefill_config(head_dim: int, element_size: int, gpu: Gpu, is_fp8: b
     """The configuration if none is given or tuned, for queries of `element_size`."""
     if element_size > 2:
         return PrefillConfig(16, 16, num_warps=4, num_stages=2)  # float32 is for tests
-    if head_dim > 128:
+    if head_dim > 256:
+        # The sums of more rows would not fit into registers; less shared memory holds fewer keys.
+        config = PrefillConfig(64, 16, 8, 3) if gpu.has_wgmma else PrefillConfig(32, 32, 8, 2)
+    elif head_dim > 128:
         block_m = 128 if gpu.multiplies_from_shared else 64  # the sums of 128 rows would spill
         config = PrefillConfig(block_m, 32, num_warps=8, num_stages=3)
     else:
@@ -103,6 +108,7 @@ def paged_prefill_reference(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same as paged_prefill, in plain torch, a block of one row's queries at a time."""
     _, num_heads, head_dim = q.shape
@@ -134,7 +140,10 @@ def paged_prefill_reference(
             scores = queries @ keys[:, None, :, seen_low:seen_high] * scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill_(~seen, float("-inf"))
+            weights = softmax_with_sinks(
+                scores, None if sinks is None else sinks.view(num_kv_heads, -1, 1, 1)
+            )
             mixed = weights @ values[:, None, seen_low:seen_high]
             out[low:high] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out
@@ -256,9 +265,11 @@ def _paged_prefill_kernel(
     v_token_stride,
     v_head_stride,
     kv_scales_ptr,
+    sinks_ptr,
     scale: tl.constexpr,
     window: tl.constexpr,
     softcap: tl.constexpr,
+    SINKS: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -328,6 +339,9 @@ def _paged_prefill_kernel(
         full_high = (first_position + 1) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:  # as if each query had seen one more key, without a value
+            top = tl.load(sinks_ptr + head) * _LOG2_E
+            mass += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         low = 0
         if window > 0:
@@ -372,6 +386,7 @@ def paged_prefill_triton(
     softcap: float = 0.0,
     kv_scales: Tensor | None = None,
     config: PrefillConfig | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel on any device; max_query_len is not needed (the grid follows from T and R)."""
     num_tokens, num_heads, head_dim = q.shape
@@ -408,9 +423,11 @@ def paged_prefill_triton(
         v_cache.stride(1),
         v_cache.stride(2),
         q if kv_scales is None else kv_scales,
+        q if sinks is None else sinks,
         scale,
         window,
         softcap,
+        sinks is not None,
         num_heads,
         num_kv_heads,
         head_dim,
@@ -425,10 +442,13 @@ def paged_prefill_triton(
     return out
 
 
-def _attend_on_gpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rows_and_options: Any) -> Tensor:
+def _attend_on_gpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *rows_and_options: Any, sinks: Tensor | None
+) -> Tensor:
     """Run the Hopper kernel if it supports the call, else the Triton kernel."""
-    launch = paged_prefill_hopper if takes(q, k_cache, v_cache) else paged_prefill_triton
-    return launch(q, k_cache, v_cache, *rows_and_options)
+    if sinks is None and takes(q, k_cache, v_cache):
+        return paged_prefill_hopper(q, k_cache, v_cache, *rows_and_options)
+    return paged_prefill_triton(q, k_cache, v_cache, *rows_and_options, sinks=sinks)
 
 
 @torch.library.custom_op("triton_kernels::paged_prefill", mutates_args=())
@@ -445,11 +465,12 @@ def _paged_prefill_op(
     window: int,
     softcap: float,
     kv_scales: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """_attend_on_gpu as an op, because torch.compile cannot look into Gluon."""
     rows = (page_table, row_ids, context_len, row_start)
     options = (max_query_len, scale, window, softcap, kv_scales)
-    return _attend_on_gpu(q, k_cache, v_cache, *rows, *options)
+    return _attend_on_gpu(q, k_cache, v_cache, *rows, *options, sinks=sinks)
 
 
 @_paged_prefill_op.register_fake
@@ -470,16 +491,18 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, H, D], where row r owns the queries row_start[r] : row_start[r+1].
 
     They are the last of the row's context_len[r] tokens, whose keys and values lie in k_cache and v_cache
     [P, S, K, D] at the pages page_table[row_ids[r]] (all int32). Returns [T, H, D], zeros after row_start[R].
-    kv_scales, float32 [2], are the scales of keys and values in pools of e4m3.
+    kv_scales, float32 [2], are the scales of keys and values in pools of e4m3; sinks, float32 [H], a score of
+    each head that takes its share of the softmax and has no value (gpt-oss).
     """
     rows = (page_table, row_ids, context_len, row_start)
     options = (max_query_len, scale, window, softcap, kv_scales)
     if q.device.type == "cpu":
-        return paged_prefill_reference(q, k_cache, v_cache, *rows, *options)
+        return paged_prefill_reference(q, k_cache, v_cache, *rows, *options, sinks)
     attend = _paged_prefill_op if torch.compiler.is_compiling() else _attend_on_gpu
-    return attend(q, k_cache, v_cache, *rows, *options)
+    return attend(q, k_cache, v_cache, *rows, *options, sinks=sinks)

@@ -108,7 +108,8 @@ def _check_signature(op: str, ours: Callable, theirs: Callable, target: str) -> 
     parameters = wanted.parameters.values()
     required = [None for parameter in parameters if parameter.default is parameter.empty]
     optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    optional.pop("kv_scales", None)  # only passed over an FP8 cache
+    for name in ("kv_scales", "sinks", "biases", "gate"):  # only passed to models that have them
+        optional.pop(name, None)
     try:
         inspect.signature(theirs).bind(*required, **optional)
     except TypeError as error:

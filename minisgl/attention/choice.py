@@ -56,6 +56,8 @@ class AttentionEnvironment(NamedTuple):
     page_size: int
     has_softcap: bool = False  # the model has a soft cap of attention scores
     has_fp8_cache: bool = False  # keys and values are stored in FP8
+    has_sinks: bool = False  # heads have a score without a value
+    has_two_sizes: bool = False  # some layers have heads of another size; head_dim is the larger
 
 
 def parse(text: str) -> Backends:
@@ -121,8 +123,8 @@ def _triton_obstacle(environment: AttentionEnvironment) -> str | None:
         return _too_old(environment)
     if environment.has_fp8_cache and (0, 0) < environment.capability < OLDEST_FP8_GPU:
         return f"converts FP8 from compute 8.9 on, and this is {_compute(environment)}"
-    if environment.head_dim > 256 or environment.head_dim % 8:
-        return f"takes head dims up to 256 that are multiples of 8, and the model's is {environment.head_dim}"
+    if environment.head_dim > 512 or environment.head_dim % 8:
+        return f"takes head dims up to 512 that are multiples of 8, and the model's is {environment.head_dim}"
     if environment.num_heads // environment.num_kv_heads > 16:
         group = environment.num_heads // environment.num_kv_heads
         return f"takes at most 16 query heads for each KV head, and the model has {group}"
@@ -143,6 +145,10 @@ def _flashinfer_obstacle(environment: AttentionEnvironment) -> str | None:
         return "reads no FP8 cache (--kv-dtype fp8)"
     if environment.has_softcap:
         return "has no soft cap of attention scores, which the model needs"
+    if environment.has_two_sizes:
+        return "has heads of one size in all layers, and the model of two"
+    if environment.has_sinks:
+        return "has no sinks in this engine, which the model's heads have"
     if environment.capability < OLDEST_GPU:
         return _too_old(environment)
     return None

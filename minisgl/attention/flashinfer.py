@@ -68,9 +68,11 @@ class _Planned(ABC):
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] over the planned rows' pages of k_cache and v_cache [P, S, K, D] -> [T, H, D]."""
         assert softcap == 0, "choice.py refuses this backend for models with a soft cap"
+        assert sinks is None, "choice.py refuses this backend for models with sinks"
         assert kv_scales is None, "choice.py refuses this backend for a cache of FP8"
         return torch.ops.minisgl.flashinfer_attend(q, k_cache, v_cache, self._number, window)
 

@@ -28,6 +28,7 @@ class AttentionInputs(NamedTuple):
     arrivals: Tensor | None = None  # int32 zeros: counters of our decode kernel, which resets them
     decodes: "JoinedDecodes | None" = None  # rows that decode in the same batch as prompts
     output_index: Tensor | None = None  # int [N]  new tokens that leave the attention layer; None = all
+    layer_input: Tensor | None = None  # [T, E]  what the layer gets of each token beside the stream (Gemma 4)
     rows: "tuple[RowKeys, ...] | None" = None  # on a CPU, the rows that have keys; None = not looked up yet
     groups: "tuple[AttentionInputs, ...]" = ()  # this batch for each group of layers; empty = there is one
 
@@ -77,12 +78,14 @@ class Attend(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] over k_cache and v_cache [P, S, K, D] -> [T, H, D], undefined for tokens of `decodes`.
 
         Args:
             softcap: if above 0, scores become softcap * tanh(scores / softcap).
             kv_scales: float32 [2], of keys and values; only for a pool of FP8, which must have them.
+            sinks: float32 [H]: a score of each head that takes its share of the softmax and has no value.
         """
         ...
 
@@ -128,10 +131,12 @@ class PrefillDecodePair(NamedTuple):
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Call `decode` in decode steps, else `prefill`."""
         attend = self.decode if inputs.is_decode else self.prefill
-        return attend(q, k_cache, v_cache, inputs, scale, window, softcap, kv_scales)
+        more = {} if sinks is None else {"sinks": sinks}
+        return attend(q, k_cache, v_cache, inputs, scale, window, softcap, kv_scales, **more)
 
 
 def pair_backends(prefill: Backend, decode: Backend) -> Backend:

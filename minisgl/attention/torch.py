@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from minisgl.attention.interface import AttentionInputs, RowKeys
 from triton_kernels.e4m3 import FP8
 from triton_kernels.on_cpu import FEW_BYTES, on_one_thread
+from triton_kernels.paged_decode import softmax_with_sinks
 
 QUERIES_AT_ONCE = 512
 """Queries of a row per block. This bounds the mask and the scores, which grow with queries times keys."""
@@ -27,6 +28,7 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
     k_scale, v_scale = (1.0, 1.0) if kv_scales is None else kv_scales.tolist()
@@ -39,13 +41,13 @@ def attend(
         for low in range(row.begin, row.end, QUERIES_AT_ONCE)
     ]
     if len(blocks) == 1 and blocks[0][:2] == (0, len(q)):
-        out = _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap)
+        out = _attend_block(queries, k_cache, v_cache, *blocks[0], scale, window, softcap, sinks)
         out = out.flatten(1, 2).contiguous()
         return out if v_scale == 1 else out * v_scale
     out = torch.zeros(queries.shape, dtype=q.dtype, device=q.device)
     for low, high, row in blocks:
         some = queries[low:high]
-        out[low:high] = _attend_block(some, k_cache, v_cache, low, high, row, scale, window, softcap)
+        out[low:high] = _attend_block(some, k_cache, v_cache, low, high, row, scale, window, softcap, sinks)
     return out.flatten(1, 2) if v_scale == 1 else out.flatten(1, 2) * v_scale
 
 
@@ -84,6 +86,7 @@ def _attend_block(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """queries [N, K, G, D] of a row's new tokens low : high -> [N, K, G, D]."""
     num_queries = high - low
@@ -93,20 +96,21 @@ def _attend_block(
     k, v = (
         _select(pool, row.slots, begin, end).to(queries.dtype).transpose(0, 1) for pool in (k_cache, v_cache)
     )
-    if num_queries == 1 and not softcap:  # no mask is needed, so the G heads can be torch's queries
+    is_plain = not softcap and sinks is None
+    if num_queries == 1 and is_plain:  # no mask is needed, so the G heads can be torch's queries
         if k.device.type == "cpu" and 2 * k.nbytes < FEW_BYTES:
             return on_one_thread(F.scaled_dot_product_attention, queries, k[None], v[None], scale=scale)
         return F.scaled_dot_product_attention(queries, k[None], v[None], scale=scale)
     group = queries.shape[2]
     k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
     heads = queries.permute(1, 2, 0, 3)
-    if num_queries == length and not window and not softcap:  # torch skips what the causal mask hides
+    if num_queries == length and not window and is_plain:  # torch skips what the causal mask hides
         return F.scaled_dot_product_attention(heads, k, v, is_causal=True, scale=scale).permute(2, 0, 1, 3)
     seen = torch.ones(num_queries, length, dtype=torch.bool, device=k.device).tril(length - num_queries)
     if window:
         seen = seen.triu(length - num_queries - window + 1)
-    if softcap:
-        return _softcapped(heads, k, v, seen, scale, softcap).permute(2, 0, 1, 3)
+    if not is_plain:
+        return _written_out(heads, k, v, seen, scale, softcap, sinks).permute(2, 0, 1, 3)
     mixed = F.scaled_dot_product_attention(heads, k, v, attn_mask=seen, scale=scale)
     return mixed.permute(2, 0, 1, 3)
 
@@ -127,8 +131,14 @@ def _select(pool: Tensor, slots: slice | Tensor, begin: int, end: int) -> Tensor
     return pool[wanted // page_size, wanted % page_size]
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
-    """q [K, G, N, D] over k and v [K, G, L, D] with capped scores, in float32; seen is bool [N, L]."""
-    scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """q [K, G, N, D] over k and v [K, G, L, D] with capped scores or sinks [H], in float32; seen is bool
+    [N, L]."""
+    scores = q.float() @ k.float().transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    sinks = None if sinks is None else sinks.view(len(q), -1, 1, 1)
+    weights = softmax_with_sinks(scores.masked_fill(~seen, float("-inf")), sinks)
     return (weights @ v.float()).to(q.dtype)

@@ -39,9 +39,11 @@ class TrtllmAttention:
         window: int = 0,
         softcap: float = 0.0,
         kv_scales: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
         assert softcap == 0, "choice.py refuses this backend for models with a soft cap"
+        assert sinks is None, "choice.py refuses this backend for models with sinks"
         assert kv_scales is None, "choice.py refuses this backend for a cache of FP8"
         return torch.ops.minisgl.trtllm_attend(
             q,

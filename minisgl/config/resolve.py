@@ -19,6 +19,7 @@ from minisgl.config.engine_checks import check_engine_config
 from minisgl.config.field_checks import require
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import FP8_CACHE, ModelConfig
+from minisgl.model_config.kv_groups import KVShape
 
 LAUNCH_MULTIPLICATIONS = 120e9
 """Multiply-adds of an H200 (600 TFLOP/s) in the time that launching a layer's kernels takes (0.4 ms)."""
@@ -130,7 +131,9 @@ def attention_environment(
     kv_dtype: str | None = None,
 ) -> AttentionEnvironment:
     """The facts that decide which attention backends can run."""
-    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    shapes = {shape for shape in model.cache_shapes if isinstance(shape, KVShape)}
+    shapes = shapes or {KVShape(model.num_kv_heads, model.head_dim)}
+    heads = (model.num_heads, min(kv for kv, _ in shapes), max(size for _, size in shapes))
     return AttentionEnvironment(
         device,
         facts.compute_capability,
@@ -139,6 +142,8 @@ def attention_environment(
         *heads,
         page_size,
         has_softcap=model.attention_softcap is not None,
+        has_sinks=model.attention_sinks,
+        has_two_sizes=len(shapes) > 1,
         has_fp8_cache=kv_dtype == FP8_CACHE,
     )
 

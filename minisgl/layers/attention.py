@@ -29,7 +29,8 @@ class Attention(nn.Module):
         scale: factor on the scores; None = 1 / sqrt(D).
         softcap: scores become softcap * tanh(scores / softcap); 0 = no soft cap.
         scale_names: the checkpoint's names of the two scales; None = it has none.
-        device: of the scales.
+        has_sinks: each head has a score, float32 [H], that takes its share of the softmax and has no value.
+        device: of the scales and sinks.
     """
 
     k_cache: Tensor
@@ -47,6 +48,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float = 0.0,
         scale_names: tuple[str, str] | None = None,
+        has_sinks: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -59,22 +61,36 @@ class Attention(nn.Module):
         self.attend = attend
         self.decodes_with_triton = decodes_with_triton(attend)
         self.kernels = KERNELS
+        self.source: tuple[Attention, ...] = ()
         for name in ("k_cache", "v_cache"):
             self.register_buffer(name, torch.empty(0, 1, num_kv_heads, head_dim), persistent=False)
         self.scale_names = scale_names
         self.register_buffer("kv_scales", torch.ones(2, device=device), persistent=False)
+        self.sinks = None
+        if has_sinks:
+            sinks = torch.empty(num_heads, dtype=torch.float32, device=device)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
 
     def allocate_kv(
         self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """Replace the pool by a zeroed one."""
+        """Replace the pool by a zeroed one, or by the new one of the layer that this one reads from."""
+        if self.source:
+            self.k_cache, self.v_cache = self.source[0].k_cache, self.source[0].v_cache
+            return
         shape = (num_pages, page_size, self.num_kv_heads, self.head_dim)
         self.k_cache = _zeros(shape, dtype, torch.device(device))
         self.v_cache = _zeros(shape, dtype, torch.device(device))
 
-    def scale_tensors(self) -> dict[str, Tensor]:
-        """Views [1] of the scales to load, by what the checkpoint calls them."""
-        return dict(zip(self.scale_names or (), self.kv_scales.split(1), strict=False))
+    def read_from(self, source: "Attention") -> None:
+        """Attend over the keys and values of another layer, whose pool is allocated before this one's."""
+        self.source = (source,)  # a tuple, so that it is no module of this one
+        self.kv_scales, self.scale_names = source.kv_scales, None
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Views of the scales [1] and sinks [H] to load, by what the checkpoint calls them."""
+        found = dict(zip(self.scale_names or (), self.kv_scales.split(1), strict=False))
+        return found if self.sinks is None else found | {"sinks": self.sinks.detach()}
 
     def forward(
         self,
@@ -107,6 +123,7 @@ class Attention(nn.Module):
                 softcap=self.softcap,
                 arrivals=inputs.arrivals,
                 **self._scales(),
+                **self._sinks(),
             )
         else:
             places = (positions, inputs.slot_mapping, self.k_cache, self.v_cache)
@@ -117,17 +134,22 @@ class Attention(nn.Module):
     def attend_pool(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """Attention of q [T, H, D] over the pool -> [T, H, D], including rows that decode beside prompts."""
         pools, options = (self.k_cache, self.v_cache), (self.scale, self.window, self.softcap)
-        out = self.attend(q, *pools, inputs, *options, **self._scales())
+        more = self._scales() | self._sinks()
+        out = self.attend(q, *pools, inputs, *options, **more)
         if inputs.decodes is not None:
             decodes, is_real = inputs.decodes
             q, first = q[: len(is_real)], out[: len(is_real)]
-            decoded = self.attend(q, *pools, decodes, *options, **self._scales())
+            decoded = self.attend(q, *pools, decodes, *options, **more)
             torch.where(is_real[:, None, None], decoded, first, out=first)
         return out
 
     def _scales(self) -> dict[str, Tensor]:
         """The further argument of the ops and of `attend` for a pool of FP8."""
         return {"kv_scales": self.kv_scales} if self.k_cache.dtype == FP8 else {}
+
+    def _sinks(self) -> dict[str, Tensor]:
+        """The further argument of the ops and of `attend` for heads with sinks."""
+        return {} if self.sinks is None else {"sinks": self.sinks}
 
     def _uses_fused_decode(self) -> bool:
         """Whether `rope_paged_decode` does the work of rope_store and paged_decode.

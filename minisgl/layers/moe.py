@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minisgl.layers.experts.make import make_experts
-from minisgl.layers.experts.weights import expert_sizes
+from minisgl.layers.experts.weights import PlainExperts, expert_sizes
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -35,6 +35,7 @@ class MoeMLP(nn.Module):
 
     Args:
         name: of the module in the checkpoint.
+        eps: of the router's own norm.
     """
 
     def __init__(
@@ -45,12 +46,20 @@ class MoeMLP(nn.Module):
         device: torch.device,
         quantization: Quantization | None = None,
         name: str = "",
+        eps: float = 0.0,
     ) -> None:
         super().__init__()
         self.config = config
         self.kernels = KERNELS
-        router = torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device)
-        self.router = nn.Parameter(router, requires_grad=False)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.router = weight(config.num_experts, hidden_size)
+        self.router_bias = weight(config.num_experts) if config.router_bias else None
+        self.router_scale = weight(hidden_size) if config.router_scale else None
+        self.eps = eps
+        self.expert_scale = weight(config.num_experts) if config.expert_scales else None
         self.choice = _choice_of(config)
         self.choice_bias = None
         if config.choice_bias:
@@ -88,6 +97,13 @@ class MoeMLP(nn.Module):
             logits = masked_logits(self._router_logits(x), slot_mapping)
         return self._add_shared(x, self._mix(x, logits)), residual
 
+    def mix_beside(self, x: Tensor, stream: Tensor, slot_mapping: Tensor) -> Tensor:
+        """The mixture of x [T, M], where the router looks at the residual stream [T, M] by its own norm."""
+        assert self.router_scale is not None
+        normed = self.kernels.rms_norm(stream, self.router_scale, self.eps)
+        logits = self.kernels.linear(normed, self.router) * self.router.shape[1] ** -0.5
+        return self._add_shared(x, self._mix(x, masked_logits(logits, slot_mapping)))
+
     def _router_logits(self, x: Tensor) -> Tensor:
         if self.config.router_in_float32:
             return F.linear(x.float(), self.router.float())
@@ -95,9 +111,11 @@ class MoeMLP(nn.Module):
 
     def _mix(self, x: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum [T, M] of what the experts make of x [T, M]; logits [T, E]."""
+        if self.router_bias is not None:
+            logits = logits + self.router_bias
         top_k, renormalize, factors = self.config.experts_per_token, self.config.renormalize, None
         if self.choice is not None:
-            logits, factors = choose_experts(logits, self.choice, self.choice_bias)
+            logits, factors = choose_experts(logits, self.choice, self.choice_bias, self.expert_scale)
             renormalize = True
         y = self.experts(x, logits, top_k, renormalize)
         return y if factors is None else y * factors
@@ -115,18 +133,36 @@ class MoeMLP(nn.Module):
 
     def part_tensors(self) -> dict[str, Tensor]:
         """The router and each expert's tensors, by the checkpoint's name in a layer: views."""
-        module = self.config.module_name
-        views = {f"{module}.gate.weight": self.router.detach()}
+        module = f"{self.config.module_name}." if self.config.module_name else ""
+        router = f"{module}{self.config.router_name}"
+        views = {f"{router}.weight": self.router.detach()}
+        if self.router_scale is not None:
+            views[f"{router.removesuffix('.proj')}.scale"] = self.router_scale.detach()
+        if self.expert_scale is not None:
+            views[f"{router.removesuffix('.proj')}.per_expert_scale"] = self.expert_scale.detach()
+        if self.router_bias is not None:
+            views[f"{router}.bias"] = self.router_bias.detach()
         if self.choice_bias is not None:
-            views[f"{module}.gate.e_score_correction_bias"] = self.choice_bias.detach()
-        views |= {f"{module}.{name}": tensor for name, tensor in self.experts.part_tensors().items()}
+            views[f"{router}.e_score_correction_bias"] = self.choice_bias.detach()
+        views |= {f"{module}{name}": tensor for name, tensor in self.experts.part_tensors().items()}
         return views
+
+    def finish_loading(self) -> None:
+        """Called once, after the checkpoint is loaded: the choice of experts knows the scales' sizes, their
+        signs become those of the experts' outputs."""
+        if self.expert_scale is not None and isinstance(self.experts, PlainExperts):
+            down = self.experts.down
+            down.copy_(torch.where((self.expert_scale < 0)[:, None, None], -down, down))
 
 
 def _choice_of(config: ExpertsConfig) -> Choice | None:
     """How experts are chosen, if not by the largest logits of a softmax."""
     if not (
-        config.sigmoid_scores or config.choice_bias or config.num_groups > 1 or config.weight_factor != 1
+        config.sigmoid_scores
+        or config.choice_bias
+        or config.num_groups > 1
+        or config.weight_factor != 1
+        or config.expert_scales
     ):
         return None
     return Choice(

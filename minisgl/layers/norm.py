@@ -12,6 +12,18 @@ from triton_kernels.registry import KERNELS
 from triton_kernels.rms_norm_fp8 import add_rms_norm_fp8
 
 
+class Factor(nn.Module):
+    """A number of the checkpoint's that multiplies; `value` [1] is allocated, not initialised."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x times the number."""
+        return x * self.value
+
+
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once.
 

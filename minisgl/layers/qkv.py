@@ -68,3 +68,26 @@ def head_order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor
         first, second = torch.arange(rotated, device=device).chunk(2)
     left, right = torch.arange(rotated, size, device=device).chunk(2) if rotated < size else (first[:0],) * 2
     return torch.cat((first, left, second, right))
+
+
+def norm_values(qkv: Tensor, kv_size: int, head_dim: int, eps: float, *, from_keys: bool) -> Tensor:
+    """[T, (H + 2K) * D] whose values are normalised, each head, without a weight (Gemma 4).
+
+    Args:
+        from_keys: qkv has no values, which are the keys: [T, (H + K) * D].
+    """
+    values = qkv[:, -kv_size:].unflatten(1, (-1, head_dim)).float()
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    others = qkv if from_keys else qkv[:, :-kv_size]
+    return torch.cat((others, normed.flatten(1).to(qkv.dtype)), dim=1)
+
+
+def rotate_queries(q: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """q [T, H, D] rotated as the op rope_store does it; cos_sin float32 [max_position, D].
+
+    For layers that read another layer's keys and values. A padding token's position may be anything.
+    """
+    angles = cos_sin.index_select(0, positions.clamp(0, cos_sin.shape[0] - 1)).unsqueeze(1)
+    cos, sin = angles.chunk(2, dim=-1)
+    first, second = q.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)

@@ -5,6 +5,7 @@ device gets the same bits.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ def make_cos_sin(config: ModelConfig, device: torch.device | str = "cpu", *, loc
         ModelError: the RoPE scaling is not supported.
     """
     if torch.device(device).type == "meta":  # a meta device needs only the shape
-        return torch.empty(config.max_position, config.head_dim, device=device)
+        size = config.head_dim if local else config.global_head_dim or config.head_dim
+        return torch.empty(config.max_position, size, device=device)
+    if config.global_head_dim is not None and not local:
+        config = replace(config, head_dim=config.global_head_dim)
     theta, scaling = config.rope_theta, config.rope_scaling
     if local:
         theta, scaling = config.local_rope_theta, None

@@ -4,6 +4,7 @@ Promise: frozen and complete. Layers, loader and memory budget are built from it
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from minisgl.model_config.kv_groups import KVGroup, KVShape, StateShape, group_layers
@@ -50,6 +51,23 @@ class QueryScaling(NamedTuple):
     length: int
 
 
+class ExpertStorage(Enum):
+    """How a checkpoint has the matrices of the experts."""
+
+    EACH = "gate, up and down of each expert"
+    STACKED = "gate_up [E, 2F, M] and down [E, M, F] of all"
+    GPT_OSS = "transposed, rows of gate and up taking turns, with biases"
+    MXFP4 = "the same in blocks of 4-bit numbers, not transposed"
+
+
+class Activation(Enum):
+    """What an expert makes of its gate and up projections."""
+
+    SILU = "silu(gate) * up"
+    GELU = "gelu_tanh(gate) * up"
+    CLAMPED = "g * sigmoid(alpha * g) * (u + 1), with gate and up clamped to a limit"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The mixture of experts that replaces the MLP."""
@@ -73,6 +91,21 @@ class ExpertsConfig:
     kept_groups: int = 1
     weight_factor: float = 1.0
     """Factor on the weights of a token's experts."""
+    activation: Activation = Activation.SILU
+    alpha: float = 1.0
+    """`Activation.CLAMPED` only."""
+    limit: float = 0.0
+    """`Activation.CLAMPED` only."""
+    storage: ExpertStorage = ExpertStorage.EACH
+    router_name: str = "gate"
+    """The router's name within the mixture in the checkpoint."""
+    router_bias: bool = False
+    beside_mlp: bool = False
+    """Every layer has an MLP of width `ModelConfig.intermediate_size` beside its experts (Gemma 4)."""
+    router_scale: bool = False
+    """The router has its own norm of the residual stream, whose weight the checkpoint has times sqrt(M)."""
+    expert_scales: bool = False
+    """The checkpoint has a factor on the weight of each expert."""
     router_in_float32: bool = False
     """The router's logits are computed and kept in float32."""
     dense_layers: frozenset[int] = frozenset()
@@ -130,6 +163,17 @@ class ModelConfig:
     query_scaling: QueryScaling | None = None
     mtp_layers: int = 0
     """Layers behind the last that a checkpoint has for multi-token prediction, which are not loaded."""
+    value_norm: bool = False
+    """Each head of v is normalised, without a weight (Gemma 4)."""
+    layers_with_keys_as_values: frozenset[int] = frozenset()
+    """Layers without a projection of v, whose values are the keys before their norm (Gemma 4)."""
+    global_head_dim: int | None = None
+    """Head dim of the layers that are not in `local_rope_layers`; None = `head_dim` (Gemma 4)."""
+    wide_mlp_layers: frozenset[int] = frozenset()
+    """Layers whose MLP is twice as wide (Gemma 4)."""
+    layer_input_width: int = 0
+    """Width of what each layer gets of a token beside the stream; 0 = nothing (Gemma 4 E2B and E4B)."""
+    layer_input_vocab: int = 0
     residual_scale: float | None = None
     """Factor on what attention and MLP add to the residual stream (Granite)."""
     logits_divisor: float | None = None
@@ -140,6 +184,9 @@ class ModelConfig:
     """Factor on embeddings, rounded to their dtype (Gemma, Granite)."""
     attention_softcap: float | None = None
     """Attention scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    attention_sinks: bool = False
+    """Each head has a score of the checkpoint's that takes its share of the softmax and has no value
+    (gpt-oss)."""
     logit_softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap), in float32 (Gemma 2)."""
     norm_weights_minus_one: bool = False
@@ -189,6 +236,7 @@ class ModelConfig:
         if self.experts is not None:
             width = self.experts.experts_per_token * self.experts.intermediate_size
             width += self.experts.shared_intermediate_size
+            width += self.intermediate_size if self.experts.beside_mlp else 0
         return attention + 3 * self.hidden_size * width
 
     @property

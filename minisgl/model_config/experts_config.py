@@ -4,12 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import ExpertsConfig
+from minisgl.model_config.config import Activation, ExpertsConfig, ExpertStorage
 from minisgl.model_config.json_fields import integer, number, whole_number
 
 MOST_EXPERTS = 1024
 EXPERT_TILE = 16
 """The kernels need widths that are multiples of this."""
+MXFP4 = "mxfp4"
+"""As `quant_method` of gpt-oss's experts."""
+MXFP4_BLOCK = 32
 DEEPSEEK_EXPERTS = frozenset(
     [
         "first_k_dense_replace",
@@ -61,7 +64,7 @@ def _read_qwen_experts(raw: dict[str, Any], default_experts: int) -> ExpertsConf
         renormalize=bool(raw.get("norm_topk_prob", False)),
         dense_layers=dense,
     )
-    return _checked(experts, integer(raw, "hidden_size"), "moe_intermediate_size")
+    return checked_experts(experts, integer(raw, "hidden_size"), "moe_intermediate_size")
 
 
 def read_mixtral_experts(raw: dict[str, Any]) -> ExpertsConfig:
@@ -73,7 +76,7 @@ def read_mixtral_experts(raw: dict[str, Any]) -> ExpertsConfig:
         module_name="block_sparse_moe",
         gate_up_down_names=("w1", "w3", "w2"),
     )
-    return _checked(experts, integer(raw, "hidden_size"), "intermediate_size")
+    return checked_experts(experts, integer(raw, "hidden_size"), "intermediate_size")
 
 
 def read_deepseek_experts(raw: dict[str, Any], defaults: dict[str, Any]) -> ExpertsConfig | None:
@@ -117,7 +120,7 @@ def read_deepseek_experts(raw: dict[str, Any], defaults: dict[str, Any]) -> Expe
             f"config.json: topk_group ({experts.kept_groups}) leaves {of_group * experts.kept_groups} "
             f"experts, fewer than num_experts_per_tok ({experts.experts_per_token})"
         )
-    return _checked(experts, integer(raw, "hidden_size"), "moe_intermediate_size")
+    return checked_experts(experts, integer(raw, "hidden_size"), "moe_intermediate_size")
 
 
 def read_glm_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
@@ -138,13 +141,35 @@ def read_glm_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
     )
 
 
+def read_gpt_oss_experts(raw: dict[str, Any]) -> ExpertsConfig:
+    """Read gpt-oss's mixture; the softmax over the chosen logits is that over all, made to sum to 1."""
+    is_mxfp4 = (raw.get("quantization_config") or {}).get("quant_method") == MXFP4
+    experts = ExpertsConfig(
+        num_experts=_num_experts(raw, 128),
+        experts_per_token=integer(raw, "num_experts_per_tok", 4),
+        intermediate_size=integer(raw, "intermediate_size"),
+        renormalize=True,
+        activation=Activation.CLAMPED,
+        alpha=number(raw, "swiglu_alpha", 1.702),
+        limit=number(raw, "swiglu_limit", 7.0),
+        storage=ExpertStorage.MXFP4 if is_mxfp4 else ExpertStorage.GPT_OSS,
+        router_name="router",
+        router_bias=True,
+    )
+    sizes = {"hidden_size": integer(raw, "hidden_size"), "intermediate_size": experts.intermediate_size}
+    for name, size in sizes.items():
+        if is_mxfp4 and size % MXFP4_BLOCK:
+            raise ModelError(f"config.json: MXFP4 needs a {name} in multiples of {MXFP4_BLOCK}, got {size}")
+    return checked_experts(experts, sizes["hidden_size"], "intermediate_size")
+
+
 def _num_experts(raw: dict[str, Any], default: int) -> int:
     """The number of experts. transformers 5 writes num_local_experts for Qwen, too."""
     name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     return integer(raw, name, default)
 
 
-def _checked(experts: ExpertsConfig, hidden_size: int, width_name: str) -> ExpertsConfig:
+def checked_experts(experts: ExpertsConfig, hidden_size: int, width_name: str) -> ExpertsConfig:
     """Check that the kernels support these experts, and return them.
 
     Raises:

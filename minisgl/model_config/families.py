@@ -9,17 +9,27 @@ from minisgl.model_config.config import ExpertsConfig
 from minisgl.model_config.experts_config import (
     DEEPSEEK_EXPERTS,
     read_glm_experts,
+    read_gpt_oss_experts,
     read_mixtral_experts,
     read_qwen2_experts,
     read_qwen3_experts,
 )
+from minisgl.model_config.gemma4_config import GEMMA_4_KEYS, with_gemma4_settings
 from minisgl.model_config.switches import (
     Complete,
     with_exaone_positions,
     with_glm_settings,
     with_granite_multipliers,
     with_query_scaling,
+    with_sinks,
 )
+
+GPT_OSS_KEYS = frozenset(
+    {"experts_per_token", "initial_context_length", "layer_types", "num_experts", "num_experts_per_tok"}
+    | {"num_local_experts", "sliding_window", "swiglu_alpha", "swiglu_limit"}
+    | {"use_sliding_window", "max_window_layers", "sliding_window_pattern"}
+)
+"""`experts_per_token` and `initial_context_length` repeat other keys; the last three have no effect."""
 
 
 class Windows(Enum):
@@ -50,6 +60,8 @@ class Family:
     """With `Windows.PATTERN`: every so-many-th layer has no window; None = `sliding_window_pattern` says."""
     default_pattern: int = 6
     """What a missing `sliding_window_pattern` means."""
+    last_layer_full: bool = False
+    """The last layer has no window, whatever config.json says."""
     qkv_bias: bool = False
     """q, k and v have biases; the class ignores `attention_bias`."""
     qkv_bias_key: str | None = None
@@ -79,6 +91,8 @@ class Family:
     complete: Complete | None = None
     """Reads what only this family has."""
     read_experts: Callable[[dict[str, Any]], ExpertsConfig | None] | None = None
+    experts_in_mxfp4: bool = False
+    """`read_experts` reads a `quantization_config` of MXFP4, which is of the experts alone."""
     reads: tuple[str, ...] = ()
     """Keys that the class reads and others refuse."""
     keys: frozenset[str] | None = None
@@ -142,6 +156,38 @@ FAMILIES = {
         is_gemma=True,
         local_rope_theta=10000.0,
     ),
+    "Gemma4ForCausalLM": Family(
+        num_kv_heads=4,
+        head_dim=256,
+        rope_theta=1e6,
+        windows=Windows.PATTERN,
+        sliding_window=512,
+        window_pattern=6,
+        last_layer_full=True,
+        attention_bias=True,
+        tied=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        defaults={
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 30,
+            "vocab_size": 262144,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+            },
+        },
+        local_rope_theta=10000.0,
+        complete=with_gemma4_settings,
+        reads=("final_logit_softcapping", "use_bidirectional_attention"),
+        keys=GEMMA_4_KEYS,
+    ),
     "Glm4ForCausalLM": Family(
         num_kv_heads=2,
         head_dim=128,
@@ -162,6 +208,30 @@ FAMILIES = {
         read_experts=read_glm_experts,
         reads=("n_shared_experts",),
         keys=DEEPSEEK_EXPERTS | {"num_nextn_predict_layers", "partial_rotary_factor", "use_qk_norm"},
+    ),
+    "GptOssForCausalLM": Family(
+        num_kv_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        windows=Windows.EVERY_SECOND,
+        sliding_window=128,
+        attention_bias=True,
+        defaults={
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        complete=with_sinks,
+        read_experts=read_gpt_oss_experts,
+        experts_in_mxfp4=True,
+        keys=GPT_OSS_KEYS,
     ),
     "GraniteForCausalLM": Family(attention_bias=True, complete=with_granite_multipliers),
     "LlamaForCausalLM": Family(attention_bias=True),
@@ -248,6 +318,7 @@ FAMILIES = {
 """Families by Hugging Face class name; models/registry.py builds the models."""
 
 MULTIMODAL_CLASSES = {
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
@@ -257,4 +328,6 @@ MULTIMODAL_CLASSES = {
 """Multimodal classes: the class of their text model by the model_type of their `text_config`, the default
 first. The server refuses requests with images, so the vision part is not loaded."""
 TEXT_PREFIX = "language_model."
-"""Prefix of the text model's tensor names in multimodal checkpoints."""
+"""Prefix of the text model's tensor names in multimodal checkpoints ..."""
+OTHER_TEXT_PREFIXES = {"Gemma4ForConditionalGeneration": "model.language_model."}
+"""... but in these, where it stands for "model."."""

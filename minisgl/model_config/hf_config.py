@@ -10,8 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import ModelError
-from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig, RopeScaling
-from minisgl.model_config.families import FAMILIES, MULTIMODAL_CLASSES, TEXT_PREFIX, Family, Windows
+from minisgl.model_config.config import (
+    DTYPE_BYTES,
+    FP8_CACHE,
+    Activation,
+    ExpertStorage,
+    ModelConfig,
+    RopeScaling,
+)
+from minisgl.model_config.experts_config import MXFP4
+from minisgl.model_config.families import (
+    FAMILIES,
+    MULTIMODAL_CLASSES,
+    OTHER_TEXT_PREFIXES,
+    TEXT_PREFIX,
+    Family,
+    Windows,
+)
 from minisgl.model_config.json_fields import integer, number, read_json, unsupported
 from minisgl.model_config.known_keys import refuse_unknown_keys
 from minisgl.model_config.layer_kinds import SLIDING, layer_kinds, layer_windows, layers_without_rope
@@ -91,7 +106,7 @@ def read_model_config(
         rope_interleaved=family.rope_interleaved,
         experts=family.read_experts(raw) if family.read_experts else None,
         checkpoint_prefix=prefix,
-        quantization=read_quantization(raw, prefix),
+        quantization=None if _is_mxfp4(raw, family) else read_quantization(raw, prefix),
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_joined_ids("eos_token_id", generation, raw),
         bos_token_id=next(iter(_joined_ids("bos_token_id", raw, generation)), None),
@@ -103,7 +118,22 @@ def read_model_config(
     _check_quantized_experts(config)
     if kv_dtype == FP8_CACHE and config.quantization is not None:
         config = replace(config, cache_scale_names=config.quantization.cache_scales)
-    return quantized_while_loading(config, quantization)
+    return _with_known_experts(quantized_while_loading(config, quantization))
+
+
+def _with_known_experts(config: ModelConfig) -> ModelConfig:
+    """The config, unless its quantization includes experts that only unquantized kernels multiply.
+
+    Raises:
+        ModelError: it does.
+    """
+    experts, quantization = config.experts, config.quantization
+    is_plain = experts is None or (
+        experts.activation is Activation.SILU and experts.storage is ExpertStorage.EACH
+    )
+    if not is_plain and quantization is not None:
+        raise unsupported(f"{quantization.describe()} for {config.architecture} with experts")
+    return config
 
 
 def _check_quantized_experts(config: ModelConfig) -> None:
@@ -130,6 +160,12 @@ def _check_quantized_experts(config: ModelConfig) -> None:
         for name in names:
             if quantization.includes(name):
                 raise unsupported(f"experts of {scheme.describe()} (desc_act; {name})")
+
+
+def _is_mxfp4(raw: dict[str, Any], family: Family) -> bool:
+    """Whether the experts are stored in MXFP4, which the family reads; nothing else is quantized then."""
+    asked = raw.get("quantization_config")
+    return family.experts_in_mxfp4 and isinstance(asked, dict) and asked.get("quant_method") == MXFP4
 
 
 def _layers_with_local_rope(family: Family, kinds: list[str]) -> frozenset[int]:
@@ -189,7 +225,8 @@ def _text_part(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     # transformers reads these keys from the outer config.
     asked = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
     of_whole = {key: raw[key] for key in asked if raw.get(key) is not None}
-    return {**raw, **text, **of_whole, "architectures": [by_type[model_type]]}, TEXT_PREFIX
+    prefix = OTHER_TEXT_PREFIXES.get(whole, TEXT_PREFIX)
+    return {**raw, **text, **of_whole, "architectures": [by_type[model_type]]}, prefix
 
 
 def _class_names(raw: dict[str, Any]) -> list[str]:
@@ -227,7 +264,7 @@ def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:
             raise unsupported(f"{name} = {value!r}")
     softcaps = {
         "attn_logit_softcapping": family.attention_softcap,
-        "final_logit_softcapping": family.is_gemma,
+        "final_logit_softcapping": family.is_gemma or "final_logit_softcapping" in family.reads,
     }
     for name, is_read in softcaps.items():
         if raw.get(name) is not None and not is_read:

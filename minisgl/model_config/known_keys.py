@@ -46,6 +46,11 @@ OF_PEOPLE = (
     *("chunk_size_feed_forward", "is_encoder_decoder", "router_aux_loss_coef", "router_jitter_noise"),
 )
 """What keys begin with that tools leave in a file, or that matter to training only."""
+OF_IMAGES = (
+    *("_token_id", "_token_index", "_soft_tokens_per_image"),
+    *("vision_config", "audio_config", "text_config"),
+)
+"""What keys of models of text and images end with; their images are refused anyway."""
 
 
 def refuse_unknown_keys(raw: dict[str, Any], known: frozenset[str]) -> None:
@@ -56,5 +61,6 @@ def refuse_unknown_keys(raw: dict[str, Any], known: frozenset[str]) -> None:
     """
     for key, value in raw.items():
         is_known = key in EVERYWHERE or key in known or key.startswith(OF_PEOPLE)
+        is_known = is_known or key.endswith(OF_IMAGES)
         if not is_known and value is not None and value is not False:
             raise unsupported(f"{key} = {value!r}, which this engine does not know for this architecture")

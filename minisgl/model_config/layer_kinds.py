@@ -21,6 +21,12 @@ def layer_windows(raw: dict[str, Any], family: Family, max_position: int) -> tup
 
 
 def layer_kinds(raw: dict[str, Any], family: Family) -> list[str]:
+    """Each layer's type, as transformers assigns them; see `_kinds`."""
+    kinds = _kinds(raw, family)
+    return [*kinds[:-1], FULL] if family.last_layer_full else kinds
+
+
+def _kinds(raw: dict[str, Any], family: Family) -> list[str]:
     """Each layer's type, "full_attention" or "sliding_attention", as transformers assigns them.
 
     Raises:

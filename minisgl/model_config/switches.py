@@ -47,6 +47,11 @@ def with_glm_settings(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[
     )
 
 
+def with_sinks(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:
+    """gpt-oss: attention with sinks in every layer."""
+    return replace(config, attention_sinks=True)
+
+
 def with_query_scaling(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[str]) -> ModelConfig:
     """Ministral 3: queries grow with the logarithm of their position (`llama_4_scaling_beta`)."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}

@@ -10,7 +10,7 @@ from minisgl.layers.embedding import Embedding
 from minisgl.layers.experts.make import AnyExperts
 from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
 from minisgl.layers.moe import MoeMLP
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.norm import Factor, RMSNorm
 from minisgl.models.self_attention import SelfAttention
 
 
@@ -22,6 +22,7 @@ def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
     """
     views: dict[str, Tensor] = {}
     for path, module in model.named_modules():
+        path = path.removeprefix("layer_inputs.")  # lie beside the layers in a checkpoint
         outer, _, leaf = path.rpartition(".")
         if isinstance(module, FusedLinear | MoeMLP):
             views |= {f"model.{outer}.{name}": rows for name, rows in module.part_tensors().items()}
@@ -30,8 +31,10 @@ def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
             if not (is_head and is_tied):
                 prefix = path if is_head else f"model.{path}"
                 views |= {f"{prefix}.{name}": rows for name, rows in module.part_tensors().items()}
+        elif isinstance(module, Factor):
+            views[f"model.{path}"] = module.value.detach()
         elif isinstance(module, Attention):
-            views |= {f"model.{outer}.{name}": scale for name, scale in module.scale_tensors().items()}
+            views |= {f"model.{outer}.{name}": tensor for name, tensor in module.own_tensors().items()}
         elif isinstance(module, Embedding | RMSNorm):
             named = module.named_parameters()
             views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
@@ -43,5 +46,5 @@ def finish_loading(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.add_one()
-        elif isinstance(module, AnyWeight | AnyExperts | SelfAttention):
+        elif isinstance(module, AnyWeight | AnyExperts | MoeMLP | SelfAttention):
             module.finish_loading()

@@ -74,6 +74,7 @@ class Decoder(nn.Module):
         self.embedding_scale = None
         if config.embedding_scale is not None:
             self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
+        self.layer_inputs: nn.Module | None = None
         self.logits_divisor = config.logits_divisor
         self.logit_softcap = config.logit_softcap
         self.logits_dtype = dtype if config.logits_dtype is None else getattr(torch, config.logits_dtype)
@@ -126,8 +127,11 @@ class Decoder(nn.Module):
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         residual = torch.zeros_like(x)
+        layer_inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, x)
         for index, layer in enumerate(self.layers):
             cos_sin, own = self._cos_sin_of(index), inputs.of_group(self.layer_groups[index])
+            if layer_inputs is not None:
+                own = own._replace(layer_input=layer_inputs[index])
             if logit_index is not None and index == len(self.layers) - 1:
                 own = own._replace(output_index=logit_index)
             x, residual = run_block(layer, x, residual, positions, cos_sin, own)

@@ -14,6 +14,7 @@ from minisgl.errors import ModelError
 from minisgl.model_config.config import ModelConfig
 from minisgl.models.decoder import Decoder
 from minisgl.models.gemma import build_gemma
+from minisgl.models.gemma4 import build_gemma4
 from minisgl.models.output_norms import build_glm4, build_with_output_norms
 from minisgl.parallel.sizes import rank_sizes, vocabulary_rows
 
@@ -22,8 +23,10 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "Exaone4ForCausalLM": build_with_output_norms,
     "Gemma2ForCausalLM": build_gemma,
     "Gemma3ForCausalLM": build_gemma,
+    "Gemma4ForCausalLM": build_gemma4,
     "Glm4ForCausalLM": build_glm4,
     "Glm4MoeForCausalLM": Decoder,
+    "GptOssForCausalLM": Decoder,
     "GraniteForCausalLM": Decoder,
     "LlamaForCausalLM": Decoder,
     "Ministral3ForCausalLM": Decoder,

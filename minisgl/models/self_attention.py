@@ -59,6 +59,7 @@ class SelfAttention(nn.Module):
             scale=config.attention_scale,
             softcap=config.attention_softcap or 0.0,
             scale_names=config.cache_scale_names,
+            has_sinks=config.attention_sinks,
             device=device,
         )
         scheme = layer_scheme(config.quantization, f"{name}.o_proj")

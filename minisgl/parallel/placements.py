@@ -23,6 +23,8 @@ class Split(Enum):
     KV_HEADS = "output features, by KV head; fewer heads than ranks are copied to neighbouring ranks"
     ROWWISE = "input features; the ranks' outputs have to be added up"
     VOCABULARY = "rows, unevenly where they have to be"
+    EXPERTS = "width of each expert, of tensors that hold all experts; what has none of it is added up"
+    HEADS = "a number for each head"
 
 
 DECODER = {
@@ -46,8 +48,10 @@ PLANS: dict[str, dict[str, Split]] = {
     "Exaone4ForCausalLM": DECODER,
     "Gemma2ForCausalLM": DECODER,
     "Gemma3ForCausalLM": DECODER,
+    "Gemma4ForCausalLM": DECODER,
     "Glm4ForCausalLM": DECODER,
     "Glm4MoeForCausalLM": DECODER,
+    "GptOssForCausalLM": DECODER | {"experts": Split.EXPERTS, "self_attn": Split.HEADS},
     "GraniteForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
     "Ministral3ForCausalLM": DECODER,
@@ -116,6 +120,8 @@ def _placements(
 ) -> tuple[Placement, ...]:
     if split is None:
         return (Replicate(),)
+    if split is Split.EXPERTS and local == whole:  # the outputs' bias, which must count once
+        return (Partial(),)
     if kind not in ("weight", "bias"):
         # Scales are split as the features that they are for, whether one is for a feature or for a block of
         # them; one that is for all features is whole on every rank.

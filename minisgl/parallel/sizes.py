@@ -70,6 +70,11 @@ def supported_tp_sizes(model: ModelConfig, most: int = 16) -> list[int]:
 def _uneven(model: ModelConfig, tp: int) -> str | None:
     """The first size that `tp` does not divide; None = all are divisible."""
     heads, kv_heads, experts = model.num_heads, model.num_kv_heads, model.experts
+    if tp > 1 and experts is not None and experts.beside_mlp:
+        return "experts beside an MLP"
+    for shape in model.cache_shapes:
+        if isinstance(shape, KVShape) and shape.num_heads % tp:
+            return f"{shape.num_heads} KV heads of some layers"
     if heads % tp:
         return f"{heads} attention heads"
     if kv_heads % tp and tp % kv_heads:

@@ -19,9 +19,11 @@ from minisgl.model_config.quantization import Int4Scheme
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8 = "F8_E4M3"
 WORDS = "I32"
+BYTES = "U8"
 DTYPES = FLOAT_DTYPES | {
     FP8: torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
+    BYTES: torch.uint8,
     WORDS: torch.int32,
     "I64": torch.int64,
 }
@@ -119,7 +121,7 @@ def check_fit(
     for name in common:
         found = stored[name]
         needed = [sum(part.shape[0] for part in parts[name]), *parts[name][0].shape[1:]]
-        same = found.shape == needed
+        same = needed in (found.shape, _with_pairs(found.shape))
         if SCALE in name.rpartition(".")[2]:
             same = is_shared(found, parts[name]) or _without_ones(found.shape) == _without_ones(needed)
         if not same:
@@ -143,9 +145,16 @@ def _wanted_dtypes(name: str, target: Tensor, config: ModelConfig) -> Collection
     """The dtypes that this tensor may have in a file."""
     if target.dtype == DTYPES[WORDS]:
         return [WORDS]
+    if target.dtype == DTYPES[BYTES]:
+        return [BYTES]
     if target.dtype == DTYPES[FP8] and not (config.quantization and config.quantization.while_loading):
         return [FP8]
     return SCALE_DTYPES if SCALE in name.rpartition(".")[2] else FLOAT_DTYPES
+
+
+def _with_pairs(shape: list[int]) -> list[int]:
+    """The shape of a tensor whose last dimension is one of pairs (gpt-oss's gate and up)."""
+    return [*shape[:-1], shape[-1] // 2, 2]
 
 
 def _without_ones(shape: list[int]) -> list[int]:

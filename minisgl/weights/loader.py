@@ -41,7 +41,10 @@ READERS = {"cuda": 8, "cpu": 2}
 """Reader threads by device; each has its own buffer. On CPU a copy uses all cores while the other reads."""
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+VISION_PREFIXES = (
+    *("vision_tower.", "multi_modal_projector."),
+    *("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+)
 
 
 class LoadableModel(Protocol):
@@ -162,8 +165,9 @@ def _without_prefix(stored: dict[str, StoredTensor], prefix: str) -> dict[str, S
     """Remove the prefix of the text model's names, and drop the vision tensors."""
     if not prefix:
         return stored
+    inner = "model." if prefix.startswith("model.") else ""
     return {
-        name.removeprefix(prefix): entry
+        (inner + name.removeprefix(prefix) if name.startswith(prefix) else name): entry
         for name, entry in stored.items()
         if name.startswith(prefix) or not name.startswith(VISION_PREFIXES)
     }

@@ -329,6 +329,95 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
         ),
     ),
+    "gpt_oss_windows_yarn": (
+        "gpt_oss",
+        heads(
+            6,
+            2,
+            head_dim=16,
+            sliding_window=20,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            intermediate_size=32,
+            swiglu_limit=2.0,
+            pad_token_id=0,
+            rope_parameters=YARN | {"truncate": False},
+        ),
+    ),
+    "gpt_oss_no_window_default_rope_tied": (
+        "gpt_oss",
+        heads(
+            4,
+            4,
+            head_dim=16,
+            sliding_window=600,
+            num_local_experts=5,
+            num_experts_per_tok=1,
+            intermediate_size=48,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            layer_types=["full_attention", "sliding_attention"],
+            swiglu_alpha=1.3,
+        ),
+    ),
+    "gemma4_shared_kv_inputs_of_layers": (
+        "gemma4_text",
+        heads(
+            4,
+            2,
+            num_hidden_layers=6,
+            head_dim=16,
+            per_layer_config={"1": {"head_dim": 32}, "5": {"head_dim": 32}},
+            sliding_window=20,
+            hidden_size_per_layer_input=12,
+            vocab_size_per_layer_input=97,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            layer_types=[
+                *("sliding_attention", "full_attention", "sliding_attention"),
+                *("sliding_attention", "sliding_attention", "full_attention"),
+            ],
+        ),
+    ),
+    "gemma4_experts_keys_as_values_softcap": (
+        "gemma4_text",
+        heads(
+            4,
+            2,
+            num_hidden_layers=3,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+            head_dim=16,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            sliding_window=20,
+            attention_k_eq_v=True,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=2,
+            moe_intermediate_size=16,
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=5.0,
+        ),
+    ),
+    "gemma4_dense_untied": (
+        "gemma4_text",
+        heads(
+            4,
+            4,
+            num_hidden_layers=2,
+            head_dim=12,
+            global_head_dim=24,
+            sliding_window=600,
+            hidden_size_per_layer_input=0,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 70000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        ),
+    ),
     "phi3_part_of_a_head_rotated": (
         "phi3",
         heads(
@@ -350,5 +439,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-BY_FLAG = {"glm4_moe_one_group_two_dense_layers_tied"}
+BY_FLAG = {
+    "gemma4_dense_untied",
+    "glm4_moe_one_group_two_dense_layers_tied",
+    "gpt_oss_no_window_default_rope_tied",
+}
 """Variants that only --all-families compares."""

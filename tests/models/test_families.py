@@ -1,5 +1,6 @@
 """Every family that is read, against the same tiny random model in transformers, in float32 on the CPU."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from tiny_models import (
 )
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -150,9 +152,12 @@ def prompts_of(*lengths: int) -> list[list[int]]:
         "qwen3_moe_4_experts",
         "gemma2_alternating_windows",
         "gemma3_windows",
+        "gemma4_experts_keys_as_values_softcap",
+        "gemma4_shared_kv_inputs_of_layers",
         "exaone4_windows",
         "glm4",
         "glm4_moe_groups_qk_norm_bias",
+        "gpt_oss_windows_yarn",
         "granite",
         "ministral3",
         "olmo3_windows",
@@ -184,7 +189,15 @@ def test_a_prompt_with_a_cached_prefix_has_the_same_answer(variant: str, tmp_pat
     engine.close()
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe_groups_qk_norm_bias"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "gemma4_experts_keys_as_values_softcap",
+        "gemma4_shared_kv_inputs_of_layers",
+        "glm4_moe_groups_qk_norm_bias",
+        "gpt_oss_windows_yarn",
+    ],
+)
 def test_answers_after_a_preemption_are_the_same(variant: str, tmp_path: Path) -> None:
     family, settings = VARIANTS[variant]
     theirs = random_model(family=family, **settings)
@@ -194,6 +207,34 @@ def test_answers_after_a_preemption_are_the_same(variant: str, tmp_path: Path) -
     assert answers(engine, prompts, 130) == [greedy(theirs, prompt, 130) for prompt in prompts]
     assert engine.status(0).num_preemptions > 0, "the pages must not suffice"
     engine.close()
+
+
+def test_experts_in_mxfp4_are_the_numbers_that_transformers_makes_of_them(tmp_path: Path) -> None:
+    family, settings = VARIANTS["gpt_oss_windows_yarn"]
+    theirs = random_model(family=family, **settings | {"hidden_size": 64, "intermediate_size": 32})
+    theirs.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for layer, block in enumerate(theirs.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(block.mlp.experts, name)
+            experts, inputs, outputs = weight.shape
+            shape = (experts, outputs, inputs // 32)
+            numbers = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(123, 126, shape, dtype=torch.uint8, generator=generator)
+            weight.data = convert_moe_packed_tensors(numbers, scales, dtype=torch.float32).data
+            prefix = f"model.layers.{layer}.mlp.experts.{name}"
+            del stored[prefix]
+            stored |= {f"{prefix}_blocks": numbers, f"{prefix}_scales": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    token_ids = random.Random(3).choices(range(VOCAB_SIZE), k=60)
+    runner = PagedRunner(load_ours(tmp_path), num_rows=1, page_size=16, max_tokens=60, seed=0)
+    expected = logits_of(theirs, token_ids)
+    assert expected.std() > 0.5, "a flat model would hide mistakes"
+    assert_same(runner.feed([(0, token_ids)]), expected)
 
 
 def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
@@ -223,6 +264,19 @@ def test_contexts_within_the_original_length_have_longropes_short_factors(tmp_pa
     assert served(tmp_path, prompts, 33) != expected
 
 
+GEMMA_4_WITH_EYES = {
+    "text_config": {"model_type": "gemma4_text", **VARIANTS["gemma4_experts_keys_as_values_softcap"][1]},
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "position_embedding_size": 32,
+    },
+}
 GEMMA_WITH_EYES = {
     "text_config": VARIANTS["gemma3_windows"][1],
     "vision_config": {
@@ -248,6 +302,7 @@ MINISTRAL_WITH_EYES = MISTRAL_WITH_EYES | {
     ("family", "settings", "tied"),
     [
         ("gemma3", GEMMA_WITH_EYES, True),
+        ("gemma4", GEMMA_4_WITH_EYES, True),
         ("mistral3", MISTRAL_WITH_EYES, True),
         ("mistral3", MISTRAL_WITH_EYES, False),
         ("mistral3", MINISTRAL_WITH_EYES, False),

@@ -65,11 +65,13 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks", "per_expert_scale", "router.scale")):
                 parameter.normal_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
     return model
 
 

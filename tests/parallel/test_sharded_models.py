@@ -85,6 +85,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "num_hidden_layers": 3,
     },
+    "gpt_oss, its biases and sinks split": HEADS_4_2
+    | {
+        "family": "gpt_oss",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
     "qwen3_moe": HEADS_4_2
     | {
         "family": "qwen3_moe",

@@ -86,8 +86,13 @@ def with_fp8_pools(batch: PagedBatch) -> tuple[PagedBatch, PagedBatch, Tensor]:
     )
 
 
-def attention_by_sdpa(batch: PagedBatch, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
-    """float64 [T, H, D]: torch's attention over each row's gathered keys (softcap by hand), 0 for padding."""
+def attention_by_sdpa(
+    batch: PagedBatch, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """float64 [T, H, D]: torch's attention over each row's gathered keys (softcap by hand), 0 for padding.
+
+    sinks [H]: one more key of each head, at which every query scores that much, and whose value is 0.
+    """
     num_tokens, num_heads, head_dim = batch.q.shape
     out = torch.zeros((num_tokens, num_heads, head_dim), dtype=torch.float64)
     page_size = batch.k_cache.shape[1]
@@ -107,6 +112,14 @@ def attention_by_sdpa(batch: PagedBatch, scale: float, window: int = 0, softcap:
         queries = batch.q[begin:end].cpu().double().transpose(0, 1)
         distance = torch.arange(length - (end - begin), length)[:, None] - torch.arange(length)[None, :]
         seen = (distance >= 0) & (distance < (window or length))
+        if sinks is not None:
+            scores = queries @ keys.transpose(1, 2) * scale
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores.masked_fill(~seen, float("-inf"))
+            sink = sinks.cpu().double()[:, None, None].expand(-1, end - begin, 1)
+            values = torch.cat((torch.zeros_like(values[:, :1]), values), 1)
+            out[begin:end] = (torch.cat((sink, scores), 2).softmax(-1) @ values).transpose(0, 1)
+            continue
         if softcap:
             scores = softcap * torch.tanh(queries @ keys.transpose(1, 2) * scale / softcap)
             mixed = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from triton_kernels.fused_moe import (
     MoeConfig,
@@ -16,9 +18,10 @@ from triton_kernels.fused_moe import (
     fused_moe_triton,
 )
 from triton_kernels.gpu import ELSEWHERE
+from triton_kernels.moe_gate import Gate, GateKind, gate_reference
 from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig
-from triton_kernels.moe_route import route_triton
+from triton_kernels.moe_route import route_triton, top_k_reference
 
 SMALL_TILES = MoeConfig(GemmConfig(16, 32, 32, 4, 2, 2), GemmConfig(16, 32, 64, 4, 2, 2))
 LARGE_TILES = MoeConfig(GemmConfig(64, 64, 32, 4, 2, 4), GemmConfig(64, 64, 32, 4, 2, 4))
@@ -107,6 +110,39 @@ def test_weights_of_experts_not_hit_are_never_used(config, device):
     gate_up[5:55] = float("nan")
     down[5:55] = float("nan")
     torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 2, True, config), expected)
+
+
+GATES = [Gate(), Gate(GateKind.GELU), Gate(GateKind.CLAMPED, 1.702, 0.7)]
+
+
+def test_the_clamped_gate_is_gpt_oss_own() -> None:
+    gate_up = 8 * torch.randn(5, 40)
+    config = GptOssConfig(num_local_experts=1, hidden_size=16, intermediate_size=20)
+    expected = GptOssExperts(config)._apply_gate(gate_up)
+    got = gate_reference(gate_up[:, ::2], gate_up[:, 1::2], Gate(GateKind.CLAMPED, 1.702, 7.0))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_biases_and_other_activations(config, biased, gate, device):
+    tensors = inputs(4 if config is PAIRS else 9, 8, 48, 80, device)
+    rng = torch.Generator().manual_seed(1)
+    biases = (torch.randn((8, 160), generator=rng).to(device), torch.randn((8, 48), generator=rng).to(device))
+    for renormalize in (True, False):
+        options = (biases if biased else None, gate)
+        out = fused_moe_triton(*tensors, 3, renormalize, config, *options)
+        expected = fused_moe_reference(*wide(tensors), 3, renormalize, *options)
+        assert relative_error(out, expected) < 1e-5
+
+
+def test_a_bias_is_added_once_for_each_expert_and_weighted_like_it() -> None:
+    x, logits, gate_up, down = wide(inputs(3, 4, 16, 32, "cpu"))
+    biases = (torch.zeros(4, 64, dtype=torch.float64), torch.randn(4, 16, dtype=torch.float64))
+    difference = fused_moe(x, logits, gate_up, down, 2, True, biases) - fused_moe(x, logits, gate_up, down, 2)
+    experts, weights = top_k_reference(logits, 2, True)
+    torch.testing.assert_close(difference, (biases[1][experts.long()] * weights[:, :, None]).sum(1))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

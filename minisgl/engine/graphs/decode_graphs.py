@@ -302,6 +302,8 @@ def compiled_block(max_batch: int, backend: str | Callable = "inductor", *, keep
     ) -> tuple[Tensor, Tensor]:
         for tensor in (x, residual, positions, inputs.row_ids, inputs.context_len, inputs.slot_mapping):
             _mark_rows(tensor, max_batch)
+        if inputs.layer_input is not None:
+            _mark_rows(inputs.layer_input, max_batch)
         return compiled(block, x, residual, positions, cos_sin, inputs)
 
     return run

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from minisgl.model_config.config import ExpertsConfig
+from minisgl.model_config.config import ExpertsConfig, ExpertStorage
+from triton_kernels.moe_gate import SILU, Gate, GateKind
 from triton_kernels.registry import KERNELS
 
 
@@ -23,11 +24,20 @@ class ExpertSizes(NamedTuple):
     width: int  # M
     half: int  # F; gate and up together have twice as many rows
     part_names: tuple[str, str, str]  # the checkpoint's names of gate, up and down
+    stored: ExpertStorage = ExpertStorage.EACH
+    gate: Gate = SILU
 
 
 def expert_sizes(config: ExpertsConfig, hidden_size: int) -> ExpertSizes:
     """The sizes of a model's mixtures."""
-    return ExpertSizes(config.num_experts, hidden_size, config.intermediate_size, config.gate_up_down_names)
+    return ExpertSizes(
+        config.num_experts,
+        hidden_size,
+        config.intermediate_size,
+        config.gate_up_down_names,
+        config.storage,
+        Gate(GateKind[config.activation.name], config.alpha, config.limit),
+    )
 
 
 class ExpertWeights(Protocol):
@@ -66,10 +76,13 @@ class PlainExperts(nn.Module):
 
     def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
         """See `ExpertWeights`."""
-        return self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize)
+        more = {} if self.sizes.gate == SILU else {"gate": self.sizes.gate}
+        return self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize, **more)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """See `ExpertWeights`."""
+        if self.sizes.stored is ExpertStorage.STACKED:
+            return {"experts.gate_up_proj": self.gate_up.detach(), "experts.down_proj": self.down.detach()}
         return views_of_parts(self.sizes, self.gate_up, self.down, "weight")
 
     def finish_loading(self) -> None:
