@@ -6,8 +6,8 @@ Promise: all ranks get the same sizes, so all run the same step on tensors of th
 from dataclasses import replace
 
 from minisgl.errors import ConfigError
-from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.experts_config import EXPERT_TILE
+from minisgl.model_config.config import ExpertStorage, ModelConfig
+from minisgl.model_config.experts_config import EXPERT_TILE, MXFP4_BLOCK
 from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.model_config.quantization import Int4Scheme, WeightScales
 
@@ -86,8 +86,9 @@ def _uneven(model: ModelConfig, tp: int) -> str | None:
             return f"{shape.num_heads} KV heads"
     if (experts is None or experts.dense_layers) and model.intermediate_size % tp:
         return f"MLP width of {model.intermediate_size}"
-    if experts is not None and experts.intermediate_size % (EXPERT_TILE * tp):
-        return f"expert width of {experts.intermediate_size} (in multiples of {EXPERT_TILE})"
+    unit = EXPERT_TILE if experts is None or experts.storage is not ExpertStorage.MXFP4 else MXFP4_BLOCK
+    if experts is not None and experts.intermediate_size % (unit * tp):
+        return f"expert width of {experts.intermediate_size} (in multiples of {unit})"
     if experts is not None and experts.shared_intermediate_size % tp:
         return f"shared expert's width of {experts.shared_intermediate_size}"
     return _uneven_blocks(model, tp)

@@ -22,8 +22,8 @@ def test_stored_blocks_become_what_transformers_computes(width: int, half: int) 
         "gpt_oss", hidden_size=width, intermediate_size=half, num_local_experts=experts
     )
     theirs = GptOssExperts(config).float()
-    sizes = ExpertSizes(experts, width, half, ("gate", "up", "down"))
-    ours = Mxfp4Experts(sizes, CLAMPED, torch.float32, DEVICE)
+    sizes = ExpertSizes(experts, width, half, ("gate", "up", "down"), gate=CLAMPED)
+    ours = Mxfp4Experts(sizes, torch.float32, DEVICE)
     for parameter in ours.parameters():
         parameter.fill_(255 if parameter.dtype == torch.uint8 else float("nan"))
     rng = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ def test_stored_blocks_become_what_transformers_computes(width: int, half: int) 
 
 def test_dummy_weights_are_the_normal_ones_in_four_bits() -> None:
     sizes = ExpertSizes(2, 96, 64, ("gate", "up", "down"))
-    ours = Mxfp4Experts(sizes, Gate(), torch.float32, DEVICE)
+    ours = Mxfp4Experts(sizes, torch.float32, DEVICE)
     rng = torch.Generator().manual_seed(0)
 
     def normal(tensor: Tensor) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from int4_models import Int4Format, quantize_int4, rounded_layer, tensors_of
-from quantized_models import STATIC_PEAK, Format, RoundedLinear, quantize, rounded_weight
+from quantized_models import STATIC_PEAK, Format, RoundedLinear, quantize, rounded_weight, set_quantization
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 MATRIX = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 GATE_UP_DOWN = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
@@ -90,6 +91,22 @@ def quantize_fp8_mixture(model: PreTrainedModel, form: Format, folder: Path) -> 
         return stored, RoundedLinear(exact, None, form.activations, peak)
 
     write_experts(model, folder, rounded)
+
+
+def quantize_mxfp4_mixture(model: PreTrainedModel, folder: Path) -> None:
+    """Write a gpt-oss model as a checkpoint of random MXFP4 experts, and give it their values."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    rng = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=rng).to(torch.uint8)
+        scales = torch.randint(123, 126, blocks.shape[:3], generator=rng).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        exact = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        model.get_parameter(name).data = exact.data
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    set_quantization(folder, {"quant_method": "mxfp4"})
 
 
 def quantize_int4_mixture(model: PreTrainedModel, form: Int4Format, folder: Path) -> None:

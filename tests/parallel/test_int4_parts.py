@@ -1,13 +1,15 @@
 """Each rank's part of a model of 4-bit weights, over gloo."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from family_variants import VARIANTS
 from forked_ranks import run_on_ranks
 from int4_models import INT4_FORMATS, quantize_int4
-from quantized_experts import quantize_int4_mixture
+from quantized_experts import quantize_int4_mixture, quantize_mxfp4_mixture
 from quantized_models import set_quantization
 from tiny_models import PagedRunner, logits_of, random_model
 from torch import Tensor
@@ -18,7 +20,7 @@ from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.models.sharded import shard_model
 from minisgl.parallel.mesh import Ranks
-from minisgl.parallel.sizes import supported_tp_sizes
+from minisgl.parallel.sizes import rank_sizes, supported_tp_sizes
 from minisgl.weights.loader import load_weights
 
 TOLERANCE = 1e-3
@@ -68,6 +70,20 @@ def test_two_ranks_share_experts(name: str, tmp_path: Path) -> None:
     for got, sliced in run_on_ranks(2, tmp_path, part, tmp_path, None):
         torch.testing.assert_close(torch.from_numpy(got), expected, rtol=0, atol=TOLERANCE)
         assert {"gate_proj", "up_proj", "down_proj"} <= sliced
+
+
+def test_two_ranks_share_experts_in_mxfp4_of_whole_blocks(tmp_path: Path) -> None:
+    family, settings = VARIANTS["gpt_oss_windows_yarn"]
+    sizes: dict[str, Any] = settings | {"hidden_size": 64, "intermediate_size": 192}
+    reference = random_model(family=family, **sizes)
+    quantize_mxfp4_mixture(reference, tmp_path)
+    expected = logits_of(reference, PROMPT)
+    for got, _ in run_on_ranks(2, tmp_path, part, tmp_path, None):
+        torch.testing.assert_close(torch.from_numpy(got), expected, rtol=0, atol=TOLERANCE)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 224}))
+    with pytest.raises(ConfigError, match=r"expert width of 224 \(in multiples of 32\) .* can be 1$"):
+        rank_sizes(read_model_config(tmp_path), 2)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from minisgl.layers.experts.weights import ExpertSizes
 from triton_kernels.launch import ceil_div
-from triton_kernels.moe_gate import Gate
 from triton_kernels.moe_int4 import PackedExperts, fused_moe_int4
 from triton_kernels.mxfp4 import BLOCK_OF_SCALE, mxfp4_codes, quantize_mxfp4
 from triton_kernels.quantize_int4 import BLOCK, HALF, pack_int4
@@ -27,14 +26,12 @@ class Mxfp4Experts(nn.Module):
     `dtype`. Until loaded, `packed` and `scales` have the checkpoint's own layout.
 
     Args:
-        gate: the activation.
         dtype: of activations and biases.
     """
 
-    def __init__(self, sizes: ExpertSizes, gate: Gate, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.sizes = sizes
-        self.gate = gate
         self.dtype = dtype
 
         def made(*shape: int, dtype: torch.dtype = torch.uint8) -> nn.Parameter:
@@ -54,7 +51,7 @@ class Mxfp4Experts(nn.Module):
 
     def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
         """See `ExpertWeights`."""
-        return fused_moe_int4(x, logits, *self.tensors(), top_k, renormalize, self.gate)
+        return fused_moe_int4(x, logits, *self.tensors(), top_k, renormalize, self.sizes.gate)
 
     def tensors(self) -> tuple[PackedExperts, PackedExperts]:
         """What the kernels read: gate_up and down."""
