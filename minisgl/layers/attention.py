@@ -4,15 +4,14 @@ Promise: only the slots that the step's inputs name are written. T new tokens, H
 head dim, P pages, S page size.
 """
 
-import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import Attend, AttentionInputs, decodes_with_triton
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.zeroed import zeroed
 from triton_kernels.e4m3 import FP8
 from triton_kernels.paged_decode import Rope, rope_paged_decode
 from triton_kernels.registry import KERNELS
@@ -79,8 +78,8 @@ class Attention(nn.Module):
             self.k_cache, self.v_cache = self.source[0].k_cache, self.source[0].v_cache
             return
         shape = (num_pages, page_size, self.num_kv_heads, self.head_dim)
-        self.k_cache = _zeros(shape, dtype, torch.device(device))
-        self.v_cache = _zeros(shape, dtype, torch.device(device))
+        self.k_cache = zeroed(shape, dtype, torch.device(device))
+        self.v_cache = zeroed(shape, dtype, torch.device(device))
 
     def read_from(self, source: "Attention") -> None:
         """Attend over the keys and values of another layer, whose pool is allocated before this one's."""
@@ -162,11 +161,3 @@ class Attention(nn.Module):
             KERNELS.paged_decode,
         )
         return both_are_ours and self.decodes_with_triton
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU the system provides the memory on first use, so a large pool takes no time."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
