@@ -30,12 +30,13 @@ from minisgl.benchmark.settings import (
     TuneSettings,
 )
 from minisgl.commands.files import check_utf8, prompt_from, read_file, read_secret, read_tools_file
-from minisgl.commands.flags import values_of
+from minisgl.commands.flags import fields_of, values_of
 from minisgl.commands.parser import REPLY_FLAGS, build_parser
 from minisgl.config import (
     SUPERVISED,
     ConnectConfig,
     EngineConfig,
+    ReloadConfig,
     ServerConfig,
     check_connect_config,
     check_engine_config,
@@ -141,6 +142,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
         folder,
         visible_gpus=environ.get("CUDA_VISIBLE_DEVICES"),
         engine_secret=secret,
+        find_model=lambda wanted: (with_cache_dir(wanted, cache_dir(environ)), _fetch_model(wanted, environ)),
         started_at=started_at,
     )
 
@@ -166,6 +168,16 @@ def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     if job is not None and job.rank:
         return run_rank_of_job(engine, folder, job)
     run_connected_engine(engine, folder, around, started_at, job)
+    return EXIT_OK
+
+
+def _reload(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
+    from minisgl.commands.reload import run_reload
+
+    config = ReloadConfig(**values_of(ReloadConfig, arguments, environ))
+    given = {**values_of(ServerConfig, arguments, {}), **values_of(EngineConfig, arguments, {})}
+    own = {field.name for field in fields_of(ReloadConfig)}
+    run_reload(config, {name: value for name, value in given.items() if name not in own}, sys.stdout)
     return EXIT_OK
 
 
@@ -472,6 +484,7 @@ def _start_log(level: str, process: str) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace, Mapping[str, str], float], int]] = {
     "serve": _serve,
     "engine": _engine,
+    "reload": _reload,
     "chat": _chat,
     "generate": _generate,
     "pull": _pull,

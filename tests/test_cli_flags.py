@@ -14,7 +14,7 @@ import pytest
 from minisgl.benchmark import settings as benchmark_settings
 from minisgl.commands.flags import add_flags, fields_of, values_of
 from minisgl.commands.parser import build_parser
-from minisgl.config import ConnectConfig, EngineConfig, ServerConfig
+from minisgl.config import ConnectConfig, EngineConfig, ReloadConfig, ServerConfig
 from minisgl.errors import ConfigError
 from minisgl.request import SamplingParams
 
@@ -68,6 +68,10 @@ BENCH_SERVE = """
 API_KEY = """
     --admin --file --max-concurrent-requests --priority --requests-per-minute --tokens-per-minute
 """
+TEXT = """
+    --served-model-name --sampling-defaults --chat-template --tool-parser --reasoning-parser
+    --special-tokens-in-content --no-special-tokens-in-content
+"""
 BENCH_STEP = "--batches --contexts --mixed --prefills --prefixes --steps"
 BENCH_STARTUP = "--cold --no-cold --rounds"
 BENCH_COMPARE = "--confidence --metrics --resamples --seed --threshold"
@@ -80,6 +84,7 @@ BENCH_SIMULATE = """
 FLAGS = {
     "serve": {"--seed", *SERVER.split(), *ENGINE.split()},
     "engine": {"--server", "--engine-secret-file", "--drain-timeout-s", "--log-level", *ENGINE.split()},
+    "reload": {"--url", "--admin-key", "--beside", "--no-beside", *TEXT.split(), *ENGINE.split()},
     "chat": {"--system", "--tools", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "generate": {"--chat", "--system", "--log-level", *SAMPLING.split(), *ENGINE.split()},
     "pull": {"--list"},
@@ -106,6 +111,7 @@ SETTINGS = [
     EngineConfig,
     ServerConfig,
     ConnectConfig,
+    ReloadConfig,
     SamplingParams,
     *(cls for cls in vars(benchmark_settings).values() if is_dataclass(cls)),
 ]

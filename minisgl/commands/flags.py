@@ -71,8 +71,12 @@ def add_flags(
     cls: type,
     environ: Mapping[str, str],
     skip: Iterable[str] = (),
+    *,
+    only_given: bool = False,
 ) -> None:
     """Add a group of flags to `parser`, one per field of `cls`. `environ` overrides the defaults.
+
+    With `only_given` there are no defaults: the parsed arguments have only the flags that were given.
 
     Raises:
         ConfigError: a MINISGL_ variable has a value that its flag would refuse.
@@ -81,20 +85,22 @@ def add_flags(
     for field in fields_of(cls):
         if field.name in skip or field.kind is None:
             continue
-        default = default_of(field, environ)
-        help_text = _help(field, default)
+        default = argparse.SUPPRESS if only_given else default_of(field, environ)
+        help_text = field.doc.replace("%", "%%") if only_given else _help(field, default)
         if field.kind is bool:
             group.add_argument(
                 field.flag, dest=field.name, action="store_true", default=default, help=help_text
             )
             off = "--no-" + field.flag[2:]
-            group.add_argument(off, dest=field.name, action="store_false", help=f"Turn {field.flag} off.")
+            off_help = f"Turn {field.flag} off."
+            group.add_argument(off, dest=field.name, action="store_false", default=default, help=off_help)
         elif field.repeats:
             group.add_argument(
                 field.flag,
                 dest=field.name,
                 action="append",
                 type=field.kind,
+                default=default if only_given else None,
                 metavar=METAVARS[field.kind],
                 help=f"{help_text} May be given several times.",
             )

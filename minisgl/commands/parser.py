@@ -21,7 +21,7 @@ from minisgl.benchmark.settings import (
     TuneSettings,
 )
 from minisgl.commands.flags import add_flags, fields_of
-from minisgl.config import ConnectConfig, EngineConfig, ServerConfig
+from minisgl.config import TEXT_FIELDS, ConnectConfig, EngineConfig, ReloadConfig, ServerConfig
 from minisgl.log import LEVELS
 from minisgl.request import SamplingParams
 from minisgl.top.settings import TopSettings
@@ -66,6 +66,13 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     engine = command("engine", "Run an engine for a server elsewhere ('minisgl serve --engine-listen').")
     add_flags(engine, "connection", ConnectConfig, environ)
     _add_engine_flags(engine, environ)
+
+    reload = command("reload", "Give a running server other settings or another model.")
+    add_flags(reload, "server", ReloadConfig, environ)
+    # Only what is given changes, so the environment, which may be that of another start, says nothing here.
+    not_text = [field.name for field in fields_of(ServerConfig) if field.name not in TEXT_FIELDS]
+    add_flags(reload, "conversation", ServerConfig, {}, skip=not_text, only_given=True)
+    add_flags(reload, "engine", EngineConfig, {}, skip=("seed",), only_given=True)
 
     chat = command("chat", "Talk to a model in the terminal, without a server.")
     chat.add_argument("--system", metavar="TEXT", help="System prompt of the conversation.")

@@ -3,7 +3,7 @@
 - `engine.py`: `EngineConfig` (as given, `None` means "auto") and `ResolvedConfig` (every "auto" decided).
 - `resolve.py`: `resolve_engine_config` makes the second from the first, before anything starts.
 - `reasons.py`: why each of the second has its value.
-- `server.py`: `ServerConfig`, and `ConnectConfig` of an engine that connects to a server.
+- `server.py`: `ServerConfig`, `ConnectConfig` of an engine that connects to a server, and `ReloadConfig`.
 - `model_facts.py`: what must be the same in a server and such engines.
 - `engine_checks.py`, `field_checks.py`: what is refused.
 
@@ -18,7 +18,9 @@ from minisgl.config.reasons import ChosenSetting, chosen_settings
 from minisgl.config.resolve import attention_environment, auto_mixed_tokens, resolve_engine_config
 from minisgl.config.server import (
     SUPERVISED,
+    TEXT_FIELDS,
     ConnectConfig,
+    ReloadConfig,
     ServerConfig,
     check_connect_config,
     check_server_config,
@@ -28,10 +30,12 @@ __all__ = [
     "GIB",
     "MIB",
     "SUPERVISED",
+    "TEXT_FIELDS",
     "ChosenSetting",
     "ConnectConfig",
     "DeviceFacts",
     "EngineConfig",
+    "ReloadConfig",
     "ResolvedConfig",
     "ServerConfig",
     "attention_environment",

@@ -22,6 +22,11 @@ def server_facts(folder: Path) -> dict[str, str]:
     return {CONFIG: _digest(folder / "config.json"), TOKENIZER: _digest(folder / "tokenizer.json")}
 
 
+def folder_facts(folder: Path) -> dict[str, str]:
+    """What the model in `folder` is, with its weights: name -> value."""
+    return {**server_facts(folder), WEIGHTS: _weights_digest(folder)}
+
+
 def engine_facts(config: ResolvedConfig, folder: Path) -> dict[str, str]:
     """What an engine is: name -> value."""
     return {

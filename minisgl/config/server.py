@@ -12,6 +12,15 @@ SUPERVISED = "-"
 """As --server of an engine: a supervisor says on stdin where the server is."""
 SHORTEST_S = 0.01
 LONGEST_S = 1e8
+TEXT_FIELDS = (
+    "served_model_name",
+    "sampling_defaults",
+    "chat_template",
+    "tool_parser",
+    "reasoning_parser",
+    "special_tokens_in_content",
+)
+"""Fields of `ServerConfig` about the model's text, which a reload may change."""
 SECONDS = f"a number of seconds up to {LONGEST_S:.0f}"
 
 
@@ -29,6 +38,18 @@ class ConnectConfig:
     at once."""
     log_level: str = "info"
     """One of "debug", "info", "warning", "error"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadConfig:
+    """Which server 'minisgl reload' changes, and how."""
+
+    url: str = "http://127.0.0.1:8000"
+    """URL of the server, without a path."""
+    admin_key: str | None = None
+    """The server's admin key. Set as MINISGL_ADMIN_KEY, it does not show in the list of processes."""
+    beside: bool | None = None
+    """Start the new engines while the old ones still run. Auto: where there is room (cpu, or spare GPUs)."""
 
 
 def check_connect_config(config: ConnectConfig) -> None:

@@ -12,7 +12,6 @@ import msgspec
 from aiohttp import web
 
 from minisgl import __version__
-from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import EngineDeadError, RequestError
 from minisgl.ipc.questions import Status
 from minisgl.server.apis import chat, completions
@@ -24,8 +23,8 @@ from minisgl.server.http.middleware import facts_of, json_answer, require_admin
 from minisgl.server.http.routes import TEXT, Answer, Route
 from minisgl.server.http.uploads import Uploads
 from minisgl.server.metrics import CONTENT_TYPE, EngineFigures, exposition
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.processes.siblings import Siblings
-from minisgl.server.served_model import ServedModel
 from minisgl.server.stats import total
 from minisgl.server.streams import Streams
 
@@ -73,24 +72,21 @@ class Admin:
 
     Args:
         uploads: reads request bodies.
-        settings: the server's and the engine's settings, as given by the user.
     """
 
     def __init__(
         self,
-        model: ServedModel,
+        model: ModelInUse,
         streams: Streams,
         engines: Engines,
         siblings: Siblings,
         uploads: Uploads,
-        settings: tuple[ServerConfig, EngineConfig],
     ) -> None:
         self._model = model
         self._streams = streams
         self._engines = engines
         self._siblings = siblings
         self._uploads = uploads
-        self._server, self._engine = settings
 
     def routes(self) -> list[Route]:
         """The operators' routes."""
@@ -126,7 +122,7 @@ class Admin:
         A restart is no reason to end the server, whose open answers go on after it.
         """
         reason = self._unavailable_reason()
-        is_restarting = self._engines.restart_reason is not None
+        is_restarting = self._engines.restart_reason is not None or bool(self._model.held_because)
         is_well = reason is None or (is_restarting and self._streams.refusal is None)
         status = "ok" if reason is None else "restarting" if is_well else "unavailable"
         stats = self._streams.stats
@@ -135,6 +131,7 @@ class Admin:
             "reason": reason,
             "open_requests": stats.num_open_requests,
             "running_requests": stats.num_running_requests,
+            "held_calls": self._model.num_waiting,
             "engine_pid": self._engines.first.pid,
             "engine_restarts": self._engines.num_restarts,
             "engine_silent_s": round(self._engines.silent_s, 3),
@@ -159,22 +156,23 @@ class Admin:
         statuses = await self._fresh_statuses()
         parts = await self._siblings.stats()
         ready, status = self._engines.first.last_ready, statuses[0]
-        settings = dataclasses.asdict(self._server)
+        model = self._model.current
+        server, engine = self._model.settings
+        settings = dataclasses.asdict(server)
         for name in ("api_key", "admin_key"):
             settings[name] = f"{len(settings[name])} given"
         return _json(
             {
                 "version": __version__,
-                "model": self._model.name,
-                "reply_format": self._model.format_facts,
+                "model": model.name,
+                "reply_format": model.format_facts,
                 "max_model_len": self._streams.max_context_tokens or None,
                 "engine_pid": self._engines.first.pid,
                 "engine_restarts": self._engines.num_restarts,
                 "engine": status and msgspec.structs.asdict(status),
                 "start": ready and msgspec.structs.asdict(ready),
                 "engines": [
-                    _facts_of(engine, status)
-                    for engine, status in zip(self._engines.all, statuses, strict=False)
+                    _facts_of(one, status) for one, status in zip(self._engines.all, statuses, strict=False)
                 ],
                 "server": msgspec.to_builtins(total(parts)),
                 "processes": [
@@ -186,7 +184,7 @@ class Admin:
                     for part in parts
                 ],
                 "server_settings": settings,
-                "engine_settings": dataclasses.asdict(self._engine),
+                "engine_settings": dataclasses.asdict(engine),
             }
         )
 
@@ -197,7 +195,7 @@ class Admin:
             EngineFigures(status, engine.last_ready, engine.num_restarts, engine.is_up)
             for engine, status in zip(self._engines.all, statuses, strict=False)
         ]
-        text = exposition(self._model.name, total(await self._siblings.stats()), figures)
+        text = exposition(self._model.current.name, total(await self._siblings.stats()), figures)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def load(self, _: web.Request) -> web.Response:
@@ -208,7 +206,7 @@ class Admin:
         return _json(
             {
                 "server_load": whole.num_open_requests,
-                "max_load": self._server.max_queued_requests,
+                "max_load": self._model.settings[0].max_queued_requests,
                 "queued_tokens": whole.num_queued_tokens,
                 "running": sum(one.num_running for one in statuses) if statuses else None,
                 "waiting": sum(one.num_waiting for one in statuses) if statuses else None,
@@ -257,9 +255,11 @@ class Admin:
         """Why requests are refused, or wait for an engine; None = they are taken."""
         if self._streams.refusal is not None:
             return str(self._streams.refusal)
+        if self._model.held_because:
+            return self._model.held_because
         if self._engines.restart_reason is not None:
             return self._engines.restart_reason
-        if self._engines.silent_s > self._server.heartbeat_timeout_s:
+        if self._engines.silent_s > self._model.settings[0].heartbeat_timeout_s:
             return f"the engine has been silent for {self._engines.silent_s:.1f} s"
         return None
 

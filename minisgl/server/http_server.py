@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, MinisglError
 from minisgl.ipc.messages import StartupStage
 from minisgl.server.admin import Admin
 from minisgl.server.apis.models import ModelApi
@@ -34,8 +34,10 @@ from minisgl.server.http.uploads import Uploads
 from minisgl.server.keys.meter import Meters
 from minisgl.server.keys.usage_log import UsageLog
 from minisgl.server.keys.users import Users
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.page import is_page
 from minisgl.server.processes.siblings import Siblings
+from minisgl.server.reload.reloads import ReloadApi, Reloads
 from minisgl.server.served_model import ServedModel, load_served_model, served_root
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
@@ -70,7 +72,7 @@ class HttpServer:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: ModelInUse,
         streams: Streams,
         siblings: Siblings,
         threads: TextThreads,
@@ -83,6 +85,7 @@ class HttpServer:
         tracer: CallTracer | None,
     ) -> None:
         self.model = model
+        """What is served."""
         self.streams = streams
         self._siblings = siblings
         self._threads = threads
@@ -109,6 +112,24 @@ class HttpServer:
         if self._usage_log is not None:
             self._usage_log.reopen()
 
+    def refuse_requests(self, error: MinisglError) -> None:
+        """Refuse new requests with `error` from now on, and those that wait for another model."""
+        self.streams.refuse_requests(error)
+        self.model.release()
+
+    async def load_model(self, settings: HttpServerSettings) -> ServedModel:
+        """The text side of the model of `settings`.
+
+        Raises:
+            ModelError: the folder has no usable tokenizer.
+        """
+        return await self._threads.run_in_long_thread(lambda: _load_model(settings))
+
+    def serve(self, model: ServedModel, settings: HttpServerSettings) -> None:
+        """Serve this model from now on. Call it while no call is prepared for another one."""
+        self.streams.tokenizer = model.tokenizer
+        self.model.release(model, (settings.server, settings.engine))
+
     async def num_open(self) -> int:
         """Open requests of all server processes that reply."""
         return sum(part.num_open_requests for part in await self._siblings.stats())
@@ -132,7 +153,9 @@ class HttpServer:
             self._usage_log.close()
 
 
-async def open_http_server(settings: HttpServerSettings, engines: Engines, sock: socket.socket) -> HttpServer:
+async def open_http_server(
+    settings: HttpServerSettings, engines: Engines, reloads: Reloads, sock: socket.socket
+) -> HttpServer:
     """Load tokenizer and chat template, and listen on `sock`. Requests are refused until the engine is ready.
 
     Raises:
@@ -144,25 +167,13 @@ async def open_http_server(settings: HttpServerSettings, engines: Engines, sock:
     tls = tls_context(server)
     users = read_users(server)
     usage_log = UsageLog(Path(server.usage_log)) if server.usage_log else None
-    tracer = open_tracer(server.otlp_endpoint, settings.model_name, engines, rank)
     if server.access_log:
         start_access_log()
     threads = TextThreads()
-    model = await threads.run_in_long_thread(
-        lambda: load_served_model(
-            settings.model_folder,
-            settings.model_name,
-            server.sampling_defaults,
-            root=served_root(settings.engine.model, settings.model_folder),
-            chat_template=server.chat_template,
-            tool_parser=server.tool_parser,
-            reasoning_parser=server.reasoning_parser,
-            special_tokens_in_content=server.special_tokens_in_content,
-        )
-    )
+    served = await threads.run_in_long_thread(lambda: _load_model(settings))
     streams = Streams(
         engines.send,
-        model.tokenizer,
+        served.tokenizer,
         _share(server.max_queued_requests, server.api_workers, rank),
         server.request_timeout_s,
         max_queued_tokens=server.max_queued_tokens
@@ -171,18 +182,19 @@ async def open_http_server(settings: HttpServerSettings, engines: Engines, sock:
         rank=rank,
         seed=settings.engine.seed,
     )
-    meters = Meters(streams.stats, model.name, usage_log)
+    model = ModelInUse(served, (server, settings.engine), streams.check_room, server.request_timeout_s)
+    tracer = open_tracer(server.otlp_endpoint, model, engines, rank)
+    meters = Meters(streams.stats, usage_log)
     connections = Connections(connections_that_fit(), server.keep_alive_timeout_s)
     uploads = Uploads(server.max_body_bytes, server.max_upload_bytes, server.upload_timeout_s)
     siblings = Siblings(streams, uploads, settings.ipc_dir, rank, server.api_workers)
     refusals = Refusals(rank)
     watch = Watch(
-        model.name,
+        model,
         streams,
         engines,
         siblings,
         refusals,
-        (server, settings.engine),
         rank,
     )
     app = make_app(
@@ -190,7 +202,8 @@ async def open_http_server(settings: HttpServerSettings, engines: Engines, sock:
             Completer(model, streams, threads, uploads, server.request_timeout_s, meters),
             TokenApi(model, streams, uploads, threads),
             ModelApi(model, streams),
-            Admin(model, streams, engines, siblings, uploads, (server, settings.engine)),
+            Admin(model, streams, engines, siblings, uploads),
+            ReloadApi(model, siblings, uploads, reloads),
             Debug(engines),
             watch,
         ),
@@ -241,6 +254,20 @@ async def open_http_server(settings: HttpServerSettings, engines: Engines, sock:
         users,
         usage_log,
         tracer,
+    )
+
+
+def _load_model(settings: HttpServerSettings) -> ServedModel:
+    server = settings.server
+    return load_served_model(
+        settings.model_folder,
+        settings.model_name,
+        server.sampling_defaults,
+        root=served_root(settings.engine.model, settings.model_folder),
+        chat_template=server.chat_template,
+        tool_parser=server.tool_parser,
+        reasoning_parser=server.reasoning_parser,
+        special_tokens_in_content=server.special_tokens_in_content,
     )
 
 

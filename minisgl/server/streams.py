@@ -319,15 +319,7 @@ class Streams:
                 + ("lower n" if n == num_choices else "send fewer at a time"),
                 "n" if n == num_choices else prompt_field,
             )
-        if self._num_open + num_choices > self._max_open:
-            excess = self._num_open + num_choices - self._max_open
-            raise RequestError(
-                429,
-                "too_many_requests",
-                f"{self._num_open} requests are open, this server takes {self._max_open}; "
-                "try again in a moment",
-                retry_after_s=self._seconds_for_ends(excess),
-            )
+        self.check_room(num_choices)
         if meter is not None and self._users_share():
             check_requests(meter.user, num_choices, self._max_open - self._num_open, self._seconds_for_ends)
         stream = Stream(self, num_choices, self._timeout_s, name, key, meter)
@@ -336,6 +328,18 @@ class Streams:
         self._open_time.set_busy(True)
         self._empty.clear()
         return stream
+
+    def check_room(self, num_requests: int) -> None:
+        """Refuse so many more requests, with a 429, if there is no room for them."""
+        excess = self._num_open + num_requests - self._max_open
+        if excess > 0:
+            raise RequestError(
+                429,
+                "too_many_requests",
+                f"{self._num_open} requests are open, this server takes {self._max_open}; "
+                "try again in a moment",
+                retry_after_s=self._seconds_for_ends(excess),
+            )
 
     async def submit(self, stream: Stream, call: PreparedCall) -> None:
         """See `Stream.submit`."""

@@ -7,6 +7,7 @@ A prompt's last `@word rest` is a command; one without is answered with "ok":
   @wait TEXT     TEXT, then nothing until somebody sends @go
   @go            ends every waiting request (they say "!") and itself
   @report        JSON of what arrived so far
+  @settings      JSON of some of its settings
   @refuse        an error answer: status 422, code "refused"
   @spoil TEXT    TEXT, one token a step, then an error: status 500, code "no_finite_logits"
   @ghost TEXT    TEXT, and after its end more outputs for this and for unknown ids
@@ -20,7 +21,8 @@ A prompt's last `@word rest` is a command; one without is answered with "ok":
 SIGUSR1 does what @go does, for tests that may not send a request any more.
 
 `fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens,
-"pace_ms": milliseconds of a step}.
+"pace_ms": milliseconds of a step, "device": what it says that it runs on,
+"hangs_with": the max_running_requests with which it hangs at its start}.
 """
 
 import json
@@ -105,6 +107,7 @@ class FakeEngine:
         self.running: dict[int, Answer] = {}
         self.bursts: set[int] = set()
         self.seen: dict[str, Any] = {"added": 0, "aborted": 0, "params": []}
+        self.settings: dict[str, Any] = {}
         self.extra: list[RequestOutput] = []
         self.num_steps = 0
         self.names: dict[int, str] = {}
@@ -334,6 +337,8 @@ class FakeEngine:
         elif word == "report":
             self.seen["running"] = len(self.running)
             text = json.dumps(self.seen)
+        elif word == "settings":
+            text = json.dumps(self.settings)
         elif word == "go":
             self.go()
             text = "gone"
@@ -368,12 +373,16 @@ def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
         socket.close()
         sys.exit(1)
     socket.send(StartupStage("import", 12.0))
-    if knobs["start"] == "hang":
+    hangs_with, rows = knobs.get("hangs_with"), settings["engine"]["max_running_requests"]
+    if knobs["start"] == "hang" or (hangs_with is not None and hangs_with == rows):
         threading.Event().wait()
     engine = kind(socket, Tokenizer.from_folder(folder), socket.close)
     engine.pace_ms = knobs.get("pace_ms", 0)
+    engine.settings = {name: settings["engine"][name] for name in ("max_running_requests", "tp")}
+    engine.settings |= {"folder": folder.name, "gpus": settings.get("visible_gpus", "")}
     socket.send(StartupStage("weights", 34.0))
-    socket.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0, "weights": 34.0}))
+    device = knobs.get("device", "fake")
+    socket.send(Ready(knobs["context"], 100, 16, 8, device, {"import": 12.0, "weights": 34.0}))
     signal.signal(signal.SIGUSR1, lambda *_: engine.go())
     engine.run()
     socket.close()

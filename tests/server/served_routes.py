@@ -12,6 +12,7 @@ from minisgl.server.debug import Debug
 from minisgl.server.engines.engines import Engines
 from minisgl.server.http.routes import Route
 from minisgl.server.processes.siblings import Siblings
+from minisgl.server.reload.reloads import ReloadApi, Reloads
 from minisgl.server.watch.routes import Watch
 
 NOTHING: Any = None
@@ -30,12 +31,14 @@ def model(vocab_size: int, **defaults: float) -> Any:
 
 def served_routes() -> list[Route]:
     """All routes; their handlers can't be called."""
-    tiny, none = model(300), Siblings(NOTHING, NOTHING, NOTHING)
+    served: Any = SimpleNamespace(current=model(300))
+    none = Siblings(NOTHING, NOTHING, NOTHING)
     return all_routes(
-        Completer(tiny, NOTHING, NOTHING, NOTHING, 1.0, NOTHING),
-        TokenApi(tiny, NOTHING, NOTHING, NOTHING),
-        ModelApi(tiny, NOTHING),
-        Admin(tiny, NOTHING, NOTHING, NOTHING, NOTHING, (NOTHING, NOTHING)),
+        Completer(served, NOTHING, NOTHING, NOTHING, 1.0, NOTHING),
+        TokenApi(served, NOTHING, NOTHING, NOTHING),
+        ModelApi(served, NOTHING),
+        Admin(served, NOTHING, NOTHING, NOTHING, NOTHING),
+        ReloadApi(served, none, NOTHING, Reloads()),
         Debug(NOTHING),
-        Watch("tiny", NOTHING, Engines([]), none, NOTHING, (NOTHING, NOTHING), 0),
+        Watch(served, NOTHING, Engines([]), none, NOTHING, 0),
     )

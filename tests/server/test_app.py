@@ -25,11 +25,13 @@ from minisgl.server.apis.generate import PlainTextFormat
 from minisgl.server.app import make_app
 from minisgl.server.calls import completer as completer_module
 from minisgl.server.calls.call import CallOptions
-from minisgl.server.calls.completer import WRITE_GRACE_S, Completer, OpenCall, UsageCounter
+from minisgl.server.calls.completer import WRITE_GRACE_S, Completer, OpenCall
+from minisgl.server.calls.usage_counter import UsageCounter
 from minisgl.server.http.middleware import CallFacts, Gate
 from minisgl.server.http.openapi import openapi_document
 from minisgl.server.http.uploads import STALL_BYTES, Uploads
 from minisgl.server.keys.meter import Meters
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.open_choices import Delta
 from minisgl.server.page import is_page
 from minisgl.server.streams import Stream, Streams
@@ -105,8 +107,9 @@ def test_many_choices_are_built_in_a_thread_however_short_the_body_is(
         streams.accept_requests(CONTEXT)
         call = CompletionCall([[7]] * num_prompts, CallOptions(SamplingParams(), n=n))
         served: Any = SimpleNamespace(check_name=lambda _: None, tokenizer=NOTHING, name="tiny")
-        uploads, meters = cast(Any, SimpleNamespace(body=body)), Meters(streams.stats, "tiny", None)
-        completer = Completer(served, streams, threads, uploads, 60.0, meters)
+        uploads, meters = cast(Any, SimpleNamespace(body=body)), Meters(streams.stats, None)
+        model = ModelInUse(served, NOTHING, NOTHING, 60.0)
+        completer = Completer(model, streams, threads, uploads, 60.0, meters)
         request = make_mocked_request("POST", "/")
         with contextlib.ExitStack() as stack, pytest.raises(RequestError, match="seen enough"):
             await completer._receive(request, lambda *_: call, stack)
@@ -157,7 +160,7 @@ def test_a_client_that_stops_reading_is_cut_off_some_time_after_the_last_token_a
 
 
 def test_every_route_is_in_the_document_of_the_api() -> None:
-    app = make_app(served_routes(), model(300), Gate())
+    app = make_app(served_routes(), ModelInUse(model(300), NOTHING, NOTHING, 1.0), Gate())
     routes = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()

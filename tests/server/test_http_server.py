@@ -13,6 +13,7 @@ from minisgl.ipc.transport import ServerSocket, make_ipc_dir
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.http_server import HttpServerSettings, open_http_server
+from minisgl.server.reload.reloads import Reloads
 
 
 def test_a_garbage_collection_does_not_scan_what_the_server_is_made_of(tmp_path: Path) -> None:
@@ -23,7 +24,8 @@ def test_a_garbage_collection_does_not_scan_what_the_server_is_made_of(tmp_path:
 
     async def main() -> None:
         engines = Engines([ServedEngine(0, 0, ServerSocket(ipc_dir))])
-        server = await open_http_server(settings, engines, socket.create_server(("127.0.0.1", 0)))
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await open_http_server(settings, engines, Reloads(), listener)
         assert all(one is not server.streams for one in gc.get_objects())
         assert gc.get_freeze_count() > 0
         await server.close()

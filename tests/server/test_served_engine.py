@@ -13,7 +13,7 @@ from minisgl.ipc.transport import EngineSocket, ServerSocket, make_ipc_dir
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.server.engines.sent_requests import NEAR_TOKENS
 from minisgl.server.engines.served_engine import Reader, ServedEngine
-from minisgl.server.processes.api_worker import EngineFollower
+from minisgl.server.processes.engine_followers import EngineFollower
 
 LIMIT_S = 10.0
 READY = Ready(64, 9, 4, 2, "none", {})
@@ -158,7 +158,7 @@ def test_a_start_that_ends_leaves_its_figures_readable() -> None:
             lives.next_life()
             follower.wait_until_ready()
             await asyncio.sleep(0)
-            assert follower.follow("lost", "2 it was killed, too")
+            follower.follow("lost", 2, "it was killed, too")
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert not lives.engine.link.ready.done()

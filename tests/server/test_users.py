@@ -30,7 +30,7 @@ from minisgl.server.stats import ServerStats
 from minisgl.server.streams import Streams
 from minisgl.text.tokenizer import Tokenizer
 
-NOTE = CallNote("call-1", "/v1/completions", 0.0)
+NOTE = CallNote("call-1", "/v1/completions", 0.0, "tiny")
 
 
 class Clock:
@@ -131,7 +131,7 @@ def test_what_can_never_pass_is_a_400_that_says_so() -> None:
 
 def test_open_requests_are_limited_with_each_choice_by_itself() -> None:
     user = user_with(Clock(), max_concurrent_requests=3)
-    meters = Meters(ServerStats(), "tiny", None)
+    meters = Meters(ServerStats(), None)
     with meters.call(user, 2, 2, NOTE):
         assert refusal_of(lambda: user.admit(2)).limit == "max_concurrent_requests"
         with meters.call(user, 1, 1, NOTE):
@@ -151,7 +151,7 @@ def test_a_user_without_an_entry_has_no_limits_and_no_headers() -> None:
 def test_a_call_that_a_limit_refuses_takes_nothing_from_the_other_limits() -> None:
     clock, stats = Clock(), ServerStats()
     user = user_with(clock, requests_per_minute=10, tokens_per_minute=100)
-    meters = Meters(stats, "tiny", None)
+    meters = Meters(stats, None)
     with meters.call(user, 1, 1, NOTE) as meter:
         meter.take_prompts(60)
         meter.count_sent()
@@ -167,7 +167,7 @@ def test_a_call_that_a_limit_refuses_takes_nothing_from_the_other_limits() -> No
 def test_usage_is_counted_as_the_answer_says_it_and_once() -> None:
     stats = ServerStats()
     user = user_with(Clock(), tokens_per_minute=1000)
-    with Meters(stats, "tiny", None).call(user, 4, 2, NOTE) as meter:  # two prompts with two choices each
+    with Meters(stats, None).call(user, 4, 2, NOTE) as meter:  # two prompts with two choices each
         meter.take_prompts(30)
         meter.count_sent()
         for choice, cached in enumerate((16, 16, 0, 8)):
@@ -260,7 +260,7 @@ def lines_of(file: Path) -> list[Any]:
 def test_the_usage_log_has_a_line_for_every_call_that_the_engine_got(tmp_path: Path) -> None:
     file = tmp_path / "usage.jsonl"
     log = UsageLog(file)
-    meters = Meters(ServerStats(), "tiny", log)
+    meters = Meters(ServerStats(), log)
     for user in (User("alice"), User("")):
         with meters.call(user, 2, 2, NOTE) as meter:
             meter.take_prompts(7)
@@ -336,7 +336,7 @@ def test_a_usage_log_that_cannot_be_written_is_a_mistake_of_the_start(tmp_path: 
 
 def test_a_user_queues_no_more_prompt_tokens_than_it_leaves_to_others(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(make_folder(tmp_path / "model"))
-    meters = Meters(ServerStats(), "tiny", None)
+    meters = Meters(ServerStats(), None)
     flood, quiet = User("flood"), User("quiet")
 
     async def queue(streams: Streams, user: User, num_tokens: int, stack: contextlib.ExitStack) -> None:

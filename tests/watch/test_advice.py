@@ -146,7 +146,7 @@ def test_a_long_list_comes_whole_though_the_engine_answers_in_parts(there: int, 
     link = SimpleNamespace(is_up=True, ask_requests=ask_requests)
     engine: Any = SimpleNamespace(is_restarting=False, link=link)
     siblings = Siblings(NOTHING, NOTHING, NOTHING)
-    watch = Watch("tiny", NOTHING, Engines([]), siblings, NOTHING, (NOTHING, NOTHING), 0)
+    watch = Watch(NOTHING, NOTHING, Engines([]), siblings, NOTHING, 0)
     answer = asyncio.run(watch._ask(engine, AskRequests(0, limit=limit)))
     assert answer is not None
     numbers = [life.number for life in answer.requests]

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import Answer, Route
-from minisgl.server.served_model import ServedModel
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.streams import Streams
 
 
@@ -31,7 +31,7 @@ class ModelList(Struct, forbid_unknown_fields=True):
 class ModelApi:
     """The request handlers."""
 
-    def __init__(self, model: ServedModel, streams: Streams) -> None:
+    def __init__(self, model: ModelInUse, streams: Streams) -> None:
         self._model = model
         self._streams = streams
 
@@ -42,7 +42,7 @@ class ModelApi:
             "in": "path",
             "required": True,
             "schema": {"type": "string"},
-            "example": self._model.name,
+            "example": self._model.current.name,
         }
         return [
             Route(
@@ -65,10 +65,10 @@ class ModelApi:
 
     async def one_model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{model}."""
-        self._model.check_name(request.match_info["model"])
+        self._model.current.check_name(request.match_info["model"])
         return json_answer(msgspec.json.encode(self._card()))
 
     def _card(self) -> ModelCard:
         max_tokens = self._streams.max_context_tokens or None
-        model = self._model
+        model = self._model.current
         return ModelCard(model.name, "model", model.created, "minisgl", model.root, max_tokens)

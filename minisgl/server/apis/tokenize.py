@@ -23,7 +23,7 @@ from minisgl.server.http.bodies import Body, Condition, FieldIs, given, missing
 from minisgl.server.http.middleware import json_answer
 from minisgl.server.http.routes import Answer, Route
 from minisgl.server.http.uploads import Uploads
-from minisgl.server.served_model import ServedModel
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.streams import Streams
 from minisgl.server.text_threads import TextThreads
 from minisgl.text.messages import normalize_messages
@@ -105,7 +105,7 @@ DETOKENIZE = Body("DetokenizeBody", (DetokenizeFields,))
 class TokenApi:
     """The request handlers."""
 
-    def __init__(self, model: ServedModel, streams: Streams, uploads: Uploads, threads: TextThreads) -> None:
+    def __init__(self, model: ModelInUse, streams: Streams, uploads: Uploads, threads: TextThreads) -> None:
         self._model = model
         self._streams = streams
         self._uploads = uploads
@@ -151,7 +151,7 @@ class TokenApi:
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         """GET /tokenizer_info."""
-        model = self._model
+        model = self._model.current
         names = [field.name for field in msgspec.structs.fields(TokenizerInfo)]
         used = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -164,8 +164,9 @@ class TokenApi:
 
     def _tokenize(self, data: bytes) -> bytes:
         body: TokenizeFields = TOKENIZE.read(data)[0]
-        self._model.check_name(body.model)
-        tokenizer, limit = self._model.tokenizer, self._limit()
+        model = self._model.current
+        model.check_name(body.model)
+        tokenizer, limit = model.tokenizer, self._limit()
         if body.prompt is not None:
             ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False, max_tokens=limit)
         else:
@@ -178,13 +179,14 @@ class TokenApi:
                 body.add_generation_prompt is not False,
                 continue_final_message=bool(body.continue_final_message),
             )
-            _, ids = conversation.render(self._model, limit, bool(body.add_special_tokens))
+            _, ids = conversation.render(model, limit, bool(body.add_special_tokens))
         texts = [tokenizer.token_text(one) for one in ids] if body.return_token_strs else None
         return msgspec.json.encode(TokenizeAnswer(len(ids), limit, ids, texts))
 
     def _detokenize(self, data: bytes) -> bytes:
         body: DetokenizeFields = DETOKENIZE.read(data)[0]
-        self._model.check_name(body.model)
+        model = self._model.current
+        model.check_name(body.model)
         limit = self._limit()
         if len(body.tokens) > limit:
             raise RequestError(
@@ -194,8 +196,8 @@ class TokenApi:
                 f"got {len(body.tokens)}; send fewer at a time",
                 "tokens",
             )
-        check_token_ids(body.tokens, self._model.tokenizer.vocab_size, "tokens")
-        text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        check_token_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+        text = model.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return msgspec.json.encode(DetokenizeAnswer(text))
 
     def _limit(self) -> int:

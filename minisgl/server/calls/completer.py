@@ -15,12 +15,14 @@ from aiohttp import web
 
 from minisgl.errors import MinisglError
 from minisgl.request import with_bad_words_ids
-from minisgl.server.calls.call import AnswerFormat, Call, CallContext, Usage
+from minisgl.server.calls.call import AnswerFormat, Call, CallContext
+from minisgl.server.calls.usage_counter import UsageCounter
 from minisgl.server.http.errors import fault_of
-from minisgl.server.http.middleware import CallFacts, facts_of, json_answer, require_admin
+from minisgl.server.http.middleware import facts_of, json_answer, require_admin
 from minisgl.server.http.uploads import Uploads
 from minisgl.server.keys.meter import CallNote, Meters
 from minisgl.server.keys.users import User
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.open_choices import Delta, PreparedCall
 from minisgl.server.served_model import ServedModel
 from minisgl.server.streams import Stream, Streams
@@ -45,7 +47,7 @@ class OpenCall(NamedTuple):
     """A call whose requests were sent to the engine."""
 
     stream: Stream
-    counter: "UsageCounter"
+    counter: UsageCounter
     answer_format: AnswerFormat
     is_streamed: bool
 
@@ -63,7 +65,7 @@ class Completer:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: ModelInUse,
         streams: Streams,
         threads: TextThreads,
         uploads: Uploads,
@@ -104,10 +106,12 @@ class Completer:
             MinisglError: the call is refused.
         """
 
+        model = self._model.current
+
         def count(body: bytes) -> int:
-            call = parse(body, self._model)
-            self._model.check_name(call.options.model)
-            encoded = call.encode(self._model, self._streams.max_context_tokens)
+            call = parse(body, model)
+            model.check_name(call.options.model)
+            encoded = call.encode(model, self._streams.max_context_tokens)
             return sum(map(len, encoded.prompts))
 
         async with self._uploads.body(request) as body:
@@ -122,17 +126,17 @@ class Completer:
         open_calls: contextlib.ExitStack,
     ) -> OpenCall:
         """Read, check and tokenize a call and send it to the engine. The body is released afterwards."""
-        async with self._uploads.body(request) as body:
-            call = await self._threads.run(len(body), lambda: parse(body, self._model))
+        async with self._uploads.body(request) as body, self._model.prepared() as model:
+            call = await self._threads.run(len(body), lambda: parse(body, model))
             options = call.options
-            self._model.check_name(options.model)
+            model.check_name(options.model)
             facts = facts_of(request)
             user = facts.caller.user or User("")
             if options.priority is not None and options.priority > user.priority:
                 require_admin(request, f"a priority above {user.priority}", "priority")
             num_choices = call.num_prompts * options.n
             facts.is_metered = True
-            note = CallNote(facts.request_id, request.path, facts.arrived_at)
+            note = CallNote(facts.request_id, request.path, facts.arrived_at, model.name)
             meter = open_calls.enter_context(self._meters.call(user, num_choices, options.n, note))
             stream = open_calls.enter_context(
                 self._streams.open(
@@ -145,10 +149,10 @@ class Completer:
                 )
             )
             counter = UsageCounter(num_choices, options.n, facts)
-            context = CallContext(self._model.tokenizer, self._model.name, facts.request_id, counter.usage)
+            context = CallContext(model.tokenizer, model.name, facts.request_id, counter.usage)
             prepared, answer_format = await self._threads.run(
                 len(body) + CHOICE_BYTES * num_choices,
-                lambda: self._prepare(call, context, stream, user.priority),
+                lambda: self._prepare(call, model, context, stream, user.priority),
             )
             counter.count_prompts(prepared.prompts)
             meter.take_prompts(facts.num_prompt_tokens)
@@ -158,15 +162,15 @@ class Completer:
             return OpenCall(stream, counter, answer_format, options.stream)
 
     def _prepare(
-        self, call: Call, context: CallContext, stream: Stream, default_priority: int
+        self, call: Call, model: ServedModel, context: CallContext, stream: Stream, default_priority: int
     ) -> tuple[PreparedCall, AnswerFormat]:
         """Tokenize the prompts and the bad words, and make what the stream and the answer need."""
         # Arrays, because the event loop sends them without a loop over the tokens.
-        encoded = call.encode(self._model, self._streams.max_context_tokens)
+        encoded = call.encode(model, self._streams.max_context_tokens)
         prompts = [array("i", ids) for ids in encoded.prompts]
         params, options = encoded.plan.params, call.options
         if params.bad_words:
-            params = with_bad_words_ids(params, bad_words_ids(self._model.tokenizer, params.bad_words))
+            params = with_bad_words_ids(params, bad_words_ids(model.tokenizer, params.bad_words))
         prepared = stream.prepare(
             prompts,
             params,
@@ -240,38 +244,6 @@ class Completer:
             return answer_format.piece(delta)
         num_tokens = len(delta.token_ids) + len(delta.prompt_logprobs or ())
         return await self._threads.run(num_tokens * DETAIL_BYTES, lambda: answer_format.piece(delta))
-
-
-class UsageCounter:
-    """Counts the tokens of one call, and writes the counts to its `CallFacts`. Each prompt counts once."""
-
-    def __init__(self, num_choices: int, n: int, facts: CallFacts) -> None:
-        self._facts = facts
-        self._num_cached_tokens = [0] * num_choices
-        self._n = n
-
-    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Count the tokens of the call's prompts."""
-        self._facts.num_prompt_tokens = sum(map(len, prompts))
-
-    def count(self, delta: Delta) -> None:
-        """Count the tokens of a delta."""
-        facts = self._facts
-        facts.num_output_tokens += delta.num_tokens
-        if facts.first_token_s is None:
-            facts.first_token_s = time.monotonic() - facts.arrived_at
-        cached = self._num_cached_tokens
-        if delta.num_cached_tokens > cached[delta.choice]:
-            if delta.choice % self._n == 0:
-                facts.num_cached_tokens += delta.num_cached_tokens - cached[delta.choice]
-            cached[delta.choice] = delta.num_cached_tokens
-        if delta.finish_reason is not None:
-            facts.finish_reasons[delta.choice] = delta.finish_reason
-
-    def usage(self) -> Usage:
-        """The totals. Cached tokens are those of each prompt's first choice; others may reuse its pages."""
-        facts = self._facts
-        return Usage(facts.num_prompt_tokens, facts.num_output_tokens, facts.num_cached_tokens)
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

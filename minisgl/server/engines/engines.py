@@ -1,7 +1,8 @@
 """The engines behind a server process, as all that talks to engines sees them.
 
 Promise: a call's requests go to one engine, and stay there while it runs. When it has ended and another one
-is up, those that may go on there do; a suspect of the crash waits for the next life of its own engine.
+is up, those that may go on there do; a suspect of the crash waits for the next life of its own engine. An
+engine that was replaced gets no new requests, and either hands its own over or runs them to their ends.
 """
 
 import functools
@@ -26,6 +27,8 @@ class Engines:
     def __init__(self, engines: Sequence[ServedEngine], *, may_grow: bool = False) -> None:
         self.all: Sequence[ServedEngine] = engines
         """More may be added at its end, so answers that were asked for before are of the first ones."""
+        self.replaced: list[ServedEngine] = []
+        """Engines of another model that were replaced, and still run requests."""
         self._may_grow = may_grow
         self._reader: Reader | None = None
         self._router = Router(len(engines))
@@ -87,7 +90,7 @@ class Engines:
             engine.send(message)
         elif isinstance(message, AbortRequest):
             self._end(message.request_id)
-            for engine in self.all:
+            for engine in (*self.all, *self.replaced):
                 if engine.has(message.request_id):
                     engine.send(message)
         else:
@@ -108,6 +111,35 @@ class Engines:
         self._router.add()
         self._listen_to(engine, self._reader)
 
+    def prepare(self, engine: ServedEngine) -> None:
+        """Listen to an engine that is to replace another one. Call it after `listen`."""
+        assert self._reader is not None, "nobody listens"
+        self._listen_to(engine, self._reader)
+
+    def replace(self, old: ServedEngine, new: ServedEngine, *, leaves: bool) -> None:
+        """Send requests to `new` instead of `old` from now on.
+
+        Args:
+            leaves: `old` runs its requests to their ends. Else they go on in `new`; if that does not run yet
+                and another engine does, there.
+        """
+        self.all = [new if engine is old else engine for engine in self.all]
+        self._router.forget(old.number)
+        requests = [] if leaves else old.hand_over()
+        new.succeed(old)
+        if leaves:
+            self.replaced.append(old)
+        ready = new.last_ready
+        if ready is not None and self._reader is not None:
+            self._take_ready(self._reader, new, ready)
+        self._distribute(requests, [new] if new.is_up else self.up or [new])
+
+    def remove(self, engine: ServedEngine) -> None:
+        """An engine that was replaced, or that replaces none after all, is gone."""
+        if engine in self.replaced:
+            self.replaced.remove(engine)
+        engine.close()
+
     def forget_caches(self) -> None:
         """The engines have dropped their prefix caches."""
         for engine in self.all:
@@ -115,7 +147,7 @@ class Engines:
 
     def close(self) -> None:
         """Stop listening, and close the sockets."""
-        for engine in self.all:
+        for engine in (*self.all, *self.replaced):
             engine.close()
 
     @property
@@ -123,13 +155,11 @@ class Engines:
         return len(self.all) == 1 and not self._may_grow
 
     def _listen_to(self, engine: ServedEngine, reader: Reader) -> None:
+        own = reader._replace(on_ready=functools.partial(self._take_ready, reader, engine))
         if self._is_alone:
-            engine.listen(reader)
+            engine.listen(own)
             return
-        own = reader._replace(
-            on_output=functools.partial(self._take, reader),
-            on_ready=functools.partial(self._take_ready, reader, engine),
-        )
+        own = own._replace(on_output=functools.partial(self._take, reader))
         engine.listen(own, functools.partial(self._move_requests, engine))
 
     def _take(self, reader: Reader, step: StepOutput) -> None:
@@ -139,6 +169,8 @@ class Engines:
         reader.on_output(step)
 
     def _take_ready(self, reader: Reader, engine: ServedEngine, ready: Ready) -> None:
+        if engine not in self.all:  # it is to replace another one, or leaves
+            return
         self._router.set_capacity(engine.number, ready.num_pages * ready.page_size)
         reader.on_ready(ready)
         if self._may_grow:  # an engine that is away may never come again
@@ -169,6 +201,8 @@ class Engines:
 
     def _move_requests(self, lost: ServedEngine) -> None:
         """Give the requests of an engine that has ended to others, if there are any."""
+        if lost not in self.all:  # the others have another model
+            return
         self._router.forget(lost.number)
         others = self.open
         if not others and lost.has_failed:
@@ -178,9 +212,16 @@ class Engines:
 
     def _give_requests(self, lost: ServedEngine, others: Sequence[ServedEngine]) -> None:
         """Give the requests of an engine that does not run to `others`, but those that it must try alone."""
+        self._distribute(lost.give_up(), others)
+
+    def _distribute(self, requests: Sequence[SentRequest], others: Sequence[ServedEngine]) -> None:
+        """Give the requests that an engine has forgotten to `others`, each call to one."""
+        if self._is_alone:
+            others[0].take_over(requests, time.monotonic())
+            return
         moved: dict[int, list[SentRequest]] = {engine.number: [] for engine in others}
         targets: dict[tuple[str, float], int] = {}
-        for request in lost.give_up():
+        for request in requests:
             message, number = request.message, request.request_id
             call, prompts = _call_of(message), (request.prompt_ids,)
             if call not in targets:

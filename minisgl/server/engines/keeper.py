@@ -6,11 +6,12 @@ is not started again: its first start failed, its settings can't work, or no res
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ class EngineKeeper:
     Args:
         name: of the engine, for people.
         starts_after: the first life starts when this is done; None = now.
+        generations: of its lives, which no other engine of this number may have.
+        may_fail_first: a first start that fails is tried again, as later ones are.
 
     Raises:
         ConfigError: the command can't be started.
@@ -66,14 +69,20 @@ class EngineKeeper:
         settings: KeeperSettings,
         *,
         name: str = "the engine",
-        starts_after: asyncio.Future[Ready] | None = None,
+        starts_after: asyncio.Future[Any] | None = None,
+        generations: Iterator[int] | None = None,
+        may_fail_first: bool = False,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
+        self._generations = itertools.count(1) if generations is None else generations
+        self._may_fail_first = may_fail_first
         self._restarts = Restarts(settings.restarts)
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         """Of the first life."""
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        self.engine = ServedEngine(number, 0, ServerSocket(self._make_dir(number, 1)), name)
+        generation = next(self._generations)
+        socket = ServerSocket(self._make_dir(number, generation))
+        self.engine = ServedEngine(number, 0, socket, name, generation=generation)
         self._process: EngineProcess | None = None
         self._starts_after = starts_after
         if starts_after is None:
@@ -92,6 +101,27 @@ class EngineKeeper:
         """From now on, start the engine again when it ends. `workers` are told of it."""
         self._task = asyncio.get_running_loop().create_task(self._keep(workers))
 
+    def successor(
+        self,
+        worker: dict[str, Any],
+        *,
+        starts_after: asyncio.Future[Any] | None = None,
+        may_fail_first: bool = False,
+    ) -> "EngineKeeper":
+        """The keeper of an engine with other settings, which is to replace this one's.
+
+        Raises:
+            ConfigError: the command can't be started.
+        """
+        return EngineKeeper(
+            self.engine.number,
+            self.settings._replace(worker=worker),
+            name=self.engine.name,
+            starts_after=starts_after,
+            generations=self._generations,
+            may_fail_first=may_fail_first,
+        )
+
     async def stop(self) -> None:
         """Ask the engine to exit, and kill it if it does not. It is not started again."""
         await self._stop_keeping()
@@ -104,6 +134,7 @@ class EngineKeeper:
         if self._process is not None:
             await self._process.close()
         self.engine.close()
+        shutil.rmtree(self.dir_of_life(), ignore_errors=True)
 
     def kill(self) -> None:
         """Kill the engine and close its sockets, without waiting. Call it before `keep` only."""
@@ -122,6 +153,7 @@ class EngineKeeper:
             if self._starts_after is not None:
                 await asyncio.shield(self._starts_after)
                 self._start_process()
+                workers.note_pid(self.engine.first_generation, self.engine.pid)
             while True:
                 await self._live(workers)
                 failure = await self._bury(workers)
@@ -140,7 +172,7 @@ class EngineKeeper:
             if not self.ready.done():
                 self.ready.set_result(ready)
 
-        settings = self._settings
+        settings = self.settings
         limits = LifeLimits(settings.startup_timeout_s, settings.heartbeat_timeout_s)
         await live(self.engine, workers, limits, note_ready)
 
@@ -151,7 +183,7 @@ class EngineKeeper:
         if self._process is not None:
             await self._process.close()
         failure = Failure(reason, link.is_user_mistake, link.is_device_fault)
-        if not self.ready.done():
+        if not self.ready.done() and not self._may_fail_first:
             return failure
         wait_s = None if link.is_user_mistake else self._restarts.take(time.monotonic())
         if wait_s is None:
@@ -168,26 +200,26 @@ class EngineKeeper:
             WINDOW_S / 60,
         )
         engine.lose(reason)
-        workers.lose(engine.generation, reason)
+        workers.lose(engine.first_generation, engine.generation, reason)
         shutil.rmtree(self.dir_of_life(), ignore_errors=True)
         await asyncio.sleep(wait_s)
         return None
 
     def _begin_next_life(self, workers: ApiWorkers) -> None:
-        engine, generation = self.engine, self.engine.generation + 1
+        engine, generation = self.engine, next(self._generations)
         ipc_dir = self._make_dir(engine.number, generation)
         engine.begin(generation, ServerSocket(ipc_dir))
         self._start_process()
-        workers.begin(generation, engine.pid, ipc_dir)
+        workers.begin(engine.first_generation, generation, engine.pid, ipc_dir)
 
     def _start_process(self) -> None:
         line = {
-            **self._settings.worker,
+            **self.settings.worker,
             "ipc_dir": str(self.dir_of_life()),
-            "private_dir": str(self._settings.private_dir),
+            "private_dir": str(self.settings.private_dir),
         }
         first_line = json.dumps(line, allow_nan=False).encode()
-        self._process = EngineProcess(self._settings.command, first_line, self.engine.link)
+        self._process = EngineProcess(self.settings.command, first_line, self.engine.link)
         self.engine.pid = self._process.pid
 
     def _make_dir(self, number: int, generation: int) -> Path:
@@ -197,4 +229,4 @@ class EngineKeeper:
 
     def _dir(self, number: int, generation: int) -> Path:
         # Short, because the paths of unix sockets are.
-        return self._settings.private_dir / f"e{number}.{generation}"
+        return self.settings.private_dir / f"e{number}.{generation}"

@@ -34,6 +34,8 @@ class EngineKeepers:
         """The first engine's answer, when all of them are ready for the first time."""
         self.failed: asyncio.Future[Failure] = loop.create_future()
         self.all: list[EngineKeeper] = []
+        """By the numbers of their engines."""
+        self._others: set[EngineKeeper] = set()  # of engines that are to replace others, or were replaced
         several = len(workers) > 1
         try:
             for number, worker in enumerate(workers):
@@ -44,8 +46,7 @@ class EngineKeepers:
                     starts_after=self.all[0].ready if one_first and number else None,
                 )
                 self.all.append(keeper)
-                keeper.ready.add_done_callback(lambda _: self._note_ready())
-                keeper.failed.add_done_callback(lambda _, keeper=keeper: self._note_failure(keeper))
+                self._watch(keeper)
         except BaseException:
             for keeper in self.all:
                 keeper.kill()
@@ -64,20 +65,45 @@ class EngineKeepers:
     @property
     def has_been_ready(self) -> bool:
         """Whether an engine has been ready."""
-        return any(keeper.ready.done() for keeper in self.all)
+        return self.ready.done() or any(keeper.ready.done() for keeper in self.all)
 
     def keep(self, workers: ApiWorkers) -> None:
         """See `EngineKeeper.keep`."""
         for keeper in self.all:
             keeper.keep(workers)
 
+    def prepare(self, keeper: EngineKeeper, workers: ApiWorkers) -> None:
+        """Keep an engine that is to replace another one. `ready` and `failed` of its keeper tell of it."""
+        self._others.add(keeper)
+        keeper.keep(workers)
+
+    def replace(self, old: EngineKeeper, new: EngineKeeper) -> None:
+        """Count `new` instead of `old` from now on, which runs until `remove`."""
+        self._others.discard(new)
+        self._others.add(old)
+        self.all[self.all.index(old)] = new
+
+    def accept(self, keeper: EngineKeeper) -> None:
+        """A new engine has come to stay; `failed` counts with it."""
+        self._watch(keeper)
+
+    async def remove(self, keeper: EngineKeeper) -> None:
+        """Stop an engine that was replaced, or that replaces none after all."""
+        await keeper.stop()
+        await keeper.close()
+        self._others.discard(keeper)
+
     async def stop(self) -> None:
         """Ask all engines to exit, and kill those that do not."""
-        await asyncio.gather(*[keeper.stop() for keeper in self.all])
+        await asyncio.gather(*[keeper.stop() for keeper in (*self.all, *self._others)])
 
     async def close(self) -> None:
         """Kill the engines that still run, and close their sockets."""
-        await asyncio.gather(*[keeper.close() for keeper in self.all])
+        await asyncio.gather(*[keeper.close() for keeper in (*self.all, *self._others)])
+
+    def _watch(self, keeper: EngineKeeper) -> None:
+        keeper.ready.add_done_callback(lambda _: self._note_ready())
+        keeper.failed.add_done_callback(lambda _: self._note_failure(keeper))
 
     def _note_ready(self) -> None:
         if not self.ready.done() and all(keeper.ready.done() for keeper in self.all):
@@ -87,6 +113,9 @@ class EngineKeepers:
         if self.failed.done():
             return
         failure = lost.failed.result()
+        if lost not in self.all:  # it was replaced
+            lost.engine.fail(failure.reason)
+            return
         if len(self.all) > 1:
             failure = failure._replace(reason=f"{lost.engine.name}: {failure.reason}")
         if not self.ready.done() or all(keeper.failed.done() for keeper in self.all):

@@ -28,7 +28,7 @@ from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.keeper import KeeperSettings
 from minisgl.server.engines.keepers import EngineKeepers
 from minisgl.server.engines.life import LifeLimits
-from minisgl.server.engines.replicas import check_replicas, replica_workers
+from minisgl.server.engines.replicas import check_replicas, gpu_names, replica_workers
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
 from minisgl.server.http.connections import OTHER_FILES
 from minisgl.server.http_server import (
@@ -40,6 +40,8 @@ from minisgl.server.http_server import (
     tls_context,
 )
 from minisgl.server.processes.api_workers import ApiWorkers
+from minisgl.server.reload.reloader import FindModel, Reloader, ReloaderParts
+from minisgl.server.reload.reloads import Reloads
 from minisgl.server.served_model import served_name
 from minisgl.server.tracing.call_tracer import LAST_SPANS_S, load_export
 
@@ -60,6 +62,7 @@ def run_server(
     worker_command: list[str] | None = None,
     visible_gpus: str | None = None,
     engine_secret: str | None = None,
+    find_model: FindModel | None = None,
     started_at: float,
 ) -> int:
     """Serve `model_folder` until a signal or the engine's end; returns the process's exit code.
@@ -68,6 +71,7 @@ def run_server(
         worker_command: command line of the engine, for tests; None = minisgl's own engine.
         visible_gpus: the value of CUDA_VISIBLE_DEVICES; None = it is not set.
         engine_secret: of --engine-listen; None = no secret was given.
+        find_model: finds the models of reloads; None = each is a folder.
         started_at: `time.monotonic()` when the program began, for the start-up report.
 
     Raises:
@@ -118,6 +122,8 @@ def run_server(
             keeper=keeper,
             workers=replica_workers(worker, server.replicas, engine.tp, visible_gpus),
             door=door,
+            find_model=find_model or _model_in_folder,
+            gpus=gpu_names(visible_gpus),
             clock=clock,
         )
         return asyncio.run(_serve(launch))
@@ -126,6 +132,13 @@ def run_server(
             listener.close()
         if ipc_dir is not None:
             shutil.rmtree(ipc_dir, ignore_errors=True)
+
+
+def _model_in_folder(engine: EngineConfig) -> tuple[EngineConfig, Path]:
+    folder = Path(engine.model).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--model must be a folder, got {engine.model!r}")
+    return engine, folder
 
 
 def raise_open_file_limit(wanted: int) -> None:
@@ -153,6 +166,8 @@ class LaunchSettings(NamedTuple):
     keeper: KeeperSettings
     workers: list[dict[str, Any]]  # the first line of each engine
     door: DoorSettings | None  # --engine-listen: no engine is started
+    find_model: FindModel
+    gpus: list[str] | None  # all that engines may use; None = unknown
     clock: StartupClock
 
 
@@ -201,17 +216,27 @@ async def _serve(launch: LaunchSettings) -> int:
         launch.clock.lap("server: port, sockets, processes")
         try:
             # This runs while the engine starts, so it does not delay readiness.
-            http_server = await open_http_server(settings, engines, launch.listeners[0])
+            reloads = Reloads()
+            http_server = await open_http_server(settings, engines, reloads, launch.listeners[0])
             try:
                 if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
                     signals.on_hangup(http_server.reload, workers.reload)
                 engines.listen(http_server.reader(_print_stage))
+                reloader: Reloader | None = None
                 if isinstance(keepers, EngineDoor):
                     keepers.open(engines, workers)
                     _print_to_user(f"Engines connect to {keepers.endpoint}")
                 else:
                     keepers.keep(workers)
-                return await _supervise(ServerParts(launch, http_server, keepers, workers, signals))
+                    reloaded = (http_server, engines, keepers, workers, reloads)
+                    reloader = Reloader(ReloaderParts(settings, *reloaded, launch.find_model, launch.gpus))
+                try:
+                    return await _supervise(
+                        ServerParts(launch, http_server, keepers, workers, reloader, signals)
+                    )
+                finally:
+                    if reloader is not None:
+                        await reloader.close()
             finally:
                 await http_server.close()
         finally:
@@ -234,6 +259,8 @@ class ServerParts(NamedTuple):
     http_server: HttpServer
     keepers: EngineKeepers | EngineDoor
     workers: ApiWorkers
+    reloader: Reloader | None
+    """None: the engines are not the server's."""
     signals: Signals
 
 
@@ -245,8 +272,8 @@ async def _supervise(parts: ServerParts) -> int:
     Raises:
         ConfigError: the engine refuses its settings or the model.
     """
-    launch, http_server, keepers, workers, signals = parts
-    server, model = launch.server, http_server.model
+    launch, http_server, keepers, workers, _, signals = parts
+    server, model = launch.server, http_server.model.current
     host, port = launch.listeners[0].getsockname()[:2]
     tls = server.tls_cert is not None
     _print_to_user(f"Listening on {base_url(host, port, tls)}; loading {model.name}")
@@ -282,10 +309,10 @@ async def _drain(parts: ServerParts) -> bool:
 
     Returns False if a process died meanwhile, or if the user does not want to wait (a second SIGINT).
     """
-    launch, http_server, keepers, workers, signals = parts
+    launch, http_server, keepers, workers, reloader, signals = parts
     streams, failures = http_server.streams, (keepers.failed, workers.failed)
     refusal = RequestError(503, "shutting_down", "the server is shutting down")
-    streams.refuse_requests(refusal)
+    http_server.refuse_requests(refusal)
     workers.drain()
     if not keepers.has_been_ready:
         return True  # no request runs, and a loading engine reads no messages
@@ -300,6 +327,8 @@ async def _drain(parts: ServerParts) -> bool:
     await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
         await _wait_for_first(http_server.make_spans(), signals.stop_now.wait(), timeout_s=LAST_SPANS_S)
+        if reloader is not None:
+            await reloader.close()
         await _wait_for_first(keepers.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 
@@ -320,7 +349,7 @@ def _fail(parts: ServerParts, reason: str, exit_code: int = EXIT_ENGINE_DIED) ->
 def _fail_open_requests(parts: ServerParts, reason: str) -> None:
     """End every open request in all server processes with an error that states `reason`."""
     error = EngineDeadError(reason)
-    parts.http_server.streams.refuse_requests(error)
+    parts.http_server.refuse_requests(error)
     parts.http_server.streams.fail_all(error)
     parts.workers.fail(reason)
 

@@ -48,13 +48,13 @@ async def live(
 
 
 async def _resume(engine: ServedEngine, workers: ApiWorkers) -> None:
-    if engine.generation > 1:
+    if engine.generation > engine.first_generation:
         # The workers are asked first, because nothing else may run beside a suspect.
         in_workers = await workers.num_suspects(engine.generation)
         if engine.num_suspects or any(in_workers):
             num = engine.num_suspects + sum(in_workers)
             log.warning("%d requests, on one of which the engine may have crashed, are tried alone", num)
             await engine.try_suspects()
-            await workers.try_suspects(engine.generation, in_workers)
+            await workers.try_suspects(engine.first_generation, engine.generation, in_workers)
     await engine.resume()
-    workers.resume(engine.generation)
+    workers.resume(engine.first_generation, engine.generation)

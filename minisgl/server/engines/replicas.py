@@ -34,7 +34,8 @@ def check_replicas(
         )
     if engine.device == "cpu":
         return
-    needed, there = num * engine.tp, _num_gpus(visible_gpus, devices)
+    gpus = gpu_names(visible_gpus, devices)
+    needed, there = num * engine.tp, None if gpus is None else len(gpus)
     if there is not None and there < needed and (there or engine.device == "cuda"):
         limit = " (CUDA_VISIBLE_DEVICES)" if visible_gpus is not None else ""
         raise ConfigError(
@@ -66,11 +67,11 @@ def replica_workers(
     ]
 
 
-def _num_gpus(visible_gpus: str | None, devices: Path) -> int | None:
-    """The GPUs that torch will see; None = unknown."""
+def gpu_names(visible_gpus: str | None, devices: Path = DEVICES) -> list[str] | None:
+    """The GPUs that torch will see, as CUDA_VISIBLE_DEVICES names them; None = unknown."""
     if visible_gpus is not None:
-        return len(_names(visible_gpus))
-    return len(list(devices.iterdir())) if devices.is_dir() else None
+        return _names(visible_gpus)
+    return [str(number) for number in range(len(list(devices.iterdir())))] if devices.is_dir() else None
 
 
 def _names(visible_gpus: str) -> list[str]:

@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 WAIT_NOTE_S = 5.0
 """While the engine is started again, clients hear this often that their answer goes on."""
+EMPTY_CHECK_S = 0.05
 MAX_ENDED_LIVES = 20
+RELOADED = "it was reloaded"
+"""Why the last life of an engine ended that another one has replaced."""
 
 
 class Reader(NamedTuple):
@@ -50,6 +53,7 @@ class ServedEngine:
         socket: of the first life.
         name: of the engine, for people.
         between_lives: what happens to it then, for people.
+        generation: of the first life.
     """
 
     def __init__(
@@ -59,13 +63,15 @@ class ServedEngine:
         socket: LifeSocket,
         name: str = "the engine",
         between_lives: str = "is being started again",
+        generation: int = 1,
     ) -> None:
         self.number = number
         self.name = name
         self._between_lives = between_lives
         self.has_failed = False
         """Whether it has ended and is not started again."""
-        self.generation = 1
+        self.first_generation = generation
+        self.generation = generation
         self.pid = 0
         """Of the current life's process, or of the last one's; 0 = none yet."""
         self.link = EngineLink(socket, rank)
@@ -75,11 +81,13 @@ class ServedEngine:
         self.rank = rank
         self._loop = asyncio.get_running_loop()
         self._requests = SentRequests()
+        self._num_earlier_restarts = 0  # of the engines that it has replaced
         self._reader: Reader | None = None
         self._on_lost: Callable[[], None] | None = None
         self._moving: set[asyncio.Task[int]] = set()
         self._is_open = False  # requests are sent as they come
         self._is_lost = False  # the life has ended
+        self._num_begun = 0  # lives behind the first one
         self._down_since_s = 0.0  # time.monotonic
         self._trial: _Trial | None = None
         self._notes: asyncio.Task[None] | None = None
@@ -112,8 +120,8 @@ class ServedEngine:
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine was started again."""
-        return self.generation - 1
+        """How often the engine, or one that it replaced, was started again."""
+        return self._num_earlier_restarts + self._num_begun
 
     @property
     def num_suspects(self) -> int:
@@ -136,6 +144,7 @@ class ServedEngine:
         assert generation > self.generation, f"life {generation} begins behind life {self.generation}"
         self.link.close()
         self.generation = generation
+        self._num_begun += 1
         self._is_lost = False
         self.link = EngineLink(socket, self.rank)
         assert self._reader is not None, "nobody listens"
@@ -158,15 +167,14 @@ class ServedEngine:
             self._end_guilty(request, reason)
         if self._on_lost is not None:
             self._on_lost()
-        if self._notes is None and not self.has_failed:
-            self._notes = self._loop.create_task(self._note_wait())
+        if not self.has_failed:
+            self._start_notes()
 
     def fail(self, reason: str) -> None:
         """The engine has ended and is not started again. Requests that no other engine takes end."""
         self.has_failed = True
         self.lose(reason)
-        if self._notes is not None:
-            self._notes.cancel()
+        self._stop_notes()
         errors = [
             RequestOutput(
                 request.request_id,
@@ -189,6 +197,42 @@ class ServedEngine:
         for request in given:
             self._requests.forget(request.request_id)
         return given
+
+    def hand_over(self) -> list[SentRequest]:
+        """Another engine replaces this one: nothing more that it says is passed on.
+
+        Returns the open requests, which it forgets. They are suspected of nothing any more, since the other
+        engine may have other settings.
+        """
+        self._is_lost, self._is_open = True, False
+        if self._trial is not None:
+            self._trial.over.set()
+        self._stop_notes()
+        given = list(self._requests)
+        for request in given:
+            self._requests.forget(request.request_id)
+            request.acquit()
+        return given
+
+    def succeed(self, earlier: "ServedEngine") -> None:
+        """Take the place of another engine, whose lives are told as this one's."""
+        life = EndedLife(
+            generation=earlier.generation,
+            pid=earlier.pid,
+            ended_at=_now(),
+            reason=RELOADED,
+            back_at=_now() if self.is_up else None,
+        )
+        self.ended = [*earlier.ended, life, *self.ended][-MAX_ENDED_LIVES:]
+        self._num_earlier_restarts += earlier.num_restarts
+        self._down_since_s = time.monotonic()
+        if not self.is_up:
+            self._start_notes()
+
+    async def wait_until_empty(self) -> None:
+        """Return when no request is open."""
+        while len(self._requests):
+            await asyncio.sleep(EMPTY_CHECK_S)
 
     def take_over(self, requests: Sequence[SentRequest], since_s: float) -> None:
         """Run requests that another engine has given up, behind their output.
@@ -224,10 +268,8 @@ class ServedEngine:
             if self._is_lost or self.generation != generation:
                 return
             self._is_open = not any(one.sent_to != generation for one in self._requests)
-        if self._notes is not None:
-            self._notes.cancel()
-            self._notes = None
-        if self.ended:
+        self._stop_notes()
+        if self.ended and self.ended[-1].back_at is None:
             self.ended[-1] = msgspec.structs.replace(self.ended[-1], back_at=_now())
             down_s = time.monotonic() - self._down_since_s
             log.warning("%s is back after %.1f s; %d requests go on", self.name, down_s, num_sent)
@@ -254,8 +296,7 @@ class ServedEngine:
 
     def close(self) -> None:
         """Stop listening, and close the sockets."""
-        if self._notes is not None:
-            self._notes.cancel()
+        self._stop_notes()
         for task in self._moving:
             task.cancel()
         self.link.close()
@@ -298,6 +339,8 @@ class ServedEngine:
     def _take(self, step: StepOutput) -> None:
         """Keep what the step's requests have generated, and pass it on."""
         assert self._reader is not None
+        if self._is_lost:  # it was replaced, and another engine has its requests
+            return
         trial = self._trial
         outputs = [one for one in step.outputs if not self._is_taken_back(one)]
         if len(outputs) < len(step.outputs):
@@ -337,6 +380,15 @@ class ServedEngine:
         self._requests.forget(request.request_id)
         if self._reader is not None:
             self._reader.on_output(StepOutput([error]))
+
+    def _start_notes(self) -> None:
+        if self._notes is None:
+            self._notes = self._loop.create_task(self._note_wait())
+
+    def _stop_notes(self) -> None:
+        if self._notes is not None:
+            self._notes.cancel()
+            self._notes = None
 
     async def _note_wait(self) -> None:
         while True:

@@ -22,6 +22,7 @@ class CallNote(NamedTuple):
     request_id: str
     endpoint: str
     arrived_at: float  # time.monotonic()
+    model: str
 
 
 class CallMeter:
@@ -97,9 +98,8 @@ class Meters:
         usage_log: gets a line for each call; None = there is none.
     """
 
-    def __init__(self, stats: ServerStats, model_name: str, usage_log: UsageLog | None) -> None:
+    def __init__(self, stats: ServerStats, usage_log: UsageLog | None) -> None:
         self._stats = stats
-        self._model_name = model_name
         self._usage_log = usage_log
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class Meters:
                 "key": meter.user.name or None,
                 "request_id": note.request_id,
                 "endpoint": note.endpoint,
-                "model": self._model_name,
+                "model": note.model,
                 "prompt_tokens": meter.num_prompt_tokens,
                 "cached_tokens": meter.num_cached_tokens,
                 "output_tokens": meter.num_output_tokens,

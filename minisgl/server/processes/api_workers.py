@@ -14,10 +14,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from minisgl.errors import EngineDeadError
 from minisgl.ipc.child_process import module_command
 from minisgl.server.http_server import LAST_ANSWERS_S, HttpServerSettings
 from minisgl.server.tracing.call_tracer import LAST_SPANS_S
 
+KEPT_ANSWERS = 20
+"""Of one kind. Several lives may be waited for at once."""
 COMMAND = tuple(module_command("minisgl.server.processes.api_worker"))
 END_S = LAST_ANSWERS_S + LAST_SPANS_S + 3.0
 """Processes that were told to end are killed after this time."""
@@ -25,6 +28,8 @@ END_S = LAST_ANSWERS_S + LAST_SPANS_S + 3.0
 
 class ApiWorkers:
     """One process per listener, with ranks from 1. Create and close it in one event loop.
+
+    Methods name an engine by the generation of its first life.
 
     Args:
         engine_pid: process id of the engine's first life.
@@ -41,6 +46,7 @@ class ApiWorkers:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = self._loop.create_future()
         self._may_end = False
+        self._num_steps = 0  # of reloads
         self._workers = [
             ApiWorker(self, settings._replace(rank=rank), listener, engine_pid, engine_dir)
             for rank, listener in enumerate(listeners, start=1)
@@ -61,24 +67,51 @@ class ApiWorkers:
         """
         return await asyncio.gather(*[worker.number_said("ready", generation) for worker in self._workers])
 
-    async def try_suspects(self, generation: int, num_suspects: Sequence[int]) -> None:
+    async def try_suspects(self, engine: int, generation: int, num_suspects: Sequence[int]) -> None:
         """Have the processes try their suspects, one process after the other."""
         for worker, num in zip(self._workers, num_suspects, strict=True):
             if num:
-                worker.tell(f"try {generation}")
+                worker.tell(f"try {engine} {generation}")
                 await worker.number_said("tried", generation)
 
-    def resume(self, generation: int) -> None:
+    def resume(self, engine: int, generation: int) -> None:
         """Tell the processes to send their open requests to this life of the engine."""
-        self._tell(f"resume {generation}")
+        self._tell(f"resume {engine} {generation}")
 
-    def lose(self, generation: int, reason: str) -> None:
+    def lose(self, engine: int, generation: int, reason: str) -> None:
         """Tell the processes that this life of the engine has ended, and why."""
-        self._tell(f"lost {generation} {' '.join(reason.split())}")
+        self._tell(f"lost {engine} {generation} {' '.join(reason.split())}")
 
-    def begin(self, generation: int, pid: int, ipc_dir: Path) -> None:
+    def begin(self, engine: int, generation: int, pid: int, ipc_dir: Path) -> None:
         """Tell the processes to connect to the engine's next life."""
-        self._tell(f"engine {generation} {pid} {ipc_dir}")
+        self._tell(f"engine {engine} {generation} {pid} {ipc_dir}")
+
+    def add(self, engine: int, pid: int, ipc_dir: Path) -> None:
+        """Tell the processes to connect to the first life of an engine that is to replace another one.
+
+        `pid` is 0 if it has not started yet.
+        """
+        self._tell(f"add {engine} {pid} {ipc_dir}")
+
+    def note_pid(self, engine: int, pid: int) -> None:
+        """Tell the processes the process id of an engine that they have been told of before it started."""
+        self._tell(f"pid {engine} {pid}")
+
+    def release(self) -> None:
+        """Tell the processes to let calls go on that wait since "hold"."""
+        self._tell("release")
+
+    async def do(self, word: str, what: str = "") -> None:
+        """Tell the processes to do a step of a reload (`EngineFollowers`); return when all have.
+
+        Raises:
+            EngineDeadError: a process could not.
+        """
+        self._num_steps += 1
+        number = self._num_steps
+        self._tell(f"{word} {number} {what}")
+        if any(await asyncio.gather(*[worker.step_done(word, number) for worker in self._workers])):
+            raise EngineDeadError(f"a server process could not {word} what the reload needs; see the log")
 
     def reload(self) -> None:
         """Tell the processes to read and open files again, as `HttpServer.reload` does."""
@@ -174,6 +207,15 @@ class ApiWorker:
         """The number that it says after this word of this life of the engine; waits for it."""
         return await asyncio.shield(self._answer(word, generation))
 
+    async def step_done(self, word: str, number: int) -> int:
+        """What it says after this step of a reload: 0 = it is done; 1 = it failed, or has ended."""
+        answer, ended = self._answer(word, number), asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        return answer.result() if answer.done() else 1
+
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()
@@ -188,7 +230,8 @@ class ApiWorker:
         self._call(self.ended.set)
 
     def _take(self, words: list[str]) -> None:
-        """A line of its stdout: "empty", or "ready" or "tried" with a generation and a number."""
+        """A line of its stdout: "empty"; or "ready" or "tried" with a generation and a number, or a step of a
+        reload with its number and 0 or 1."""
         if words == ["empty"]:
             self.empty.set()
         elif len(words) == 3:
@@ -199,8 +242,11 @@ class ApiWorker:
                 answer.set_result(int(words[2]))
 
     def _answer(self, word: str, generation: int) -> asyncio.Future[int]:
-        # Answers of earlier lives, which nobody waits for any more, go.
-        self._said = {key: answer for key, answer in self._said.items() if key[1] >= generation - 1}
+        # Old answers, which nobody waits for any more, go.
+        said = self._said.items()
+        self._said = {
+            key: answer for key, answer in said if key[0] != word or key[1] > generation - KEPT_ANSWERS
+        }
         return self._said.setdefault((word, generation), self._loop.create_future())
 
     def _call(self, callback: object) -> None:

@@ -6,7 +6,7 @@ does not answer within `SIBLING_TIMEOUT_S` is left out, with a warning in the lo
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -35,10 +35,15 @@ class Siblings:
         self._others = [other for other in range(num_servers) if other != rank]
         self._runner: web.AppRunner | None = None
         self._offers: dict[str, Callable[[], bytes]] = {}
+        self._work: dict[str, Callable[[bytes], Awaitable[bytes]]] = {}
 
     def offer(self, path: str, give: Callable[[], bytes]) -> None:
         """Give the other processes what `give` makes when they ask for `path`. Call it before `start`."""
         self._offers[path] = give
+
+    def offer_work(self, path: str, do: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """Do this when the other processes ask for it with `have_first`. Call it before `start`."""
+        self._work[path] = do
 
     async def start(self) -> None:
         """Listen for calls of the other processes, if there are any."""
@@ -49,6 +54,8 @@ class Siblings:
         app.router.add_post("/abort", self._take_abort)
         for path in self._offers:
             app.router.add_get(path, self._give_offer)
+        for path in self._work:
+            app.router.add_post(path, self._do_work)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.UnixSite(self._runner, str(self._path(self._rank))).start()
@@ -77,6 +84,13 @@ class Siblings:
         answer = await self._ask(0, "GET", path, None)
         return None if answer is None else answer[1]
 
+    async def have_first(self, path: str, body: bytes) -> bytes | None:
+        """Have the process of rank 0 do what it offers as work, however long it takes; None = no answer."""
+        if self._rank == 0:
+            return await self._work[path](body)
+        answer = await self._ask(0, "POST", path, body, limit_s=None)
+        return None if answer is None else answer[1]
+
     async def abort(self, name: str | None, key: str | None = None) -> int:
         """End the calls of this name and API key (None = any) in all processes; returns how many requests."""
         answers = await self._ask_all("POST", "/abort", msgspec.json.encode((name, key)))
@@ -94,6 +108,9 @@ class Siblings:
     async def _give_offer(self, request: web.Request) -> web.Response:
         return web.Response(body=self._offers[request.path]())
 
+    async def _do_work(self, request: web.Request) -> web.Response:
+        return web.Response(body=await self._work[request.path](await request.read()))
+
     async def _give_stats(self, _: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self.own_stats()))
 
@@ -105,8 +122,10 @@ class Siblings:
         answers = await asyncio.gather(*[self._ask(rank, method, path, body) for rank in self._others])
         return [answer for answer in answers if answer is not None]
 
-    async def _ask(self, rank: int, method: str, path: str, body: bytes | None) -> tuple[int, bytes] | None:
-        timeout = aiohttp.ClientTimeout(total=SIBLING_TIMEOUT_S)
+    async def _ask(
+        self, rank: int, method: str, path: str, body: bytes | None, limit_s: float | None = SIBLING_TIMEOUT_S
+    ) -> tuple[int, bytes] | None:
+        timeout = aiohttp.ClientTimeout(total=limit_s)
         connector = aiohttp.UnixConnector(str(self._path(rank)))
         try:
             async with (

@@ -19,6 +19,7 @@ from minisgl.ipc.questions import AskRequests
 from minisgl.lives import Life
 from minisgl.server.engines.engines import Engines
 from minisgl.server.http.middleware import CallFacts
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.tracing.spans import OPERATIONS, EndedCall, span_of_call, spans_of_life
 
 if TYPE_CHECKING:
@@ -57,20 +58,20 @@ def load_export() -> "type[SpanExport]":
     return SpanExport
 
 
-def open_tracer(endpoint: str | None, model_name: str, engines: Engines, rank: int) -> "CallTracer | None":
+def open_tracer(endpoint: str | None, model: ModelInUse, engines: Engines, rank: int) -> "CallTracer | None":
     """The tracer of a server process of this rank; None without an endpoint.
 
     Raises:
         ConfigError: the packages for it are not installed.
     """
-    return None if endpoint is None else CallTracer(model_name, engines, load_export()(endpoint, rank))
+    return None if endpoint is None else CallTracer(model, engines, load_export()(endpoint, rank))
 
 
 class CallTracer:
     """Gets every ended call, and has spans made of those that generate text."""
 
-    def __init__(self, model_name: str, engines: Engines, export: "SpanExport") -> None:
-        self._model_name = model_name
+    def __init__(self, model: ModelInUse, engines: Engines, export: "SpanExport") -> None:
+        self._model = model
         self._engines = engines
         self._export = export
         self._pending: deque[EndedCall] = deque()
@@ -100,7 +101,7 @@ class CallTracer:
             EndedCall(
                 route=route,
                 method=request.method,
-                model=self._model_name,
+                model=self._model.current.name,
                 request_id=facts.request_id,
                 status=status,
                 error_code=facts.error_code,

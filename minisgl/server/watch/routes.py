@@ -15,7 +15,6 @@ from aiohttp import web
 from msgspec import Meta
 
 from minisgl import __version__
-from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import RequestError
 from minisgl.fields import convert_value
 from minisgl.ipc.questions import AskRequests
@@ -24,6 +23,7 @@ from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.http.middleware import json_answer, require_admin
 from minisgl.server.http.routes import EVENTS, Answer, Route
+from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.processes.siblings import Siblings
 from minisgl.server.streams import Streams
 from minisgl.server.watch.clients import slow_clients
@@ -78,25 +78,22 @@ class Watch:
     """The request handlers.
 
     Args:
-        settings: the server's and the engine's settings, as given by the user.
         rank: of this server process.
     """
 
     def __init__(
         self,
-        model_name: str,
+        model: ModelInUse,
         streams: Streams,
         engines: Engines,
         siblings: Siblings,
         refusals: Refusals,
-        settings: tuple[ServerConfig, EngineConfig],
         rank: int,
     ) -> None:
-        self._model_name = model_name
+        self._model = model
         self._streams = streams
         self._engines = engines
         self._siblings = siblings
-        self._server, self._engine = settings
         self.ticker = Ticker(engines, siblings, refusals, rank, self._state)
         siblings.offer(WAITING_PATH, lambda: msgspec.json.encode([waiting_lives(one) for one in engines.all]))
         siblings.offer(CLIENTS_PATH, lambda: msgspec.json.encode(slow_clients(streams.open_streams)))
@@ -162,7 +159,9 @@ class Watch:
         """GET /debug/engines."""
         require_admin(request, "/debug/engines")
         views = [await self._engine_view(engine) for engine in self._engines.all]
-        return _json(EnginesAnswer(time=_now(), version=__version__, model=self._model_name, engines=views))
+        return _json(
+            EnginesAnswer(time=_now(), version=__version__, model=self._model.current.name, engines=views)
+        )
 
     async def _engine_view(self, engine: ServedEngine) -> EngineView:
         ready, status = engine.last_ready, engine.link.status
@@ -187,7 +186,7 @@ class Watch:
             max_context_tokens=ready and ready.max_context_tokens,
             startup_ms=stages if ready is None else ready.startup_ms,
             choices=[] if ready is None else [ChosenSetting(*choice) for choice in ready.choices],
-            settings=dataclasses.asdict(self._engine),
+            settings=dataclasses.asdict(self._model.settings[1]),
             sample=await self.ticker.last_sample(engine.number),
             counters=None if status is None else msgspec.structs.asdict(status),
         )
@@ -265,7 +264,7 @@ class Watch:
         refusal = self._streams.refusal
         if isinstance(refusal, RequestError) and refusal.code == "shutting_down":
             return "stopping"
-        return "silent" if engine.link.silent_s > self._server.heartbeat_timeout_s else "serving"
+        return "silent" if engine.link.silent_s > self._model.settings[0].heartbeat_timeout_s else "serving"
 
     async def _ask_all(self, which: AskRequests) -> list[LivesAnswer | None]:
         """See `_ask`; of each engine."""

@@ -1,0 +1,1 @@
+"""Changes the engines' settings or the model while the server serves."""
