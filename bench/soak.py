@@ -5,7 +5,8 @@
 
 `simulation` serves requests with the scheduler, the KV cache and a fake engine whose tokens betray any wrong
 page (soaks/simulation.py). `http` sends them to a server with a tiny model (soaks/http.py): random lengths,
-clients that leave or read slowly, bad input. Few rows and pages make requests wait and be preempted.
+clients that leave or read slowly, bad input, and kills and reloads of the engine. Few rows and pages make
+requests wait and be preempted.
 
 Both run in slices. Each slice ends with an idle engine, is checked, and is written to `--out` at once. The
 same command goes on after the slices that the file has. `--requests` counts all slices. The exit code is 1
@@ -15,6 +16,7 @@ if a slice has a problem. Each run of the command is a `life` of its own: memory
 import argparse
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -65,6 +67,8 @@ def summary(kind: str, rows: list[Row]) -> dict[str, float | int | None]:
     metrics: dict[str, float | int | None] = {
         f"{kind}_{name}": round(sum(_number(row, name) for row in rows), 2) for name in COUNTED
     }
+    disturbances = Counter(str(row.get("disturbance", "")).partition(" ")[0] for row in rows)
+    metrics |= {f"{kind}_num_{name}s": num for name, num in disturbances.items() if name}
     metrics[f"{kind}_num_bad_slices"] = sum(bool(row["problems"]) for row in rows)
     # Blocks are what Python has allocated: objects of every kind.
     columns = [name for name in rows[0] if name.endswith("rss_bytes") or name in ("num_blocks", "num_fds")]
@@ -76,8 +80,12 @@ def summary(kind: str, rows: list[Row]) -> dict[str, float | int | None]:
 
 
 def _lives(rows: Iterable[Row], column: str) -> Iterator[list[tuple[float, float]]]:
-    """Of each engine, for each of its slices: requests served so far, and the value at the end."""
-    for _, slices in itertools.groupby(rows, key=lambda row: (row["life"], row.get("pool"))):
+    """Of each engine, for each of its slices: requests served so far, and the value at the end.
+
+    Of a server with several engines, one after the other: of each of these if the value is an engine's.
+    """
+    own = "engine_pid" if column.startswith("engine_") else ""
+    for _, slices in itertools.groupby(rows, key=lambda row: (row["life"], row.get("pool"), row.get(own))):
         points, served = [], 0.0
         for row in slices:
             served += _number(row, "num_requests")

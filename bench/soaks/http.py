@@ -1,16 +1,19 @@
 """Clients of every kind against a server with a tiny model and the real engine, on few rows and pages.
 
 `run_slices` starts one server. After each slice it waits until the server is idle, and counts what it holds:
-requests, rows, pages, file descriptors, processes, memory.
+requests, rows, pages, file descriptors, processes, memory. In some slices the engine is killed (SIGKILL) or
+reloaded while the clients run; the others show what a long life costs.
 """
 
 import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -25,6 +28,12 @@ from leaving_clients import NUM_AT_ONCE, held, info, leave_at_some_moment, serve
 
 IDLE_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 120.0
+ADMIN = "soak"
+FLAGS = ("--admin-key", ADMIN, "--engine-restarts", "100")
+BLOCK = 50
+"""So many slices with disturbances are followed by as many without."""
+EVERY = 5
+"""Of the slices with disturbances, each of these has one."""
 SLACK_FDS = 4
 """Descriptors that a server may have more than after its first slice."""
 VOCAB_SIZE = 300
@@ -52,7 +61,7 @@ def run_slices(first: int, end: int, seed: int, num_requests: int) -> Iterator[d
     """One line of the report's table for each slice."""
     if first >= end:
         return
-    with tempfile.TemporaryDirectory() as name, served(Path(name) / "model") as url:
+    with tempfile.TemporaryDirectory() as name, served(Path(name) / "model", *FLAGS) as url:
         before: dict[str, int] | None = None
         for index in range(first, end):
             row, before = _slice(url, index, random.Random(f"{seed} {index}"), num_requests, before)
@@ -62,16 +71,23 @@ def run_slices(first: int, end: int, seed: int, num_requests: int) -> Iterator[d
 def _slice(
     url: str, index: int, rng: random.Random, num_requests: int, before: dict[str, int] | None
 ) -> tuple[dict[str, Cell], dict[str, int]]:
-    earlier = info(url)["engine"]
+    earlier, pid = info(url)["engine"], info(url)["engine_pid"]
     began = time.perf_counter()
-    kinds, problems = asyncio.run(_all_clients(int(url.rsplit(":", 1)[1]), rng, num_requests))
+    disturbance = _disturbance(index)
+    kinds, problems = asyncio.run(_all_clients(url, rng, num_requests, disturbance))
     elapsed_s = time.perf_counter() - began
     deadline = time.monotonic() + IDLE_LIMIT_S
     while any((left := held(url)).values()) and time.monotonic() < deadline:
         time.sleep(0.1)
     problems += [f"{name} is {value} though nothing runs" for name, value in left.items() if value]
-    engine = info(url)["engine"]
-    now = _resources()
+    engine, is_other = info(url)["engine"], info(url)["engine_pid"] != pid
+    if is_other != bool(disturbance):
+        problems.append(
+            f"after {disturbance or 'nothing'}, the engine is {'another' if is_other else 'the same'}"
+        )
+    if is_other:  # its counters began at 0
+        earlier = dict.fromkeys(earlier, 0)
+    now = _resources(info(url)["engine_pid"])
     before = before or now
     if now["num_processes"] != before["num_processes"]:
         problems.append(f"{now['num_processes']} processes instead of {before['num_processes']}")
@@ -79,6 +95,7 @@ def _slice(
         problems.append(f"{now['num_fds']} file descriptors instead of {before['num_fds']}")
     row: dict[str, Cell] = {
         "slice": index,
+        "disturbance": disturbance,
         "num_requests": num_requests,
         "num_leaving": kinds["leave"],
         "num_slow": kinds["slow"],
@@ -93,8 +110,33 @@ def _slice(
     return row, before
 
 
-async def _all_clients(port: int, rng: random.Random, num_requests: int) -> tuple[Counter[str], list[str]]:
+def _disturbance(index: int) -> str:
+    """What happens to the engine in this slice; empty = nothing."""
+    if index // BLOCK % 2 or index % EVERY != EVERY - 1:
+        return ""
+    return ("kill", "reload", "kill", "reload without room")[index // EVERY % 4]
+
+
+async def _disturb(url: str, disturbance: str) -> None:
+    """Kill the engine, or have it reloaded.
+
+    Raises:
+        OSError: the server refused it.
+    """
+    if disturbance == "kill":
+        os.kill((await asyncio.to_thread(info, url))["engine_pid"], signal.SIGKILL)
+        return
+    body = json.dumps({"beside": disturbance == "reload"}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN}"}
+    request = urllib.request.Request(f"{url}/reload", body, headers)
+    (await asyncio.to_thread(urllib.request.urlopen, request)).close()
+
+
+async def _all_clients(
+    url: str, rng: random.Random, num_requests: int, disturbance: str
+) -> tuple[Counter[str], list[str]]:
     """Run the clients, some at once; returns how many there were of each kind, and what went wrong."""
+    port = int(url.rsplit(":", 1)[1])
     kinds: Counter[str] = Counter()
     problems: list[str] = []
     places = asyncio.Semaphore(NUM_AT_ONCE)
@@ -109,10 +151,14 @@ async def _all_clients(port: int, rng: random.Random, num_requests: int) -> tupl
         "bad": _send_bad_input,
     }
 
+    disturbed_at = rng.randrange(num_requests // 4, num_requests // 2) if disturbance else -1
+
     async def one(kind: str, seed: int) -> None:
         async with places:
             kinds[kind] += 1
             try:
+                if kinds.total() == disturbed_at:
+                    await _disturb(url, disturbance)
                 await asyncio.wait_for(clients[kind](port, random.Random(seed)), ANSWER_LIMIT_S)
             except Exception as error:
                 problems.append(f"{kind}: {type(error).__name__}: {str(error)[:200]}")
@@ -208,7 +254,7 @@ def _check(body: dict[str, Any], status: int, answer: bytes) -> None:
     assert usage["prompt_tokens"] == len(body["prompt"])
 
 
-def _resources() -> dict[str, int]:
+def _resources(engine_pid: int) -> dict[str, int]:
     """What the server's processes have now: this process's descendants (Linux)."""
     pids, parents = [], [os.getpid()]
     while parents:
@@ -220,5 +266,7 @@ def _resources() -> dict[str, int]:
     return {
         "num_processes": len(pids),
         "num_fds": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
-        "rss_bytes": sum(resident_bytes(pid) for pid in pids),
+        "engine_pid": engine_pid,
+        "server_rss_bytes": sum(resident_bytes(pid) for pid in pids if pid != engine_pid),
+        "engine_rss_bytes": resident_bytes(engine_pid),
     }

@@ -173,3 +173,24 @@ def test_an_answer_that_is_wrong_is_noticed(http: ModuleType, answer: bytes, wro
         return
     with pytest.raises(AssertionError, match=wrong):
         http._check(BODY, 200, answer)
+
+
+def test_growth_of_an_engine_is_that_of_one_process(soak: ModuleType) -> None:
+    rows = [
+        {"life": 0, "engine_pid": pid, "num_requests": 1000, "problems": "", "disturbance": what}
+        | {"engine_rss_bytes": engine, "server_rss_bytes": server}
+        for pid, engine, server, what in (
+            *[(1, 100, 10, "")] * 3,
+            *((2, 500 + 2 * place, 10 + place, "kill" if place == 0 else "") for place in range(8)),
+        )
+    ]
+    metrics = soak.summary("http", rows)
+    assert metrics["http_engine_rss_bytes_per_1000_requests"] == 2
+    assert metrics["http_server_rss_bytes_per_1000_requests"] == 1
+    assert metrics["http_num_kills"] == 1
+
+
+def test_half_of_the_slices_are_disturbed_now_and_then_in_every_way(http: ModuleType) -> None:
+    found = [http._disturbance(index) for index in range(200)]
+    assert not any(found[50:100] + found[150:])
+    assert [found.count(one) for one in ("kill", "reload", "reload without room")] == [10, 6, 4]

@@ -43,12 +43,12 @@ FLAGS = [
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, *flags: str) -> Iterator[str]:
     """The server's URL; `folder` is where its model is made."""
     make_folder(folder)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     process = subprocess.Popen(
-        [sys.executable, "-m", "minisgl", "serve", "--model", str(folder), *FLAGS],
+        [sys.executable, "-m", "minisgl", "serve", "--model", str(folder), *FLAGS, *flags],
         stdout=subprocess.PIPE,
         text=True,
     )
