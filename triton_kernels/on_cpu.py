@@ -21,6 +21,9 @@ from triton_kernels.fp8_cache import scales_of, to_pool
 
 FEW_ROWS = 16
 """Up to so many rows, calls of torch cost more than passes over memory."""
+PACKED_FOR_ROWS = 8
+"""oneDNN's hint for packing. What it chooses for 8 rows is as fast for 1 and for 512 as what it chooses for
+these."""
 BLOCK_ROWS = 128
 FEW_BYTES = 1 << 20
 """Reading less than this takes one thread no longer than waking others. They sleep between calls, because
@@ -37,13 +40,29 @@ def on_one_thread(function: Callable[..., Tensor], *arguments: Any, **options: A
         torch.set_num_threads(num_threads)
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether `pack_weight` takes it: a plain one of bfloat16, on a processor with AVX-512."""
+    return (
+        weight.dtype == torch.bfloat16
+        and not weight.is_mkldnn
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A copy of weight [N, K] in the layout that oneDNN's products read, with the shape and type of `weight`.
+
+    Only `linear` takes it, with any number of rows; `to_dense()` gives the weight back, bit by bit.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+
+
 def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The op `linear`. One row of bfloat16 is a matrix-vector product, for which torch has faster code."""
-    if x.shape[0] != 1 or bias is not None or x.dtype != torch.bfloat16:
-        return F.linear(x, weight, bias)
-    if weight.nbytes < FEW_BYTES:
-        return on_one_thread(torch.mv, weight, x[0]).unsqueeze(0)
-    return torch.mv(weight, x[0]).unsqueeze(0)
+    """The op `linear`; the weight may be packed."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:

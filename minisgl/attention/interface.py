@@ -31,6 +31,7 @@ class AttentionInputs(NamedTuple):
     layer_input: Tensor | None = None  # [T, E]  what the layer gets of each token beside the stream (Gemma 4)
     rows: "tuple[RowKeys, ...] | None" = None  # on a CPU, the rows that have keys; None = not looked up yet
     groups: "tuple[AttentionInputs, ...]" = ()  # this batch for each group of layers; empty = there is one
+    few_keys: "FewKeys | None" = None  # on a CPU, all keys of a decode step of several rows, if they are few
 
     def of_group(self, group: int) -> "AttentionInputs":
         """The batch in the pages of a group of layers."""
@@ -53,6 +54,13 @@ class RowKeys(NamedTuple):
     end: int
     length: int  # keys it sees
     slots: slice | Tensor  # where these lie in the pool: a run of slots, or int64 [length]
+
+
+class FewKeys(NamedTuple):
+    """The keys of R rows, padded to the L of the longest one."""
+
+    slots: Tensor  # int64 [R * L]  where they lie in the pool; padding repeats a row's first key
+    is_real: Tensor  # bool [R, 1, 1, L]
 
 
 class JoinedDecodes(NamedTuple):

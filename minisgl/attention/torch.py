@@ -1,4 +1,5 @@
-"""Attention by torch's scaled_dot_product_attention, one row at a time: for the CPU and as a reference.
+"""Attention by torch's scaled_dot_product_attention, for the CPU and as a reference: one row at a time, or
+several rows that decode and have few keys.
 
 Promise: memory outside a row's keys is never used (it may hold NaN); a row without keys yields zeros.
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minisgl.attention.interface import AttentionInputs, RowKeys
+from minisgl.attention.interface import AttentionInputs, FewKeys, RowKeys
 from triton_kernels.e4m3 import FP8
 from triton_kernels.on_cpu import FEW_BYTES, on_one_thread
 from triton_kernels.paged_decode import softmax_with_sinks
 
 QUERIES_AT_ONCE = 512
 """Queries of a row per block. This bounds the mask and the scores, which grow with queries times keys."""
+FEW_KEYS = 512
+"""With at most so many keys a row, a call of torch for each row costs more than gathering the keys of all."""
 
 
 def attend(
@@ -33,8 +36,12 @@ def attend(
     """q [T, H, D] over the rows' pages of k_cache and v_cache [P, S, K, D], causal -> [T, H, D]."""
     k_scale, v_scale = (1.0, 1.0) if kv_scales is None else kv_scales.tolist()
     scale *= k_scale
-    rows = inputs.rows if inputs.rows is not None else find_rows(inputs, k_cache.shape[1])
     queries = q.unflatten(1, (k_cache.shape[2], -1))
+    few = inputs.few_keys
+    if few is not None and not softcap and (not window or few.is_real.shape[3] <= window):
+        out = _attend_few_keys(queries, k_cache, v_cache, few, scale).flatten(1, 2)
+        return out if v_scale == 1 else out * v_scale
+    rows = inputs.rows if inputs.rows is not None else find_rows(inputs, k_cache.shape[1])
     blocks = [
         (low, min(low + QUERIES_AT_ONCE, row.end), row)
         for row in rows
@@ -55,7 +62,8 @@ def with_rows_of_a_cpu(inputs: AttentionInputs, page_size: int) -> AttentionInpu
     """Look the rows up once for all layers, where that does not wait for a device."""
     if inputs.row_ids.device.type != "cpu":
         return inputs
-    return inputs._replace(rows=find_rows(inputs, page_size))
+    rows = find_rows(inputs, page_size)
+    return inputs._replace(rows=rows, few_keys=_find_few_keys(inputs, rows, page_size))
 
 
 def find_rows(inputs: AttentionInputs, page_size: int) -> tuple[RowKeys, ...]:
@@ -74,6 +82,35 @@ def find_rows(inputs: AttentionInputs, page_size: int) -> tuple[RowKeys, ...]:
             slots = (pages.long()[:, None] * page_size + offsets).flatten()[:length]
         rows.append(RowKeys(starts[r], starts[r + 1], length, slots))
     return tuple(rows)
+
+
+def _find_few_keys(inputs: AttentionInputs, rows: tuple[RowKeys, ...], page_size: int) -> FewKeys | None:
+    """The keys of all rows, if that is how `attend` should read them. Padding is at most half of them."""
+    lengths = [row.length for row in rows]
+    if not inputs.is_decode or len(rows) < 2 or len(rows) != len(inputs.row_ids):
+        return None
+    longest = max(lengths)
+    if longest > FEW_KEYS or longest * len(rows) > 2 * sum(lengths):
+        return None
+    places = torch.arange(longest)
+    is_real = places < inputs.context_len[:, None]
+    places = places * is_real
+    pages = inputs.page_table.index_select(0, inputs.row_ids).long().gather(1, places // page_size)
+    slots = pages * page_size + places % page_size
+    return FewKeys(slots.flatten(), is_real[:, None, None])
+
+
+def _attend_few_keys(queries: Tensor, k_cache: Tensor, v_cache: Tensor, few: FewKeys, scale: float) -> Tensor:
+    """queries [R, K, G, D] of R rows -> [R, K, G, D]; the G heads are torch's queries."""
+    num_rows, _, _, length = few.is_real.shape
+    k, v = (
+        _select(pool, few.slots, 0, num_rows * length)
+        .to(queries.dtype)
+        .unflatten(0, (num_rows, length))
+        .transpose(1, 2)
+        for pool in (k_cache, v_cache)
+    )
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=few.is_real, scale=scale)
 
 
 def _attend_block(

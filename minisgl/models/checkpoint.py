@@ -11,6 +11,7 @@ from minisgl.layers.experts.make import AnyExperts
 from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import Factor, RMSNorm
+from minisgl.layers.weight import PlainWeight
 from minisgl.models.self_attention import SelfAttention
 
 
@@ -48,3 +49,13 @@ def finish_loading(model: nn.Module) -> None:
             module.add_one()
         elif isinstance(module, AnyWeight | AnyExperts | MoeMLP | SelfAttention):
             module.finish_loading()
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack the weights for a CPU (`PlainWeight.pack`), except the head's if it is also the embedding, of
+    which rows are read. `tensors_by_name` unpacks them.
+    """
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)}
+    for module in model.modules():
+        if isinstance(module, PlainWeight) and id(module.values) not in embedded:
+            module.pack()

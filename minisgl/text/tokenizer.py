@@ -52,8 +52,9 @@ class Tokenizer:
         self._has_byte_tokens = "ByteFallback" in kinds
         self._anchor_id = next(iter(fast.encode("a", add_special_tokens=False).ids[-1:]), None)
         self._bytes: dict[int, bytes] = {}
-        self._token_bounds = _token_bounds(content, fast.get_vocab(with_added_tokens=True))
-        self.vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocab = fast.get_vocab(with_added_tokens=True)
+        self._token_bounds = _token_bounds(content, vocab)
+        self.vocab_size = 1 + max(vocab.values(), default=-1)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":

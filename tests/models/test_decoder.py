@@ -17,9 +17,11 @@ from minisgl.engine.graphs.decode_graphs import compiled_block
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config.config import ExpertsConfig
+from minisgl.models.checkpoint import pack_weights
 from minisgl.models.decoder import Decoder, MakeBlock
 from minisgl.models.gemma import GemmaBlock
 from minisgl.weights.dummy import fill_dummy
+from triton_kernels.on_cpu import can_pack
 from triton_kernels.registry import KERNELS
 
 LLAMA3_ROPE = {
@@ -131,6 +133,19 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert "lm_head.weight" not in tied.checkpoint_tensors()
     assert "lm_head.weight" in untied.checkpoint_tensors()
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 97 * 32
+
+
+def test_all_weights_are_packed_but_a_head_that_is_the_embedding() -> None:
+    for is_tied in (True, False):
+        model = tiny_decoder(tie_word_embeddings=is_tied).bfloat16()
+        if not can_pack(model.embed_tokens.weight):
+            pytest.skip("needs a processor with AVX-512")
+        pack_weights(model)
+        packed = {name: parameter.is_mkldnn for name, parameter in model.named_parameters()}
+        assert packed.pop("embed_tokens.weight") is False
+        assert packed.pop("lm_head.weight.values", not is_tied) is not is_tied
+        assert all(is_packed == name.endswith(".values") for name, is_packed in packed.items())
+        assert not any(tensor.is_mkldnn for tensor in model.checkpoint_tensors().values())
 
 
 EXPERTS = ExpertsConfig(num_experts=5, experts_per_token=2, intermediate_size=16, renormalize=True)

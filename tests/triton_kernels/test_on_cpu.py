@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_kernels.linear import gated_linear, linear
-from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, on_one_thread
+from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, can_pack, on_one_thread, pack_weight
 from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_kernels.rope_store import rope_store, rope_store_reference
 from triton_kernels.sample import sample
@@ -68,6 +68,22 @@ def test_linear_layers_are_as_exact_as_torchs(rows, outputs, width, dtype):
         assert_as_exact(linear(x, weight, added), F.linear(x, weight, added), exact)
     exact = silu_mul_reference(F.linear(x.double(), weight.double()))
     assert_as_exact(gated_linear(x, weight), silu_mul_reference(F.linear(x, weight)), exact)
+
+
+@pytest.mark.parametrize(("outputs", "width"), [(33, 47), (320, 576)])
+def test_packed_weights_are_as_exact_and_a_row_gets_the_same_bits_in_any_company(outputs, width):
+    weight, bias = random(outputs, width, dtype=torch.bfloat16), random(outputs, dtype=torch.bfloat16)
+    if not can_pack(weight):
+        pytest.skip("needs a processor with AVX-512")
+    packed = pack_weight(weight)
+    assert torch.equal(packed.to_dense(), weight)
+    x = random(40, 2 * width, dtype=torch.bfloat16)[:, :width]
+    for added in (None, bias):
+        exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        all_rows = linear(x, packed, added)
+        assert_as_exact(all_rows, F.linear(x, weight, added), exact)
+        for rows in (0, 1, 3, 8, 17):
+            assert torch.equal(linear(x[:rows], packed, added), all_rows[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,7 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError
 from minisgl.layers.rotary import make_cos_sin
+from minisgl.layers.weight import PlainWeight
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.verification import reference, verify
 from minisgl.verification.traces import LOGITS, Place
@@ -67,19 +68,20 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Plant) -> None:
     monkeypatch.setattr(verify, "build_engine", build)
 
 
-def swap_heads(rows: torch.Tensor, first: int, second: int) -> None:
-    heads = rows.unflatten(0, (-1, HEAD_DIM))
+def swap_heads(weight: PlainWeight, first: int, second: int) -> None:
+    weight.unpack()
+    heads = weight.values.unflatten(0, (-1, HEAD_DIM))
     heads[[first, second]] = heads[[second, first]]
 
 
 def permute_q_heads(engine: Engine, folder: Path) -> None:
     layer: Any = engine.runner.model.layers[1]
-    swap_heads(layer.self_attn.qkv_proj.weight.values, 0, 4)  # heads of different KV heads
+    swap_heads(layer.self_attn.qkv_proj.weight, 0, 4)  # heads of different KV heads
 
 
 def permute_v_heads(engine: Engine, folder: Path) -> None:
     layer: Any = engine.runner.model.layers[2]
-    swap_heads(layer.self_attn.qkv_proj.weight.values, 8, 9)  # behind 6 heads of q and 2 of k
+    swap_heads(layer.self_attn.qkv_proj.weight, 8, 9)  # behind 6 heads of q and 2 of k
 
 
 def change_rope_base(engine: Engine, folder: Path) -> None:
@@ -96,6 +98,7 @@ def leave_a_norm_out(engine: Engine, folder: Path) -> None:
 
 def overflow(engine: Engine, folder: Path) -> None:
     layer: Any = engine.runner.model.layers[1]
+    layer.mlp.down_proj.weight.unpack()
     layer.mlp.down_proj.weight.values.mul_(3e38)
 
 

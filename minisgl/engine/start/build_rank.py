@@ -52,6 +52,7 @@ from minisgl.grammar.pending import PendingGrammars
 from minisgl.kvcache.grouped_manager import Cache, GroupedCacheManager, WindowGroup
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.model_config.config import FP8_CACHE, ModelConfig
+from minisgl.models.checkpoint import pack_weights
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
@@ -216,6 +217,9 @@ def _assemble(
     num_groups = len(cache_groups(model_config.kv_groups, config.keep_window_pages))
     rows = Rows(config.max_running_requests, pages_per_row, page_size, device, num_groups)
     replace_kernels(model, rows, config.kernel)
+    if device.type == "cpu" and config.compile_mode == "off":
+        pack_weights(model)
+        stages.finish("pack weights")
     pages = HostPageTable(rows.max_rows, pages_per_row, page_size, num_groups)
     planner = AttentionPlanner(attention, pages)
     tables_bytes = module_bytes(rows) + attention.num_bytes
