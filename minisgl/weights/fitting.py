@@ -121,7 +121,7 @@ def check_fit(
     for name in common:
         found = stored[name]
         needed = [sum(part.shape[0] for part in parts[name]), *parts[name][0].shape[1:]]
-        same = needed in (found.shape, _with_pairs(found.shape))
+        same = found.shape in (needed, _without_pairs(needed))
         if SCALE in name.rpartition(".")[2]:
             same = is_shared(found, parts[name]) or _without_ones(found.shape) == _without_ones(needed)
         if not same:
@@ -152,9 +152,9 @@ def _wanted_dtypes(name: str, target: Tensor, config: ModelConfig) -> Collection
     return SCALE_DTYPES if SCALE in name.rpartition(".")[2] else FLOAT_DTYPES
 
 
-def _with_pairs(shape: list[int]) -> list[int]:
-    """The shape of a tensor whose last dimension is one of pairs (gpt-oss's gate and up)."""
-    return [*shape[:-1], shape[-1] // 2, 2]
+def _without_pairs(shape: list[int]) -> list[int]:
+    """The shape with a last dimension of 2 joined to the one before: gpt-oss's gate and up, in turn."""
+    return [*shape[:-2], shape[-2] * 2] if len(shape) > 1 and shape[-1] == 2 else shape
 
 
 def _without_ones(shape: list[int]) -> list[int]:
