@@ -20,6 +20,9 @@ from triton_kernels import (
     advance_rows,
     all_reduce,
     fused_moe,
+    gated_delta,
+    gated_delta_decode,
+    gated_delta_prefill,
     linear_few,
     linear_many,
     logit_rules,
@@ -68,6 +71,7 @@ def launches(gpu: Gpu) -> Iterator[Launch]:
     yield from _rope_and_decode()
     yield from _prefill(gpu)
     yield from _experts()
+    yield from _linear_attention()
     for dtype in (BF16, F32):
         columns = (empty(64, dtype=F32), ints(64), empty(64, dtype=F32), empty(64, dtype=F32))
         arguments = (empty(64, 128256, dtype=dtype), *columns, empty(64, dtype=torch.int64), ints(64))
@@ -259,6 +263,35 @@ def _experts() -> Iterator[Launch]:
     arguments = (empty(64, 128), moe_choice.Choice(8, sigmoid=False), None, empty(128))
     call = functools.partial(moe_choice.choose_experts_triton, *arguments)
     yield Launch("choice of 8 of 128 with scales", call, False)
+
+
+def delta_arguments(
+    tokens: int, key_heads: int, value_heads: int, head_dim: int, dtype: torch.dtype = BF16
+) -> tuple[Any, ...]:
+    """The arguments that both ops of linear attention share, up to the rows' lines."""
+    values = value_heads * head_dim
+    channels = 2 * key_heads * head_dim + values
+    weights = gated_delta.DeltaWeights(
+        empty(channels, 4, dtype=dtype),
+        *(empty(value_heads, dtype=F32) for _ in range(2)),
+        empty(head_dim, dtype=dtype),
+    )
+    recurrent = empty(257, value_heads, head_dim, head_dim, dtype=F32)
+    states = gated_delta.DeltaStates(empty(257, 4, channels, dtype=dtype), recurrent)
+    projected = empty(tokens, channels + values + 2 * value_heads, dtype=dtype)
+    return projected[:, : channels + values], projected[:, channels + values :], weights, states
+
+
+def _linear_attention() -> Iterator[Launch]:
+    """Qwen3.5-35B-A3B's heads."""
+    shape = (16, 32, 128)
+    for dtype in (BF16, F32):
+        arguments = (*delta_arguments(64, *shape, dtype), ints(64), ints(64), 1e-6)
+        decode = functools.partial(gated_delta_decode.gated_delta_decode_triton, *arguments)
+        yield Launch(f"delta_decode 16/32/128 {dtype}", decode, dtype == BF16)
+    arguments = (*delta_arguments(4096, *shape), ints(64), ints(64), ints(65), 1e-6)
+    prefill = functools.partial(gated_delta_prefill.gated_delta_prefill_triton, *arguments)
+    yield Launch("delta_prefill 16/32/128", prefill)
 
 
 CANDIDATES_OF = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-1b")

@@ -23,6 +23,7 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_fp8_linear_kernel": None,
     "_fp8_split_linear_kernel": None,
     "_fp8_tiled_kernel": None,
+    "_gated_delta_decode_kernel": None,
     "_int4_linear_kernel": None,
     "_int4_tiled_kernel": None,
     "_int4_warp_kernel": None,
@@ -46,7 +47,8 @@ EARLY_KERNELS: dict[str, str | None] = {
 Every program waits before it stores and before it loads data that other kernels store. There are two
 exceptions. (1) Data stored before a kernel that is not in this table may be loaded at any time after that
 kernel: it started when all kernels before it had ended, and kernels start in order. In a decode step these
-are the step's inputs (positions, slots, lengths, the page table): torch's embedding follows them. (2) A
+are the step's inputs (positions, slots, lengths, the page table): torch's embedding follows them, and the
+states of linear attention, which the steps before stored. (2) A
 kernel with a named predecessor may load data that the predecessor does not store, if the predecessor lets it
 start only after all of its own programs have waited or ended. At least one program of each kernel must wait.
 """

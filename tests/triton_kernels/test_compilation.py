@@ -31,6 +31,7 @@ TALL_KERNELS = {
     "_tiled_linear_kernel",
     "_fp8_tiled_kernel",
     "_int4_tiled_kernel",
+    "_delta_scan_kernel",
 }
 """Their tiles have 64 rows or more, as many as Hopper's matrix instructions take."""
 MULTIPLYING = TALL_KERNELS | {
@@ -73,11 +74,16 @@ KERNELS = MULTIPLYING | {
     "_rms_norm_fp8_kernel",
     "_dequantize_int4_kernel",
     "_int4_warp_kernel",
+    "_gated_delta_decode_kernel",
+    "_delta_convolve_kernel",
+    "_delta_prepare_kernel",
+    "_delta_norm_kernel",
 }
 LOAD_EARLY = {
     "_add_rms_norm_kernel": "its weight",
     "_all_reduce_kernel": "its weight",
     "_int4_warp_kernel": "its weight",
+    "_gated_delta_decode_kernel": "the step's rows and lengths, their states, weights",
     "_norm_router_kernel": "weights",
     "_paged_decode_kernel": "the step's lengths, page table, positions and slots, a table and weights",
     "_pairs_down_kernel": "logits, which are older than the kernel before, and weights",
@@ -190,6 +196,7 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
             "top_p_out_ptr",
         ],
         "advance_rows": ["context_len_ptr", "last_token_ptr"],
+        "gated_delta_decode": ["conv_state_ptr", "out_ptr", "state_ptr"],
         "token_mask": ["out_ptr"],
         "logit_rules": ["out_ptr"],
         "count_tokens": ["marks_ptr", "recent_ptr"],

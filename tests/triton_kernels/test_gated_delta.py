@@ -1,0 +1,187 @@
+"""Linear attention: the reference against transformers, kernels and CPU code against the reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from delta_layer import DeltaLayer, clone, int32
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5RMSNormGated,
+    torch_recurrent_gated_delta_rule,
+)
+
+from triton_kernels.gated_delta import (
+    DeltaStates,
+    DeltaWeights,
+    gated_delta_decode_cpu,
+    gated_delta_prefill_cpu,
+    gated_delta_reference,
+)
+from triton_kernels.gated_delta_decode import gated_delta_decode_triton
+from triton_kernels.gated_delta_prefill import DeltaPrefillConfig, gated_delta_prefill_triton
+
+EPS = 1e-6
+SMALL = DeltaLayer(key_heads=1, value_heads=2, key_dim=16, value_dim=16)
+UNEVEN = DeltaLayer(key_heads=2, value_heads=6, key_dim=16, value_dim=32)
+PREFILLS = {"triton": gated_delta_prefill_triton, "cpu": gated_delta_prefill_cpu}
+DECODES = {"triton": gated_delta_decode_triton, "cpu": gated_delta_decode_cpu}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def test_the_reference_equals_the_formulas_of_transformers() -> None:
+    layer, count = UNEVEN, 21
+    weights = layer.weights(torch.float32, "cpu")
+    states = layer.states(3, torch.float32, "cpu")
+    qkvz, ba = layer.inputs(count, torch.float32, "cpu")
+    x, z = qkvz.split((layer.channels, layer.value_heads * layer.value_dim), dim=1)
+    y = F.silu(F.conv1d(F.pad(x.T, (3, 0))[None], weights.conv[:, None], groups=layer.channels))[0].T
+    key_size = layer.key_heads * layer.key_dim
+    q, k, v = y.split((key_size, key_size, layer.value_heads * layer.value_dim), dim=1)
+    b, a = ba.chunk(2, dim=1)
+    o, state = torch_recurrent_gated_delta_rule(
+        *(one.reshape(1, count, layer.key_heads, layer.key_dim) for one in (q, k)),
+        v.reshape(1, count, layer.value_heads, layer.value_dim),
+        g=(-weights.a_log.exp() * F.softplus(a + weights.dt_bias))[None],
+        beta=b.sigmoid()[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    norm = Qwen3_5RMSNormGated(layer.value_dim, eps=EPS)
+    norm.weight.data = weights.norm
+    expected = norm(o.reshape(-1, layer.value_dim), z.reshape(-1, layer.value_dim)).view(count, -1)
+    rows = (int32([1], "cpu"), int32([count], "cpu"), int32([0, count], "cpu"))
+    close(gated_delta_reference(qkvz, ba, weights, states, *rows, EPS), expected.detach())
+    assert state is not None
+    close(states.recurrent[1], state[0])
+
+
+@pytest.mark.parametrize("runs", ["triton", "cpu"])
+@pytest.mark.parametrize(
+    ("layer", "lengths"),
+    [(UNEVEN, [[70, 1, 0, 3]]), (SMALL, [[5, 130], [1, 64], [2, 3]]), (SMALL, [[64, 1], [1, 0], [66, 2]])],
+)
+def test_prefill_equals_the_reference_over_several_chunks(
+    runs: str, layer: DeltaLayer, lengths: list[list[int]], device: str
+) -> None:
+    """Rows go on where their last chunk ended; each step has tokens of nobody at both ends."""
+    weights = layer.weights(torch.float32, device)
+    states = layer.states(6, torch.float32, device)
+    expected_states = clone(states)
+    done = [0] * len(lengths[0])
+    line_of = [3, 0, 4, 1][: len(done)]
+    for step, counts in enumerate(lengths):
+        starts = [2]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        done = [a + b for a, b in zip(done, counts, strict=True)]
+        qkvz, ba = layer.inputs(starts[-1] + 3, torch.float32, device, step)
+        rows = (int32(line_of, device), int32(done, device), int32(starts, device))
+        expected = gated_delta_reference(qkvz, ba, weights, expected_states, *rows, EPS)
+        qkvz[:2], qkvz[starts[-1] :] = float("nan"), float("nan")
+        close(PREFILLS[runs](qkvz, ba, weights, states, *rows, EPS), expected)
+        close(states.recurrent, expected_states.recurrent)
+        close(states.conv, expected_states.conv, 0)
+
+
+@pytest.mark.parametrize("runs", ["triton", "cpu"])
+@pytest.mark.parametrize("layer", [UNEVEN, SMALL])
+def test_decode_equals_the_reference_and_padding_touches_nothing(
+    runs: str, layer: DeltaLayer, device: str
+) -> None:
+    weights = layer.weights(torch.float32, device)
+    states = layer.states(5, torch.float32, device)
+    expected_states = clone(states)
+    lines, padding = [2, 0, 4, 4], 4
+    begin = {2: 1, 0: 3}
+    starts = int32([0, 1, 2, 2, 2], device)
+    for step in range(6):
+        qkvz, ba = layer.inputs(4, torch.float32, device, step)
+        lengths = int32([begin.get(line, 0) + step for line in lines], device)
+        if step == 0:  # prompts first
+            lengths = int32([1, 3, 1, 1], device)
+            qkvz, ba = layer.inputs(4, torch.float32, device, 17)
+            rows = (int32(lines[:2], device), lengths[:2], int32([0, 1, 4], device))
+            gated_delta_reference(qkvz, ba, weights, expected_states, *rows, EPS)
+            gated_delta_reference(qkvz, ba, weights, states, *rows, EPS)
+            continue
+        ids = int32(lines, device)
+        expected = gated_delta_reference(qkvz, ba, weights, expected_states, ids, lengths, starts, EPS)
+        qkvz[2:] = float("nan")
+        found = DECODES[runs](qkvz, ba, weights, states, ids, lengths, EPS)
+        close(found, expected)
+        assert not found[2:].any()
+        close(states.recurrent, expected_states.recurrent)
+        close(states.conv, expected_states.conv, 0)
+        assert states.recurrent[padding].isnan().all()
+        assert states.conv[padding].isnan().all()
+
+
+@pytest.mark.parametrize("decode", DECODES.values())
+def test_a_row_whose_first_token_is_a_decode_starts_from_zeros(decode, device: str) -> None:
+    layer = SMALL
+    weights, states = layer.weights(torch.float32, device), layer.states(3, torch.float32, device)
+    qkvz, ba = layer.inputs(1, torch.float32, device)
+    expected_states = clone(states)
+    ids, lengths = int32([1], device), int32([1], device)
+    rows = (ids, lengths, int32([0, 1], device))
+    expected = gated_delta_reference(qkvz, ba, weights, expected_states, *rows, EPS)
+    close(decode(qkvz, ba, weights, states, ids, lengths, EPS), expected)
+    close(states.recurrent, expected_states.recurrent)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS.values())
+def test_equal_tokens_that_overwrite_each_other_keep_their_precision(prefill, device: str) -> None:
+    """Equal keys, betas of 1 and no decay: a series of powers would cancel by 18 digits."""
+    layer = SMALL
+    weights = layer.weights(torch.float32, device)._replace(
+        a_log=torch.full((2,), -20.0, device=device), dt_bias=torch.zeros(2, device=device)
+    )
+    states = layer.states(2, torch.float32, device)
+    expected_states = clone(states)
+    qkvz, ba = layer.inputs(128, torch.float32, device)
+    qkvz[:] = qkvz[:1]
+    ba[:, :2] = 20.0
+    ba[:, 2:] = 0.0
+    rows = (int32([0], device), int32([128], device), int32([0, 128], device))
+    expected = gated_delta_reference(
+        qkvz.double(), ba.double(), _doubled(weights), _doubled(expected_states), *rows, EPS
+    )
+    close(prefill(qkvz, ba, weights, states, *rows, EPS), expected.float(), 1e-4)
+
+
+def _doubled(tensors):
+    return type(tensors)(*(one.double() for one in tensors))
+
+
+def test_chunks_that_end_at_multiples_of_64_change_no_bit(device: str) -> None:
+    layer = SMALL
+    weights = layer.weights(torch.float32, device)
+    qkvz, ba = layer.inputs(150, torch.float32, device)
+    whole, parts = (layer.states(2, torch.float32, device) for _ in range(2))
+    ids = int32([0], device)
+    expected = gated_delta_prefill_triton(
+        qkvz, ba, weights, whole, ids, int32([150], device), int32([0, 150], device), EPS
+    )
+    found = []
+    for first, end in ((0, 64), (64, 128), (128, 150)):
+        rows = (ids, int32([end], device), int32([0, end - first], device))
+        found.append(gated_delta_prefill_triton(qkvz[first:end], ba[first:end], weights, parts, *rows, EPS))
+    assert torch.equal(torch.cat(found), expected)
+    assert torch.equal(parts.recurrent[0], whole.recurrent[0])
+
+
+@pytest.mark.parametrize("block_e", [16, 32])
+def test_the_configuration_of_prefill_changes_rounding_only(block_e: int, device: str) -> None:
+    layer = DeltaLayer(key_heads=1, value_heads=1, key_dim=32, value_dim=32)
+    weights = layer.weights(torch.float16, device)
+    states = layer.states(2, torch.float16, device)
+    qkvz, ba = layer.inputs(70, torch.float16, device)
+    exact = DeltaStates(states.conv.double(), states.recurrent.double())
+    rows = (int32([0], device), int32([70], device), int32([0, 70], device))
+    doubled = DeltaWeights(*(one.double() for one in weights))
+    expected = gated_delta_reference(qkvz.double(), ba.double(), doubled, exact, *rows, EPS)
+    config = DeltaPrefillConfig(4, block_e, 4, 1)
+    found = gated_delta_prefill_triton(qkvz, ba, weights, states, *rows, EPS, config)
+    assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
