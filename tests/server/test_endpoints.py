@@ -190,6 +190,13 @@ def test_metrics_count_the_requests_that_got_no_token() -> None:
     assert name % ("no_token_left", 1) in text
 
 
+def test_metrics_have_the_pages_of_layers_that_share_a_window() -> None:
+    status = Status(0, window_pages=[[512, 100, 60, 30]])
+    text = exposition("tiny", ServerStats(), [EngineFigures(status, Ready(9, 9, 4, 2, "cpu", {}))]).decode()
+    for state, pages in (("free", 60), ("held", 30), ("cached", 10)):
+        assert f'minisgl:kv_window_pages{{model_name="tiny",state="{state}",window="512"}} {pages}.0' in text
+
+
 def test_metrics_have_the_times_that_the_engine_counts() -> None:
     times = RequestTimes()
     times.queued(1_500_000)
