@@ -195,10 +195,12 @@ def noted_routes(ours: Decoder) -> Iterator[list[list[Tensor]]]:
         return fused_moe
 
     for mixture, steps in zip(mixtures, routes, strict=True):
-        mixture.experts.kernels = KERNELS._replace(fused_moe=noting(steps))
+        experts: Any = mixture.experts
+        experts.kernels = KERNELS._replace(fused_moe=noting(steps))
     yield routes
     for mixture in mixtures:
-        mixture.experts.kernels = KERNELS
+        experts = mixture.experts
+        experts.kernels = KERNELS
 
 
 @contextmanager

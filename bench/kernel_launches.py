@@ -273,7 +273,8 @@ def delta_arguments(
     channels = 2 * key_heads * head_dim + values
     weights = gated_delta.DeltaWeights(
         empty(channels, 4, dtype=dtype),
-        *(empty(value_heads, dtype=F32) for _ in range(2)),
+        empty(value_heads, dtype=F32),
+        empty(value_heads, dtype=F32),
         empty(head_dim, dtype=dtype),
     )
     recurrent = empty(257, value_heads, head_dim, head_dim, dtype=F32)

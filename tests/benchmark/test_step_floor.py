@@ -116,8 +116,8 @@ def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_a
     layers = [MoeMLP(config, 8, torch.float32, torch.device("cpu")) for _ in range(2)]
     for layer in layers:
         layer.router.copy_(torch.eye(8))  # a token goes to the experts of its two largest values
-        nn.init.zeros_(layer.experts.gate_up)
-        nn.init.zeros_(layer.experts.down)
+        for name in ("gate_up", "down"):
+            nn.init.zeros_(layer.experts.get_parameter(name))
     norm = RMSNorm(8, 1e-6, torch.float32, torch.device("cpu"))
     nn.init.ones_(norm.weight)
     model = SimpleNamespace(expert_layers=lambda: layers)

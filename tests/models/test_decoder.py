@@ -281,6 +281,7 @@ def attend_without_looking(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode attention over full pages with a mask."""
     pages = inputs.page_table[inputs.row_ids.long()].long()
