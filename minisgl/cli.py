@@ -8,7 +8,6 @@ traceback.
 """
 
 import argparse
-import io
 import os
 import re
 import sys
@@ -29,7 +28,7 @@ from minisgl.benchmark.settings import (
     StepBenchSettings,
     TuneSettings,
 )
-from minisgl.commands.files import check_utf8, prompt_from, read_file, read_secret, read_tools_file
+from minisgl.commands import files
 from minisgl.commands.flags import fields_of, values_of
 from minisgl.commands.parser import REPLY_FLAGS, build_parser
 from minisgl.config import (
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
     # before torch is loaded; the engine process inherits it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     environ = settings_from(os.environ if environ is None else environ)
-    _tolerate_odd_characters()
+    files.tolerate_odd_characters()
     try:
         arguments = parse(build_parser(environ), argv)
         run = COMMANDS.get(arguments.command)
@@ -132,7 +131,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
     check_server_config(server)
     check_engine_config(engine)  # both checks come before a model is fetched
     is_door = server.engine_listen is not None
-    secret = read_secret(server.engine_secret_file, environ) if is_door else None
+    secret = files.read_secret(server.engine_secret_file, environ) if is_door else None
     engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(server.log_level, "server")
     folder = _fetch_model(engine, environ, with_weights=not is_door)
@@ -155,7 +154,7 @@ def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
     check_connect_config(connect)
     check_engine_config(engine)
-    secret = "" if connect.server == SUPERVISED else read_secret(connect.engine_secret_file, environ)
+    secret = "" if connect.server == SUPERVISED else files.read_secret(connect.engine_secret_file, environ)
     job = job_from(environ)
     engine = with_cache_dir(engine, cache_dir(environ))
     _start_log(connect.log_level, "engine")
@@ -185,8 +184,8 @@ def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
     from minisgl.commands.chat import run_chat
 
     params = _sampling_params(arguments, environ)
-    check_utf8("--system", arguments.system or "")
-    tools = read_tools_file(Path(arguments.tools)) if arguments.tools is not None else []
+    files.check_utf8("--system", arguments.system or "")
+    tools = files.read_tools_file(Path(arguments.tools)) if arguments.tools is not None else []
     with _make_llm(arguments, environ, started_at) as llm:
         return run_chat(
             llm,
@@ -203,8 +202,8 @@ def _chat(arguments: argparse.Namespace, environ: Mapping[str, str], started_at:
 def _generate(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     from minisgl.commands.chat import print_reply
 
-    prompt = prompt_from(arguments.prompt, sys.stdin)
-    check_utf8("--system", arguments.system or "")
+    prompt = files.prompt_from(arguments.prompt, sys.stdin)
+    files.check_utf8("--system", arguments.system or "")
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})
@@ -436,7 +435,7 @@ def _fetch_model(engine: EngineConfig, environ: Mapping[str, str], *, with_weigh
 def _sampling_params(arguments: argparse.Namespace, environ: Mapping[str, str]) -> SamplingParams:
     values = values_of(SamplingParams, arguments, environ)
     if arguments.json_schema is not None:
-        values["json_schema"] = read_file("--json-schema", Path(arguments.json_schema))
+        values["json_schema"] = files.read_file("--json-schema", Path(arguments.json_schema))
     return SamplingParams(**values)
 
 
@@ -462,17 +461,6 @@ def _make_llm(arguments: argparse.Namespace, environ: Mapping[str, str], started
         llm = LLM(cache_dir=cache_dir(environ), progress=progress, on_stage=report, **settings)
     report("total", 1000 * (time.monotonic() - started_at))
     return llm
-
-
-def _tolerate_odd_characters() -> None:
-    """Make stdin and the outputs tolerate characters outside their encoding.
-
-    Invalid bytes on stdin become surrogates, which `_check_utf8` and the tokenizer refuse. Characters that
-    the terminal can't show are printed as "?".
-    """
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
-        if isinstance(stream, io.TextIOWrapper):  # a stream is None if the parent closed it
-            stream.reconfigure(errors=errors)
 
 
 def _start_log(level: str, process: str) -> None:

@@ -1,6 +1,8 @@
 """What commands read: files that flags name, the prompt on stdin, the engine secret."""
 
+import io
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -86,3 +88,14 @@ def check_utf8(name: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name} is not valid UTF-8 (at character {error.start})") from None
+
+
+def tolerate_odd_characters() -> None:
+    """Make stdin and the outputs tolerate characters outside their encoding.
+
+    Invalid bytes on stdin become surrogates, which `check_utf8` and the tokenizer refuse. Characters that
+    the terminal can't show are printed as "?".
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):  # a stream is None if the parent closed it
+            stream.reconfigure(errors=errors)
