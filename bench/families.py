@@ -2,6 +2,7 @@
 
     python bench/families.py --out families.json               # all, 2 layers each
     python bench/families.py qwen3-30b-a3b gemma-3-1b --compile
+    python bench/families.py --small                           # tiny ones in float32, on a CPU
 
 For each model: logits of a prompt fed whole, then of tokens decoded one by one through a CUDA graph, against
 transformers in float32 on the same bfloat16 weights; transformers' own bfloat16 error beside it. Then the
@@ -35,7 +36,7 @@ from minisgl.attention.backends import select
 from minisgl.attention.interface import AttentionInputs
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.engine.graphs.decode_graphs import compiled_block
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.moe import MoeMLP
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
@@ -44,6 +45,45 @@ from minisgl.weights.fitting import FUSED
 from triton_kernels.moe_route import top_k_reference
 from triton_kernels.registry import KERNELS
 
+FULL, WINDOW = "full_attention", "sliding_attention"
+GEMMA_4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 262144,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 262144,
+    "torch_dtype": "bfloat16",
+}
+SHAPES: dict[str, dict[str, Any]] = MODEL_CONFIGS | {
+    "gemma-4-26b-a4b": GEMMA_4
+    | {"hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"num_global_key_value_heads": 2, "attention_k_eq_v": True, "enable_moe_block": True}
+    | {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    "gemma-4-31b": GEMMA_4
+    | {"hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16}
+    | {"num_global_key_value_heads": 4, "attention_k_eq_v": True},
+    "gemma-4-e2b": GEMMA_4
+    | {"hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1}
+    | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "use_double_wide_mlp": True},
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "vocab_size": 201088,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Gemma 4's give the parameters that the names say; they were not compared with the models' own files."""
 CASES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {},
     "mistral-7b": {"sliding_window": 100},
@@ -62,9 +102,39 @@ CASES: dict[str, dict[str, Any]] = {
             "long_factor": [1.0 + 0.5 * i for i in range(48)],
         },
     },
-    "gemma-3-1b": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100},
+    "gemma-3-1b": {"layer_types": [WINDOW, FULL], "sliding_window": 100},
+    "glm-4.5-air": {},
+    "gpt-oss-20b": {"layer_types": [WINDOW, FULL], "sliding_window": 100},
+    "gemma-4-26b-a4b": {"layer_types": [WINDOW, FULL], "sliding_window": 100},
+    "gemma-4-31b": {"layer_types": [WINDOW, FULL], "sliding_window": 100},
+    "gemma-4-e2b": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": [WINDOW, FULL, WINDOW, FULL],
+        "sliding_window": 100,
+    },
 }
 """What of each model's config is changed, so that a short prompt meets all it has."""
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 199,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 199,
+}
+"""With --small, sizes in place of a model's own."""
 WEIGHTS = ("dummy", "varied")
 PAGE_SIZE = 16
 PROMPT_TOKENS = 300
@@ -111,14 +181,13 @@ def check(
     )
     ours.allocate_kv(-(-total // PAGE_SIZE) + 1, PAGE_SIZE, dtype, device)
     run_block = compiled_block(max_batch=2) if compiled else call_block
-    renormalize = config.experts is not None and config.experts.renormalize
     errors = {}
     for kind in WEIGHTS:
         for parameter in theirs.parameters():  # not the buffers: RoPE's frequencies stay in float32
             parameter.data = parameter.data.to(dtype)
         fill_weights(theirs, kind, generator, norm_weights_minus_one=config.norm_weights_minus_one)
         copy_weights(theirs, ours)
-        errors[kind] = compare(ours, theirs, token_ids, run_block, backend, renormalize=renormalize)
+        errors[kind] = compare(ours, theirs, token_ids, run_block, backend)
     return errors
 
 
@@ -126,8 +195,13 @@ def fill_weights(
     theirs: nn.Module, kind: str, generator: torch.Generator, *, norm_weights_minus_one: bool
 ) -> None:
     """Matrices get N(0, 0.02). Norms and biases are 1 as in minisgl/weights/dummy.py, or vary."""
+    for name, buffer in theirs.named_buffers():
+        if kind == "varied" and name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.1, generator=generator)
+        if kind == "varied" and name.endswith("layer_scalar"):
+            buffer.uniform_(0.7, 1.3, generator=generator)
     for name, parameter in theirs.named_parameters():
-        is_norm = "norm" in name
+        is_norm = "norm" in name or name.endswith(("router.scale", "per_expert_scale"))
         if kind == "varied" and is_norm:
             parameter.uniform_(0.5, 1.5, generator=generator)
         elif kind == "varied" or parameter.dim() > 1:
@@ -144,8 +218,6 @@ def compare(
     token_ids: Tensor,
     run_block: RunBlock,
     backend: str,
-    *,
-    renormalize: bool,
 ) -> Errors:
     """Of two models with the same weights; `theirs` is in float32 afterwards."""
     prompt = token_ids[:PROMPT_TOKENS]
@@ -157,12 +229,12 @@ def compare(
     with noted_routes(ours) as other_routes:
         other = prefill_logits(ours, prompt)
     set_attention(ours, backend)
-    with imposed_routes(theirs, routes, renormalize=renormalize):
+    with imposed_routes(theirs, ours, routes):
         bf16 = theirs(token_ids[None]).logits[0]
     theirs.float()
-    with imposed_routes(theirs, routes, renormalize=renormalize) as regret:
+    with imposed_routes(theirs, ours, routes) as regret:
         exact = theirs(token_ids[None]).logits[0]
-    with imposed_routes(theirs, other_routes, renormalize=renormalize):
+    with imposed_routes(theirs, ours, other_routes):
         other_exact = theirs(prompt[None]).logits[0]
     other_routes_apart = other_exact - exact[:PROMPT_TOKENS]  # zero without experts
     return Errors(
@@ -183,47 +255,53 @@ def set_attention(ours: Decoder, backend: str) -> None:
 def noted_routes(ours: Decoder) -> Iterator[list[list[Tensor]]]:
     """For each layer with experts, which ones the tokens go to meanwhile: int64 [T, k] a step, rows without a
     slot left out."""
-    mixtures = ours.expert_layers()
+    mixtures: list[Any] = [mixture.experts for mixture in ours.expert_layers()]
     routes: list[list[Tensor]] = [[] for _ in mixtures]
 
     def noting(steps: list[Tensor]) -> Callable[..., Tensor]:
-        def fused_moe(x: Tensor, logits: Tensor, *arguments: Any) -> Tensor:
+        def fused_moe(x: Tensor, logits: Tensor, *arguments: Any, **options: Any) -> Tensor:
             chosen, _ = top_k_reference(logits, arguments[2], renormalize=False)
             steps.append(chosen[chosen[:, 0] < logits.shape[1]].long())
-            return KERNELS.fused_moe(x, logits, *arguments)
+            return KERNELS.fused_moe(x, logits, *arguments, **options)
 
         return fused_moe
 
     for mixture, steps in zip(mixtures, routes, strict=True):
-        experts: Any = mixture.experts
-        experts.kernels = KERNELS._replace(fused_moe=noting(steps))
+        mixture.kernels = KERNELS._replace(fused_moe=noting(steps))
     yield routes
     for mixture in mixtures:
-        experts = mixture.experts
-        experts.kernels = KERNELS
+        mixture.kernels = KERNELS
 
 
 @contextmanager
-def imposed_routes(
-    theirs: nn.Module, routes: list[list[Tensor]], *, renormalize: bool
-) -> Iterator[list[float]]:
+def imposed_routes(theirs: nn.Module, ours: Decoder, routes: list[list[Tensor]]) -> Iterator[list[float]]:
     """transformers' tokens go to these experts meanwhile; yields each layer's regret, once it has run."""
     regrets: list[float] = []
     handles = []
 
-    def impose(chosen: Tensor, router: Any, arguments: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        logits = output[0].float()
-        weights = logits.softmax(-1).gather(1, chosen)
-        if renormalize:
+    def impose(
+        mixture: MoeMLP, chosen: Tensor, router: Any, arguments: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> Any:
+        config = mixture.config
+        # Gemma 4's router gives probabilities.
+        logits = output[0].float().log() if config.router_scale else output[0].float()
+        scores = logits.sigmoid() if config.sigmoid_scores else logits.softmax(-1)
+        weights = scores.gather(1, chosen)
+        if config.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        last = logits.topk(chosen.shape[1]).values[:, -1]
-        regret = (last - logits.gather(1, chosen).amin(-1)) / logits.std(-1)
+        weights = weights * config.weight_factor
+        if mixture.expert_scale is not None:
+            weights = weights * mixture.expert_scale.float()[chosen]
+        rank = logits if mixture.choice_bias is None else scores + mixture.choice_bias
+        last = rank.topk(chosen.shape[1]).values[:, -1]
+        regret = (last - rank.gather(1, chosen).amin(-1)) / rank.std(-1)
         regrets.append(float(regret.max()))
         return output[0], weights.to(output[1].dtype), chosen.to(output[2].dtype)
 
-    routers = [module for name, module in theirs.named_modules() if name.endswith(".mlp.gate")]
-    for router, steps in zip(routers, routes, strict=True):
-        handles.append(router.register_forward_hook(partial(impose, torch.cat(steps))))
+    named = theirs.named_modules()
+    routers = [module for name, module in named if name.endswith((".mlp.gate", ".router"))]
+    for router, mixture, steps in zip(routers, ours.expert_layers(), routes, strict=True):
+        handles.append(router.register_forward_hook(partial(impose, mixture, torch.cat(steps))))
     yield regrets
     for handle in handles:
         handle.remove()
@@ -232,23 +310,26 @@ def imposed_routes(
 def copy_weights(theirs: nn.Module, ours: Decoder) -> None:
     """transformers keeps experts as two tensors, as we do, under names of its own."""
     views = ours.checkpoint_tensors()
+    for name, buffer in theirs.named_buffers():
+        if name in views:
+            views[name].copy_(buffer)
     for name, parameter in theirs.named_parameters():
         path, _, kind = name.rpartition(".")
         outer, _, leaf = path.rpartition(".")
-        if ".mlp.experts." in name or name.endswith(".mlp.gate.weight"):
+        if name in views:
+            views[name].copy_(parameter.view(views[name].shape))
+        elif ".mlp.experts." in name:
             layer = name.removeprefix("model.").partition(".mlp.")[0]
             mixture = ours.get_submodule(f"{layer}.mlp")
-            ours_is = {"gate_up_proj": "experts.gate_up", "down_proj": "experts.down", "weight": "router"}
+            ours_is = {"gate_up_proj": "experts.gate_up", "down_proj": "experts.down"}
             mixture.get_parameter(ours_is[kind]).copy_(parameter)
         elif leaf in FUSED:
             parts = [views[f"{outer}.{part}.{kind}"] for part in FUSED[leaf]]
             for part, rows in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
                 part.copy_(rows)
         else:
-            views[name].copy_(parameter)
-    for module in ours.modules():
-        if isinstance(module, RMSNorm):
-            module.add_one()
+            raise KeyError(f"transformers has {name}, which we do not")
+    ours.finish_loading()
 
 
 def inputs_for(length: int, context: int, device: torch.device) -> tuple[Tensor, AttentionInputs]:
@@ -323,19 +404,24 @@ def main() -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(CASES))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="decode through torch.compile, too")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU, in float32")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     missed = False
-    report: dict[str, Any] = {
-        "machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__},
-    }
+    where = "cpu" if arguments.small else torch.cuda.get_device_name()
+    report: dict[str, Any] = {"machine": {"gpu": where, "torch": torch.__version__}}
     for name in arguments.models or CASES:
-        raw = MODEL_CONFIGS[name] | {"num_hidden_layers": arguments.layers} | CASES[name]
+        raw = SHAPES[name] | {"num_hidden_layers": arguments.layers} | CASES[name]
+        layers = raw["num_hidden_layers"]
         if "layer_types" in raw:
-            raw["layer_types"] = (raw["layer_types"] * arguments.layers)[: arguments.layers]
+            raw["layer_types"] = (raw["layer_types"] * layers)[:layers]
         began = time.perf_counter()
-        kinds = check(raw, torch.device("cuda"), torch.bfloat16, "triton", compiled=arguments.compile)
-        torch.cuda.empty_cache()
+        if arguments.small:
+            raw |= {key: size for key, size in SMALL.items() if raw.get(key)}
+            kinds = check(raw, torch.device("cpu"), torch.float32, "torch", compiled=False)
+        else:
+            kinds = check(raw, torch.device("cuda"), torch.bfloat16, "triton", compiled=arguments.compile)
+            torch.cuda.empty_cache()
         good = all(errors.good() for errors in kinds.values())
         missed |= not good
         figures = {

@@ -260,7 +260,7 @@ def _experts() -> Iterator[Launch]:
         arguments = (empty(64, experts, dtype=F32), choice, empty(experts, dtype=F32))
         call = functools.partial(moe_choice.choose_experts_triton, *arguments)
         yield Launch(f"choice of {top_k} of {experts} in {groups[0]} groups", call)
-    arguments = (empty(64, 128), moe_choice.Choice(8, sigmoid=False), None, empty(128))
+    arguments: Any = (empty(64, 128), moe_choice.Choice(8, sigmoid=False), None, empty(128))
     call = functools.partial(moe_choice.choose_experts_triton, *arguments)
     yield Launch("choice of 8 of 128 with scales", call, False)
 

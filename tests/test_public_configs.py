@@ -20,6 +20,7 @@ from minisgl.model_config.config import (
 )
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.model_config.kv_groups import KVShape
+from minisgl.parallel.sizes import supported_tp_sizes
 
 SIZES = {
     "hidden_size": 4096,
@@ -639,6 +640,13 @@ def test_phi_3s_longrope_has_its_factors_and_transformers_magnitude(tmp_path: Pa
     assert config.rope_scaling.attention_factor == pytest.approx(1.1902380714238083), (
         "sqrt(1 + ln 32 / ln 4096)"
     )
+
+
+def test_ranks_share_the_models_with_experts_where_their_widths_allow_it(tmp_path: Path) -> None:
+    assert supported_tp_sizes(read(tmp_path, GPT_OSS)) == [1, 2]  # 2880 is 90 blocks of MXFP4
+    assert supported_tp_sizes(read(tmp_path, GEMMA_4_26B_A4B)) == [1]
+    assert supported_tp_sizes(read(tmp_path, GEMMA_4_TEXT)) == [1, 2]  # 2 KV heads without a window
+    assert 4 in supported_tp_sizes(read(tmp_path, GLM_4_5))
 
 
 LLAMA, MISTRAL = {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["MistralForCausalLM"]}

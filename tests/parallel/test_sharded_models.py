@@ -85,6 +85,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "num_hidden_layers": 3,
     },
+    "gemma4, shared keys and values, inputs of layers": {
+        "family": "gemma4_text",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gpt_oss, its biases and sinks split": HEADS_4_2
     | {
         "family": "gpt_oss",

@@ -34,7 +34,7 @@ SMALL_DECODE = DecodeConfig(
 SMALL_PREFILL = PrefillConfig(16, 16, 4, 2)
 
 
-def where(batch: PagedBatch) -> Any:
+def where(batch: PagedBatch) -> tuple[Any, Any, Any, Any, Any, Any]:
     return batch.q, batch.k_cache, batch.v_cache, batch.page_table, batch.row_ids, batch.context_len
 
 
@@ -52,8 +52,7 @@ def test_a_sink_is_what_gpt_oss_adds_to_the_softmax() -> None:
     mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
     queries = batch.q.transpose(0, 1)[None]
     expected, _ = eager_attention_forward(attention, queries, keys, values, mask, scaling=0.25)
-    arguments: Any = (*where(batch), batch.row_start, 9, 0.25)
-    got = paged_prefill(*arguments, sinks=attention.sinks.detach())
+    got = paged_prefill(*where(batch), batch.row_start, 9, 0.25, sinks=attention.sinks.detach())
     torch.testing.assert_close(got, expected[0])
 
 
@@ -72,10 +71,10 @@ def test_decode_kernel_with_sinks(contexts, group, kv_heads, page_size, options,
     batch = paged_batch(seed, contexts, [1] * len(contexts), *shape, device=device)
     sinks = sinks_of(group * kv_heads, device)
     expected = attention_by_sdpa(batch, 0.25, *options, sinks=sinks)
-    arguments: Any = (*where(batch), 0.25, *options)
-    got = paged_decode_triton(*arguments, config=SMALL_DECODE, sinks=sinks)
+    launch: Any = paged_decode_triton
+    got = launch(*where(batch), 0.25, *options, config=SMALL_DECODE, sinks=sinks)
     torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-4)
-    reference = paged_decode_reference(*arguments, sinks=sinks)
+    reference = paged_decode_reference(*where(batch), 0.25, *options, sinks=sinks)
     torch.testing.assert_close(reference.cpu().double(), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -108,8 +107,8 @@ def test_kernels_with_sinks_over_fp8_pools(window: int, device: str) -> None:
     sinks = sinks_of(8, device)
     batch, exact, scales = with_fp8_pools(paged_batch(5, [90, 17], [1, 1], *shape, device=device))
     expected = attention_by_sdpa(exact, 0.25, window, sinks=sinks)
-    arguments: Any = (*where(batch), 0.25, window, 0.0, None, scales, SMALL_DECODE)
-    got = paged_decode_triton(*arguments, sinks=sinks)
+    options: Any = (0.25, window, 0.0, None, scales, SMALL_DECODE)
+    got = paged_decode_triton(*where(batch), *options, sinks=sinks)
     assert (got.cpu().double() - expected).norm() < 2e-3 * expected.norm()
     batch, exact, scales = with_fp8_pools(paged_batch(6, [90, 17], [30, 2], *shape, device=device))
     expected = attention_by_sdpa(exact, 0.25, window, sinks=sinks)
@@ -134,6 +133,5 @@ def test_rope_paged_decode_with_sinks(device: str) -> None:
         results.append(function(*first, *pools, *rest, sinks=sinks, **options))
         stored = batch._replace(k_cache=pools[0], v_cache=pools[1])
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
-    without_sinks: Any = (*where(stored), 0.25)
-    without = paged_decode(*without_sinks)
+    without = paged_decode(*where(stored), 0.25)
     assert not torch.equal(results[0], without)
