@@ -38,7 +38,8 @@ def attend(
     scale *= k_scale
     queries = q.unflatten(1, (k_cache.shape[2], -1))
     few = inputs.few_keys
-    if few is not None and not softcap and (not window or few.is_real.shape[3] <= window):
+    is_plain = not softcap and sinks is None
+    if few is not None and is_plain and (not window or few.is_real.shape[3] <= window):
         out = _attend_few_keys(queries, k_cache, v_cache, few, scale).flatten(1, 2)
         return out if v_scale == 1 else out * v_scale
     rows = inputs.rows if inputs.rows is not None else find_rows(inputs, k_cache.shape[1])

@@ -211,10 +211,14 @@ class ModelConfig:
         return None if self.logit_softcap is None else "float32"
 
     @property
+    def layer_shapes(self) -> tuple[KVShape | StateShape, ...]:
+        """What each layer keeps: `cache_shapes`, or the heads that all layers have."""
+        return self.cache_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The layers by how their cache is kept, most often one group."""
-        shapes = self.cache_shapes or (KVShape(self.num_kv_heads, self.head_dim),) * self.num_layers
-        return group_layers(shapes, self.windows, self.kv_sources, self.max_position)
+        return group_layers(self.layer_shapes, self.windows, self.kv_sources, self.max_position)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Gemma4Attention(nn.Module):
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        shape = config.cache_shapes[layer]
+        shape = config.layer_shapes[layer]
         assert isinstance(shape, KVShape)
         self.q_size, self.kv_size = config.num_heads * shape.head_dim, shape.num_heads * shape.head_dim
         self.head_dim, self.eps = shape.head_dim, config.rms_norm_eps

@@ -65,8 +65,14 @@ def test_decode_equals_the_reference(page_size: int, window: int, softcap: float
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (7, 0.0), (37, 0.0), (0, 0.5)])
 @pytest.mark.parametrize("contexts", [[37, 30, 16], [37, 1, 0, 16], [37, 2, 2], [37]])
 @pytest.mark.parametrize("few_keys", [36, 37])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 2, 6)])
 def test_a_decode_step_reads_few_keys_of_rows_at_once_and_equals_the_reference(
-    contexts: list[int], window: int, softcap: float, few_keys: int, monkeypatch: pytest.MonkeyPatch
+    contexts: list[int],
+    window: int,
+    softcap: float,
+    few_keys: int,
+    sinks: torch.Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_backend, "FEW_KEYS", few_keys)
     torch.manual_seed(window)
@@ -79,9 +85,9 @@ def test_a_decode_step_reads_few_keys_of_rows_at_once_and_equals_the_reference(
     inputs = torch_backend.with_rows_of_a_cpu(inputs, 4)
     # Not with an empty row, more padding than keys, a single row, or a row with too many keys.
     assert (inputs.few_keys is not None) == (contexts == [37, 30, 16] and few_keys == 37)
-    got = torch_backend.attend(q, k_cache, v_cache, inputs, 0.3, window, softcap)
+    got = torch_backend.attend(q, k_cache, v_cache, inputs, 0.3, window, softcap, sinks=sinks)
     where = (page_table, row_ids, lengths)
-    expected = paged_decode_reference(q, k_cache, v_cache, *where, 0.3, window, softcap)
+    expected = paged_decode_reference(q, k_cache, v_cache, *where, 0.3, window, softcap, sinks=sinks)
     torch.testing.assert_close(got, expected)
 
 

@@ -29,7 +29,9 @@ def test_a_listener_that_fails_does_not_end_the_engine(
         raise OSError("nobody reads this")
 
     async def main() -> None:
-        first_line = json.dumps({"model_folder": str(folder), "ipc_dir": str(ipc_dir)}).encode()
+        settings = {"max_running_requests": 8, "tp": 1}
+        job = {"model_folder": str(folder), "ipc_dir": str(ipc_dir), "engine": settings}
+        first_line = json.dumps(job).encode()
         link = EngineLink(ServerSocket(ipc_dir))
         process = EngineProcess([sys.executable, str(FAKE_ENGINE)], first_line, link)
         answered = asyncio.Event()
