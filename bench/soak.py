@@ -39,6 +39,8 @@ SLICES = {"simulation": 10_000, "http": 500}
 """Requests of one slice."""
 SLICES_PER_POOL = 25
 """A simulated engine serves this many slices, so that its memory can be seen to grow; then comes the next."""
+LEAST_SLICES = 6
+"""Of a life whose memory is judged. Engines that are killed sooner are still warming up."""
 COUNTED = ("num_requests", "num_leaving", "num_preemptions", "num_steps", "num_output_tokens", "elapsed_s")
 
 
@@ -73,7 +75,8 @@ def summary(kind: str, rows: list[Row]) -> dict[str, float | int | None]:
     # Blocks are what Python has allocated: objects of every kind.
     columns = [name for name in rows[0] if name.endswith("rss_bytes") or name in ("num_blocks", "num_fds")]
     for column in columns:
-        slopes = [slope(points[len(points) // 2 :]) for points in _lives(rows, column)]
+        lives = [points for points in _lives(rows, column) if len(points) >= LEAST_SLICES]
+        slopes = [slope(points[len(points) // 2 :]) for points in lives]
         known = [value for value in slopes if value is not None]
         metrics[f"{kind}_{column}_per_1000_requests"] = round(max(known) * 1000, 1) if known else None
     return metrics
