@@ -247,10 +247,14 @@ def test_a_kill_of_the_old_engine_while_the_new_one_starts_costs_no_stream(
 
 def hanging_engine(server: RunningServer) -> int:
     """The process of the engine that was started as the second one."""
-    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
-    pids = {int(pid) for one in children for pid in one.read_text().split()}
-    (pid,) = pids - {engine_of(server)}
+    (pid,) = children_of(server) - {engine_of(server)}
     return pid
+
+
+def children_of(server: RunningServer) -> set[int]:
+    """The processes that the first server process has started."""
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    return {int(pid) for one in children for pid in one.read_text().split()}
 
 
 @BESIDE
@@ -294,7 +298,7 @@ def test_one_reload_at_a_time(server: RunningServer, folder: Path) -> None:
     reload()
 
 
-@pytest.mark.parametrize(("num_processes", "place"), [(1, "beside"), (1, "after")])
+@pytest.mark.parametrize(("num_processes", "place"), [(1, "beside"), (3, "beside"), (1, "after")])
 def test_a_signal_during_a_reload_lets_open_answers_end(
     server: RunningServer, folder: Path, place: str
 ) -> None:
@@ -319,6 +323,30 @@ def test_a_signal_during_a_reload_lets_open_answers_end(
     assert server.ipc_dirs() == []
     if place == "beside":
         assert begun.result(LIMIT_S)[1]["error"]["code"] == "shutting_down"
+
+
+@pytest.mark.parametrize("ends", ["a server process", "SIGINT twice"])
+@pytest.mark.parametrize(("num_processes", "place"), [(3, "beside")])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the stream is cut off
+def test_a_server_that_fails_or_stops_at_once_during_a_reload_leaves_nothing(
+    server: RunningServer, folder: Path, ends: str
+) -> None:
+    open_stream(server)
+    write_knobs(folder, hangs_with=30)
+    Reloads(server).begin(max_running_requests=30)
+    eventually(lambda: len(list(server.ipc_dirs()[0].glob("e0.*"))) == 2, "the new engine starts")
+    children = children_of(server)
+    if ends == "SIGINT twice":
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: server.health()[0] == 503, "it drains")
+        server.process.send_signal(signal.SIGINT)
+    else:
+        is_worker = "minisgl.server.processes.api_worker"
+        worker = next(pid for pid in children if is_worker in Path(f"/proc/{pid}/cmdline").read_text())
+        os.kill(worker, signal.SIGKILL)
+    assert exit_code(server) == (130 if ends == "SIGINT twice" else 1)
+    assert all(gone(pid) for pid in children)
+    assert server.ipc_dirs() == []
 
 
 def test_a_call_that_waits_for_another_model_can_be_left_limited_and_shut_down(tmp_path: Path) -> None:

@@ -324,11 +324,11 @@ async def _drain(parts: ServerParts) -> bool:
     if any(failure.done() for failure in failures):
         return False
     streams.fail_all(refusal)
+    if reloader is not None:  # before the processes end, one of which may have its caller
+        await _wait_for_first(reloader.close(), signals.stop_now.wait(), timeout_s=None)
     await _wait_for_first(workers.stop(), signals.stop_now.wait(), timeout_s=None)
     if not signals.stop_now.is_set():
         await _wait_for_first(http_server.make_spans(), signals.stop_now.wait(), timeout_s=LAST_SPANS_S)
-        if reloader is not None:
-            await reloader.close()
         await _wait_for_first(keepers.stop(), signals.stop_now.wait(), timeout_s=None)
     return not signals.stop_now.is_set()
 

@@ -68,10 +68,12 @@ class Reloader:
         self._held = {place: gpus[place * tp : (place + 1) * tp] for place in range(len(parts.keepers.all))}
         self._facts: dict[str, str] | None = None  # of the model's folder, when the engines loaded it
         self._device = ""  # that the engines run on
+        self._is_closing = False
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
         """Stop; a reload that runs ends with an error."""
+        self._is_closing = True  # an error may come in the place of the cancellation
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -81,7 +83,7 @@ class Reloader:
         self._device = (await asyncio.shield(parts.keepers.ready)).device
         with contextlib.suppress(OSError):  # then each reload counts as that of another model
             self._facts = await asyncio.to_thread(folder_facts, self._settings.model_folder)
-        while True:
+        while not self._is_closing:
             asked = await parts.reloads.next()
             try:
                 told = await self._reload(asked.fields)
@@ -302,7 +304,8 @@ class Reloader:
         """End engines that have no requests any more, or never had."""
         for keeper in keepers:
             await self._parts.keepers.remove(keeper)
-            await self._parts.workers.do("end", _names(keeper))
+            with contextlib.suppress(EngineDeadError):  # a process that has ended needs no telling
+                await self._parts.workers.do("end", _names(keeper))
             self._parts.engines.remove(keeper.engine)
 
     async def _wait_until_ready(self, news: Sequence[EngineKeeper]) -> None:
