@@ -24,8 +24,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -265,6 +268,9 @@ KINDS: dict[str, type[PreTrainedConfig]] = {
     "Qwen2MoeForCausalLM": Qwen2MoeConfig,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "Qwen3NextForCausalLM": Qwen3NextConfig,
+    "Qwen3_5ForCausalLM": Qwen3_5TextConfig,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeTextConfig,
     "SeedOssForCausalLM": SeedOssConfig,
     "SmolLM3ForCausalLM": SmolLM3Config,
 }
@@ -354,7 +360,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(
     assert ours.head_dim == head_dim
 
 
-@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.read_experts])
 def test_experts_that_are_left_out_are_transformers_own(architecture: str, tmp_path: Path) -> None:
     kind = KINDS[architecture]
     folder = write(tmp_path, architectures=[architecture], model_type=kind.model_type)

@@ -19,7 +19,7 @@ from minisgl.model_config.config import (
     RopeScaling,
 )
 from minisgl.model_config.hf_config import read_model_config
-from minisgl.model_config.kv_groups import KVShape
+from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.parallel.sizes import supported_tp_sizes
 
 SIZES = {
@@ -250,6 +250,58 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
             "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
         },
         {"max_position": 131072},
+    ),
+    "Qwen3.5-27B, as its cards' family has it": (
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "image_token_id": 248056,
+            "model_type": "qwen3_5",
+            "text_config": {
+                "attention_bias": False,
+                "attn_output_gate": True,
+                "dtype": "bfloat16",
+                "eos_token_id": 248044,
+                "full_attention_interval": 4,
+                "head_dim": 256,
+                "hidden_act": "silu",
+                "hidden_size": 5120,
+                "intermediate_size": 17408,
+                "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+                "linear_conv_kernel_dim": 4,
+                "linear_key_head_dim": 128,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 48,
+                "linear_value_head_dim": 128,
+                "mamba_ssm_dtype": "float32",
+                "max_position_embeddings": 262144,
+                "model_type": "qwen3_5_text",
+                "mtp_num_hidden_layers": 1,
+                "num_attention_heads": 24,
+                "num_hidden_layers": 64,
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-06,
+                "rope_parameters": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [11, 11, 10],
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 10000000,
+                    "rope_type": "default",
+                },
+                "vocab_size": 248320,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "qwen3_5", "depth": 27},
+        },
+        {
+            "architecture": "Qwen3_5ForCausalLM",
+            "checkpoint_prefix": "model.language_model.",
+            "rope_theta": 1e7,
+            "rotary_dim": 64,
+            "attention_gate": True,
+            "qk_norm": True,
+            "norm_weights_minus_one": True,
+            "cache_shapes": (*[StateShape(48, 128, 128, 10240, 4)] * 3, KVShape(4, 256)) * 16,
+        },
     ),
     "Gemma-2-9b": (
         {
@@ -695,7 +747,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         GPT_OSS | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
         "GptOssForCausalLM with experts",
     ),
-    "Qwen3-Next": ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM"),
+    "Qwen3-Next with heads that no kernel knows": (
+        {"architectures": ["Qwen3NextForCausalLM"], "linear_key_head_dim": 256},
+        "heads of linear attention of 256 elements",
+    ),
     "granite-3b-code": (LLAMA | {"attention_bias": True, "mlp_bias": True}, "mlp_bias = True"),
     "a Llama that rotates half of each head": (
         LLAMA | {"partial_rotary_factor": 0.5},

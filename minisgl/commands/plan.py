@@ -15,6 +15,7 @@ from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resol
 from minisgl.engine.rows import Rows
 from minisgl.engine.start.memory import (
     MemoryBudget,
+    check_states_fit,
     check_weights_fit,
     estimate_activation_bytes,
     graph_reserve_bytes,
@@ -126,6 +127,7 @@ def find_capacity(config: EngineConfig, folder: Path, gpu: str) -> Capacity:
     weights_bytes = module_bytes(decoder)
     model = replace(rank_sizes(model, resolved.tp), max_position=resolved.max_context_tokens)
     check_weights_fit(weights_bytes, available_bytes, resolved)
+    check_states_fit(model, resolved, weights_bytes, available_bytes)
     pages_per_row = -(-resolved.max_context_tokens // resolved.page_size)
     num_groups = len(cache_groups(model.kv_groups, resolved.keep_window_pages))
     budget = plan_memory(
@@ -176,10 +178,13 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
         ("weights", budget.weights_bytes, f"in {config.dtype}{capacity.quantized}"),
         ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),
         ("tables", budget.tables_bytes, f"{config.max_running_requests} rows"),
+        ("states", budget.states_bytes, f"{config.max_running_requests} rows of linear attention"),
         ("reserve", budget.reserve_bytes, "CUDA graphs, penalties, log probabilities, libraries"),
         ("KV pool", budget.pool_bytes, _tokens_of(budget.parts[0], config)),
         *(("", 0, _tokens_of(part, config)) for part in budget.parts[1:]),
     ]
+    if not budget.states_bytes:
+        parts = [part for part in parts if part[0] != "states"]
     unused = budget.available_bytes - sum(size for _, size, _ in parts)
     parts.append(("unused", unused, "more than the requests below can use" if unused > GIB else ""))
     each = f"each of {config.tp} " if config.tp > 1 else ""

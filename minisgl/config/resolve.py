@@ -55,7 +55,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         f"between 2 and the model's {model.max_position}",
         max_context_tokens,
     )
-    max_running = or_auto(config.max_running_requests, 256 if on_cuda else 32)
+    max_running = or_auto(config.max_running_requests, _auto_running(model, on_cuda))
     max_step_tokens = or_auto(config.max_step_tokens, max(8192 if on_cuda else 512, max_running))
     dtype = config.dtype or _auto_dtype(model, facts, on_cuda)
     if on_cuda and config.kv_dtype == FP8_CACHE and (0, 0) < facts.compute_capability < OLDEST_FP8_GPU:
@@ -75,6 +75,11 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_graph_tokens = or_auto(config.max_graph_tokens, auto_graph_tokens)
     can_join = max_graph_batch > 0 and max_graph_tokens > 0 and max_running > 1 and {*attention} == {TRITON}
     join_decodes = config.join_decodes and can_join
+    if model.has_states and config.kv_events_endpoint is not None:
+        raise ConfigError(
+            f"--kv-events-endpoint needs the prefix cache, which {model.architecture} does not have: its "
+            "layers of linear attention keep one state of a request, not pages; leave it out"
+        )
     mixed_tokens = auto_mixed_tokens(join_decodes) if on_cuda else 128
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
@@ -97,7 +102,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         join_decodes=join_decodes,
         output_reserve_tokens=config.output_reserve_tokens,
         memory_fraction=config.memory_fraction,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=config.prefix_cache and not model.has_states,
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
@@ -157,6 +162,13 @@ def auto_mixed_tokens(join_decodes: bool) -> int:
     """The "auto" of `mixed_step_tokens` on cuda. Decodes that do not join their step's prompts read the
     weights a second time in each such step, so fewer and larger steps are better."""
     return 1024 if join_decodes else 2048
+
+
+def _auto_running(model: ModelConfig, on_cuda: bool) -> int:
+    """The "auto" of `max_running_requests`. States of linear attention take 60 to 150 MB a request."""
+    if not on_cuda:
+        return 32
+    return 64 if model.has_states else 256
 
 
 def _auto_graph_tokens(model: ModelConfig, tp: int, max_step_tokens: int) -> int:

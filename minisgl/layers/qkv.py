@@ -45,16 +45,21 @@ def order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor | No
 
     The rotation pairs element i of a head with i + D/2. Families that pair others, or rotate the first
     `rotary_dim` elements only, get theirs moved to these places, in q as in k, which leaves all scores as
-    they are. Elements that are not rotated form the last pairs, whose angles are 0.
+    they are. Elements that are not rotated form the last pairs, whose angles are 0. A gate behind each head's
+    query is left out.
     """
-    size = config.head_dim
+    size, num_kv_heads = config.head_dim, config.num_kv_heads
     head = head_order_for_rotation(config, device)
-    if head is None:
+    if head is None and not config.attention_gate:
         return None
-    num_rotated = config.num_heads + config.num_kv_heads
-    heads = torch.arange(num_rotated, device=device).unsqueeze(1) * size + head
-    values = torch.arange(num_rotated * size, (num_rotated + config.num_kv_heads) * size, device=device)
-    return torch.cat((heads.flatten(), values))
+    if head is None:
+        head = torch.arange(size, device=device)
+    query_size = 2 * size if config.attention_gate else size
+    queries = torch.arange(config.num_heads, device=device) * query_size
+    keys = torch.arange(num_kv_heads, device=device) * size + config.num_heads * query_size
+    heads = torch.cat((queries, keys)).unsqueeze(1) + head
+    values = torch.arange(num_kv_heads * size, device=device) + config.num_heads * query_size
+    return torch.cat((heads.flatten(), values + num_kv_heads * size))
 
 
 def head_order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor | None:

@@ -150,6 +150,10 @@ class ModelConfig:
     keys and values of `head_dim`."""
     kv_sources: tuple[int, ...] = ()
     """The layer whose keys and values each layer reads; empty = each layer reads its own."""
+    projects_by_key_head: bool = False
+    """The projections of linear attention have the rows of each key head together (Qwen3-Next)."""
+    attention_gate: bool = False
+    """Each head's query is followed by a gate, whose sigmoid multiplies the head's output (Qwen3.5)."""
     experts: ExpertsConfig | None = None
     local_rope_layers: frozenset[int] = frozenset()
     """Layers that use `local_rope_theta` without scaling (those of Gemma 3 and OLMo 3 with a window)."""
@@ -233,9 +237,15 @@ class ModelConfig:
         return sum(group.elements_per_token for group in self.kv_groups)
 
     @property
+    def has_states(self) -> bool:
+        """Some layers keep a state of each row instead of keys and values."""
+        return any(isinstance(shape, StateShape) for shape in self.cache_shapes)
+
+    @property
     def layer_weights_per_token(self) -> int:
         """Weights per layer that a token is multiplied by: attention's, and the MLP's or its experts'."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        heads = self.num_heads + self.num_kv_heads + (self.num_heads / 2 if self.attention_gate else 0)
+        attention = round(2 * self.hidden_size * self.head_dim * heads)
         width = self.intermediate_size
         if self.experts is not None:
             width = self.experts.experts_per_token * self.experts.intermediate_size

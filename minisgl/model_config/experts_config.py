@@ -41,6 +41,30 @@ def read_qwen2_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
     return replace(experts, shared_intermediate_size=shared)
 
 
+def read_qwen3_5_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
+    """Read Qwen3.5-MoE's mixture: in every layer, with a shared expert; a token's weights sum to 1."""
+    sizes = {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    always = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _with_shared_expert(sizes | _given(raw) | always, 256)
+
+
+def read_qwen3_next_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
+    """Read Qwen3-Next's mixture, with a shared expert; None = no layer has experts."""
+    sizes = {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    return _with_shared_expert(sizes | _given(raw), 512)
+
+
+def _given(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _with_shared_expert(raw: dict[str, Any], default_experts: int) -> ExpertsConfig | None:
+    experts = _read_qwen_experts(raw, default_experts)
+    if experts is None:
+        return None
+    return replace(experts, shared_intermediate_size=integer(raw, "shared_expert_intermediate_size", 512))
+
+
 def read_qwen3_experts(raw: dict[str, Any]) -> ExpertsConfig | None:
     """Read Qwen3-MoE's mixture; None = no layer has experts."""
     return _read_qwen_experts(raw, 128)

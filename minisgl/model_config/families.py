@@ -12,12 +12,15 @@ from minisgl.model_config.experts_config import (
     read_gpt_oss_experts,
     read_mixtral_experts,
     read_qwen2_experts,
+    read_qwen3_5_experts,
     read_qwen3_experts,
+    read_qwen3_next_experts,
 )
 from minisgl.model_config.gemma4_config import GEMMA_4_KEYS, with_gemma4_settings
 from minisgl.model_config.switches import (
     Complete,
     with_exaone_positions,
+    with_gated_delta,
     with_glm_settings,
     with_granite_multipliers,
     with_query_scaling,
@@ -86,6 +89,8 @@ class Family:
     rotary_share: float | None = None
     """The class reads `partial_rotary_factor`, and this is its default; other classes refuse it."""
     rope_interleaved: bool = False
+    linear_attention: bool = False
+    """`layer_types` may name layers of linear attention; left out, all but every fourth are."""
     reads_no_rope_layers: bool = False
     """The class reads `no_rope_layers`."""
     complete: Complete | None = None
@@ -298,6 +303,38 @@ FAMILIES = {
         qk_norm=True,
         read_experts=read_qwen3_experts,
     ),
+    "Qwen3NextForCausalLM": Family(
+        num_kv_heads=2,
+        head_dim=256,
+        attention_bias=True,
+        qk_norm=True,
+        rotary_share=0.25,
+        linear_attention=True,
+        complete=with_gated_delta,
+        read_experts=read_qwen3_next_experts,
+        reads=("shared_expert_intermediate_size",),
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        num_kv_heads=4,
+        head_dim=256,
+        attention_bias=True,
+        qk_norm=True,
+        rotary_share=0.25,
+        linear_attention=True,
+        complete=with_gated_delta,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        num_kv_heads=2,
+        head_dim=256,
+        attention_bias=True,
+        qk_norm=True,
+        defaults={"intermediate_size": 512},
+        rotary_share=0.25,
+        linear_attention=True,
+        complete=with_gated_delta,
+        read_experts=read_qwen3_5_experts,
+        reads=("shared_expert_intermediate_size",),
+    ),
     "SeedOssForCausalLM": Family(
         num_kv_heads=8,
         head_dim=128,
@@ -324,10 +361,19 @@ MULTIMODAL_CLASSES = {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
     },
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 """Multimodal classes: the class of their text model by the model_type of their `text_config`, the default
 first. The server refuses requests with images, so the vision part is not loaded."""
 TEXT_PREFIX = "language_model."
 """Prefix of the text model's tensor names in multimodal checkpoints ..."""
-OTHER_TEXT_PREFIXES = {"Gemma4ForConditionalGeneration": "model.language_model."}
+OTHER_TEXT_PREFIXES = dict.fromkeys(
+    (
+        "Gemma4ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ),
+    "model.language_model.",
+)
 """... but in these, where it stands for "model."."""

@@ -6,7 +6,7 @@ from minisgl.errors import ModelError
 from minisgl.model_config.families import Family, Windows
 from minisgl.model_config.json_fields import integer, unsupported, whole_number
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def layer_windows(raw: dict[str, Any], family: Family, max_position: int) -> tuple[int, ...]:
@@ -27,7 +27,8 @@ def layer_kinds(raw: dict[str, Any], family: Family) -> list[str]:
 
 
 def _kinds(raw: dict[str, Any], family: Family) -> list[str]:
-    """Each layer's type, "full_attention" or "sliding_attention", as transformers assigns them.
+    """Each layer's type, as transformers assigns them: "full_attention", "sliding_attention" or
+    "linear_attention".
 
     Raises:
         ModelError: `layer_types` has the wrong length, an unknown type, or a type that this class ignores.
@@ -36,9 +37,13 @@ def _kinds(raw: dict[str, Any], family: Family) -> list[str]:
     listed = raw.get("layer_types") or []
     if not isinstance(listed, list) or len(listed) not in (0, num_layers):
         raise ModelError(f"config.json: layer_types must name a type for each of {num_layers} layers")
-    others = sorted({str(kind) for kind in listed} - {FULL, SLIDING})
+    known = (FULL, LINEAR) if family.linear_attention else (FULL, SLIDING)
+    others = sorted({str(kind) for kind in listed} - set(known))
     if others:
-        raise unsupported(f"layer_types {', '.join(others)}; known are {FULL}, {SLIDING}")
+        raise unsupported(f"layer_types {', '.join(others)}; known are {', '.join(known)}")
+    if family.linear_attention:
+        every = integer(raw, "full_attention_interval", 4)
+        return listed or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(num_layers)]
 
     window = raw.get("sliding_window", family.sliding_window)
     used = window is not None and family.windows is not Windows.NONE

@@ -137,6 +137,8 @@ class Quantization:
 
     def _matches(self, patterns: Sequence[str], layer: str) -> bool:
         names = {layer, self.prefix + layer}
+        if self.prefix.startswith("model."):  # behind the layer's own "model."
+            names.add(self.prefix + layer.removeprefix("model."))
         return any(re.fullmatch(pattern, name) for pattern in patterns for name in names)
 
 

@@ -9,6 +9,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.experts.make import AnyExperts
 from minisgl.layers.linear import AnyWeight, FusedLinear, Linear
+from minisgl.layers.linear_attention import LinearAttention
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import Factor, RMSNorm
 from minisgl.layers.weight import PlainWeight
@@ -36,6 +37,8 @@ def tensors_by_name(model: nn.Module, *, is_tied: bool) -> dict[str, Tensor]:
             views[f"model.{path}"] = module.value.detach()
         elif isinstance(module, Attention):
             views |= {f"model.{outer}.{name}": tensor for name, tensor in module.own_tensors().items()}
+        elif isinstance(module, LinearAttention):
+            views |= {f"model.{path}.{name}": tensor for name, tensor in module.part_tensors().items()}
         elif isinstance(module, Embedding | RMSNorm):
             named = module.named_parameters()
             views |= {f"model.{path}.{name}": parameter.detach() for name, parameter in named}
@@ -47,7 +50,7 @@ def finish_loading(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.add_one()
-        elif isinstance(module, AnyWeight | AnyExperts | MoeMLP | SelfAttention):
+        elif isinstance(module, AnyWeight | AnyExperts | LinearAttention | MoeMLP | SelfAttention):
             module.finish_loading()
 
 

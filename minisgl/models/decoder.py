@@ -1,7 +1,8 @@
 """The decoder of the Llama family, also the frame of other blocks (gemma.py, output_norms.py).
 
 Promise: the forward pass is a straight line of tensor operations, without branches on tensor values, so it
-traces as a single graph. The only state is the KV pool in the attention layers' buffers.
+traces as a single graph. The only state is in the attention layers' buffers: the KV pool, and the states of
+linear attention.
 
 T new tokens, N of them that leave the last layer's attention (all by default), M model width, V vocabulary,
 D head dim, P pages, S page size.
@@ -16,13 +17,16 @@ from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.layers.attention import Attention
 from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import Linear
+from minisgl.layers.linear_attention import LinearAttention
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.rotary import make_cos_sin, make_unrotated
 from minisgl.layers.weight import PlainWeight
 from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.kv_groups import StateShape
 from minisgl.model_config.quantization import layer_scheme
 from minisgl.models.checkpoint import finish_loading, tensors_by_name
+from minisgl.models.delta_net import make_linear_attention
 from minisgl.models.self_attention import SelfAttention, make_norm
 
 RunBlock = Callable[..., tuple[Tensor, Tensor]]
@@ -167,9 +171,18 @@ class Decoder(nn.Module):
                 if isinstance(attention, Attention):
                     attention.allocate_kv(pages, page_size, dtype, device)
 
+    def allocate_states(self, max_rows: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Give every layer of linear attention zeroed states of `max_rows` rows, and of padding rows."""
+        for layer in self.state_layers():
+            layer.allocate_states(max_rows + 1, dtype, device)
+
     def attention_layers(self) -> list[Attention]:
-        """The attention of each block, first to last; each owns its layer's k_cache and v_cache."""
+        """The attention of each block that has one, first to last; it owns its k_cache and v_cache."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def state_layers(self) -> list[LinearAttention]:
+        """The linear attention of each block that has one, first to last; it owns its states."""
+        return [module for module in self.modules() if isinstance(module, LinearAttention)]
 
     def expert_layers(self) -> list[MoeMLP]:
         """The mixture-of-experts layers, first to last."""
@@ -197,7 +210,7 @@ def call_block(
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP (or experts), whose outputs may be scaled before they are added."""
+    """Pre-norm attention, or linear attention, and MLP (or experts), whose outputs may be scaled."""
 
     def __init__(
         self, config: ModelConfig, layer: int, attend: Attend, dtype: torch.dtype, device: torch.device
@@ -205,7 +218,11 @@ class Block(nn.Module):
         super().__init__()
         self.residual_scale = config.residual_scale
         self.input_layernorm = make_norm(config, config.hidden_size, dtype, device)
-        self.self_attn = SelfAttention(config, layer, attend, dtype, device)
+        self.self_attn = self.linear_attn = None
+        if config.cache_shapes and isinstance(config.cache_shapes[layer], StateShape):
+            self.linear_attn = make_linear_attention(config, layer, dtype, device)
+        else:
+            self.self_attn = SelfAttention(config, layer, attend, dtype, device)
         self.post_attention_layernorm = make_norm(config, config.hidden_size, dtype, device)
         if config.experts is None or layer in config.experts.dense_layers:
             sizes = (config.hidden_size, config.intermediate_size)
@@ -223,8 +240,10 @@ class Block(nn.Module):
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
         """x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
-        normed, residual = self.input_layernorm.forward_add_as(x, residual, self.self_attn.input_format)
-        x = self._scaled(self.self_attn(normed, positions, cos_sin, inputs))
+        attention = self.linear_attn if self.self_attn is None else self.self_attn
+        assert attention is not None
+        normed, residual = self.input_layernorm.forward_add_as(x, residual, attention.input_format)
+        x = self._scaled(attention(normed, positions, cos_sin, inputs))
         residual, norm = inputs.select_outputs(residual), self.post_attention_layernorm
         if isinstance(self.mlp, MoeMLP):
             slots = inputs.select_outputs(inputs.slot_mapping)

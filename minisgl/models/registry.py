@@ -39,6 +39,9 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "Qwen2MoeForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
     "Qwen3MoeForCausalLM": Decoder,
+    "Qwen3NextForCausalLM": Decoder,
+    "Qwen3_5ForCausalLM": Decoder,
+    "Qwen3_5MoeForCausalLM": Decoder,
     "SeedOssForCausalLM": Decoder,
     "SmolLM3ForCausalLM": Decoder,
 }

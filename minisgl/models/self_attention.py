@@ -24,7 +24,8 @@ def make_norm(config: ModelConfig, width: int, dtype: torch.dtype, device: torch
 class SelfAttention(nn.Module):
     """A layer's attention with its projections: q, k and v in one matrix product, and optional q/k norms.
 
-    The attention normalises each head; a norm of all heads comes before it.
+    The attention normalises each head; a norm of all heads comes before it. With gates, each head's query is
+    followed by a gate, whose sigmoid multiplies the head's output.
     """
 
     order: Tensor | None
@@ -34,7 +35,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.has_gate = config.attention_gate
+        parts = {"q_proj": q_size * (2 if self.has_gate else 1), "k_proj": kv_size, "v_proj": kv_size}
         name = f"model.layers.{layer}.self_attn"
         scheme = layer_scheme(config.quantization, f"{name}.qkv_proj", tuple(parts))
         self.qkv_proj = FusedLinear(
@@ -48,6 +50,7 @@ class SelfAttention(nn.Module):
         self.register_buffer("order", order_for_rotation(config, device), persistent=False)
         self.head_order = head_order_for_rotation(config, device)
         self.q_size = q_size
+        self.head_dim = config.head_dim
         self.query_scaling = config.query_scaling
         window = config.windows[layer] if config.windows else 0
         self.attention = Attention(
@@ -73,6 +76,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Input, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """[T, M] -> [N, M]."""
         qkv, q_norm, k_norm = self.qkv_proj(x), self.q_norm, self.k_norm
+        gate = None
+        if self.has_gate:
+            gate = qkv[:, : 2 * self.q_size].unflatten(1, (-1, 2, self.head_dim))[:, :, 1]
         if self.norms_all_heads and q_norm is not None and k_norm is not None:
             qkv, q_norm, k_norm = norm_all_heads(qkv, q_norm, k_norm), None, None
         if self.order is not None:
@@ -80,7 +86,10 @@ class SelfAttention(nn.Module):
         if self.query_scaling is not None:
             qkv = scale_queries(qkv, positions, self.q_size, self.query_scaling)
         out = self.attention(qkv, positions, cos_sin, inputs, q_norm, k_norm)
-        return self.o_proj(inputs.select_outputs(out))
+        out = inputs.select_outputs(out)
+        if gate is not None:
+            out = out * torch.sigmoid(inputs.select_outputs(gate)).flatten(1)
+        return self.o_proj(out)
 
     def finish_loading(self) -> None:
         """Called once, after the checkpoint is loaded: norms of a head get the order of its elements."""

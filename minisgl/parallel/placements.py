@@ -64,6 +64,9 @@ PLANS: dict[str, dict[str, Split]] = {
     "Qwen2MoeForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "Qwen3MoeForCausalLM": DECODER,
+    "Qwen3NextForCausalLM": DECODER,
+    "Qwen3_5ForCausalLM": DECODER,
+    "Qwen3_5MoeForCausalLM": DECODER,
     "SeedOssForCausalLM": DECODER,
     "SmolLM3ForCausalLM": DECODER,
 }

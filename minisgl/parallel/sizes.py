@@ -80,8 +80,8 @@ def _uneven(model: ModelConfig, tp: int) -> str | None:
     if kv_heads % tp and tp % kv_heads:
         return f"{kv_heads} KV heads"
     for shape in model.cache_shapes:
-        if isinstance(shape, StateShape) and (shape.num_heads % tp or shape.conv_channels % tp):
-            return f"{shape.num_heads} heads and {shape.conv_channels} channels of linear attention"
+        if isinstance(shape, StateShape) and tp > 1:
+            return f"{shape.num_heads} heads of linear attention (--tp is not implemented for them)"
         if shape.num_heads % tp and tp % shape.num_heads:
             return f"{shape.num_heads} KV heads"
     if (experts is None or experts.dense_layers) and model.intermediate_size % tp:

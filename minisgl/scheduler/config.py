@@ -18,4 +18,7 @@ class SchedulerConfig:
     output_reserve_tokens: int = 64
     """Tokens that an admission reserves for the output of each running request. An estimate: reserving the
     whole max_tokens would leave most of the pool idle. Preemption handles longer outputs."""
+    chunk_multiple: int = 1
+    """A prompt is cut behind a multiple of this many tokens, where the step has room for one (linear
+    attention computes chunks of its own)."""
     eos_token_ids: tuple[int, ...] = ()

@@ -25,8 +25,10 @@ class PromptPlanner:
         prompt_logprobs: PromptLogprobs,
         stats: SchedulerStats,
         journal: Journal,
+        chunk_multiple: int = 1,
     ) -> None:
         self._chunk_tokens = chunk_tokens
+        self._chunk_multiple = chunk_multiple
         self._holdings = holdings
         self._waiting = waiting
         self._shares = shares
@@ -103,7 +105,12 @@ class PromptPlanner:
         num_tokens = min(budget, self._chunk_tokens, len(request.feed) - start, capacity_tokens - start)
         if num_tokens <= 0:
             return None
-        end = self._holdings.end_of_chunk(request, start + num_tokens)
+        end = start + num_tokens
+        if end < len(request.feed):
+            # So results depend less on how a prompt is cut; a step with less room than that cuts anywhere.
+            whole = end // self._chunk_multiple * self._chunk_multiple
+            end = whole if whole > start else end
+        end = self._holdings.end_of_chunk(request, end)
         samples = end == len(request.feed)
         request.move_to(RequestState.DECODE if samples else RequestState.PREFILL)
         grown = self._holdings.grow(request, end)

@@ -74,6 +74,7 @@ class Scheduler:
             self._prompt_logprobs,
             self.stats,
             self.journal,
+            config.chunk_multiple,
         )
         self.grammars = Grammars(config.vocab_size)
         self._num_plans = 0

@@ -81,8 +81,9 @@ def our_trace(engine: Engine, tokens: list[int], kept: np.ndarray) -> Trace:
     with Recorder(kept) as recorder:
         recorder.watch_input(layers[0], Place(0, EMBEDDING))
         for index, layer in enumerate(layers):
-            recorder.watch_input(layer.self_attn, Place(index, ATTENTION_INPUT))
-            recorder.watch_output(layer.self_attn, Place(index, ATTENTION))
+            attention = getattr(layer, "self_attn", None) or layer.linear_attn
+            recorder.watch_input(attention, Place(index, ATTENTION_INPUT))
+            recorder.watch_output(attention, Place(index, ATTENTION))
             if not isinstance(layer.mlp, MoeMLP):  # whose `forward_add` includes the norm before it
                 recorder.watch_input(layer.mlp, Place(index, MLP_INPUT))
                 recorder.watch_output(layer.mlp, Place(index, MLP))

@@ -124,8 +124,9 @@ def _trace(model: Any, sequence: Tokens, device: str) -> Trace:
     with Recorder(sequence.kept) as recorder:
         recorder.watch_input(layers[0], Place(0, EMBEDDING))
         for index, layer in enumerate(layers):
-            recorder.watch_input(layer.self_attn, Place(index, ATTENTION_INPUT))
-            recorder.watch_output(layer.self_attn, Place(index, ATTENTION))
+            attention = getattr(layer, "self_attn", None) or layer.linear_attn
+            recorder.watch_input(attention, Place(index, ATTENTION_INPUT))
+            recorder.watch_output(attention, Place(index, ATTENTION))
             recorder.watch_input(layer.mlp, Place(index, MLP_INPUT))
             recorder.watch_output(layer.mlp, Place(index, MLP))
             recorder.watch_output(layer, Place(index, OUTPUT))

@@ -30,6 +30,14 @@ DTYPES = FLOAT_DTYPES | {
 SCALE_DTYPES = FLOAT_DTYPES.keys() | {"F8_E8M0"}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that some checkpoints (Phi-3's) store fused, with the parts' rows one after the other."""
+PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors that some checkpoints (Qwen3.5's) store for all experts: [experts, rows, columns]."""
+SKIPPED = {
+    "Qwen3NextForCausalLM": ("mtp.",),
+    "Qwen3_5ForCausalLM": ("mtp.", "model.visual."),
+    "Qwen3_5MoeForCausalLM": ("mtp.", "model.visual."),
+}
+"""Beginnings of names that are not loaded: layers that draft further tokens, and what sees."""
 SCALE = "scale"
 """Is part of the name of every scale in a checkpoint."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
@@ -94,9 +102,22 @@ def parts_of_each(stored: Iterable[str], targets: dict[str, Tensor]) -> dict[str
         layer, _, kind = name.rpartition(".")
         outer, _, leaf = layer.rpartition(".")
         members = [f"{outer}.{part}.{kind}" for part in FUSED.get(leaf, ())]
+        if kind in PACKED and leaf == "experts":
+            members = _of_all_experts(layer, PACKED[kind], parts)
         if members and name not in parts and all(member in parts for member in members):
             parts[name] = [parts.pop(member)[0] for member in members]
     return parts
+
+
+def _of_all_experts(module: str, names: Collection[str], parts: Collection[str]) -> list[str]:
+    """The names of these tensors of every expert of a mixture, expert after expert."""
+    members: list[str] = []
+    for expert in range(len(parts)):
+        own = [f"{module}.{expert}.{name}.weight" for name in names]
+        if own[0] not in parts:
+            break
+        members += own
+    return members
 
 
 def check_fit(
@@ -120,6 +141,8 @@ def check_fit(
     shapes, kinds, fitting = [], [], {}
     for name in common:
         found = stored[name]
+        if name.rpartition(".")[2] in PACKED and len(found.shape) > parts[name][0].dim() == 2:
+            found = found._replace(shape=[found.shape[0] * found.shape[1], found.shape[2]])
         needed = [sum(part.shape[0] for part in parts[name]), *parts[name][0].shape[1:]]
         same = found.shape in (needed, _without_pairs(needed))
         if SCALE in name.rpartition(".")[2]:
@@ -171,6 +194,8 @@ def _ignorable(name: str, config: ModelConfig) -> bool:
     quantization = config.quantization
     if name.endswith(SHAPE) and quantization is not None and isinstance(quantization.scheme, Int4Scheme):
         return quantization.includes(name.removesuffix(SHAPE))
+    if name.startswith(SKIPPED.get(config.architecture, ())):
+        return True
     after_the_last = range(config.num_layers, config.num_layers + config.mtp_layers)
     if name.startswith(tuple(f"model.layers.{layer}." for layer in after_the_last)):
         return True  # of multi-token prediction

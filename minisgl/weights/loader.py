@@ -42,7 +42,7 @@ READERS = {"cuda": 8, "cpu": 2}
 PIECE_BYTES = 16 << 20
 INDEX = "model.safetensors.index.json"
 VISION_PREFIXES = (
-    *("vision_tower.", "multi_modal_projector."),
+    *("vision_tower.", "multi_modal_projector.", "model.visual."),
     *("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
 

@@ -36,6 +36,16 @@ MIXTURE = MODEL | {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+DELTA = MODEL | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 
 
 def joining(
@@ -102,9 +112,10 @@ def tokens_alone(engine: Engine, requests: list[AddRequest]) -> list[list[int]]:
         (True, "torch", MODEL, True),
         (True, "triton", MODEL, True),
         (True, "torch", MIXTURE, True),
+        (True, "torch", DELTA, True),
         (True, "torch", MODEL, False),
     ],
-    ids=["serial", "overlap", "triton", "mixture", "apart"],
+    ids=["serial", "overlap", "triton", "mixture", "linear attention", "apart"],
 )
 @pytest.mark.parametrize("num_pages", [200, 24], ids=["roomy", "preempting"])
 def test_a_request_gets_the_tokens_that_it_gets_alone(

@@ -33,6 +33,24 @@ def rope(kind: str, **others: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **others}}
 
 
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    # Tokens whose heads of linear attention put out nearly nothing are magnified by their norm: with larger
+    # weights, transformers in float32 is further than the tolerance from itself in float64.
+    "initializer_range": 0.05,
+}
+DELTA_EXPERTS = DELTA | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_groups_of_1": ("llama", heads(6, 6)),
     "llama_groups_of_3_tied": ("llama", heads(6, 2, tie_word_embeddings=True, rms_norm_eps=0.03)),
@@ -438,6 +456,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_parameters=LONGROPE | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
         ),
     ),
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_every_fourth_tied_bias": (
+        "qwen3_5_text",
+        DELTA
+        | {"num_hidden_layers": 4, "layer_types": None, "linear_value_head_dim": 16}
+        | {"tie_word_embeddings": True, "attention_bias": True, "initializer_range": 0.04},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
+    "qwen3_next": ("qwen3_next", DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 BY_FLAG = {
     "gemma4_dense_untied",

@@ -19,6 +19,7 @@ from minisgl.engine.inputs import PrefillBatch, Stager
 from minisgl.engine.logits import LogitTables
 from minisgl.engine.rows import Rows
 from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
+from minisgl.layers.attention import Attention
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
 from triton_kernels.launch import align_down, align_up
@@ -131,9 +132,10 @@ def run_distinct_blocks(model: Decoder) -> RunBlock:
     The last block always runs, because most of it computes fewer tokens of a prompt.
     """
     first: dict[object, nn.Module] = {}
-    for block, attention in zip(model.layers, model.attention_layers(), strict=True):
+    for block in model.layers:
         shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
-        first.setdefault((attention.window, shapes, block is model.layers[-1]), block)
+        windows = tuple(module.window for module in block.modules() if isinstance(module, Attention))
+        first.setdefault((windows, shapes, block is model.layers[-1]), block)
     distinct = set(first.values())
 
     def run_block(block: nn.Module, x: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.start.device import free_host_bytes, keep_freed_memory, peak_host_bytes
 from minisgl.engine.start.memory import (
     MemoryBudget,
+    check_states_fit,
     check_weights_fit,
     estimate_activation_bytes,
     graph_reserve_bytes,
@@ -62,6 +63,7 @@ from minisgl.scheduler.scheduler import Scheduler
 from minisgl.weights.dummy import DUMMY_SEED, fill_dummy
 from minisgl.weights.loader import load_weights
 from triton_kernels.e4m3 import FP8
+from triton_kernels.gated_delta import CHUNK as STATE_CHUNK
 
 if TYPE_CHECKING:
     from minisgl.engine.ranks.follower_link import FollowerLink
@@ -223,7 +225,9 @@ def _assemble(
     pages = HostPageTable(rows.max_rows, pages_per_row, page_size, num_groups)
     planner = AttentionPlanner(attention, pages)
     tables_bytes = module_bytes(rows) + attention.num_bytes
-    budget = _plan_memory(config, model_config, model, rows, planner, tables_bytes, hardware)
+    weights_bytes = module_bytes(model)
+    model.allocate_states(rows.max_rows, hardware.dtype, device)
+    budget = _plan_memory(config, model_config, model, rows, planner, weights_bytes, tables_bytes, hardware)
     if ranks is not None:
         parts = [part._replace(num_pages=ranks.minimum(part.num_pages)) for part in budget.parts]
         budget = replace(budget, parts=tuple(parts))
@@ -308,7 +312,9 @@ def _allocate_model(
         dtype=hardware.dtype,
         tp=config.tp,
     )
-    check_weights_fit(module_bytes(build(device=torch.device("meta"))), hardware.available_bytes, config)
+    weights_bytes = module_bytes(build(device=torch.device("meta")))
+    check_weights_fit(weights_bytes, hardware.available_bytes, config)
+    check_states_fit(model_config, config, weights_bytes, hardware.available_bytes)
     model = build(device=hardware.device)
     model.requires_grad_(False)
     return model
@@ -372,6 +378,7 @@ def _plan_memory(
     model: Decoder,
     rows: Rows,
     planner: AttentionPlanner,
+    weights_bytes: int,
     tables_bytes: int,
     hardware: _Hardware,
 ) -> MemoryBudget:
@@ -387,7 +394,7 @@ def _plan_memory(
         model_config,
         config,
         available_bytes=hardware.available_bytes,
-        weights_bytes=module_bytes(model),
+        weights_bytes=weights_bytes,
         activation_bytes=peaks.prefill_bytes,
         tables_bytes=tables_bytes,
         reserve_bytes=reserve_bytes,
@@ -430,5 +437,6 @@ def _make_scheduler(config: ResolvedConfig, model_config: ModelConfig, kv_cache:
         vocab_size=model_config.vocab_size,
         output_reserve_tokens=config.output_reserve_tokens,
         eos_token_ids=model_config.eos_token_ids,
+        chunk_multiple=STATE_CHUNK if model_config.has_states else 1,
     )
     return Scheduler(limits, kv_cache)

@@ -46,6 +46,8 @@ class MemoryBudget:
     activation_bytes: int
     """Peak of the largest prefill step, without weights."""
     tables_bytes: int
+    states_bytes: int = 0
+    """The states of all rows, in layers of linear attention."""
     reserve_bytes: int
     """Reserve for recorded graphs, for steps with penalties or log probabilities, and for libraries."""
     parts: tuple[PoolPart, ...]
@@ -70,7 +72,8 @@ class MemoryBudget:
         return (
             f"weights {self.weights_bytes / GIB:.2f} GiB, KV pool {self.pool_bytes / GIB:.2f} GiB "
             f"({describe_parts(self.parts)}), activations {self.activation_bytes / GIB:.2f} GiB, "
-            f"tables {self.tables_bytes / MIB:.1f} MiB, reserve {self.reserve_bytes / GIB:.2f} GiB "
+            f"tables {self.tables_bytes / MIB:.1f} MiB, states {self.states_bytes / GIB:.2f} GiB, "
+            f"reserve {self.reserve_bytes / GIB:.2f} GiB "
             f"of {self.available_bytes / GIB:.2f} GiB"
         )
 
@@ -102,6 +105,30 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: Resolved
             f"the weights take {weights_bytes / GIB:.2f} GiB in {config.dtype}, but the engine may use "
             f"{available_bytes / GIB:.2f} GiB; use a smaller model or dtype, or raise --memory-fraction "
             f"({config.memory_fraction})"
+        )
+
+
+def states_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """Bytes of the states of all rows, and of padding rows; 0 for models without linear attention."""
+    each = sum(group.state_bytes(DTYPE_BYTES[config.dtype]) for group in model.kv_groups)
+    return (config.max_running_requests + 1) * each
+
+
+def check_states_fit(
+    model: ModelConfig, config: ResolvedConfig, weights_bytes: int, available_bytes: int
+) -> None:
+    """Refuse more rows than there is memory for their states, before anything is allocated.
+
+    Raises:
+        ConfigError: the weights and the states take more than the engine may use.
+    """
+    needed = states_bytes(model, config)
+    if needed and weights_bytes + needed > available_bytes:
+        fitting = (available_bytes - weights_bytes) * (config.max_running_requests + 1) // needed - 1
+        raise ConfigError(
+            f"the states of {config.max_running_requests} requests take {needed / GIB:.2f} GiB beside "
+            f"{weights_bytes / GIB:.2f} GiB of weights, but the engine may use {available_bytes / GIB:.2f} "
+            f"GiB; lower --max-running-requests, below {max(fitting, 1)}"
         )
 
 
@@ -174,7 +201,8 @@ def plan_memory(
     windows = [group.window for group in groups]
     page_bytes = [group.elements_per_token * config.page_size * element_bytes for group in groups]
     limits = pool_limits(config)
-    free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes
+    of_states = states_bytes(model, config)
+    free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes - of_states
     if config.num_pages is not None:
         num_pages = pages_beside(config.num_pages, page_bytes, windows, limits)
         needed_bytes = sum(pages * size for pages, size in zip(num_pages, page_bytes, strict=True))
@@ -209,6 +237,7 @@ def plan_memory(
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
         tables_bytes=tables_bytes,
+        states_bytes=of_states,
         reserve_bytes=reserve_bytes,
         parts=parts,
     )
