@@ -38,7 +38,8 @@ ENGINE = """
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --keep-window-pages --no-keep-window-pages --kv-dtype
     --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic
-    --prefix-cache --profile-dir --quantization --revision --strict-compile --tokenizer --tp
+    --prefix-cache --profile-dir --quantization --revision
+    --state-cache-memory --strict-compile --tokenizer --tp
 """
 SAMPLING = """
     --allowed-token-ids --bad-words --choice --ebnf --json-schema --regex

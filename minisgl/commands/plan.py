@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
+from minisgl.config import GIB, MIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
 from minisgl.engine.rows import Rows
 from minisgl.engine.start.memory import (
     MemoryBudget,
@@ -179,12 +179,17 @@ def describe(capacity: Capacity, model: str, gpu: str) -> str:
         ("activations", budget.activation_bytes, f"estimated, {config.max_step_tokens} tokens a step"),
         ("tables", budget.tables_bytes, f"{config.max_running_requests} rows"),
         ("states", budget.states_bytes, f"{config.max_running_requests} rows of linear attention"),
+        (
+            "snapshots",
+            budget.num_snapshots * budget.snapshot_bytes,
+            f"{budget.num_snapshots} of {budget.snapshot_bytes / MIB:.1f} MiB, for prefix hits",
+        ),
         ("reserve", budget.reserve_bytes, "CUDA graphs, penalties, log probabilities, libraries"),
         ("KV pool", budget.pool_bytes, _tokens_of(budget.parts[0], config)),
         *(("", 0, _tokens_of(part, config)) for part in budget.parts[1:]),
     ]
     if not budget.states_bytes:
-        parts = [part for part in parts if part[0] != "states"]
+        parts = [part for part in parts if part[0] not in ("states", "snapshots")]
     unused = budget.available_bytes - sum(size for _, size, _ in parts)
     parts.append(("unused", unused, "more than the requests below can use" if unused > GIB else ""))
     each = f"each of {config.tp} " if config.tp > 1 else ""

@@ -34,7 +34,8 @@ class EngineConfig:
     max_context_tokens: int | None = None
     """Longest prompt + output of a request, in tokens. Auto: the model's own limit."""
     max_running_requests: int | None = None
-    """Requests that decode together (rows of the device tables). Auto: 256 on cuda, 32 on cpu."""
+    """Requests that decode together (rows of the device tables). Auto: 256 on cuda, or 64
+    for models with linear attention, whose states take 60 to 150 MB each; 32 on cpu."""
     max_step_tokens: int | None = None
     """Most new tokens of one step, prompt chunks and decodes together. Auto: 8192 on cuda, 512 on cpu."""
     chunk_tokens: int | None = None
@@ -53,6 +54,10 @@ class EngineConfig:
     """Layers with a sliding window keep the pages of all tokens, as other layers do, instead of giving them
     back as the window moves on. Always so with flashinfer's and TensorRT-LLM's attention, and with
     kv_events_endpoint."""
+    state_cache_memory: float | None = None
+    """GiB for snapshots of the states of linear attention, from which prefix hits go on; 0 = no hits. Only
+    for models that have such layers (Qwen3.5). Auto: a fifth of what is free for the KV pool, and at most two
+    snapshots for each of max_running_requests."""
     join_decodes: bool = True
     """Run decodes and prompts of a step as one batch, if times measured at start-up show that this is faster
     than one after the other. Only if both have CUDA graphs, with the attention backend triton."""
@@ -136,6 +141,8 @@ class ResolvedConfig:
     num_pages: int | None
     """None = as many as fit, found by a memory profile."""
     keep_window_pages: bool
+    state_cache_memory: float | None
+    """GiB; None = a share of what a memory profile finds."""
     join_decodes: bool
     output_reserve_tokens: int
     memory_fraction: float

@@ -65,6 +65,8 @@ def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:
         "between 0.1 and 0.98",
         config.memory_fraction,
     )
+    snapshots = config.state_cache_memory
+    require(snapshots is None or snapshots >= 0, "state_cache_memory", "0 or more, in GiB", snapshots)
     _check_attention(config)
     if config.max_graph_batch == 0 and config.compile_mode in ("layers", "full"):
         raise ConfigError(

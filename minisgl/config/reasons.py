@@ -44,9 +44,6 @@ def chosen_settings(
         asked = getattr(config, name) is not None
         why = "asked for" if asked else reason
         choices.append(ChosenSetting("--" + name.replace("_", "-"), str(getattr(resolved, name)), why))
-    if model.has_states and config.prefix_cache:
-        why = "layers of linear attention keep one state of a request, which no other can begin with"
-        choices.append(ChosenSetting("--no-prefix-cache", "on", why))
     if model.quantization is not None:
         value = resolved.quantization or "as stored"
         choices.append(ChosenSetting("--quantization", value, model.quantization.describe()))

@@ -75,11 +75,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
     max_graph_tokens = or_auto(config.max_graph_tokens, auto_graph_tokens)
     can_join = max_graph_batch > 0 and max_graph_tokens > 0 and max_running > 1 and {*attention} == {TRITON}
     join_decodes = config.join_decodes and can_join
-    if model.has_states and config.kv_events_endpoint is not None:
-        raise ConfigError(
-            f"--kv-events-endpoint needs the prefix cache, which {model.architecture} does not have: its "
-            "layers of linear attention keep one state of a request, not pages; leave it out"
-        )
+    _check_states(config, model)
     mixed_tokens = auto_mixed_tokens(join_decodes) if on_cuda else 128
     compile_mode = config.compile_mode or ("layers" if can_record and max_graph_batch else "off")
     resolved = ResolvedConfig(
@@ -99,10 +95,11 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         page_size=config.page_size,
         num_pages=config.num_pages,
         keep_window_pages=must_keep_windows(config, attention),
+        state_cache_memory=config.state_cache_memory,
         join_decodes=join_decodes,
         output_reserve_tokens=config.output_reserve_tokens,
         memory_fraction=config.memory_fraction,
-        prefix_cache=config.prefix_cache and not model.has_states,
+        prefix_cache=config.prefix_cache,
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
         max_graph_batch=max_graph_batch,
@@ -162,6 +159,24 @@ def auto_mixed_tokens(join_decodes: bool) -> int:
     """The "auto" of `mixed_step_tokens` on cuda. Decodes that do not join their step's prompts read the
     weights a second time in each such step, so fewer and larger steps are better."""
     return 1024 if join_decodes else 2048
+
+
+def _check_states(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse what does not go with the states of linear attention, or is only for them.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if model.has_states and config.kv_events_endpoint is not None:
+        raise ConfigError(
+            f"--kv-events-endpoint can't tell what a prompt finds in the cache of {model.architecture}: hits "
+            "need snapshots of its linear attention; leave it out"
+        )
+    if config.state_cache_memory is not None and not model.has_states:
+        raise ConfigError(
+            f"--state-cache-memory is for models with linear attention, and {model.architecture} has none; "
+            "leave it out"
+        )
 
 
 def _auto_running(model: ModelConfig, on_cuda: bool) -> int:

@@ -34,6 +34,7 @@ from minisgl.engine.steps import (
     prefill_logits,
     prefill_step,
 )
+from minisgl.layers.state_pool import StatePool
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks
 
@@ -79,8 +80,10 @@ class ModelRunner:
         stager: Stager,
         device: torch.device,
         recorded: RecordedSteps,
+        states: StatePool | None = None,
     ) -> None:
         self.model = model
+        self._states = states
         self.rows = rows
         self._device = device
         self.pages = pages
@@ -121,6 +124,9 @@ class ModelRunner:
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
             self.rows.page_entries.index_copy_(0, index.long(), page_ids)
+        if self._states is not None:
+            self._states.save(plan.state_copies.saves)
+            self._states.load(plan.state_copies.loads)
         choice = self._choose_prefill(plan)
         batches: list[HostTokens | UnsampledRows] = []
         prompt_logprobs = None

@@ -22,8 +22,8 @@ from triton_kernels.gated_delta_prefill import gated_delta_prefill
 class LinearAttention(nn.Module):
     """One layer. Buffers: conv_state [B, 4, C] and recurrent_state, float32 [B, V, D, E].
 
-    They are empty (B = 0) until `allocate_states`. A row's states lie in the line of its row id; the last
-    line is for padding rows.
+    They are empty until `use_states`. A row's states lie in the line of its row id; the last line is for
+    padding rows.
 
     Args:
         eps: of the norm.
@@ -77,12 +77,9 @@ class LinearAttention(nn.Module):
         """What `forward` takes beside plain rows."""
         return self.in_proj.input_format if self.gates_proj is None else InputFormat.PLAIN
 
-    def allocate_states(self, num_lines: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Replace the states by zeroed ones of `num_lines` rows, the last of which is for padding."""
-        shape = self.shape
-        self.conv_state = torch.zeros(num_lines, TAPS, shape.conv_channels, dtype=dtype, device=device)
-        sizes = (num_lines, shape.num_heads, shape.key_dim, shape.value_dim)
-        self.recurrent_state = torch.zeros(sizes, dtype=torch.float32, device=device)
+    def use_states(self, conv_state: Tensor, recurrent_state: Tensor) -> None:
+        """Take these as the buffers."""
+        self.conv_state, self.recurrent_state = conv_state, recurrent_state
 
     def forward(self, x: Input, positions: Tensor, cos_sin: Tensor, inputs: AttentionInputs) -> Tensor:
         """[T, M] -> [N, M]. It has no use for positions and angles, which attention takes."""

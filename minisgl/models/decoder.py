@@ -21,6 +21,7 @@ from minisgl.layers.linear_attention import LinearAttention
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.rotary import make_cos_sin, make_unrotated
+from minisgl.layers.state_pool import StatePool
 from minisgl.layers.weight import PlainWeight
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.kv_groups import StateShape
@@ -171,10 +172,12 @@ class Decoder(nn.Module):
                 if isinstance(attention, Attention):
                     attention.allocate_kv(pages, page_size, dtype, device)
 
-    def allocate_states(self, max_rows: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Give every layer of linear attention zeroed states of `max_rows` rows, and of padding rows."""
-        for layer in self.state_layers():
-            layer.allocate_states(max_rows + 1, dtype, device)
+    def allocate_states(
+        self, max_rows: int, num_snapshots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> StatePool | None:
+        """Give the layers of linear attention zeroed states. Returns their pool; None = there are none."""
+        layers = self.state_layers()
+        return StatePool(layers, max_rows, num_snapshots, dtype, device) if layers else None
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each block that has one, first to last; it owns its k_cache and v_cache."""

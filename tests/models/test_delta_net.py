@@ -20,11 +20,12 @@ from tiny_models import (
     random_model_that_sees,
 )
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from minisgl.config import EngineConfig
+from minisgl.config import GIB, EngineConfig
 from minisgl.engine.engine import Engine
-from minisgl.engine.start.build import build_engine, reasons_for_settings, resolve_for_folder
-from minisgl.engine.start.memory import check_states_fit, states_bytes
+from minisgl.engine.start.build import build_engine, resolve_for_folder
+from minisgl.engine.start.memory import check_states_fit, row_state_bytes, states_bytes
 from minisgl.errors import ConfigError, ModelError
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
@@ -112,10 +113,10 @@ def engine_for(folder: Path, **settings: Any) -> Engine:
     return build_engine(config, folder, lambda name, duration_ms: None)
 
 
-def serve(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+def serve(engine: Engine, prompts: list[list[int]], max_tokens: int = 9) -> list[list[int]]:
     """The greedy tokens of all prompts, which come at once."""
     got: list[list[int]] = [[] for _ in prompts]
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add(AddRequest(index, np.asarray(prompt, dtype="<i4").tobytes(), params))
     while engine.has_work:
@@ -151,8 +152,58 @@ def test_answers_do_not_depend_on_company_chunks_or_preemption(family: str, tmp_
     assert serve(together, prompts) == expected
     status = together.status(0)
     assert status.num_preemptions > 0
-    assert status.num_cached_tokens == 0, "a state can't be taken from another request"
+    assert status.num_cached_tokens > 0
     together.close()
+
+
+@pytest.mark.parametrize("snapshots", [40, 3])
+def test_prompts_go_on_from_snapshots_wherever_there_are_some(snapshots: int, tmp_path: Path) -> None:
+    """Texts that branch everywhere, asked again and again, with snapshots for all places or for few."""
+    random_model(family="qwen3_5_text", **DELTA).save_pretrained(tmp_path)
+    source = random.Random(6)
+    text = source.choices(range(VOCAB_SIZE), k=90)
+    prompts = [text[:length] + source.choices(range(VOCAB_SIZE), k=3) for length in range(1, 90, 4)]
+    prompts += [text[:length] for length in range(2, 90, 7)]
+    source.shuffle(prompts)
+    alone = engine_for(tmp_path, num_pages=40, prefix_cache=False)
+    expected = [serve(alone, [prompt])[0] for prompt in prompts]
+    assert alone.status(0).num_cached_tokens == 0
+    alone.close()
+    model = read_model_config(tmp_path)
+    asked = {**SETTINGS, "num_pages": 300, "page_size": 4, "max_running_requests": 6, "overlap": True}
+    each = row_state_bytes(model, resolve_for_folder(EngineConfig(model=str(tmp_path), **asked), tmp_path))
+    engine = engine_for(tmp_path, **asked, state_cache_memory=(snapshots + 0.5) * each / GIB)
+    hits = []
+    for begin in [*range(0, len(prompts), 5)] * 2:
+        before = engine.status(0).num_cached_tokens
+        assert serve(engine, prompts[begin : begin + 5]) == expected[begin : begin + 5]
+        hits.append(engine.status(0).num_cached_tokens - before)
+    if snapshots == 40:
+        assert sum(hits[len(hits) // 2 :]) > 0.5 * sum(map(len, prompts))
+    assert sum(hits) > 0
+    engine.close()
+
+
+def test_a_conversation_goes_on_from_its_own_answer(tmp_path: Path) -> None:
+    theirs = random_model(family="qwen3_5_text", **DELTA)
+    theirs.save_pretrained(tmp_path)
+    engine = engine_for(tmp_path, num_pages=100, page_size=4)
+    prompt = list(range(30))
+    for _ in range(4):
+        (answer,) = serve(engine, [prompt], 30)
+        assert answer == greedy(theirs, prompt, 30)
+        cached = engine.status(0).num_cached_tokens
+        prompt = prompt + answer + [5, 6, 7]
+        serve(engine, [prompt], 1)
+        assert engine.status(0).num_cached_tokens - cached >= len(prompt) - 3 - 16, "less than an answer"
+    engine.close()
+
+
+def greedy(theirs: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_of(theirs, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def test_prompts_are_cut_behind_multiples_of_the_kernels_chunk(tmp_path: Path) -> None:
@@ -168,25 +219,26 @@ def test_prompts_are_cut_behind_multiples_of_the_kernels_chunk(tmp_path: Path) -
     engine.runner.launch = noted
     serve(engine, [list(range(90)) + list(range(90)) + list(range(30))])
     engine.close()
-    assert ends == [64, 128, 210]
+    assert ends == [64, 128, 208, 210], "the last page's end is where a snapshot is taken"
 
 
 def test_what_a_model_with_states_can_not_have_is_refused_or_left_out_by_name(tmp_path: Path) -> None:
     random_model(family="qwen3_5_text", **DELTA).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="4 heads of linear attention"):
         engine_for(tmp_path, tp=2)
-    with pytest.raises(ConfigError, match="--kv-events-endpoint needs the prefix cache, which Qwen3_5"):
+    with pytest.raises(
+        ConfigError, match="--kv-events-endpoint can't tell what a prompt finds in the cache of Qwen3_5"
+    ):
         engine_for(tmp_path, kv_events_endpoint="tcp://127.0.0.1:0")
     asked = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32")
-    reasons = reasons_for_settings(asked, resolve_for_folder(asked, tmp_path), tmp_path)
-    (cache,) = [one for one in reasons if one.flag == "--no-prefix-cache"]
-    assert "linear attention" in cache.why
     resolved, model = resolve_for_folder(asked, tmp_path), read_model_config(tmp_path)
     needed = states_bytes(model, resolved)
     assert needed == 33 * 2 * (4 * 4 * 16 * 32 + 4 * 192 * 4)
     check_states_fit(model, resolved, 100, needed + 100)
     with pytest.raises(ConfigError, match=r"the states of 32 requests .* --max-running-requests, below 15"):
         check_states_fit(model, resolved, 100, needed // 2 + 100)
+    with pytest.raises(ConfigError, match="--state-cache-memory 900 leaves nothing"):
+        engine_for(tmp_path, state_cache_memory=900.0)
     config = json.loads((tmp_path / "config.json").read_text())
     for change in (
         {"linear_conv_kernel_dim": 3},

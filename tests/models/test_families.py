@@ -43,7 +43,7 @@ FIRST_OF_A_FAMILY = list({family: name for name, (family, _) in reversed(VARIANT
 
 
 STATEFUL = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""They have no prefix cache; test_delta_net.py serves them."""
+"""Hits need a snapshot of their states; test_delta_net.py serves them."""
 
 
 class Pair(NamedTuple):

@@ -110,10 +110,9 @@ class PagedRunner:
         for attention in model.attention_layers():
             attention.k_cache.fill_(float("nan"))
             attention.v_cache.fill_(float("nan"))
-        model.allocate_states(num_rows, torch.float32, "cpu")
-        for layer in model.state_layers():
-            layer.conv_state.fill_(float("nan"))
-            layer.recurrent_state.fill_(float("nan"))
+        states = model.allocate_states(num_rows, 0, torch.float32, "cpu")
+        for state in states.tensors if states is not None else ():
+            state.fill_(float("nan"))
         pages = random.Random(seed).sample(range(num_pages), num_rows * pages_per_row)
         self.page_table = torch.tensor(pages, dtype=torch.int32).view(num_rows, pages_per_row)
         self.lengths = [0] * num_rows

@@ -226,7 +226,8 @@ def _assemble(
     planner = AttentionPlanner(attention, pages)
     tables_bytes = module_bytes(rows) + attention.num_bytes
     weights_bytes = module_bytes(model)
-    model.allocate_states(rows.max_rows, hardware.dtype, device)
+    # Of their final size but for the snapshots, because the memory profile runs steps.
+    model.allocate_states(rows.max_rows, 0, hardware.dtype, device)
     budget = _plan_memory(config, model_config, model, rows, planner, weights_bytes, tables_bytes, hardware)
     if ranks is not None:
         parts = [part._replace(num_pages=ranks.minimum(part.num_pages)) for part in budget.parts]
@@ -234,12 +235,13 @@ def _assemble(
     logger.info("memory: %s", budget.describe())
     num_pages = [part.num_pages for part in budget.parts]
     model.allocate_kv(num_pages if num_groups > 1 else num_pages[0], page_size, hardware.cache_dtype, device)
+    states = model.allocate_states(rows.max_rows, budget.num_snapshots, hardware.dtype, device)
     stages.finish("memory profile and KV pool")
     recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
-    runner = ModelRunner(model, rows, pages, planner, stager, device, recorded)
+    runner = ModelRunner(model, rows, pages, planner, stager, device, recorded, states)
     if ranks is not None:
         runner.allocate_logit_tables()  # later, a rank without memory for them would end the engine
-    kv_cache = _make_cache(config, budget, page_events is not None)
+    kv_cache = _make_cache(config, model_config, budget, page_events is not None)
     scheduler = _make_scheduler(config, model_config, kv_cache)
     return Engine(
         config, scheduler, kv_cache, runner, recorded, cache, ranks, followers, grammars, page_events
@@ -401,8 +403,11 @@ def _plan_memory(
     )
 
 
-def _make_cache(config: ResolvedConfig, budget: MemoryBudget, notes_changes: bool) -> Cache:
-    if len(budget.parts) == 1 and not budget.parts[0].window:
+def _make_cache(
+    config: ResolvedConfig, model_config: ModelConfig, budget: MemoryBudget, notes_changes: bool
+) -> Cache:
+    has_snapshots = model_config.has_states and config.prefix_cache
+    if len(budget.parts) == 1 and not budget.parts[0].window and not has_snapshots:
         return KVCacheManager(
             num_pages=budget.num_pages,
             page_size=config.page_size,
@@ -417,6 +422,7 @@ def _make_cache(config: ResolvedConfig, budget: MemoryBudget, notes_changes: boo
         windows=[WindowGroup(part.window, part.num_pages) for part in budget.parts if part.window],
         prefix_cache=config.prefix_cache,
         tile_tokens=limits.tile_tokens,
+        num_snapshots=budget.num_snapshots if has_snapshots else None,
     )
 
 

@@ -31,6 +31,9 @@ LIBRARY_RESERVE_BYTES = GIB // 2
 GRAPH_BYTES = 24 * MIB
 """Reserve for each recorded graph. Published measurements are 6 to 26 MiB."""
 
+SNAPSHOT_SHARE = 0.2
+"""Most of what is free for the KV pool that snapshots of states get if --state-cache-memory does not say."""
+
 SLICE_BYTES_PER_LOGIT = 12
 """Intermediates of `pack_logprobs` per logit of a slice: two float32, then one beside a flag and what topk
 counts."""
@@ -48,6 +51,9 @@ class MemoryBudget:
     tables_bytes: int
     states_bytes: int = 0
     """The states of all rows, in layers of linear attention."""
+    snapshot_bytes: int = 0
+    """One snapshot of a row's states."""
+    num_snapshots: int = 0
     reserve_bytes: int
     """Reserve for recorded graphs, for steps with penalties or log probabilities, and for libraries."""
     parts: tuple[PoolPart, ...]
@@ -72,10 +78,16 @@ class MemoryBudget:
         return (
             f"weights {self.weights_bytes / GIB:.2f} GiB, KV pool {self.pool_bytes / GIB:.2f} GiB "
             f"({describe_parts(self.parts)}), activations {self.activation_bytes / GIB:.2f} GiB, "
-            f"tables {self.tables_bytes / MIB:.1f} MiB, states {self.states_bytes / GIB:.2f} GiB, "
+            f"tables {self.tables_bytes / MIB:.1f} MiB, {self._describe_states()}"
             f"reserve {self.reserve_bytes / GIB:.2f} GiB "
             f"of {self.available_bytes / GIB:.2f} GiB"
         )
+
+    def _describe_states(self) -> str:
+        if not self.states_bytes:
+            return ""
+        snapshots = f"{self.num_snapshots} snapshots {self.num_snapshots * self.snapshot_bytes / GIB:.2f} GiB"
+        return f"states {self.states_bytes / GIB:.2f} GiB, {snapshots}, "
 
 
 def describe_parts(parts: Sequence[PoolPart]) -> str:
@@ -108,10 +120,34 @@ def check_weights_fit(weights_bytes: int, available_bytes: int, config: Resolved
         )
 
 
+def row_state_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
+    """Bytes of a row's states, and of a snapshot; 0 for models without linear attention."""
+    return sum(group.state_bytes(DTYPE_BYTES[config.dtype]) for group in model.kv_groups)
+
+
 def states_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     """Bytes of the states of all rows, and of padding rows; 0 for models without linear attention."""
-    each = sum(group.state_bytes(DTYPE_BYTES[config.dtype]) for group in model.kv_groups)
-    return (config.max_running_requests + 1) * each
+    return (config.max_running_requests + 1) * row_state_bytes(model, config)
+
+
+def count_snapshots(model: ModelConfig, config: ResolvedConfig, free_bytes: int) -> int:
+    """How many snapshots of rows' states there are, if they and the KV pool may take `free_bytes`.
+
+    Raises:
+        ConfigError: --state-cache-memory is more than that.
+    """
+    each = row_state_bytes(model, config)
+    if not each or not config.prefix_cache:
+        return 0
+    if config.state_cache_memory is None:
+        return max(0, min(int(free_bytes * SNAPSHOT_SHARE) // each, 2 * config.max_running_requests))
+    wanted_bytes = int(config.state_cache_memory * GIB)
+    if wanted_bytes >= max(free_bytes, 1):
+        raise ConfigError(
+            f"--state-cache-memory {config.state_cache_memory:g} leaves nothing of the "
+            f"{max(free_bytes, 0) / GIB:.2f} GiB that are free for keys and values; lower it"
+        )
+    return wanted_bytes // each
 
 
 def check_states_fit(
@@ -203,6 +239,10 @@ def plan_memory(
     limits = pool_limits(config)
     of_states = states_bytes(model, config)
     free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes - of_states
+    if not on_cuda and config.num_pages is None:
+        free_bytes = min(free_bytes, CPU_POOL_BYTES)
+    num_snapshots = count_snapshots(model, config, free_bytes)
+    free_bytes -= num_snapshots * row_state_bytes(model, config)
     if config.num_pages is not None:
         num_pages = pages_beside(config.num_pages, page_bytes, windows, limits)
         needed_bytes = sum(pages * size for pages, size in zip(num_pages, page_bytes, strict=True))
@@ -214,8 +254,6 @@ def plan_memory(
                 f"lower it, or raise --memory-fraction ({config.memory_fraction})"
             )
     else:
-        if not on_cuda:
-            free_bytes = min(free_bytes, CPU_POOL_BYTES)
         # Twice the pages of all rows at full length: half for running requests, half for the prefix cache.
         num_pages = divide_pool(free_bytes, page_bytes, windows, limits)
     if config.num_pages is not None and (num_pages[0] - 1) * config.page_size < 2:
@@ -238,6 +276,8 @@ def plan_memory(
         activation_bytes=activation_bytes,
         tables_bytes=tables_bytes,
         states_bytes=of_states,
+        snapshot_bytes=row_state_bytes(model, config),
+        num_snapshots=num_snapshots,
         reserve_bytes=reserve_bytes,
         parts=parts,
     )
