@@ -297,6 +297,8 @@ def _linear_attention() -> Iterator[Launch]:
 
 CANDIDATES_OF = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-1b")
 """Models whose candidates are compiled: plain layers, experts, heads of 128 and of 256."""
+LINEAR_ATTENTION = "qwen3.5-35b-a3b"
+"""The model of which only the ops of linear attention are compiled."""
 LARGEST = {"linear_many": (64, 128, 256), "gated_linear_many": (64, 128, 256)}
 """Op -> the sizes by which its candidates differ; the others have the same ones for all sizes."""
 
@@ -309,8 +311,10 @@ def candidate_launches(gpu: Gpu) -> Iterator[Launch]:
     Of numbers of splits, 1 and another: more of them take no more of a program.
     """
     seen = set()
-    for shape in map(read_model_shape, CANDIDATES_OF):
+    for shape in map(read_model_shape, (*CANDIDATES_OF, LINEAR_ATTENTION)):
         for op, tuning in TUNABLE.items():
+            if shape.linear_value_heads and not op.startswith("gated_delta"):
+                continue
             if op in QUANTIZED or op in QUANTIZED_MOE or (op == "fused_moe" and not shape.experts):
                 continue
             for part in tuning.parts(shape):
@@ -333,6 +337,10 @@ def _arguments(op: str, part: Any, size: int) -> tuple[Any, ...]:
     if op in ("rms_norm", "add_rms_norm"):
         x = empty(size, part.hidden)
         return (*[x] * (2 if op == "add_rms_norm" else 1), empty(part.hidden), 1e-5)
+    if op.startswith("gated_delta"):
+        heads = (part.linear_key_heads, part.linear_value_heads, part.linear_head_dim)
+        rows = (ints(64), ints(64)) if op == "gated_delta_decode" else (ints(64), ints(64), ints(65))
+        return (*delta_arguments(64 if op == "gated_delta_decode" else 4096, *heads), *rows, 1e-6)
     if op == "silu_mul":
         return (empty(size, 2 * part.intermediate),)
     if op == "fused_moe":

@@ -162,6 +162,7 @@ def test_what_is_resolved_has_every_setting_and_leaves_open_only_what_may_be_off
         "revision",
         "tokenizer",
         "num_pages",
+        "state_cache_memory",
         "seed",
         "compile_cache",
         "kv_events_endpoint",

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from triton_kernels.gated_delta import CHUNK, DeltaStates, DeltaWeights, gated_delta_prefill_cpu
 from triton_kernels.gated_delta_ends import BLOCK_R, convolve, find_chunk, gated_norm, num_chunks_of
-from triton_kernels.gpu import gpu_of
+from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.tuning import tuned
 
 _PRECISION = tl.constexpr("tf32x3")
@@ -48,13 +48,13 @@ class DeltaPrefillConfig(NamedTuple):
 
 
 def default_delta_prefill_config(
-    key_dim: int, value_dim: int, element_size: int, device: torch.device
+    key_dim: int, value_dim: int, element_size: int, gpu: Gpu
 ) -> DeltaPrefillConfig:
     """The configuration if none is given or tuned."""
     block_e = min(32, value_dim)
     stage_bytes = element_size * CHUNK * (3 * key_dim + CHUNK + block_e)
     other_bytes = element_size * (key_dim + CHUNK) * block_e
-    stages = gpu_of(device).stages_that_fit(2, stage_bytes, other_bytes)
+    stages = gpu.stages_that_fit(2, stage_bytes, other_bytes)
     if element_size > 2:
         return DeltaPrefillConfig(8, block_e, 8, 1)  # float32 is for tests
     return DeltaPrefillConfig(4, block_e, 4, stages)
@@ -300,7 +300,7 @@ def gated_delta_prefill_triton(
     num_channels = states.conv.shape[2]
     num_key_heads = (num_channels - num_value_heads * value_dim) // (2 * key_dim)
     if config is None:
-        default = default_delta_prefill_config(key_dim, value_dim, dtype.itemsize, device)
+        default = default_delta_prefill_config(key_dim, value_dim, dtype.itemsize, gpu_of(device))
         config = tuned(
             default, "gated_delta_prefill", device, dtype, exact=(key_dim, value_dim), near=(num_value_heads,)
         )

@@ -78,6 +78,35 @@ def _llama(
     )
 
 
+def _qwen3_5(
+    architecture: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """The text part of Qwen3.5 and 3.6: three of four layers have linear attention."""
+    sizes = {
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+    }
+    return _decoder(
+        architecture,
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        248320,
+        max_position=262144,
+        rope_theta=1e7,
+        **{**sizes, **others},
+    )
+
+
 def _qwen3(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
 ) -> dict[str, Any]:
@@ -234,6 +263,20 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
+    ),
+    "qwen3.5-9b": _qwen3_5("Qwen3_5ForCausalLM", 32, 4096, 12288, 16, 4),
+    "qwen3.5-27b": _qwen3_5("Qwen3_5ForCausalLM", 64, 5120, 17408, 24, 4, linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        "Qwen3_5MoeForCausalLM",
+        40,
+        2048,
+        512,
+        16,
+        2,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "mixtral-8x7b": _decoder(
         "MixtralForCausalLM",

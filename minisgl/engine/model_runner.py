@@ -83,7 +83,7 @@ class ModelRunner:
         states: StatePool | None = None,
     ) -> None:
         self.model = model
-        self._states = states
+        self.states = states
         self.rows = rows
         self._device = device
         self.pages = pages
@@ -124,9 +124,9 @@ class ModelRunner:
         if change is not None:
             index, page_ids = self.stager.to_device([change.flat_index, change.page_ids])
             self.rows.page_entries.index_copy_(0, index.long(), page_ids)
-        if self._states is not None:
-            self._states.save(plan.state_copies.saves)
-            self._states.load(plan.state_copies.loads)
+        if self.states is not None:
+            self.states.save(plan.state_copies.saves)
+            self.states.load(plan.state_copies.loads)
         choice = self._choose_prefill(plan)
         batches: list[HostTokens | UnsampledRows] = []
         prompt_logprobs = None

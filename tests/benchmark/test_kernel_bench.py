@@ -5,6 +5,7 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from triton_kernels.registry import Kernels
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
 
 CPU = torch.device("cpu")
+OF_STATES = {"gated_delta_decode", "gated_delta_prefill"}
 
 
 def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +47,7 @@ def test_the_command_checks_times_and_reports(tmp_path: Path, capsys: pytest.Cap
     assert main([*words, "--out", str(out), "--plot", str(plot)]) == 0
     report = read_report(out)
     of_experts = {"fused_moe", "moe_route", "add_rms_norm_router"}
-    assert report.tables.keys() == OPS.keys() - of_experts - {"paged_prefill_hopper"}
+    assert report.tables.keys() == OPS.keys() - of_experts - {"paged_prefill_hopper"} - OF_STATES
     assert {chart.title.partition(":")[0] for chart in report.charts} == report.tables.keys()
     rows = [(op, row) for op, rows in report.tables.items() for row in rows]
     for op, row in rows:
@@ -110,7 +112,9 @@ def test_without_a_gpu_the_error_says_so(capsys: pytest.CaptureFixture[str]) -> 
 def test_every_op_that_can_be_replaced_can_be_timed() -> None:
     shape = read_model_shape("qwen3-30b-a3b")
     measured = {name for name, op in OPS.items() if op.bench_cases(shape, True)}
-    assert set(Kernels._fields) <= measured == OPS.keys() - {"paged_prefill_hopper"}
+    assert set(Kernels._fields) <= measured == OPS.keys() - {"paged_prefill_hopper"} - OF_STATES
+    shape = read_model_shape("qwen3.5-27b")
+    assert all(OPS[name].bench_cases(shape, True) for name in OF_STATES)
 
 
 def test_the_floor_is_the_larger_of_the_two_limits() -> None:
@@ -169,3 +173,18 @@ def test_a_store_to_a_wrong_slot_is_found() -> None:
 
     with pytest.raises(ValueError, match="wrong slots"):
         problem.check(shifted)
+
+
+@pytest.mark.parametrize("op", sorted(OF_STATES))
+def test_linear_attention_is_checked_with_its_states(op: str) -> None:
+    (case,) = OPS[op].bench_cases(read_model_shape("qwen3.5-9b"), False)
+    problem = case.build(CPU, torch.float32)
+    assert problem.check(OPS[op].launcher) < 1e-5
+
+    def forgetful(qkvz: torch.Tensor, ba: torch.Tensor, weights: Any, states: Any, *others: Any) -> Any:
+        recurrent = states.recurrent.clone()
+        out = OPS[op].launcher(qkvz, ba, weights, states, *others)
+        states.recurrent.copy_(recurrent)
+        return out
+
+    assert problem.check(forgetful) > 0.1

@@ -7,7 +7,9 @@ import pytest
 from minisgl.benchmark.model_configs import MODEL_CONFIGS, model_folder
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, ModelError
+from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.kv_groups import StateShape
 
 BILLIONS = {
     "gemma-3-1b": 1.0,
@@ -19,6 +21,7 @@ BILLIONS = {
     "qwen3-0.6b": 0.596,
     "qwen3-14b": 14.77,
     "qwen3-30b-a3b": 30.53,
+    "qwen3.5-27b": 27.0,
 }
 """Parameters as the models' own pages give them; shared embeddings once."""
 
@@ -28,11 +31,29 @@ def parameters_of(folder: Path) -> float:
     config = read_model_config(folder)
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
+    if config.has_states:
+        return _parameters_with_states(config)
     if config.experts is not None:
         expert = 3 * config.hidden_size * config.experts.intermediate_size
         mlp = config.experts.num_experts * (expert + config.hidden_size)
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
     return (config.num_layers * (attention + mlp) + tables) / 1e9
+
+
+def _parameters_with_states(config: ModelConfig) -> float:
+    """The same for Qwen3.5: gates behind queries, and layers of linear attention."""
+    width, total = config.hidden_size, 2 * config.vocab_size * config.hidden_size
+    for shape in config.cache_shapes:
+        if isinstance(shape, StateShape):
+            values = shape.num_heads * shape.value_dim
+            total += width * (shape.conv_channels + 2 * values + 2 * shape.num_heads)
+        else:
+            total += width * config.head_dim * (3 * config.num_heads + 2 * config.num_kv_heads)
+    experts = config.experts
+    if experts is None:
+        return (total + config.num_layers * 3 * width * config.intermediate_size) / 1e9
+    each = 3 * width * (experts.num_experts * experts.intermediate_size + experts.shared_intermediate_size)
+    return (total + config.num_layers * (each + width * experts.num_experts)) / 1e9
 
 
 @pytest.mark.parametrize("name", MODEL_CONFIGS)

@@ -15,6 +15,7 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config.config import ExpertsConfig
+from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.models.registry import build_model
 
 COSTS = Costs(
@@ -40,6 +41,24 @@ def test_of_the_last_layer_a_prompt_needs_all_keys_and_values_and_one_token() ->
     assert costs.prefill(1, 0).flop == 2 * (1000 + 2 * 20 + 100)
     assert costs.prefill(5, 0).flop == costs.prefill(1, 0).flop + 2 * 4 * (700 + 2 * 10)
     assert costs.decode(5, 1.0).flop == 5 * costs.prefill(1, 0).flop
+
+
+def test_states_are_read_and_written_and_keys_are_in_the_other_layers_only() -> None:
+    costs = COSTS._replace(windows=(0,), state_bytes=500, state_flop=60)
+    plain = COSTS._replace(windows=(0,))
+    assert costs.decode(4, 10.0).num_bytes - plain.decode(4, 10.0).num_bytes == 4 * 2 * 500
+    assert costs.decode(4, 10.0).flop - plain.decode(4, 10.0).flop == 4 * 60
+    for prefix, moved in ((0, 500), (7, 1000)):
+        assert costs.prefill(3, prefix).num_bytes - plain.prefill(3, prefix).num_bytes == moved
+        assert costs.prefill(3, prefix).flop - plain.prefill(3, prefix).flop == 3 * 60
+    shapes = (StateShape(2, 16, 32, 96, 4), KVShape(TINY.num_kv_heads, TINY.head_dim))
+    config = replace(TINY, architecture="Qwen3_5ForCausalLM", num_layers=2, cache_shapes=shapes)
+    model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
+    found = costs_of(cast(ModelRunner, SimpleNamespace(model=model)), config)
+    assert found.windows == (0,)
+    assert found.kv_bytes == 2 * TINY.num_kv_heads * TINY.head_dim * 4
+    assert found.state_bytes == 4 * 2 * 16 * 32 + 4 * 96 * 4
+    assert found.state_flop == 6 * 2 * 16 * 32
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 7, 100])

@@ -164,6 +164,7 @@ FEATURES = (
     Feature("preemption", lambda served, _: served.num_preemptions > 0, {"num_pages": 31}),
     Feature("joined decodes", lambda served, _: served.num_joined > 0, {"joins": True}),
     Feature("a window", lambda served, _: served.setup.window, {"window": True}),
+    Feature("linear attention", lambda served, _: served.setup.states, {"states": True}),
     Feature("FP8 cache", lambda served, _: served.setup.fp8_cache, {"fp8_cache": True}),
     Feature("experts", lambda served, _: served.setup.experts, {"experts": True}),
     Feature("weights of 4 bits", lambda served, _: served.setup.int4, {"int4": True}),
@@ -232,6 +233,10 @@ FEATURES = (
 )
 
 
+NO_SUCH_MODEL = (("a window", "linear attention"), ("linear attention", "two ranks"))
+"""Pairs that no model has, or that are refused below."""
+
+
 class Refusal(NamedTuple):
     """Two things that are refused together, and what the error says of them."""
 
@@ -240,6 +245,8 @@ class Refusal(NamedTuple):
     """Fields of `EngineConfig`, or of `SamplingParams`."""
     message: str
     """A part of the error's message."""
+    setup: Mapping[str, Any] = {}
+    """Fields of `pair_runs.Setup`."""
 
 
 REFUSED_AT_START = (
@@ -257,6 +264,23 @@ REFUSED_AT_START = (
         ("four ranks", "six attention heads"),
         {"tp": 4},
         "--tp 4 can't share out the model's 6 attention heads evenly",
+    ),
+    Refusal(
+        ("linear attention", "two ranks"),
+        {"tp": 2},
+        "4 heads of linear attention (--tp is not implemented for them)",
+        {"states": True},
+    ),
+    Refusal(
+        ("linear attention", "page events"),
+        {"kv_events_endpoint": "tcp://127.0.0.1:0"},
+        "--kv-events-endpoint can't tell what a prompt finds in the cache of Qwen3_5ForCausalLM",
+        {"states": True},
+    ),
+    Refusal(
+        ("all layers' keys and values", "a cache of states"),
+        {"state_cache_memory": 1.0},
+        "--state-cache-memory is for models with linear attention",
     ),
 )
 REFUSED_IN_REQUESTS = (

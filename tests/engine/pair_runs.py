@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_grammar import FakeCompiler, use_fake_grammars
+from family_variants import DELTA
 from int4_models import INT4_FORMATS, quantize_int4
 from joining_engines import build_joining
 from quantized_experts import quantize_int4_mixture
@@ -49,6 +50,7 @@ class Setup(NamedTuple):
     num_pages: int = 6 * CONTEXT // PAGE_SIZE
     joins: bool = False
     window: bool = False
+    states: bool = False
     experts: bool = False
     int4: bool = False
     """Weights of 4 bits, experts' too."""
@@ -255,12 +257,16 @@ class Engines:
     def model_folder(self, setup: Setup) -> Path:
         """The setup's model."""
         family = "qwen3_moe" if setup.experts else "mistral" if setup.window else "qwen3"
+        if setup.states:
+            family = "qwen3_5_moe_text" if setup.experts else "qwen3_5_text"
         name = f"{family} {'with a window' if setup.window else ''}{'of 4 bits' if setup.int4 else ''}"
         folder = self._folder / name
         if not folder.exists():
             window = {"sliding_window": 9, "use_sliding_window": True} if setup.window else {}
             experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             settings = window | (experts if setup.experts else {}) | {"head_dim": 16}
+            settings |= DELTA if setup.states else {}
+            settings |= {"shared_expert_intermediate_size": 32} if setup.states and setup.experts else {}
             if setup.int4:
                 settings |= {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
                 settings |= {"moe_intermediate_size": 64} if setup.experts else {}
@@ -268,7 +274,9 @@ class Engines:
             if setup.int4 and setup.experts:
                 quantize_int4_mixture(model, INT4_FORMATS["awq"], folder)
             elif setup.int4:
-                quantize_int4(model, INT4_FORMATS["awq"], folder)
+                gates = ("in_proj_a", "in_proj_b")
+                more: dict[str, object] = {"modules_to_not_convert": [*gates]} if setup.states else {}
+                quantize_int4(model, INT4_FORMATS["awq"], folder, lambda name: name.endswith(gates), more)
             else:
                 model.save_pretrained(folder)
         return folder
@@ -288,6 +296,8 @@ def started(folder: Path, **settings: Any) -> Engine:
     with torch.inference_mode():
         for attention in engine.runner.model.attention_layers():
             attention.k_cache[1:] = attention.v_cache[1:] = float("nan")
+        for state in engine.runner.states.tensors if engine.runner.states is not None else ():
+            state.fill_(float("nan"))
     use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
     return engine
 

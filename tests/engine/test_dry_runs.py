@@ -34,6 +34,7 @@ from minisgl.engine.rows import Rows
 from minisgl.engine.sample_extras import RowMasks, sample_with_extras
 from minisgl.engine.steps import DecodeStep, StepOutput, prefill_step
 from minisgl.model_config.config import ExpertsConfig, ModelConfig
+from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
 from minisgl.scheduler.plan import LogitExtras
@@ -85,8 +86,17 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = CONFIG.experts if architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM") else None
-    model = small_model(replace(CONFIG, architecture=architecture, experts=experts))
+    attention = KVShape(CONFIG.num_kv_heads, CONFIG.head_dim)
+    shapes: tuple[KVShape | StateShape, ...] = ()
+    if architecture == "Gemma4ForCausalLM":
+        shapes = (attention,) * CONFIG.num_layers
+    if architecture in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        shapes = (*[StateShape(2, 16, 16, 64, 4)] * 2, attention) * 2
+    config = replace(CONFIG, architecture=architecture, experts=experts, cache_shapes=shapes)
+    model = small_model(config)
     rows, planner = tables()
+    states = model.allocate_states(rows.max_rows, 1, torch.float32, CPU)
+    assert (states is None) == (StateShape not in map(type, shapes))
     asked = EngineConfig(
         device="cpu", max_running_requests=rows.max_rows, max_context_tokens=64, chunk_tokens=32
     )
@@ -106,6 +116,9 @@ def test_what_runs_to_measure_memory_and_to_compile_writes_nothing_but_padding(
     assert peaks == Peaks(rows.max_rows, rows.max_rows, rows.max_rows + align_up(rows.max_rows))
     for then, now in zip(tables_before, written(rows), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0)
+    for state in states.tensors if states is not None else ():
+        assert not state[:, : rows.max_rows].any()
+        assert not state[:, rows.max_rows + 1 :].any()
 
 
 def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(

@@ -25,6 +25,10 @@ class ModelShape(NamedTuple):
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    """Of linear attention; 0 = no layer has it."""
+    linear_head_dim: int = 0
 
 
 TO_SERVE = (
@@ -109,7 +113,7 @@ def _shape(name: str, raw: dict[str, Any]) -> ModelShape:
     return ModelShape(
         name=name,
         hidden=hidden,
-        intermediate=int(raw["intermediate_size"]),
+        intermediate=_first(raw, "intermediate_size", "moe_intermediate_size"),
         heads=heads,
         kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(raw.get("head_dim") or hidden // heads),
@@ -117,6 +121,9 @@ def _shape(name: str, raw: dict[str, Any]) -> ModelShape:
         qk_norm=str(raw.get("model_type", "")).startswith("qwen3"),
         experts=_first(raw, "num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=_first(raw, "num_experts_per_tok"),
+        linear_key_heads=_first(raw, "linear_num_key_heads"),
+        linear_value_heads=_first(raw, "linear_num_value_heads"),
+        linear_head_dim=_first(raw, "linear_key_head_dim"),
         expert_width=_first(raw, "moe_intermediate_size")
         or (int(raw["intermediate_size"]) if _first(raw, "num_local_experts") else 0),
     )

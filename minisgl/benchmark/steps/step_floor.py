@@ -1,8 +1,9 @@
 """The least work of a step: bytes to read and FLOPs to compute.
 
-Promise: each weight, key and value that the step needs counts once, and nothing else counts. In a layer with
-a window, only the tokens inside the window count. Of the experts, only those that get a token count. In the
-last layer, keys and values of all tokens count, and the other work only for tokens whose logits are needed.
+Promise: each weight, key and value that the step needs counts once, states of linear attention count twice
+(read and written), and nothing else counts. In a layer with a window, only the tokens inside the window
+count. Of the experts, only those that get a token count. In the last layer, keys and values of all tokens
+count, and the other work only for tokens whose logits are needed.
 Products of quantized weights count as many FLOPs as others, so a GPU that has a faster rate for them may come
 under the floor of a large prefill.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.kv_groups import StateShape
 
 
 class Work(NamedTuple):
@@ -43,13 +45,15 @@ class Costs(NamedTuple):
     item_bytes: int
     kv_bytes: int  # of one token in one layer
     attention_flop: int  # of one query token and one key token in one layer
-    windows: tuple[int, ...]  # of each layer: tokens in its window; 0 = all
+    windows: tuple[int, ...]  # of each layer with keys and values: tokens in its window; 0 = all
     last_parameters: int = 0  # of the last layer, without its K and V projections and experts
     expert_parameters: int = 0  # one expert in every layer that has experts
     last_expert_parameters: int = 0  # one expert of the last layer
     experts_per_token: int = 0
     saved_bytes: int = 0  # of the blocks' parameters, because they are quantized
     saved_expert_bytes: float = 0  # of one expert in every layer likewise
+    state_bytes: int = 0  # of a row's states of linear attention
+    state_flop: int = 0  # of a token's reading and writing of them
 
     def decode(self, batch: int, context: float, experts_hit: float = 0.0) -> Work:
         """A decode step of `batch` rows with `context` tokens each, the new one included.
@@ -59,8 +63,9 @@ class Costs(NamedTuple):
         """
         attended = batch * sum(min(context, window or context) for window in self.windows)
         return Work(
-            self._weight_bytes(experts_hit) + attended * self.kv_bytes,
-            2 * batch * (self._parameters_per_token + self.head_parameters) + attended * self.attention_flop,
+            self._weight_bytes(experts_hit) + attended * self.kv_bytes + 2 * batch * self.state_bytes,
+            batch * (2 * self._parameters_per_token + 2 * self.head_parameters + self.state_flop)
+            + attended * self.attention_flop,
         )
 
     def prefill(self, num_tokens: int, prefix: int, experts_hit: float = 0.0) -> Work:
@@ -73,8 +78,9 @@ class Costs(NamedTuple):
         for_one = self.last_parameters + self.experts_per_token * self.last_expert_parameters
         read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)
         return Work(
-            self._weight_bytes(experts_hit) + read * self.kv_bytes,
-            2 * num_tokens * (self._parameters_per_token - for_one)
+            self._weight_bytes(experts_hit) + read * self.kv_bytes + self.state_bytes * (1 + (prefix > 0)),
+            num_tokens * self.state_flop
+            + 2 * num_tokens * (self._parameters_per_token - for_one)
             + 2 * (for_one + self.head_parameters)
             + pairs * self.attention_flop,
         )
@@ -114,13 +120,15 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         last_expert = width if config.num_layers - 1 not in config.experts.dense_layers else 0
         of_one = sum(parameter.nbytes for parameter in of_experts) / config.experts.num_experts
         saved_expert = expert * item_bytes - of_one
+    states = [shape for shape in config.cache_shapes if isinstance(shape, StateShape)]
+    num_attending = config.num_layers - len(states)
     return Costs(
         block_parameters=blocks,
         head_parameters=head,
         item_bytes=item_bytes,
-        kv_bytes=config.kv_elements_per_token // config.num_layers * cache.element_size(),
+        kv_bytes=config.kv_elements_per_token // num_attending * cache.element_size(),
         attention_flop=4 * config.num_heads * config.head_dim,
-        windows=config.windows or (0,) * config.num_layers,
+        windows=config.windows or (0,) * num_attending,
         last_parameters=last,
         expert_parameters=expert,
         last_expert_parameters=last_expert,
@@ -131,6 +139,9 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
             if parameter.element_size() < item_bytes
         ),
         saved_expert_bytes=saved_expert,
+        state_bytes=sum(shape.num_bytes(item_bytes) for shape in states),
+        # The products of the state with k and with q, and of what is written with k.
+        state_flop=sum(6 * shape.num_heads * shape.key_dim * shape.value_dim for shape in states),
     )
 
 

@@ -3,6 +3,7 @@
 from minisgl.benchmark.kernels.ops import (
     activation_ops,
     attention_ops,
+    delta_ops,
     linear_ops,
     moe_ops,
     norm_ops,
@@ -39,6 +40,8 @@ OPS = {
         attention_ops.PAGED_DECODE_FP8,
         attention_ops.ROPE_PAGED_DECODE_FP8,
         attention_ops.PAGED_PREFILL_FP8,
+        delta_ops.GATED_DELTA_DECODE,
+        delta_ops.GATED_DELTA_PREFILL,
     )
 }
 TUNABLE = {name: op.tuning for name, op in OPS.items() if op.tuning is not None}
