@@ -18,7 +18,8 @@ A prompt's last `@word rest` is a command; one without is answered with "ok":
   @fatal         says Fatal and exits
   @fault TEXT    says Fatal with TEXT and exits, as after a GPU fault; without TEXT it only exits
 
-SIGUSR1 does what @go does, for tests that may not send a request any more.
+SIGUSR1 does what @go does, for tests that may not send a request any more. A request to wait that comes after
+the signal ends too, so that no test has to know whether one has arrived again in an engine that was restarted.
 
 `fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens,
 "pace_ms": milliseconds of a step, "device": what it says that it runs on,
@@ -113,6 +114,7 @@ class FakeEngine:
         self.names: dict[int, str] = {}
         self.ended: deque[Life] = deque(maxlen=1000)
         self.times = RequestTimes()
+        self.is_told_to_go = False
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -297,6 +299,10 @@ class FakeEngine:
             if answer.waits:
                 answer.token_ids += [*self.encode("!"), self.eos]
 
+    def go_from_now_on(self) -> None:
+        self.is_told_to_go = True
+        self.go()
+
     def command(self, prompt_ids: list[int]) -> tuple[str, str]:
         """The word and the text of the prompt's last command."""
         found = COMMAND.findall(self.tokenizer.decode(prompt_ids, skip_special_tokens=False))
@@ -349,6 +355,8 @@ class FakeEngine:
         answer.num_prompt_tokens = len(prompt_ids)
         answer.arrived_s, answer.added_s = request.arrived_s, time.monotonic()
         answer.waits, answer.fails, answer.breaks = (word == one for one in ("wait", "spoil", "break"))
+        if answer.waits and self.is_told_to_go:
+            answer.token_ids += [*self.encode("!"), self.eos]
         self.running[request_id] = answer
         if word not in ("say", "chars", "wait", "spoil", "break"):
             self.bursts.add(request_id)
@@ -382,8 +390,8 @@ def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
     engine.settings |= {"folder": folder.name, "gpus": settings.get("visible_gpus", "")}
     socket.send(StartupStage("weights", 34.0))
     device = knobs.get("device", "fake")
+    signal.signal(signal.SIGUSR1, lambda *_: engine.go_from_now_on())
     socket.send(Ready(knobs["context"], 100, 16, 8, device, {"import": 12.0, "weights": 34.0}))
-    signal.signal(signal.SIGUSR1, lambda *_: engine.go())
     engine.run()
     socket.close()
 

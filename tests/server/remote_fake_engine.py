@@ -49,7 +49,7 @@ def run(endpoint: str, folder: Path, odd: dict[str, Any]) -> None:
         say("in")
         engine = FakeEngine(line, tokenizer, line.close)
         engine.pace_ms = knobs.get("pace_ms", 0)
-        signal.signal(signal.SIGUSR1, lambda *_, engine=engine: engine.go())
+        signal.signal(signal.SIGUSR1, lambda *_, engine=engine: engine.go_from_now_on())
         signal.signal(signal.SIGTERM, lambda *_, line=line: leave(line))
         line.send(Ready(knobs["context"], 100, 16, 8, "fake", {"import": 12.0}))
         try:
