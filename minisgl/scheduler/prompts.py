@@ -8,6 +8,7 @@ from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs
 from minisgl.scheduler.plan import Chunk
 from minisgl.scheduler.queue.policy import MAX_ADMISSIONS_PER_STEP, by_seniority
+from minisgl.scheduler.queue.room import PromptRoom
 from minisgl.scheduler.queue.shares import Shares, goes_before
 from minisgl.scheduler.queue.waiting import WaitingQueue
 from minisgl.scheduler.stats import SchedulerStats
@@ -38,13 +39,13 @@ class PromptPlanner:
 
     def plan(
         self,
-        budget: int,
+        room: PromptRoom,
         running: list[Request],
         chunks: list[Chunk],
         launched: list[tuple[Request, int]],
         sampled: list[Request],
-    ) -> int:
-        """Plan chunks of up to `budget` tokens: of running requests first, then of new ones.
+    ) -> None:
+        """Plan chunks while there is room: of running requests first, then of new ones.
 
         If users compete, a new request of one with less service goes before the rest of another one's prompt.
 
@@ -53,47 +54,44 @@ class PromptPlanner:
             chunks: gets the chunks.
             launched: gets each chunk's request, and the tokens of its feed that are in the pool afterwards.
             sampled: gets the requests whose prompt ends in this step.
-
-        Returns:
-            What is left of the budget.
         """
         prefilling = [r for r in running if r.state is RequestState.PREFILL and not r.is_preempting]
         prefilling = self._shares.shortest_first(prefilling)
 
-        def plan_chunk(request: Request) -> int:
-            """Plan the next chunk of a prompt; returns its length in tokens, 0 if there is no room."""
-            chunk = self._next_chunk(request, budget)
+        def plan_chunk(request: Request) -> None:
+            """Plan the next chunk of a prompt, if there is room."""
+            chunk = self._next_chunk(request, room.tokens_for(request))
             if chunk is None:
-                return 0
+                return
             chunks.append(chunk)
             launched.append((request, request.num_planned_tokens))
             if chunk.samples:
                 sampled.append(request)
-            return chunk.num_new_tokens
+            room.take(chunk.num_new_tokens)
 
         def admit(rival: Request | None) -> None:
             """Admit requests while there is room; with a rival, only those that go before it."""
-            nonlocal budget
-            if budget <= 0 or not self._waiting.may_admit:
+            if not self._waiting.may_admit or room.tokens_for(self._waiting.head) <= 0:
                 return
             # Counted once: the chunks planned below change no other request's need.
             still_needed = self._holdings.pages_still_needed(running)
             for _ in range(MAX_ADMISSIONS_PER_STEP):
-                if budget <= 0 or (rival is not None and not self._head_goes_before(rival)):
+                if rival is not None and not self._head_goes_before(rival):
+                    return
+                if not self._waiting or room.tokens_for(self._waiting.head) <= 0:
                     return
                 request = self._admit_next(running, still_needed)
                 if request is None:
                     return
-                budget -= plan_chunk(request)
+                plan_chunk(request)
                 still_needed += self._holdings.pages_still_needed([request])
 
         if prefilling and self._shares.compete:
             admit(prefilling[0])
         for request in prefilling:
             self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
-            budget -= plan_chunk(request)
+            plan_chunk(request)
         admit(None)
-        return budget
 
     def _head_goes_before(self, rival: Request) -> bool:
         return bool(self._waiting) and goes_before(self._waiting.head, rival)

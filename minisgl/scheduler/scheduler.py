@@ -24,7 +24,8 @@ from minisgl.scheduler.journal import Journal
 from minisgl.scheduler.logprobs import PromptLogprobs, attach_logprobs
 from minisgl.scheduler.plan import NO_LOGITS, Chunk, StepPlan, TokenMasks
 from minisgl.scheduler.prompts import PromptPlanner
-from minisgl.scheduler.queue.policy import by_seniority, prefill_budget_tokens
+from minisgl.scheduler.queue.policy import by_seniority
+from minisgl.scheduler.queue.room import room_beside
 from minisgl.scheduler.queue.shares import Shares
 from minisgl.scheduler.queue.waiting import WaitingQueue
 from minisgl.scheduler.request_factory import RequestFactory
@@ -243,16 +244,13 @@ class Scheduler:
         chunks: list[Chunk] = []
         launched_chunks: list[tuple[Request, int]] = []
         if self._waiting or len(decode_rows) < len(self._running):
-            budget = prefill_budget_tokens(
-                len(decode_rows),
-                self.config.max_step_tokens,
-                self.config.mixed_step_tokens if any(request.streamed for request in sampled) else None,
-            )
-            budget = self._prompts.plan(budget, self._running, chunks, launched_chunks, sampled)
+            room = room_beside(sampled, self.config, compete=self._shares.compete)
+            self._prompts.plan(room, self._running, chunks, launched_chunks, sampled)
             self._shares.charge_outputs(sampled[len(decode_rows) :])
             if self._waiting:
-                reason = self._waiting.held_by or ("step" if budget > 0 else "budget")
-                self.journal.held(self._waiting.head, reason, self._holdings, self._running, chunks)
+                head = self._waiting.head
+                reason = self._waiting.held_by or ("step" if room.tokens_for(head) > 0 else "budget")
+                self.journal.held(head, reason, self._holdings, self._running, chunks)
         if not self._waiting:
             self.journal.released()
 

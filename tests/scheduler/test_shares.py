@@ -296,6 +296,66 @@ def test_a_long_prompt_of_one_user_does_not_hold_up_the_prompt_of_another() -> N
     assert [one.request_id for one in scheduler.take_outputs()] == [1]
 
 
+def decoding_beside(num_streams: int, user: str = FLOOD) -> tuple[Scheduler, FakeExecutor]:
+    """A scheduler whose steps have 60 tokens, 16 of them beside streams; so many requests decode."""
+    scheduler, executor, _ = build(
+        num_pages=300, max_step_tokens=60, chunk_tokens=60, mixed_step_tokens=16, max_rows=8
+    )
+    for number in range(num_streams):
+        scheduler.add(number, prompt_of(number + 1), params_for(200), user=user)
+    run_step(scheduler, executor)
+    return scheduler, executor
+
+
+def run_step(scheduler: Scheduler, executor: FakeExecutor) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.apply(plan, executor.execute(plan))
+    scheduler.check_invariants()
+    return plan
+
+
+def prompt_tokens(plan: StepPlan) -> list[int]:
+    return [chunk.num_new_tokens for chunk in plan.chunks]
+
+
+def test_a_prompt_of_a_user_below_its_share_owes_no_pace_to_the_streams_of_a_flood() -> None:
+    prompt = np.arange(100, dtype=np.int32) % 50
+    scheduler, executor = decoding_beside(3)
+    scheduler.add(10, prompt, params_for(9), user=QUIET)
+    scheduler.add(11, prompt[::-1].copy(), params_for(9), user=FLOOD)
+    assert prompt_tokens(run_step(scheduler, executor)) == [57]
+    # What the prompt cost changes whose turn it is, and no more: the flood's own prompt minds its streams.
+    assert prompt_tokens(run_step(scheduler, executor)) == [13, 43]
+    # Now the quiet user has a stream itself, whose pace the flood's prompt minds.
+    assert prompt_tokens(run_step(scheduler, executor)) == [12]
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "user", "why"),
+    [
+        (2, FLOOD, "as many rows but one are no flood"),
+        (3, QUIET, "its own streams"),
+    ],
+)
+def test_other_prompts_leave_streams_their_pace(num_streams: int, user: str, why: str) -> None:
+    scheduler, executor = decoding_beside(num_streams, user)
+    scheduler.add(9, prompt_of(1), params_for(1), user="a third one")
+    run_step(scheduler, executor)
+    scheduler.add(10, np.arange(100, dtype=np.int32) % 50, params_for(9), user=QUIET)
+    assert prompt_tokens(run_step(scheduler, executor)) == [16 - num_streams], why
+
+
+def test_a_user_with_more_service_leaves_the_streams_of_others_their_pace() -> None:
+    scheduler, executor = decoding_beside(3)
+    scheduler.add(10, np.arange(400, dtype=np.int32) % 50, params_for(1), user=QUIET)
+    for _ in range(9):
+        plan = run_step(scheduler, executor)
+    scheduler.add(11, np.arange(100, dtype=np.int32)[::-1] % 50, params_for(9), user=QUIET)
+    assert not plan.chunks
+    assert prompt_tokens(run_step(scheduler, executor)) == [13]
+
+
 def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones_of_another_user() -> None:
     scheduler, executor, _ = build(num_pages=400, max_step_tokens=16, chunk_tokens=16, prefix_cache=False)
     scheduler.add(0, np.arange(300, dtype=np.int32) % 50, params_for(1), user="long")
@@ -393,7 +453,7 @@ def test_requests_of_competing_users_get_the_tokens_of_the_model(overlap: bool) 
     assert cache.num_free_pages + cache.num_cached_pages == cache.num_usable_pages
 
 
-def first_token_p99_ms(with_flood: bool, flood_user: str = FLOOD) -> float:
+def first_token_p99_ms(with_flood: bool, flood_user: str = FLOOD, mixed_step_tokens: int = 1024) -> float:
     """The quiet user's 99th percentile of the time to the first token, in the simulator's virtual time."""
     rng = np.random.default_rng(1)
     scheduler, executor, _ = build(
@@ -402,7 +462,7 @@ def first_token_p99_ms(with_flood: bool, flood_user: str = FLOOD) -> float:
         page_size=16,
         max_step_tokens=1024,
         chunk_tokens=1024,
-        mixed_step_tokens=1024,
+        mixed_step_tokens=mixed_step_tokens,
     )
     arrivals = [
         Arrival(
@@ -424,7 +484,10 @@ def first_token_p99_ms(with_flood: bool, flood_user: str = FLOOD) -> float:
     return float(np.percentile([one.token_ms[0] - one.arrived_ms for one in served[:20]], 99))
 
 
-def test_beside_a_flood_a_quiet_users_first_tokens_take_less_than_twice_their_time() -> None:
+@pytest.mark.parametrize("mixed_step_tokens", [1024, 128])
+def test_beside_a_flood_a_quiet_users_first_tokens_take_less_than_twice_their_time(
+    mixed_step_tokens: int,
+) -> None:
     alone = first_token_p99_ms(False)
-    assert first_token_p99_ms(True) < 2 * alone
+    assert first_token_p99_ms(True, mixed_step_tokens=mixed_step_tokens) < 2 * alone
     assert first_token_p99_ms(True, flood_user=QUIET) > 10 * alone, "without users the flood would be felt"

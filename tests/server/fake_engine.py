@@ -18,8 +18,8 @@ A prompt's last `@word rest` is a command; one without is answered with "ok":
   @fatal         says Fatal and exits
   @fault TEXT    says Fatal with TEXT and exits, as after a GPU fault; without TEXT it only exits
 
-SIGUSR1 does what @go does, for tests that may not send a request any more. A request to wait that comes after
-the signal ends too, so that no test has to know whether one has arrived again in an engine that was restarted.
+SIGUSR1 does what @go does, for tests that may not send a request any more. A waiting request that comes after
+the signal ends, too: no test has to know whether one has arrived again in an engine that was restarted.
 
 `fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens,
 "pace_ms": milliseconds of a step, "device": what it says that it runs on,
