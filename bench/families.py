@@ -113,6 +113,8 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": [WINDOW, FULL, WINDOW, FULL],
         "sliding_window": 100,
     },
+    "qwen3.5-9b": {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
+    "qwen3.5-35b-a3b": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4},
 }
 """What of each model's config is changed, so that a short prompt meets all it has."""
 SMALL = {
@@ -133,6 +135,11 @@ SMALL = {
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 199,
+    "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 """With --small, sizes in place of a model's own."""
 WEIGHTS = ("dummy", "varied")
@@ -180,6 +187,7 @@ def check(
         0, config.vocab_size, (total,), generator=generator, device=device, dtype=torch.int32
     )
     ours.allocate_kv(-(-total // PAGE_SIZE) + 1, PAGE_SIZE, dtype, device)
+    ours.allocate_states(1, 0, dtype, device)
     run_block = compiled_block(max_batch=2) if compiled else call_block
     errors = {}
     for kind in WEIGHTS:
@@ -208,7 +216,7 @@ def fill_weights(
             parameter.normal_(0.0, STANDARD_DEVIATION, generator=generator)
         else:
             parameter.fill_(1.0)
-        if is_norm and norm_weights_minus_one:
+        if is_norm and norm_weights_minus_one and not name.endswith("linear_attn.norm.weight"):
             parameter.sub_(1.0)
 
 
@@ -224,6 +232,7 @@ def compare(
     with noted_routes(ours) as routes:
         prefill = prefill_logits(ours, prompt)
         decode_logits(ours, token_ids, call_block, record=False)
+    prefill_logits(ours, prompt)  # the states of linear attention have moved on
     decode = decode_logits(ours, token_ids, run_block)
     set_attention(ours, "torch")
     with noted_routes(ours) as other_routes:
@@ -314,6 +323,8 @@ def copy_weights(theirs: nn.Module, ours: Decoder) -> None:
         if name in views:
             views[name].copy_(buffer)
     for name, parameter in theirs.named_parameters():
+        in_checkpoint = name.replace(".mlp.", ".block_sparse_moe.")  # Mixtral's, which transformers renames
+        name = in_checkpoint if in_checkpoint in views else name
         path, _, kind = name.rpartition(".")
         outer, _, leaf = path.rpartition(".")
         if name in views:
@@ -362,10 +373,11 @@ def decode_logits(model: Decoder, token_ids: Tensor, run_block: RunBlock, *, rec
     token = torch.zeros(2, dtype=torch.int32, device=device)
     slot = torch.full((2,), -1, dtype=torch.int32, device=device)
     context = torch.ones(2, dtype=torch.int32, device=device)
+    row_ids = torch.ones(2, dtype=torch.int32, device=device)
     _, single = inputs_for(1, 1, device)
     inputs = AttentionInputs(
         torch.cat((single.page_table, torch.zeros_like(single.page_table))),
-        torch.tensor([0, 1], dtype=torch.int32, device=device),
+        row_ids,
         context,
         slot,
         torch.arange(3, dtype=torch.int32, device=device),
@@ -382,7 +394,7 @@ def decode_logits(model: Decoder, token_ids: Tensor, run_block: RunBlock, *, rec
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            for _ in range(2):  # while the slot is -1, nothing is written
+            for _ in range(2):  # of two padding rows, which write nothing but the states of line 1
                 step()
             with torch.cuda.graph(graph, stream=stream):
                 result = step()
@@ -393,6 +405,7 @@ def decode_logits(model: Decoder, token_ids: Tensor, run_block: RunBlock, *, rec
             return result
 
     logits = []
+    row_ids[0] = 0
     for place in range(PROMPT_TOKENS, PROMPT_TOKENS + DECODED_TOKENS):
         token[0], position[0], slot[0], context[0] = token_ids[place], place, place + PAGE_SIZE, place + 1
         logits.append(replay()[:1].clone())
@@ -418,6 +431,10 @@ def main() -> int:
         began = time.perf_counter()
         if arguments.small:
             raw |= {key: size for key, size in SMALL.items() if raw.get(key)}
+            raw["pad_token_id"] = None
+            for key, value in raw.get("rope_scaling", {}).items():
+                if isinstance(value, list):  # a number for each angle
+                    raw["rope_scaling"][key] = value[: SMALL["head_dim"] // 2]
             kinds = check(raw, torch.device("cpu"), torch.float32, "torch", compiled=False)
         else:
             kinds = check(raw, torch.device("cuda"), torch.bfloat16, "triton", compiled=arguments.compile)
