@@ -15,6 +15,8 @@
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
 #   soak     2,000 requests of random lengths: nothing compiled, no graph missing, no memory taken 1.5 minutes
 #   backends attention backends: whether they agree, and offline with each                       4 minutes
+#   families every family's logits against transformers, layers with windows, and linear attention  5 minutes
+#   quantized steps and offline of FP8 and 4-bit models, FP8 cache, quantized experts            9 minutes
 #   modes    compile modes, graphs and overlap against each other, in one process                2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
 #   tp       on $TP GPUs: sums over ranks into the shipped table, several ranks against one, the
@@ -97,6 +99,37 @@ backends() {
     done
 }
 
+families() {
+    run "$PYTHON" bench/families.py --compile --out "$OUT/families.json"
+    run "$PYTHON" bench/window_groups.py --out "$OUT/window-groups.json"
+    bench_kernel gated-delta gated_delta --model qwen3.5-35b-a3b --baselines none
+    for model in ${FAMILY_MODELS:-qwen3.5-35b-a3b}; do
+        run minisgl bench step --model "$model" --dummy-weights --max-context-tokens 8192 --batches 1,16,64 \
+            --contexts 1024 --prefills 4096 --prefixes 0 --commit "$COMMIT" --out "$OUT/step-$model.json"
+    done
+}
+
+quantized() {
+    local points=(--batches 1,8,64,256 --contexts 1024 --prefills 128,8192 --prefixes 0 --max-context-tokens 8704)
+    quantized_step bf16 "${points[@]}"
+    quantized_step fp8 --quantization fp8 "${points[@]}"
+    quantized_step fp8-kv --quantization fp8 --kv-dtype fp8 "${points[@]}"
+    quantized_step fp8-block --quantization fp8-block "${points[@]}"
+    quantized_step int4 --quantization int4 "${points[@]}"
+    for model in llama-3.1-8b qwen3-14b; do
+        run minisgl bench offline --model "$model" --dummy-weights --quantization fp8 --kv-dtype fp8 \
+            --max-context-tokens 4096 --rounds 1 --commit "$COMMIT" --out "$OUT/offline-$model-fp8-kv.json"
+    done
+    run "$PYTHON" bench/quantized_experts.py --seconds 180 --out "$OUT/quantized-experts.json"
+}
+
+quantized_step() {
+    local name=$1
+    shift
+    run minisgl bench step --model llama-3.1-8b --dummy-weights --commit "$COMMIT" \
+        --out "$OUT/step-llama-3.1-8b-$name.json" "$@"
+}
+
 modes() {
     run "$PYTHON" bench/modes.py --model "${MODES_MODEL:-llama-3.1-8b}" --dummy-weights \
         --commit "$COMMIT" --out "$OUT/modes-${MODES_MODEL:-llama-3.1-8b}.json"
@@ -152,7 +185,7 @@ tp_step() {
 
 for part in "$@"; do
     case $part in
-        check | tests | tune | kernels | engine | soak | backends | modes | serve | tp) "$part" ;;
+        check | tests | tune | kernels | engine | soak | backends | families | quantized | modes | serve | tp) "$part" ;;
         *) echo "no part is called $part; see the head of this file" >&2; exit 2 ;;
     esac
 done
