@@ -35,11 +35,11 @@ from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import AttentionInputs, Backend
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.config import EngineConfig
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs.graph_recorder import GraphRecorder
-from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.start.build import build_engine
 from minisgl.engine.start.device import find_device_facts
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.inputs import HostPageTable, Stager
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams, TokenLogprobs
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan

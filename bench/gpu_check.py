@@ -34,9 +34,9 @@ import transformers
 from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import PrefillBucket
-from minisgl.engine.inputs import NO_DECODES, Decodes, build_prefill
 from minisgl.engine.start.build import build_engine
-from minisgl.engine.steps import prefill_step
+from minisgl.engine.step.inputs import NO_DECODES, Decodes, build_prefill
+from minisgl.engine.step.steps import prefill_step
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
 from minisgl.verification.compare import gap, relative_error
 from minisgl.verification.ours import generate, our_logits

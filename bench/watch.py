@@ -35,11 +35,11 @@ from minisgl.config import EngineConfig
 from minisgl.engine.graphs.buckets import PrefillBucket
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs
 from minisgl.engine.graphs.prefill_graphs import PrefillChoice, PrefillGraphs
-from minisgl.engine.inputs import Decodes, HostPageTable, build_prefill, prefill_size, row_ids_to_device
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.start.build import build_engine
+from minisgl.engine.step.inputs import Decodes, HostPageTable, build_prefill, prefill_size, row_ids_to_device
+from minisgl.engine.step.steps import StepOutput as DeviceOutput
 from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
-from minisgl.engine.steps import StepOutput as DeviceOutput
 from minisgl.engine.watch.pace import StepCounts
 from minisgl.engine.watch.watch import EngineWatch
 from minisgl.ipc.messages import AddRequest, StepOutput

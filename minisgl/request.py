@@ -315,7 +315,7 @@ class PackedLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_ids: bytes
     """Little-endian int32 [N]."""
     lines: bytes
-    """Little-endian int32 [N, 2 + 2 * k], see `engine.logits.pack_logprobs`."""
+    """Little-endian int32 [N, 2 + 2 * k], see `engine.step.logits.pack_logprobs`."""
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from minisgl.config import GIB, MIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.rows import Rows
 from minisgl.engine.start.memory import (
     MemoryBudget,
     check_states_fit,
@@ -25,6 +24,7 @@ from minisgl.engine.start.memory import (
     pool_limits,
 )
 from minisgl.engine.start.pool_division import PoolLimits, PoolPart, cache_groups
+from minisgl.engine.step.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.models.registry import build_model

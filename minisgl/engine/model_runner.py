@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs.prefill_graphs import UNCAPTURED, PrefillChoice
 from minisgl.engine.graphs.recording import RecordedSteps
-from minisgl.engine.host_tokens import HostTokens, join_logprobs
-from minisgl.engine.inputs import (
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.host_tokens import HostTokens, join_logprobs
+from minisgl.engine.step.inputs import (
     NO_DECODES,
     HostPageTable,
     Stager,
@@ -24,16 +24,16 @@ from minisgl.engine.inputs import (
     pack_row_inits,
     row_ids_to_device,
 )
-from minisgl.engine.logits import LogitTables, pack_rules
-from minisgl.engine.rows import Rows
-from minisgl.engine.sample_extras import RowMasks, sample_with_extras
-from minisgl.engine.step_timeline import UsedGraphs
-from minisgl.engine.steps import (
+from minisgl.engine.step.logits import LogitTables, pack_rules
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.sample_extras import RowMasks, sample_with_extras
+from minisgl.engine.step.steps import (
     DecodeStep,
     RowLogits,
     prefill_logits,
     prefill_step,
 )
+from minisgl.engine.step_timeline import UsedGraphs
 from minisgl.layers.state_pool import StatePool
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks

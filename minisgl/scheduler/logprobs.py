@@ -84,7 +84,7 @@ def attach_logprobs(
 
 
 def read_logprobs(line: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
-    """Unpack a line (int32 [2 + 2 * k], `engine.logits.pack_logprobs`), keeping `num_top` top tokens."""
+    """Unpack a line (int32 [2 + 2 * k], `engine.step.logits.pack_logprobs`), keeping `num_top` top tokens."""
     k = (len(line) - 2) // 2
     values = line.view(np.float32)
     return TokenLogprobs(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.engine import Engine
-from minisgl.engine.inputs import build_prefill
-from minisgl.engine.step_inputs import prefill_inputs
+from minisgl.engine.step.inputs import build_prefill
+from minisgl.engine.step.step_inputs import prefill_inputs
 from minisgl.errors import MinisglError
 from minisgl.ipc.messages import AddRequest
 from minisgl.layers.moe import MoeMLP

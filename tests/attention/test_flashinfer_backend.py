@@ -13,7 +13,7 @@ from minisgl.attention.backends import build_backend, select
 from minisgl.attention.choice import Backends
 from minisgl.attention.flashinfer import AttentionShape, _Wrapper, split_workspace_bytes, tile_of
 from minisgl.attention.interface import AttentionInputs, Backend, BatchPages
-from minisgl.engine.inputs import HostPageTable
+from minisgl.engine.step.inputs import HostPageTable
 from minisgl.errors import ConfigError
 from minisgl.scheduler.plan import PageUpdate, StepPlan
 

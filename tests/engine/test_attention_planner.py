@@ -20,11 +20,11 @@ from torch import Tensor
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend, BatchPages
 from minisgl.config import DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import recording
-from minisgl.engine.inputs import HostPageTable
 from minisgl.engine.start import build
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.inputs import HostPageTable
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_config import read_model_config
 from minisgl.request import SamplingParams

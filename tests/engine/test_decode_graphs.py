@@ -17,8 +17,8 @@ from minisgl.engine.graphs.decode_graphs import (
     early_kernels,
     import_compiler,
 )
-from minisgl.engine.rows import Rows
-from minisgl.engine.steps import StepOutput
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.steps import StepOutput
 from minisgl.errors import MinisglError
 from triton_kernels.early_start import EARLY_KERNELS
 

@@ -10,12 +10,10 @@ import torch
 from test_prefill_graphs import CONFIG as DENSE
 from torch import Tensor, nn
 
-import minisgl.engine.logits
+import minisgl.engine.step.logits
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
-from minisgl.engine import sample_extras
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs import dry_runs
 from minisgl.engine.graphs.dry_runs import (
     DryPrefill,
@@ -28,11 +26,13 @@ from minisgl.engine.graphs.dry_runs import (
     warm_up_prefill,
     warm_up_sizes,
 )
-from minisgl.engine.inputs import HostPageTable
-from minisgl.engine.logits import LogitTables
-from minisgl.engine.rows import Rows
-from minisgl.engine.sample_extras import RowMasks, sample_with_extras
-from minisgl.engine.steps import DecodeStep, StepOutput, prefill_step
+from minisgl.engine.step import sample_extras
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.inputs import HostPageTable
+from minisgl.engine.step.logits import LogitTables
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.sample_extras import RowMasks, sample_with_extras
+from minisgl.engine.step.steps import DecodeStep, StepOutput, prefill_step
 from minisgl.model_config.config import ExpertsConfig, ModelConfig
 from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.models.decoder import Decoder
@@ -138,8 +138,8 @@ def test_the_kernels_of_rules_and_masks_are_compiled_before_anybody_serves(
 
         monkeypatch.setattr(module, name, noted)
 
-    note(minisgl.engine.logits, "logit_rules")
-    note(minisgl.engine.logits, "count_tokens")
+    note(minisgl.engine.step.logits, "logit_rules")
+    note(minisgl.engine.step.logits, "count_tokens")
     note(dry_runs, "token_mask")
     note(sample_extras, "token_mask")
     model = small_model(replace(CONFIG, experts=None, architecture="Qwen3ForCausalLM"))

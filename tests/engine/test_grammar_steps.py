@@ -14,7 +14,7 @@ from test_no_token import Answer, ask, run
 from test_step_timeline import MODEL, started
 
 from minisgl.engine.engine import Engine
-from minisgl.engine.inputs import Stager
+from minisgl.engine.step.inputs import Stager
 from minisgl.errors import RequestError
 from minisgl.grammar import matcher
 from minisgl.grammar.spec import GrammarSpec

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl.engine.graphs.buckets import PrefillBucket
-from minisgl.engine.inputs import (
+from minisgl.engine.step.inputs import (
     NO_DECODES,
     Decodes,
     HostPageTable,
@@ -16,8 +16,8 @@ from minisgl.engine.inputs import (
     pack_prefill,
     pack_row_inits,
 )
-from minisgl.engine.logits import LogitTables, pack_rules
-from minisgl.engine.rows import Rows
+from minisgl.engine.step.logits import LogitTables, pack_rules
+from minisgl.engine.step.rows import Rows
 from minisgl.request import MAX_BAD_WORDS_IDS
 from minisgl.scheduler.plan import Chunk, LogitRules, PageUpdate, RowInit, RowRules, StepPlan
 from triton_kernels.logit_rules import BANNED, ENDS, IN_PROMPT

@@ -10,14 +10,14 @@ import torch
 from tiny_config import TINY
 from torch import Tensor
 
-import minisgl.engine.logits
+import minisgl.engine.step.logits
 from minisgl.config import GIB, DeviceFacts, EngineConfig, ResolvedConfig, resolve_engine_config
-from minisgl.engine.logits import LogitTables, pack_logprobs
 from minisgl.engine.start.memory import (
     check_weights_fit,
     logit_extras_bytes,
     plan_memory,
 )
+from minisgl.engine.step.logits import LogitTables, pack_logprobs
 from minisgl.errors import ConfigError
 from triton_kernels.logit_rules import logit_rules_triton
 from triton_kernels.token_mask import num_mask_words, token_mask_triton
@@ -134,7 +134,7 @@ def test_steps_with_extras_take_no_more_than_is_kept_for_them(
     num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on CUDA, for which memory is kept. The rows have no rules, so that the interpreter may see bfloat16.
-    monkeypatch.setattr(minisgl.engine.logits, "logit_rules", logit_rules_triton)
+    monkeypatch.setattr(minisgl.engine.step.logits, "logit_rules", logit_rules_triton)
     model = replace(MODEL, vocab_size=3001)
     config = resolve_engine_config(EngineConfig(max_running_requests=num_rows, dtype=dtype), model, GPU)
     logits = torch.randn(num_rows, model.vocab_size).to(getattr(torch, dtype))

@@ -13,8 +13,8 @@ from test_joined_decodes import MIXTURE, joining, some_requests
 from test_step_timeline import MODEL, started
 
 from minisgl.engine.engine import Engine
-from minisgl.engine.logits import LogitTables, pack_logprobs, pack_rules
 from minisgl.engine.ranks.follower_link import CHECKED_STEPS, TokenChecksum
+from minisgl.engine.step.logits import LogitTables, pack_logprobs, pack_rules
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.scheduler.plan import NO_LOGITS, NONE_ALLOWED, RowInit, RowRules

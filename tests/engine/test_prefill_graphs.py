@@ -20,9 +20,9 @@ from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine.graphs.buckets import PrefillBucket, prefill_bucket_for, prefill_buckets, startup_prefills
 from minisgl.engine.graphs.prefill_graphs import PrefillChoice, PrefillGraphs
 from minisgl.engine.graphs.recording import _record_prefill
-from minisgl.engine.inputs import NO_DECODES, Decodes, HostPageTable, PrefillBatch, Stager, build_prefill
-from minisgl.engine.rows import Rows
-from minisgl.engine.steps import StepOutput, prefill_step
+from minisgl.engine.step.inputs import NO_DECODES, Decodes, HostPageTable, PrefillBatch, Stager, build_prefill
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.steps import StepOutput, prefill_step
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minisgl.attention.interface import AttentionInputs
-from minisgl.engine.rows import Rows
 from minisgl.engine.start.replace_kernels import replace_kernels
+from minisgl.engine.step.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.layers.attention import Attention
 from minisgl.layers.mlp import GatedMLP

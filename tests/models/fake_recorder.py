@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from minisgl.engine.steps import StepOutput
+from minisgl.engine.step.steps import StepOutput
 
 
 class Recorder:

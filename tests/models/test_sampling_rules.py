@@ -24,12 +24,12 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-import minisgl.engine.logits
+import minisgl.engine.step.logits
 from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.decode_graphs import DecodeGraphs
 from minisgl.engine.start.build import build_engine
-from minisgl.engine.steps import DecodeStep, StepOutput
+from minisgl.engine.step.steps import DecodeStep, StepOutput
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from triton_kernels.logit_rules import count_tokens_triton, logit_rules_triton
@@ -201,8 +201,8 @@ def test_every_rule_gives_the_tokens_of_transformers_alone_and_together(
 def test_the_kernels_give_the_tokens_of_transformers_too(
     reference: PreTrainedModel, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(minisgl.engine.logits, "logit_rules", logit_rules_triton)
-    monkeypatch.setattr(minisgl.engine.logits, "count_tokens", count_tokens_triton)
+    monkeypatch.setattr(minisgl.engine.step.logits, "logit_rules", logit_rules_triton)
+    monkeypatch.setattr(minisgl.engine.step.logits, "count_tokens", count_tokens_triton)
     all_cases = cases(reference)
     answers = run(engine, *[(prompt, params) for prompt, params, _ in all_cases])
     for answer, (prompt, _, rules) in zip(answers, all_cases, strict=True):

@@ -16,9 +16,9 @@ from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.benchmark.reports.report import Cell
 from minisgl.benchmark.steps.step_floor import Work, costs_of, expected_experts_hit, experts_hit
 from minisgl.engine.engine import Engine
-from minisgl.engine.inputs import build_prefill
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.step.inputs import build_prefill
+from minisgl.engine.step.steps import DecodeStep, prefill_step
 from minisgl.model_config.config import ModelConfig
 from minisgl.parallel.sizes import rank_sizes
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan

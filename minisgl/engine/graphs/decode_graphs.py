@@ -31,8 +31,8 @@ from minisgl.engine.graphs.buckets import bucket_for
 from minisgl.engine.graphs.durations import MeasuredDurations
 from minisgl.engine.graphs.graph_recorder import GraphRecorder
 from minisgl.engine.graphs.graph_table import GraphTable
-from minisgl.engine.inputs import row_ids_to_device
-from minisgl.engine.steps import DecodeStep, RowLogits, StepOutput
+from minisgl.engine.step.inputs import row_ids_to_device
+from minisgl.engine.step.steps import DecodeStep, RowLogits, StepOutput
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import RunBlock, call_block
 from triton_kernels.early_start import EARLY_KERNELS

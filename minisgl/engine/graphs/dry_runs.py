@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.config import ResolvedConfig
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.graphs.buckets import buckets_of, max_joined_decodes
 from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
-from minisgl.engine.inputs import PrefillBatch, Stager
-from minisgl.engine.logits import LogitTables
-from minisgl.engine.rows import Rows
-from minisgl.engine.steps import DecodeStep, prefill_step, sample_and_advance
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.inputs import PrefillBatch, Stager
+from minisgl.engine.step.logits import LogitTables
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.layers.attention import Attention
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS

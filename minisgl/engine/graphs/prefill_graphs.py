@@ -20,7 +20,7 @@ from minisgl.engine.graphs.buckets import PrefillBucket, prefill_bucket_for
 from minisgl.engine.graphs.durations import MeasuredDurations
 from minisgl.engine.graphs.graph_recorder import Record
 from minisgl.engine.graphs.graph_table import GraphTable
-from minisgl.engine.inputs import (
+from minisgl.engine.step.inputs import (
     NO_DECODES,
     Decodes,
     HostPageTable,
@@ -29,7 +29,7 @@ from minisgl.engine.inputs import (
     pack_prefill,
     prefill_size,
 )
-from minisgl.engine.steps import StepOutput
+from minisgl.engine.step.steps import StepOutput
 from minisgl.scheduler.plan import Chunk
 
 MAX_RUN_PER_LAUNCH = 2.0

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from minisgl.config import ResolvedConfig
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.device_faults import device_fault_of
 from minisgl.engine.graphs.background_recording import BackgroundRecorder
 from minisgl.engine.graphs.buckets import PrefillBucket, buckets_of, startup_prefills, startup_sizes
@@ -27,10 +26,11 @@ from minisgl.engine.graphs.decode_graphs import (
 from minisgl.engine.graphs.dry_runs import warm_up_prefill
 from minisgl.engine.graphs.graph_recorder import GraphRecorder
 from minisgl.engine.graphs.prefill_graphs import PrefillGraphs
-from minisgl.engine.inputs import HostPageTable, Stager
-from minisgl.engine.rows import Rows
 from minisgl.engine.start.startup_stages import StartupStages
-from minisgl.engine.steps import DecodeStep, prefill_step
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.inputs import HostPageTable, Stager
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.steps import DecodeStep, prefill_step
 from minisgl.errors import MinisglError
 from minisgl.models.decoder import Decoder
 from triton_kernels.early_start import can_start_early

@@ -21,7 +21,6 @@ from minisgl.attention.choice import parse
 from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
 from minisgl.config import ResolvedConfig
-from minisgl.engine.attention_planner import AttentionPlanner
 from minisgl.engine.device_faults import device_fault_of, name_device_faults
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import buckets_of
@@ -29,10 +28,8 @@ from minisgl.engine.graphs.decode_graphs import KernelCompilations, import_compi
 from minisgl.engine.graphs.dry_runs import Peaks, measure_peaks
 from minisgl.engine.graphs.rank_compile_cache import open_rank_compile_cache, publish_compile_cache
 from minisgl.engine.graphs.recording import record_steps
-from minisgl.engine.inputs import HostPageTable, Stager
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.page_events import PageEventPublisher, open_page_events
-from minisgl.engine.rows import Rows
 from minisgl.engine.start.device import free_host_bytes, keep_freed_memory, peak_host_bytes
 from minisgl.engine.start.memory import (
     MemoryBudget,
@@ -48,6 +45,9 @@ from minisgl.engine.start.memory import (
 from minisgl.engine.start.pool_division import cache_groups, num_places
 from minisgl.engine.start.replace_kernels import replace_kernels
 from minisgl.engine.start.startup_stages import StartupStages
+from minisgl.engine.step.attention_planner import AttentionPlanner
+from minisgl.engine.step.inputs import HostPageTable, Stager
+from minisgl.engine.step.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.grammar.pending import PendingGrammars
 from minisgl.kvcache.grouped_manager import Cache, GroupedCacheManager, WindowGroup

@@ -13,7 +13,6 @@ from torch import nn
 from minisgl.attention.choice import TRITON, WINDOW_TILE_TOKENS, parse
 from minisgl.config import GIB, MIB, ResolvedConfig
 from minisgl.engine.graphs.buckets import buckets_of
-from minisgl.engine.logits import SLICE_ROWS, LogitTables
 from minisgl.engine.start.pool_division import (
     PoolLimits,
     PoolPart,
@@ -22,6 +21,7 @@ from minisgl.engine.start.pool_division import (
     divide_pool,
     pages_beside,
 )
+from minisgl.engine.step.logits import SLICE_ROWS, LogitTables
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE, ModelConfig
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from minisgl.attention import triton as triton_attention
 from minisgl.attention.interface import PrefillDecodePair
-from minisgl.engine.rows import Rows
+from minisgl.engine.step.rows import Rows
 from minisgl.errors import ConfigError
 from minisgl.layers.attention import Attention
 from triton_kernels.registry import KERNELS, Kernels, with_replacements

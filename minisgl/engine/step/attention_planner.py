@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.attention.interface import Backend, BatchPages
-from minisgl.engine.inputs import HostPageTable
+from minisgl.engine.step.inputs import HostPageTable
 from minisgl.scheduler.plan import Chunk
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.interface import AttentionInputs
-from minisgl.engine.inputs import PrefillBatch
-from minisgl.engine.logits import SLICE_ROWS, pack_logprobs
-from minisgl.engine.rows import Rows
-from minisgl.engine.step_inputs import decode_inputs, most_kv_heads, prefill_inputs
+from minisgl.engine.step.inputs import PrefillBatch
+from minisgl.engine.step.logits import SLICE_ROWS, pack_logprobs
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.step_inputs import decode_inputs, most_kv_heads, prefill_inputs
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.advance_rows import advance_rows
 from triton_kernels.decode_config import num_arrivals

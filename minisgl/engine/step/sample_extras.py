@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.engine.logits import LogitTables, pack_logprobs
-from minisgl.engine.rows import Rows
-from minisgl.engine.steps import RowLogits, sample_plain
+from minisgl.engine.step.logits import LogitTables, pack_logprobs
+from minisgl.engine.step.rows import Rows
+from minisgl.engine.step.steps import RowLogits, sample_plain
 from minisgl.scheduler.plan import NONE_ALLOWED, LogitExtras
 from triton_kernels.token_mask import token_mask
 

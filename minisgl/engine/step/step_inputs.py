@@ -8,8 +8,8 @@ from torch import Tensor
 
 from minisgl.attention.interface import AttentionInputs, JoinedDecodes, in_groups
 from minisgl.attention.torch import with_rows_of_a_cpu
-from minisgl.engine.inputs import PrefillBatch
-from minisgl.engine.rows import Rows
+from minisgl.engine.step.inputs import PrefillBatch
+from minisgl.engine.step.rows import Rows
 from minisgl.models.decoder import Decoder
 from triton_kernels.decode_config import num_arrivals
 
