@@ -39,8 +39,8 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.start.build import build_engine
 from minisgl.engine.step.inputs import Decodes, HostPageTable, build_prefill, prefill_size, row_ids_to_device
 from minisgl.engine.step.steps import StepOutput as DeviceOutput
-from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
 from minisgl.engine.watch.pace import StepCounts
+from minisgl.engine.watch.step_timeline import StepTimeline, UsedGraphs
 from minisgl.engine.watch.watch import EngineWatch
 from minisgl.ipc.messages import AddRequest, StepOutput
 from minisgl.ipc.questions import AskRequests

@@ -21,9 +21,9 @@ from minisgl.engine.graphs.rank_compile_cache import publish_compile_cache
 from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.page_events import PageEventPublisher
-from minisgl.engine.profiler import StepProfiler
-from minisgl.engine.step_timeline import StepTimeline
 from minisgl.engine.watch.pace import StepCounts
+from minisgl.engine.watch.profiler import StepProfiler
+from minisgl.engine.watch.step_timeline import StepTimeline
 from minisgl.engine.watch.watch import EngineWatch
 from minisgl.errors import RequestError
 from minisgl.grammar.pending import PendingGrammars

@@ -33,7 +33,7 @@ from minisgl.engine.step.steps import (
     prefill_logits,
     prefill_step,
 )
-from minisgl.engine.step_timeline import UsedGraphs
+from minisgl.engine.watch.step_timeline import UsedGraphs
 from minisgl.layers.state_pool import StatePool
 from minisgl.models.decoder import Decoder
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks

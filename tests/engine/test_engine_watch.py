@@ -13,10 +13,10 @@ from test_no_token import ask
 from test_step_timeline import LENGTHS, MODEL, NUM_OUTPUTS, serve, started
 
 from minisgl.engine.engine import Engine
-from minisgl.engine.step_timeline import StepRecord, UsedGraphs
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.pace import GcClock, Pace, StepCounts, slow_reason
 from minisgl.engine.watch.running_median import RunningMedian
+from minisgl.engine.watch.step_timeline import StepRecord, UsedGraphs
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import AskRequests

@@ -13,7 +13,7 @@ from test_step_timeline import MODEL, started
 from minisgl.attention.backends import select
 from minisgl.engine.engine import Engine
 from minisgl.engine.model_runner import LaunchedStep
-from minisgl.engine.step_timeline import UsedGraphs
+from minisgl.engine.watch.step_timeline import UsedGraphs
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import FinishReason, RequestOutput, SamplingParams, ThoughtLimit

@@ -12,11 +12,17 @@ import pytest
 import torch
 
 from minisgl.config import EngineConfig
-from minisgl.engine import profiler
 from minisgl.engine.engine import Engine
-from minisgl.engine.profiler import MAX_PART_STEPS, PAUSE_S, StepProfiler, join_traces, steps_of_next_part
 from minisgl.engine.start.build import build_engine
-from minisgl.engine.step_timeline import StepTimeline, UsedGraphs
+from minisgl.engine.watch import profiler
+from minisgl.engine.watch.profiler import (
+    MAX_PART_STEPS,
+    PAUSE_S,
+    StepProfiler,
+    join_traces,
+    steps_of_next_part,
+)
+from minisgl.engine.watch.step_timeline import StepTimeline, UsedGraphs
 from minisgl.errors import ConfigError
 from minisgl.ipc.messages import AddRequest
 from minisgl.request import SamplingParams

@@ -1,1 +1,1 @@
-"""Records the lives of requests, the pace of steps and slow moments, for those who ask why."""
+"""Records the lives of requests, the pace and timeline of steps, slow moments, and profiles of steps."""

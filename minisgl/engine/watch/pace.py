@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from minisgl.engine.step_timeline import StepInFlight, StepRecord
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.running_median import RunningMedian
+from minisgl.engine.watch.step_timeline import StepInFlight, StepRecord
 from minisgl.lives import STEP_BOUNDS_MS, STEP_PARTS, StepReason
 
 SLOW_FACTOR = 3.0

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from minisgl.engine.step_timeline import StepInFlight, StepRecord
 from minisgl.engine.watch.lives import Lives
 from minisgl.engine.watch.moments import Moments
 from minisgl.engine.watch.pace import Pace, StepCounts
+from minisgl.engine.watch.step_timeline import StepInFlight, StepRecord
 from minisgl.ipc.messages import AddRequest
 from minisgl.ipc.questions import AskRequests
 from minisgl.scheduler.journal import Note
