@@ -23,7 +23,7 @@ from test_replicas import engines_of, running_in
 from minisgl.config import EngineConfig, ServerConfig, check_server_config
 from minisgl.errors import ConfigError
 from minisgl.ipc.door_keys import derive_keys
-from minisgl.server.engines.door import check_engine_listen
+from minisgl.server.engines.supervision.door import check_engine_listen
 
 REMOTE = Path(__file__).with_name("remote_fake_engine.py")
 

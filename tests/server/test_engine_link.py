@@ -14,7 +14,7 @@ from minisgl.ipc.messages import AddRequest, StepOutput
 from minisgl.ipc.transport import ServerSocket, make_ipc_dir
 from minisgl.request import SamplingParams
 from minisgl.server.engines.engine_link import EngineLink
-from minisgl.server.engines.engine_process import EngineProcess
+from minisgl.server.engines.supervision.engine_process import EngineProcess
 
 
 def test_a_listener_that_fails_does_not_end_the_engine(

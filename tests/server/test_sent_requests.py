@@ -11,8 +11,8 @@ from minisgl.ipc.messages import (
     StepOutput,
 )
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
-from minisgl.server.engines.restarts import LONGEST_WAIT_S, WINDOW_S, Restarts
 from minisgl.server.engines.sent_requests import NEAR_TOKENS, SentRequests
+from minisgl.server.engines.supervision.restarts import LONGEST_WAIT_S, WINDOW_S, Restarts
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 

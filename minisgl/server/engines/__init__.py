@@ -1,1 +1,1 @@
-"""Starts, watches and stops the engine process and the sibling server processes."""
+"""The engines as the rest of the server sees them, and `launch.py`, which starts them and the server."""

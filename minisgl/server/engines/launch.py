@@ -23,13 +23,13 @@ from minisgl.errors import DEVICE_FAULT_EXIT_CODE, ConfigError, EngineDeadError,
 from minisgl.ipc.child_process import module_command
 from minisgl.ipc.messages import Ready, StartupStage
 from minisgl.ipc.transport import make_ipc_dir
-from minisgl.server.engines.door import DoorSettings, EngineDoor, check_engine_listen
 from minisgl.server.engines.engines import Engines
-from minisgl.server.engines.keeper import KeeperSettings
-from minisgl.server.engines.keepers import EngineKeepers
-from minisgl.server.engines.life import LifeLimits
 from minisgl.server.engines.replicas import check_replicas, gpu_names, replica_workers
 from minisgl.server.engines.startup_report import StartupClock, base_url, curl_line, stage_line, waterfall
+from minisgl.server.engines.supervision.door import DoorSettings, EngineDoor, check_engine_listen
+from minisgl.server.engines.supervision.keeper import KeeperSettings
+from minisgl.server.engines.supervision.keepers import EngineKeepers
+from minisgl.server.engines.supervision.life import LifeLimits
 from minisgl.server.http.connections import OTHER_FILES
 from minisgl.server.http_server import (
     BACKLOG,

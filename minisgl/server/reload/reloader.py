@@ -25,8 +25,8 @@ from minisgl.config import EngineConfig, check_engine_config, check_server_confi
 from minisgl.config.model_facts import folder_facts
 from minisgl.errors import ConfigError, EngineDeadError, RequestError
 from minisgl.server.engines.engines import Engines
-from minisgl.server.engines.keeper import EngineKeeper
-from minisgl.server.engines.keepers import EngineKeepers
+from minisgl.server.engines.supervision.keeper import EngineKeeper
+from minisgl.server.engines.supervision.keepers import EngineKeepers
 from minisgl.server.http_server import HttpServer, HttpServerSettings
 from minisgl.server.processes.api_workers import ApiWorkers
 from minisgl.server.reload.changes import wanted

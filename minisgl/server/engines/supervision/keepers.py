@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from minisgl.ipc.messages import Ready
-from minisgl.server.engines.keeper import EngineKeeper, Failure, KeeperSettings
 from minisgl.server.engines.served_engine import ServedEngine
+from minisgl.server.engines.supervision.keeper import EngineKeeper, Failure, KeeperSettings
 from minisgl.server.processes.api_workers import ApiWorkers
 
 

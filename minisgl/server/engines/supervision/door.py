@@ -24,10 +24,10 @@ from minisgl.ipc.door import DoorSocket, EngineLine
 from minisgl.ipc.door_messages import Dismissed, Hello, Welcome
 from minisgl.ipc.messages import Ready
 from minisgl.server.engines.engines import Engines
-from minisgl.server.engines.keeper import Failure
-from minisgl.server.engines.leaving import HAS_LEFT, let_go
-from minisgl.server.engines.life import LifeLimits, live
 from minisgl.server.engines.served_engine import ServedEngine
+from minisgl.server.engines.supervision.keeper import Failure
+from minisgl.server.engines.supervision.leaving import HAS_LEFT, let_go
+from minisgl.server.engines.supervision.life import LifeLimits, live
 from minisgl.server.processes.api_workers import ApiWorkers
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from minisgl.ipc.messages import Ready
 from minisgl.ipc.transport import ServerSocket
-from minisgl.server.engines.engine_process import EngineProcess
-from minisgl.server.engines.life import LifeLimits, live
-from minisgl.server.engines.restarts import WINDOW_S, Restarts
 from minisgl.server.engines.served_engine import ServedEngine
+from minisgl.server.engines.supervision.engine_process import EngineProcess
+from minisgl.server.engines.supervision.life import LifeLimits, live
+from minisgl.server.engines.supervision.restarts import WINDOW_S, Restarts
 from minisgl.server.processes.api_workers import ApiWorkers
 
 log = logging.getLogger(__name__)
