@@ -37,7 +37,7 @@ from minisgl.attention.interface import AttentionInputs
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.engine.graphs.decode_graphs import compiled_block
 from minisgl.layers.moe import MoeMLP
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import STANDARD_DEVIATION

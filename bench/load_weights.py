@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from minisgl.benchmark.model_configs import MODEL_CONFIGS
 from minisgl.engine.start.device import peak_host_bytes
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import fill_dummy

@@ -32,7 +32,7 @@ from minisgl.config import EngineConfig, with_cache_dir
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.progress import no_progress
 from minisgl.request import SamplingParams
 from minisgl.weights.sources import default_cache_dir

@@ -27,7 +27,7 @@ from quantized_models import FORMATS, quantize  # pyright: ignore[reportMissingI
 from tiny_models import PagedRunner  # pyright: ignore[reportMissingImports]
 
 from minisgl.benchmark.reports.report import Cell, format_table, make_report, read_report, write_report
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.weights.loader import load_weights
 from minisgl.weights.sources import resolve_model_folder

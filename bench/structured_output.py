@@ -31,7 +31,7 @@ from minisgl.grammar.compiler import GrammarCompiler
 from minisgl.grammar.matcher import Grammar
 from minisgl.grammar.spec import json_schema_spec
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.request import FinishReason, RequestOutput, SamplingParams
 from minisgl.text.tokenizer import Tokenizer
 from minisgl.weights.sources import resolve_model_folder

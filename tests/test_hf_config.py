@@ -35,8 +35,8 @@ from transformers import (
 
 from minisgl.errors import ModelError
 from minisgl.model_config.config import RopeScaling
-from minisgl.model_config.families import FAMILIES, Windows
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.families import FAMILIES, Windows
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],

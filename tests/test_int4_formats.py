@@ -6,8 +6,8 @@ import pytest
 from int4_models import AWQ, GPTQ, INT4_FORMATS
 
 from minisgl.errors import ModelError
+from minisgl.model_config.hf_folder.quantization_formats import read_quantization
 from minisgl.model_config.quantization import Int4Scheme, Quantization, layer_scheme
-from minisgl.model_config.quantization_formats import read_quantization
 
 PACKED = INT4_FORMATS["compressed-tensors"].config
 

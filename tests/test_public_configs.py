@@ -18,7 +18,7 @@ from minisgl.model_config.config import (
     QueryScaling,
     RopeScaling,
 )
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.parallel.sizes import supported_tp_sizes
 

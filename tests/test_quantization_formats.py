@@ -8,9 +8,9 @@ from quantized_models import FORMATS, set_quantization
 from tiny_models import random_model
 
 from minisgl.errors import ModelError
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
+from minisgl.model_config.hf_folder.quantization_formats import read_quantization
 from minisgl.model_config.quantization import Fp8Scheme, Quantization, layer_scheme
-from minisgl.model_config.quantization_formats import read_quantization
 
 QKV = ("q_proj", "k_proj", "v_proj")
 DYNAMIC, BLOCK = FORMATS["compressed-tensors, dynamic"].config, FORMATS["compressed-tensors, block"].config

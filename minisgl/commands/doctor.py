@@ -39,7 +39,7 @@ from minisgl.config import (
 )
 from minisgl.errors import MinisglError, ModelNotHereError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.parallel.sizes import rank_sizes, supported_tp_sizes
 from minisgl.weights.sources import resolve_model_folder
 

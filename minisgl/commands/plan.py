@@ -26,7 +26,7 @@ from minisgl.engine.start.memory import (
 from minisgl.engine.start.pool_division import PoolLimits, PoolPart, cache_groups
 from minisgl.engine.step.rows import Rows
 from minisgl.errors import ConfigError
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.parallel.sizes import rank_sizes
 

@@ -7,7 +7,7 @@ from minisgl.config.engine import EngineConfig, ResolvedConfig
 from minisgl.config.field_checks import LARGEST, check_types, require
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import DTYPE_BYTES, FP8_CACHE
-from minisgl.model_config.quantization_formats import QUANTIZED_WHILE_LOADING
+from minisgl.model_config.hf_folder.quantization_formats import QUANTIZED_WHILE_LOADING
 
 
 def check_engine_config(config: EngineConfig | ResolvedConfig) -> None:

@@ -1,1 +1,1 @@
-"""Describes a model, and reads the description from a Hugging Face folder. Imports no torch."""
+"""Describes a model; `hf_folder/` reads the description from a Hugging Face folder. Imports no torch."""

@@ -4,7 +4,7 @@ import torch
 
 from minisgl.layers.linear_attention import LinearAttention
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.json_fields import unsupported
+from minisgl.model_config.hf_folder.json_fields import unsupported
 from minisgl.model_config.kv_groups import StateShape
 from minisgl.model_config.quantization import Quantization, Scheme, layer_scheme
 

@@ -45,7 +45,7 @@ BUILDERS: dict[str, Callable[[ModelConfig, Attend, torch.dtype, torch.device], D
     "SeedOssForCausalLM": Decoder,
     "SmolLM3ForCausalLM": Decoder,
 }
-"""The same names as `minisgl.model_config.families.FAMILIES`, which a test checks."""
+"""The same names as `minisgl.model_config.hf_folder.families.FAMILIES`, which a test checks."""
 
 
 def build_model(

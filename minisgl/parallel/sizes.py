@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ExpertStorage, ModelConfig
-from minisgl.model_config.experts_config import EXPERT_TILE, MXFP4_BLOCK
+from minisgl.model_config.hf_folder.experts_config import EXPERT_TILE, MXFP4_BLOCK
 from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.model_config.quantization import Int4Scheme, WeightScales
 

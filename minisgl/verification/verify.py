@@ -20,7 +20,7 @@ from minisgl.engine.start.build import build_engine
 from minisgl.engine.start.device import free_host_bytes, peak_host_bytes
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.verification.compare import Bars, LogitErrors, PlaceError, logit_errors, place_errors
 from minisgl.verification.end_ids import EndIds, check_end_ids, find_end_ids
 from minisgl.verification.explain import (

@@ -8,7 +8,7 @@ from minisgl.benchmark.model_configs import MODEL_CONFIGS, model_folder
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, ModelError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.model_config.kv_groups import StateShape
 
 BILLIONS = {

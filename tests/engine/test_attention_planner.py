@@ -26,7 +26,7 @@ from minisgl.engine.start import build
 from minisgl.engine.step.attention_planner import AttentionPlanner
 from minisgl.engine.step.inputs import HostPageTable
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageUpdate, StepPlan
 

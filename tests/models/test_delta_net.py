@@ -28,7 +28,7 @@ from minisgl.engine.start.build import build_engine, resolve_for_folder
 from minisgl.engine.start.memory import check_states_fit, row_state_bytes, states_bytes
 from minisgl.errors import ConfigError, ModelError
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.request import SamplingParams
 
 EYES = {

@@ -29,8 +29,8 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine
 from minisgl.errors import ModelError
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.families import FAMILIES
-from minisgl.model_config.rope_config import ROPE_TYPES
+from minisgl.model_config.hf_folder.families import FAMILIES
+from minisgl.model_config.hf_folder.rope_config import ROPE_TYPES
 from minisgl.models.decoder import Decoder
 from minisgl.request import SamplingParams
 

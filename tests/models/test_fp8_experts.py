@@ -15,7 +15,7 @@ from torch import Tensor
 from minisgl.errors import ModelError
 from minisgl.layers.experts.fp8 import Fp8Experts
 from minisgl.layers.experts.weights import PlainExperts
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import fill_dummy

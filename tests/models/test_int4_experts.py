@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from minisgl.errors import ConfigError, ModelError
 from minisgl.layers.experts.int4 import Int4Experts
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.weights.dummy import fill_dummy
 from minisgl.weights.loader import load_weights

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minisgl.errors import ConfigError, ModelError
 from minisgl.layers.int4_weight import Int4Weight
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.weights.loader import load_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.errors import ModelError
 from minisgl.layers.fp8_weight import Fp8Weight
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.weights.loader import load_weights

@@ -8,8 +8,8 @@ import torch
 from tiny_models import random_model
 
 from minisgl.errors import ConfigError, ModelError
-from minisgl.model_config.families import FAMILIES
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.families import FAMILIES
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.registry import BUILDERS, build_model
 
 

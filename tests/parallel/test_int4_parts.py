@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minisgl.errors import ConfigError
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.models.sharded import shard_model
 from minisgl.parallel.mesh import Ranks

@@ -31,7 +31,7 @@ from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError, EngineDeadError
 from minisgl.grammar.spec import GrammarSpec
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.progress import no_progress
 from minisgl.request import SamplingParams, ThoughtLimit
 from minisgl.scheduler.plan import StepPlan

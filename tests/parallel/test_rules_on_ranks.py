@@ -18,7 +18,7 @@ from minisgl.engine.graphs import recording
 from minisgl.engine.start.build import build_follower
 from minisgl.engine.start.build_rank import Rendezvous
 from minisgl.ipc.messages import AddRequest
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.request import SamplingParams
 
 

@@ -15,7 +15,7 @@ from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.graphs.decode_graphs import compiled_block
 from minisgl.engine.start.memory import module_bytes
 from minisgl.layers.attention import Attention
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import BUILDERS, build_model
 from minisgl.models.sharded import ShardedTensors, shard_model

@@ -18,7 +18,7 @@ from minisgl.engine.start.build import build_engine
 from minisgl.errors import ConfigError
 from minisgl.layers.rotary import make_cos_sin
 from minisgl.layers.weight import PlainWeight
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.verification import reference, verify
 from minisgl.verification.traces import LOGITS, Place
 from minisgl.verification.verify import Verification, verify_model

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minisgl.errors import ModelError
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.weights.gguf_convert import (
     ARCHITECTURES,
     build_tokenizer,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from minisgl.errors import ModelError
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.decoder import Decoder
 from minisgl.models.registry import build_model
 from minisgl.weights import loader
@@ -230,7 +230,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from minisgl.engine.start.device import peak_host_bytes
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.models.registry import build_model
 from minisgl.weights import loader
 

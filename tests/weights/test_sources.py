@@ -10,7 +10,7 @@ import pytest
 from tiny_gguf import write_gguf
 
 from minisgl.errors import ConfigError, ModelError
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.weights.sources import resolve_model_folder
 
 
@@ -119,7 +119,7 @@ def test_a_gguf_file_with_an_unknown_tokenizer_runs_with_another(tmp_path: Path)
 
 def test_importing_the_readers_and_the_puller_loads_no_torch() -> None:
     code = (
-        "import sys, minisgl.weights.sources, minisgl.weights.pull, minisgl.model_config.hf_config;"
+        "import sys, minisgl.weights.sources, minisgl.weights.pull, minisgl.model_config.hf_folder.hf_config;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -42,7 +42,7 @@ from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.engine.start.startup_stages import load_ms
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.progress import Progress, ShownProgress, lines_on
 
 CPU_COPY_BYTES = 128 << 20

@@ -28,7 +28,7 @@ from minisgl.engine.start.device import find_device_facts
 from minisgl.engine.start.startup_stages import OnStage, StartupStages
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.hf_config import read_model_config
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.parallel.sizes import rank_sizes
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,14 @@ Promise: a setting that this engine does not support is refused by name.
 import re
 from typing import Any
 
-from minisgl.model_config.quantization import GROUP_SIZES, Int4Layout, Int4Scheme, Quantization
-from minisgl.model_config.quantization_names import (
+from minisgl.model_config.hf_folder.quantization_names import (
     ROUTERS,
     compressed_patterns,
     has_cache_scales,
     module_patterns,
     refused,
 )
+from minisgl.model_config.quantization import GROUP_SIZES, Int4Layout, Int4Scheme, Quantization
 
 PER_CHANNEL = -1
 """What AWQ and GPTQ write as group size if all inputs share a scale."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minisgl.errors import ModelError
-from minisgl.model_config.json_fields import unsupported
+from minisgl.model_config.hf_folder.json_fields import unsupported
 
 SUPPORTED = (
     "FP8 of compressed-tensors (dynamic, static, block), of quant_method fp8 (DeepSeek, Qwen3-FP8) and of "

@@ -5,7 +5,7 @@ from typing import Any
 
 from minisgl.errors import ModelError
 from minisgl.model_config.config import Activation, ExpertsConfig, ExpertStorage
-from minisgl.model_config.json_fields import integer, number, whole_number
+from minisgl.model_config.hf_folder.json_fields import integer, number, whole_number
 
 MOST_EXPERTS = 1024
 EXPERT_TILE = 16

@@ -10,7 +10,14 @@ from typing import Any
 
 from minisgl.errors import ConfigError
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.int4_formats import read_awq, read_gptq, read_packed
+from minisgl.model_config.hf_folder.int4_formats import read_awq, read_gptq, read_packed
+from minisgl.model_config.hf_folder.quantization_names import (
+    ROUTERS,
+    compressed_patterns,
+    has_cache_scales,
+    module_patterns,
+    refused,
+)
 from minisgl.model_config.quantization import (
     GROUP_SIZES,
     ActivationScales,
@@ -20,13 +27,6 @@ from minisgl.model_config.quantization import (
     Quantization,
     Scheme,
     WeightScales,
-)
-from minisgl.model_config.quantization_names import (
-    ROUTERS,
-    compressed_patterns,
-    has_cache_scales,
-    module_patterns,
-    refused,
 )
 
 BLOCK = [128, 128]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from minisgl.errors import ModelError
 from minisgl.model_config.config import RopeScaling
-from minisgl.model_config.json_fields import integer, number, share, unsupported
+from minisgl.model_config.hf_folder.json_fields import integer, number, share, unsupported
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 

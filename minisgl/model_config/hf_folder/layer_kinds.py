@@ -3,8 +3,8 @@
 from typing import Any
 
 from minisgl.errors import ModelError
-from minisgl.model_config.families import Family, Windows
-from minisgl.model_config.json_fields import integer, unsupported, whole_number
+from minisgl.model_config.hf_folder.families import Family, Windows
+from minisgl.model_config.hf_folder.json_fields import integer, unsupported, whole_number
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 

@@ -5,7 +5,7 @@ Promise: a key that has no effect on the output of this engine is never a reason
 
 from typing import Any
 
-from minisgl.model_config.json_fields import unsupported
+from minisgl.model_config.hf_folder.json_fields import unsupported
 
 EVERYWHERE = frozenset(
     [

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from minisgl.model_config.config import ExpertsConfig
-from minisgl.model_config.experts_config import (
+from minisgl.model_config.hf_folder.experts_config import (
     DEEPSEEK_EXPERTS,
     read_glm_experts,
     read_gpt_oss_experts,
@@ -16,8 +16,8 @@ from minisgl.model_config.experts_config import (
     read_qwen3_experts,
     read_qwen3_next_experts,
 )
-from minisgl.model_config.gemma4_config import GEMMA_4_KEYS, with_gemma4_settings
-from minisgl.model_config.switches import (
+from minisgl.model_config.hf_folder.gemma4_config import GEMMA_4_KEYS, with_gemma4_settings
+from minisgl.model_config.hf_folder.switches import (
     Complete,
     with_exaone_positions,
     with_gated_delta,

@@ -10,8 +10,8 @@ from typing import Any
 
 from minisgl.errors import ModelError
 from minisgl.model_config.config import Activation, ExpertsConfig, ExpertStorage, ModelConfig
-from minisgl.model_config.experts_config import checked_experts
-from minisgl.model_config.json_fields import integer, number, unsupported, whole_number
+from minisgl.model_config.hf_folder.experts_config import checked_experts
+from minisgl.model_config.hf_folder.json_fields import integer, number, unsupported, whole_number
 from minisgl.model_config.kv_groups import KVShape
 
 FULL = "full_attention"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.model_config.config import ModelConfig, QueryScaling
-from minisgl.model_config.json_fields import integer, number, unsupported, whole_number
+from minisgl.model_config.hf_folder.json_fields import integer, number, unsupported, whole_number
 from minisgl.model_config.kv_groups import KVShape, StateShape
 
 Complete = Callable[[ModelConfig, dict[str, Any], Sequence[str]], ModelConfig]

@@ -18,8 +18,8 @@ from minisgl.model_config.config import (
     ModelConfig,
     RopeScaling,
 )
-from minisgl.model_config.experts_config import MXFP4
-from minisgl.model_config.families import (
+from minisgl.model_config.hf_folder.experts_config import MXFP4
+from minisgl.model_config.hf_folder.families import (
     FAMILIES,
     MULTIMODAL_CLASSES,
     OTHER_TEXT_PREFIXES,
@@ -27,12 +27,17 @@ from minisgl.model_config.families import (
     Family,
     Windows,
 )
-from minisgl.model_config.json_fields import integer, number, read_json, unsupported
-from minisgl.model_config.known_keys import refuse_unknown_keys
-from minisgl.model_config.layer_kinds import SLIDING, layer_kinds, layer_windows, layers_without_rope
+from minisgl.model_config.hf_folder.json_fields import integer, number, read_json, unsupported
+from minisgl.model_config.hf_folder.known_keys import refuse_unknown_keys
+from minisgl.model_config.hf_folder.layer_kinds import (
+    SLIDING,
+    layer_kinds,
+    layer_windows,
+    layers_without_rope,
+)
+from minisgl.model_config.hf_folder.quantization_formats import quantized_while_loading, read_quantization
+from minisgl.model_config.hf_folder.rope_config import read_rope, read_rope_by_layer_type, read_rotary_dim
 from minisgl.model_config.quantization import Int4Scheme
-from minisgl.model_config.quantization_formats import quantized_while_loading, read_quantization
-from minisgl.model_config.rope_config import read_rope, read_rope_by_layer_type, read_rotary_dim
 
 
 def read_model_config(
