@@ -19,11 +19,11 @@ from minisgl.replies.model import ReplyModel
 from minisgl.replies.thought_limit import limit_thought
 from minisgl.replies.tools import NO_TOOLS, AskedTools, Tool
 from minisgl.request import SamplingParams
+from minisgl.text.formats.call_grammars.lark import ThoughtFirst, answer_grammar, call_grammar
+from minisgl.text.formats.call_grammars.structure import Structure, describe
 from minisgl.text.formats.events import CallEnd, CallStart, Content, Event, Reasoning
-from minisgl.text.formats.lark import ThoughtFirst, answer_grammar, call_grammar
 from minisgl.text.formats.parser import ReplyFormat, ReplyParser, new_parser, opens_thought
 from minisgl.text.formats.response_template import ResponseTemplate
-from minisgl.text.formats.structure import Structure, describe
 from minisgl.text.formats.table import CALLS, Format
 
 EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")

@@ -8,10 +8,10 @@ from typing import NoReturn
 from minisgl.errors import RequestError
 from minisgl.replies.model import ReplyModel
 from minisgl.request import ThoughtLimit
+from minisgl.text.formats.call_grammars.structure import HARMONY_CALL
 from minisgl.text.formats.events import Reasoning
 from minisgl.text.formats.parser import ReplyFormat, new_parser, opens_thought
 from minisgl.text.formats.response_template import ResponseTemplate
-from minisgl.text.formats.structure import HARMONY_CALL
 from minisgl.text.formats.table import Thought
 
 HARMONY_ANSWERS = ("final", "commentary")

@@ -15,9 +15,9 @@ from small_tokenizers import byte_level
 from tokenizers import AddedToken
 
 from minisgl.errors import RequestError
+from minisgl.text.formats.call_grammars.lark import ThoughtFirst, call_grammar
+from minisgl.text.formats.call_grammars.structure import describe
 from minisgl.text.formats.events import collect
-from minisgl.text.formats.lark import ThoughtFirst, call_grammar
-from minisgl.text.formats.structure import describe
 from minisgl.text.formats.tools import Tools
 from minisgl.text.tokenizer import Tokenizer
 

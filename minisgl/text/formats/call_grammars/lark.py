@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from minisgl.errors import RequestError
-from minisgl.text.formats.schemas import (
+from minisgl.text.formats.call_grammars.schemas import (
     ARRAY_KEYWORDS_REFUSED,
     Depth,
     Property,
@@ -24,7 +24,7 @@ from minisgl.text.formats.schemas import (
     with_definitions,
     without_texts,
 )
-from minisgl.text.formats.structure import Structure
+from minisgl.text.formats.call_grammars.structure import Structure
 from minisgl.text.formats.table import LiteralBody, TaggedBody
 
 SPACES = r"/[ \t\r\n]*/"

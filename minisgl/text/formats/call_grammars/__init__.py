@@ -1,0 +1,1 @@
+"""The grammars that hold a model to right calls, made of its format and the tools' schemas."""
