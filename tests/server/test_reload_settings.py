@@ -24,12 +24,12 @@ from minisgl.server.model_in_use import ModelInUse
 from minisgl.server.reload.changes import (
     CHANGES_ANSWERS,
     ENGINE_FIELDS,
-    OF_A_MODEL,
+    FIELDS_OF_ONE_MODEL,
     RELOAD,
     ReloadFields,
-    wanted,
+    new_settings,
 )
-from minisgl.server.reload.places import place
+from minisgl.server.reload.places import choose_places
 
 NOTHING: Any = None
 SERVER = ServerConfig(chat_template="old.jinja", served_model_name="prod")
@@ -37,7 +37,7 @@ ENGINE = EngineConfig(model="a", revision="r1", tokenizer="t", max_running_reque
 
 
 def wanted_of(**changes: Any) -> Any:
-    return wanted(SERVER, ENGINE, RELOAD.read(json.dumps(changes).encode())[0])
+    return new_settings(SERVER, ENGINE, RELOAD.read(json.dumps(changes).encode())[0])
 
 
 def test_what_is_not_given_stays_as_it_is() -> None:
@@ -81,13 +81,13 @@ def test_every_setting_of_a_reload_changes_itself_alone(name: str) -> None:
     told = wanted_of(**{"model": "a", name: value})
     after = {**dataclasses.asdict(told.server), **dataclasses.asdict(told.engine)}
     changed = {one for one in after if after[one] != before[one]}
-    assert changed - (set(OF_A_MODEL) if name == "model" else set()) == {name}
+    assert changed - (set(FIELDS_OF_ONE_MODEL) if name == "model" else set()) == {name}
     assert after[name] == (tuple(value) if isinstance(value, list) else value)
 
 
 def test_the_lists_name_settings_that_exist() -> None:
     names = {field.name for cls in (EngineConfig, ServerConfig) for field in dataclasses.fields(cls)}
-    assert names >= {*CHANGES_ANSWERS, *OF_A_MODEL, *ENGINE_FIELDS}
+    assert names >= {*CHANGES_ANSWERS, *FIELDS_OF_ONE_MODEL, *ENGINE_FIELDS}
 
 
 HELD = {0: ["0"], 1: ["1"]}
@@ -110,14 +110,14 @@ def test_an_engine_starts_on_spare_gpus_or_on_those_of_the_old_one(
     tp: int, numbers: list[int], gpus: list[str] | None, beside: bool | None, found: tuple[bool, list[str]]
 ) -> None:
     engine = EngineConfig(tp=tp)
-    assert place(engine, HELD, gpus, is_on_gpu=True, numbers=numbers, beside=beside) == found
+    assert choose_places(engine, HELD, gpus, is_on_gpu=True, numbers=numbers, beside=beside) == found
 
 
 def test_on_a_cpu_there_is_room_beside_but_not_for_one_address() -> None:
     on_cpu: dict[str, Any] = {"is_on_gpu": False, "numbers": [0], "beside": None}
-    assert place(EngineConfig(), {0: []}, None, **on_cpu) == (True, [""])
+    assert choose_places(EngineConfig(), {0: []}, None, **on_cpu) == (True, [""])
     events = EngineConfig(kv_events_endpoint="tcp://*:5557")
-    assert place(events, {0: []}, None, **on_cpu) == (False, [""])
+    assert choose_places(events, {0: []}, None, **on_cpu) == (False, [""])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_on_a_cpu_there_is_room_beside_but_not_for_one_address() -> None:
 )
 def test_too_few_gpus_are_refused(tp: int, beside: bool | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        place(EngineConfig(tp=tp), HELD, ["0", "1"], is_on_gpu=True, numbers=[0], beside=beside)
+        choose_places(EngineConfig(tp=tp), HELD, ["0", "1"], is_on_gpu=True, numbers=[0], beside=beside)
 
 
 def no_check(_: int) -> None:

@@ -1,7 +1,7 @@
-"""What a reload may change, and what of it the open answers would notice.
+"""Which settings a reload may change, and whether open answers can go on with the new ones.
 
-Promise: settings that are not given stay as they are; with another model, those that belong to a model are
-chosen anew. No I/O.
+Promise: settings that are not given stay as they are. If the model changes, those that belong to one model
+are chosen anew. No I/O.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import msgspec
 from minisgl.config import TEXT_FIELDS, EngineConfig, ServerConfig
 from minisgl.server.http.bodies import Body
 
-OF_A_MODEL = ("revision", "tokenizer", "chat_template", "tool_parser", "reasoning_parser")
+FIELDS_OF_ONE_MODEL = ("revision", "tokenizer", "chat_template", "tool_parser", "reasoning_parser")
 """They hold for one model, so another one does not keep them."""
-WITHOUT_EFFECT = ("seed",)
+SERVER_ONLY_FIELDS = ("seed",)
 """Fields of `EngineConfig` that only the server uses, at its start."""
 CHANGES_ANSWERS = frozenset(
     {
@@ -23,8 +23,8 @@ CHANGES_ANSWERS = frozenset(
         *("max_context_tokens", "num_pages", "page_size", "memory_fraction"),
     }
 )
-"""With another value of one of these, an open answer would go on with other tokens, or might not fit. What is
-in the model's folder counts, too, not how it is named."""
+"""If one of these changes, open answers would go on with other tokens, or might not fit. So they end first. A
+change of the files in the model's folder counts as well; a change of the folder's name does not."""
 
 
 def _optional_fields(kind: type[Any], names: typing.Iterable[str]) -> list[tuple[str, Any, Any]]:
@@ -33,7 +33,7 @@ def _optional_fields(kind: type[Any], names: typing.Iterable[str]) -> list[tuple
 
 
 ENGINE_FIELDS = tuple(
-    field.name for field in dataclasses.fields(EngineConfig) if field.name not in WITHOUT_EFFECT
+    field.name for field in dataclasses.fields(EngineConfig) if field.name not in SERVER_ONLY_FIELDS
 )
 ReloadFields = msgspec.defstruct(
     "ReloadFields",
@@ -50,7 +50,7 @@ engines start while the old ones still run; null = if there is room."""
 RELOAD = Body("ReloadBody", (ReloadFields,))
 
 
-class Wanted(NamedTuple):
+class NewSettings(NamedTuple):
     """The settings after a reload."""
 
     server: ServerConfig
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
     """Open answers can't go on with these settings."""
 
 
-def wanted(server: ServerConfig, engine: EngineConfig, fields: Any) -> Wanted:
+def new_settings(server: ServerConfig, engine: EngineConfig, fields: Any) -> NewSettings:
     """The settings with the changes in `fields`, a `ReloadFields`. Nothing is checked."""
     given = {
         name: getattr(fields, name)
@@ -67,11 +67,11 @@ def wanted(server: ServerConfig, engine: EngineConfig, fields: Any) -> Wanted:
         if name != "beside" and getattr(fields, name) is not msgspec.UNSET
     }
     if given.get("model", engine.model) != engine.model:
-        given = {**dict.fromkeys(OF_A_MODEL), **given}
+        given = {**dict.fromkeys(FIELDS_OF_ONE_MODEL), **given}
     of_engine = {name: value for name, value in given.items() if name in ENGINE_FIELDS}
     of_server = {name: value for name, value in given.items() if name in TEXT_FIELDS}
     changed = {name for name, value in of_engine.items() if value != getattr(engine, name)}
-    return Wanted(
+    return NewSettings(
         dataclasses.replace(server, **of_server),
         dataclasses.replace(engine, **of_engine),
         bool(changed & CHANGES_ANSWERS),

@@ -1,4 +1,4 @@
-"""Where the engines of a reload run: beside the old ones if there is room, else in their place."""
+"""Where the new engines of a reload run: beside the old ones if there is room, else in their places."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,29 +8,29 @@ from minisgl.errors import ConfigError
 
 
 class Places(NamedTuple):
-    """Of the new engines."""
+    """Where and when the new engines start."""
 
     beside: bool
-    """They start while the old ones still run."""
+    """Whether they start while the old ones still run."""
     gpus: Sequence[str]
     """CUDA_VISIBLE_DEVICES of each; empty texts = it is left as it is."""
 
 
-def place(
+def choose_places(
     engine: EngineConfig,
-    held: Mapping[int, Sequence[str]],
+    gpus_in_use: Mapping[int, Sequence[str]],
     gpus: Sequence[str] | None,
     *,
     is_on_gpu: bool,
     numbers: Sequence[int],
     beside: bool | None,
 ) -> Places:
-    """Places for new engines with these numbers.
+    """The places of new engines, which replace the engines with these numbers.
 
     Args:
         engine: their settings.
-        held: the GPUs of each engine that runs, by its number.
-        gpus: all that the server may use; None = it is not known which there are.
+        gpus_in_use: the GPUs of each running engine, by its number.
+        gpus: all GPUs that the server may use; None = unknown.
         is_on_gpu: whether the new engines run on GPUs.
         beside: what the caller wants; None = beside if there is room.
 
@@ -39,25 +39,25 @@ def place(
     """
     num_needed = engine.tp * len(numbers) if is_on_gpu else 0
     known = [] if gpus is None else list(gpus)
-    spare = [name for name in known if not any(name in own for own in held.values())]
-    one_address = engine.kv_events_endpoint or engine.kv_events_replay_endpoint
-    has_room = not one_address and (not is_on_gpu or (gpus is not None and len(spare) >= num_needed))
+    spare = [name for name in known if not any(name in own for own in gpus_in_use.values())]
+    has_fixed_address = bool(engine.kv_events_endpoint or engine.kv_events_replay_endpoint)
+    has_room = not has_fixed_address and (not is_on_gpu or (gpus is not None and len(spare) >= num_needed))
     if beside and not has_room:
         why = (
             "two engines can't have the address of --kv-events-endpoint"
-            if one_address
+            if has_fixed_address
             else f"needs {num_needed} spare GPUs, and {len(spare)} are here"
         )
         raise ConfigError(
             f"--beside does not go: {why}; leave it out, and calls wait while the engine starts"
         )
     if beside or (beside is None and has_room):
-        return Places(True, _shares(spare if is_on_gpu else [], engine.tp, len(numbers)))
-    free = [*(name for number in numbers for name in held[number]), *spare]
+        return Places(True, _split_gpus(spare if is_on_gpu else [], engine.tp, len(numbers)))
+    free = [*(name for number in numbers for name in gpus_in_use[number]), *spare]
     if is_on_gpu and gpus is not None and len(free) < num_needed:
         raise ConfigError(f"--tp {engine.tp} needs {num_needed} GPUs, and {len(free)} are free for this")
-    return Places(False, _shares(free if is_on_gpu else [], engine.tp, len(numbers)))
+    return Places(False, _split_gpus(free if is_on_gpu else [], engine.tp, len(numbers)))
 
 
-def _shares(names: Sequence[str], tp: int, num_engines: int) -> list[str]:
+def _split_gpus(names: Sequence[str], tp: int, num_engines: int) -> list[str]:
     return [",".join(names[number * tp : (number + 1) * tp]) for number in range(num_engines)]

@@ -1,6 +1,6 @@
-"""POST /reload, in every server process, and its way to the reloader in the first one.
+"""POST /reload in every server process, and the queue from there to the reloader in the first one.
 
-Promise: one reload runs at a time; another one is refused by name. A caller that leaves does not end it.
+Promise: one reload runs at a time; another one is refused by name. A caller that leaves does not stop it.
 """
 
 import asyncio
@@ -34,22 +34,22 @@ class ReloadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     streams: str
     """What became of open answers: "moved" (on to the new engines) or "finished" (in the old ones)."""
     num_streams: int
-    """How many requests these were."""
+    """How many open requests there were."""
     engines: list[dict[str, int]]
     """`id` and `pid` of each engine."""
     seconds: float
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the first process says to the one that was asked."""
+    """What the first process answers to the process that got the call."""
 
     status: int
     body: str
     """JSON: a `ReloadAnswer` or an error object."""
 
 
-class Asked(NamedTuple):
-    """A reload that somebody waits for."""
+class PendingReload(NamedTuple):
+    """A reload that a caller waits for."""
 
     fields: Any
     """A `changes.ReloadFields`."""
@@ -57,14 +57,14 @@ class Asked(NamedTuple):
 
 
 class Reloads:
-    """The reloads that callers ask for. The first process's reloader takes them. Used in one event loop."""
+    """The reloads that callers want. The reloader in the first process takes them. Used in one event loop."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[Asked] = asyncio.Queue()
+        self._pending: asyncio.Queue[PendingReload] = asyncio.Queue()
         self._is_busy = False
 
     async def ask(self, body: bytes) -> bytes:
-        """Have a reload done; returns its `Outcome` as JSON. Cancelling it leaves the reload alone."""
+        """Have a reload done; returns its `Outcome` as JSON. A cancellation does not stop the reload."""
         try:
             fields = RELOAD.read(body)[0]
             if self._is_busy:
@@ -74,21 +74,21 @@ class Reloads:
             self._is_busy = True
             answer: asyncio.Future[ReloadAnswer] = asyncio.get_running_loop().create_future()
             answer.add_done_callback(lambda _: self._end(answer))
-            self._asked.put_nowait(Asked(fields, answer))
-            told = await asyncio.shield(answer)
+            self._pending.put_nowait(PendingReload(fields, answer))
+            result = await asyncio.shield(answer)
         except Exception as error:
             fault = _fault(error)
             return msgspec.json.encode(Outcome(fault.status, error_body(fault).decode()))
-        return msgspec.json.encode(Outcome(200, msgspec.json.encode(told).decode()))
+        return msgspec.json.encode(Outcome(200, msgspec.json.encode(result).decode()))
 
-    async def next(self) -> Asked:
+    async def next(self) -> PendingReload:
         """The next reload; waits for one."""
-        return await self._asked.get()
+        return await self._pending.get()
 
     def _end(self, answer: asyncio.Future[ReloadAnswer]) -> None:
         self._is_busy = False
         if not answer.cancelled():
-            answer.exception()  # the caller may have left, and nobody reads it
+            answer.exception()  # marks it as read, since the caller may have left
 
 
 class ReloadApi:
@@ -106,7 +106,7 @@ class ReloadApi:
         return [Route("POST", PATH, summary, self.reload, Answer("What was done.", ReloadAnswer), RELOAD)]
 
     async def reload(self, request: web.Request) -> web.Response:
-        """POST /reload. It names files and code, so it is only for those who have a key that says so."""
+        """POST /reload. It can name files and code, so it needs an admin key."""
         server = self._model.settings[0]
         caller = facts_of(request).caller
         has_admin_key = bool(server.admin_key) or (caller.user is not None and caller.user.is_admin)
@@ -129,10 +129,10 @@ class ReloadApi:
                     "the engines of --engine-listen are not the server's: stop and start them one after the "
                     "other, and their streams go on in the others",
                 )
-            told = await self._siblings.have_first(PATH, body or b"{}")
-        if told is None:
+            outcome_json = await self._siblings.have_first(PATH, body or b"{}")
+        if outcome_json is None:
             raise EngineDeadError("the first server process does not answer")
-        outcome = msgspec.json.decode(told, type=Outcome)
+        outcome = msgspec.json.decode(outcome_json, type=Outcome)
         return json_answer(outcome.body.encode(), outcome.status)
 
 
