@@ -39,8 +39,8 @@ def app(arguments: dict[str, Any]) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
     )
     return ingress.bind(
-        engines.bind(settings.engine_words, drain_s, server.heartbeat_timeout_s),
-        settings.server_words,
+        engines.bind(settings.engine_flags, drain_s, server.heartbeat_timeout_s),
+        settings.server_flags,
         IngressLimits(drain_s, server.max_queued_requests, server.request_timeout_s),
     )
 

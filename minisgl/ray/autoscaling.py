@@ -1,4 +1,4 @@
-"""How many engines there should be, from what the engines that run say of themselves.
+"""Decides how many engines there should be, from the figures that the running engines report.
 
 `wanted_engines` decides; `EnginePolicy` gives Ray Serve its answer. This module does not import Ray.
 """
@@ -11,7 +11,7 @@ from minisgl.engine.remote.supervisor import Pulse
 
 
 class Load(NamedTuple):
-    """Of all engines that run, in all. Means over some time."""
+    """Sums over all running engines. Each figure is a mean over some time."""
 
     waiting: float
     """Requests that no engine has started on."""
@@ -20,7 +20,7 @@ class Load(NamedTuple):
     """Most requests that can run."""
     held_pages: float
     pages: float
-    """KV pages that requests hold, of all."""
+    """All KV pages; requests hold `held_pages` of them."""
 
 
 METRICS = Load._fields
@@ -33,16 +33,16 @@ def figures_of(pulse: Pulse) -> dict[str, float]:
 
 
 def load_from(metrics: Mapping[str, Mapping[Any, float]]) -> Load:
-    """The sums over replicas of what they reported: metric -> replica -> value. What is missing is 0."""
+    """The sums over replicas of what they reported (metric -> replica -> value). A missing value is 0."""
     return Load(*[sum(metrics.get(name, {}).values()) for name in METRICS])
 
 
 def wanted_engines(num: int, load: Load, target_use: float, waiting_per_engine: int) -> int:
     """How many engines suit the load. Ray Serve bounds the answer and waits before it follows.
 
-    - Requests that run need so many engines that at most `target_use` of their rows and KV pages is in use.
-    - Each `waiting_per_engine` requests that wait ask for one more than there are, up to twice as many.
-    - While half as many wait, no engine is stopped: they need rows and pages next.
+    - Running requests get so many engines that at most `target_use` of the rows and KV pages is in use.
+    - For each `waiting_per_engine` waiting requests, one engine is added, up to twice as many as there are.
+    - While half of `waiting_per_engine` wait, no engine is stopped: they need rows and pages next.
 
     Args:
         num: engines that run and have reported `load`.
@@ -50,7 +50,7 @@ def wanted_engines(num: int, load: Load, target_use: float, waiting_per_engine: 
     if not load.rows or not load.pages:
         return num  # none has reported yet
     use = max(load.running / load.rows, load.held_pages / load.pages)
-    # A tiny bit less, so that rounding asks for no further engine where the use is the target.
+    # Less a little, so that a rounding error adds no engine when the use equals the target.
     wanted = math.ceil(num * use / target_use - 1e-6)
     more = int(load.waiting / waiting_per_engine)
     if more:

@@ -1,7 +1,7 @@
 """A child process of a replica: the server of the ingress, or an engine.
 
-Promise: it does not outlive this process, since its stdin closes then. Its stderr goes to ours, and the last
-lines are kept as the reason of its end.
+Promise: the child does not outlive this process, because its stdin closes then. Its stderr goes to ours, and
+the last lines are kept to say why it ended.
 """
 
 import asyncio
@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 KEPT_LINES = 20
-LOOK_S = 0.1
+"""Lines of stderr that are kept for `why_ended`."""
+EXIT_POLL_S = 0.1
+"""How often `stop` checks whether the process has ended."""
 
 
 class Child:
@@ -58,7 +60,7 @@ class Child:
         return self._process.poll() is None
 
     def why_ended(self) -> str:
-        """Its exit code and the last error line, or the signal, for people. Call it when it has ended."""
+        """The signal that ended it, or its exit code and last error, for people. Waits for the end."""
         code = self._process.wait()
         if code < 0:
             return f"signal {-code} has ended it"
@@ -82,7 +84,7 @@ class Child:
         self._process.terminate()
         deadline = time.monotonic() + limit_s
         while self.is_alive and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(EXIT_POLL_S)
         self.kill()
 
     def kill(self) -> None:

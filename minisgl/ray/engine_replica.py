@@ -1,7 +1,8 @@
 """The engines' deployment: each replica runs one engine, which connects to the ingress.
 
-Promise: a replica is ready when its engine serves. It ends when its engine's requests have ended, or have
-gone on in other engines. When the ingress is replaced, the engine keeps its model and goes to the new one.
+Promise: a replica is ready when its engine serves. It ends when its engine's requests have ended or have
+gone on in other engines. When the ingress is replaced, the engine connects to the new one and keeps its
+model loaded.
 """
 
 import asyncio
@@ -16,14 +17,15 @@ from minisgl.ipc.child_process import module_command
 from minisgl.ray.autoscaling import figures_of
 from minisgl.ray.child import Child
 from minisgl.ray.ingress import NAME as INGRESS
-from minisgl.ray.whereabouts import Follower, Whereabouts
+from minisgl.ray.whereabouts import IngressChooser, Whereabouts
 
 log = logging.getLogger(__name__)
 
 NAME = "engines"
-LOOK_S = 1.0
+FOLLOW_S = 1.0
 """How often to ask where the ingress is."""
 ANSWER_S = 10.0
+"""How long the ingress may take to answer that."""
 EXIT_S = 15.0
 """How long an engine may take to end, beyond the time that its requests have."""
 
@@ -33,21 +35,21 @@ class Engine:
     """Its options (GPUs, number, time to drain) are set by `minisgl.ray_serve.app`.
 
     Args:
-        words: of `minisgl engine`.
+        flags: of `minisgl engine`, without `--server`.
         drain_s: how long its requests may go on when this replica ends.
-        heartbeat_s: an engine that says nothing for so long hangs.
+        heartbeat_s: an engine that says nothing for so long counts as hanging.
 
     Raises:
         RuntimeError: the engine can't start; the message says why.
     """
 
-    async def __init__(self, words: list[str], drain_s: float, heartbeat_s: float) -> None:
+    async def __init__(self, flags: list[str], drain_s: float, heartbeat_s: float) -> None:
         self._drain_s = drain_s
         self._heartbeat_s = heartbeat_s
         self._pulse = Pulse(in_service=False)
         self._heard_s = 0.0  # time.monotonic
         self._ingress = serve.get_deployment_handle(INGRESS)
-        self._engine = Child(module_command("minisgl.engine", "--server=-", *words), self._read)
+        self._engine = Child(module_command("minisgl.engine", "--server=-", *flags), self._read)
         self._following = asyncio.create_task(self._follow_ingress())
         try:
             while not self._pulse.in_service:
@@ -88,17 +90,17 @@ class Engine:
         self._heard_s = time.monotonic()
 
     async def _follow_ingress(self) -> None:
-        """Tell the engine where the ingress is, now and when there is a younger one."""
-        follower = Follower()
+        """Tell the engine where the ingress is, now and whenever a younger one replaces it."""
+        chooser = IngressChooser()
         while True:
             try:
                 found = Whereabouts(*await asyncio.wait_for(self._ask_ingress(), ANSWER_S))
-                goal = follower.next(found, in_service=self._pulse.in_service, now_s=time.monotonic())
-                if goal is not None:
-                    self._engine.tell({"server": goal.server, "secret": goal.secret})
+                ingress = chooser.next(found, in_service=self._pulse.in_service, now_s=time.monotonic())
+                if ingress is not None:
+                    self._engine.tell({"server": ingress.server, "secret": ingress.secret})
             except Exception as error:  # whatever Ray raises while no ingress runs
                 log.info("the ingress does not say where it is: %r", error)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(FOLLOW_S)
 
     async def _ask_ingress(self) -> Whereabouts:
         return await self._ingress.whereabouts.remote()

@@ -21,12 +21,12 @@ HOP_BY_HOP = frozenset(
     b"connection expect keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding "
     b"upgrade".split()
 )
-"""Headers of one connection, which no proxy hands on (RFC 9110, 7.6.1). Serve's proxy has answered Expect."""
-ADDED = frozenset({b"date", b"server"})
+"""Headers of one connection, which no proxy forwards (RFC 9110, 7.6.1). Ray Serve's proxy answers Expect."""
+ADDED_BY_RAY = frozenset({b"date", b"server"})
 REQUEST_ID = b"x-request-id"
 LARGEST_HEADER = 1 << 16
 IDLE_S = 60.0
-"""A connection that is not used for so long is closed. The server must keep it longer."""
+"""An idle connection is closed after this time. The server must keep it longer."""
 
 
 class Forwarder:
@@ -34,7 +34,7 @@ class Forwarder:
 
     Args:
         url: of the server, without a path.
-        most_held: so many POST calls may wait for `open`; others get the server's answer at once.
+        most_held: most POST calls that wait for `open`. Others get the server's answer at once.
         hold_s: how long each may wait.
     """
 
@@ -57,7 +57,7 @@ class Forwarder:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one call."""
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _answer_lifespan(receive, send)
         elif scope["type"] == "http":
             await self._forward(scope, receive, send)
         else:
@@ -104,27 +104,29 @@ class Forwarder:
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
     async def _answer(self, scope: Message, body: AsyncIterator[bytes] | None, send: Send) -> None:
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in _handed_on(scope)]
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in _forwarded_headers(scope)
+        ]
         url = URL(self._url + _target(scope), encoded=True)
         if scope["method"] == "POST":
-            await self._hold()
+            await self._wait_until_open()
         has_begun = False
         try:
             async with self._session.request(
                 scope["method"], url, headers=headers, data=body, allow_redirects=False
             ) as answer:
                 head = {"type": "http.response.start", "status": answer.status}
-                await send({**head, "headers": _given_back(answer.raw_headers, scope)})
+                await send({**head, "headers": _returned_headers(answer.raw_headers, scope)})
                 has_begun = True
                 async for chunk in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except (aiohttp.ClientError, OSError) as error:
             if has_begun:
-                raise  # the client sees a broken answer, not one that looks whole
+                raise  # so that the client sees a broken answer, not a complete one
             await _refuse(send, f"the server behind this ingress does not answer: {error}")
 
-    async def _hold(self) -> None:
+    async def _wait_until_open(self) -> None:
         if self._num_held >= self._most_held or self._is_open.is_set():
             return
         self._num_held += 1
@@ -165,8 +167,8 @@ class _Body:
             self._has_left = message["type"] == "http.disconnect"
 
 
-def _handed_on(scope: Message) -> list[tuple[bytes, bytes]]:
-    """The headers but those of the connection, and those that it names."""
+def _forwarded_headers(scope: Message) -> list[tuple[bytes, bytes]]:
+    """The call's headers, except those of the connection and those that its Connection header names."""
     named = {
         name.strip().lower()
         for header, value in scope["headers"]
@@ -176,18 +178,18 @@ def _handed_on(scope: Message) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in scope["headers"] if name.lower() not in HOP_BY_HOP | named]
 
 
-def _given_back(headers: Sequence[tuple[bytes, bytes]], scope: Message) -> list[tuple[bytes, bytes]]:
-    """The answer's headers but those of the connection, and those that Ray Serve adds itself."""
-    asked = dict(scope["headers"]).get(REQUEST_ID)  # Ray Serve makes one for a call without
+def _returned_headers(headers: Sequence[tuple[bytes, bytes]], scope: Message) -> list[tuple[bytes, bytes]]:
+    """The answer's headers, except those of the connection and those that Ray Serve adds itself."""
+    asked = dict(scope["headers"]).get(REQUEST_ID)  # Ray Serve makes one if the call has none
     return [
         (name, value)
         for name, value in headers
-        if name.lower() not in HOP_BY_HOP | ADDED and (name.lower(), value) != (REQUEST_ID, asked)
+        if name.lower() not in HOP_BY_HOP | ADDED_BY_RAY and (name.lower(), value) != (REQUEST_ID, asked)
     ]
 
 
 def _target(scope: Message) -> str:
-    """Path and query as the server is to see them: without the prefix of this application's route."""
+    """Path and query for the server: without the prefix of this application's route."""
     path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").partition("?")[0]
     prefix = scope.get("root_path", "").rstrip("/")
     if prefix and path.startswith(prefix):
@@ -204,7 +206,7 @@ async def _refuse(send: Send, reason: str) -> None:
     await send({"type": "http.response.body", "body": body.encode()})
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             message = await receive()

@@ -1,7 +1,7 @@
 """The ingress: a replica on a CPU that runs minisgl's server and hands it the calls that Ray Serve gets.
 
-Promise: the server is that of `minisgl serve --engine-listen`, so streams, request ids and errors are those
-without Ray. It holds each stream from beginning to end.
+Promise: the server is that of `minisgl serve --engine-listen`, so streams, request ids and errors are the
+same as without Ray. One ingress holds a stream from its beginning to its end.
 """
 
 import asyncio
@@ -29,20 +29,20 @@ START_S = 120.0
 HEALTH_S = 5.0
 EXIT_S = 15.0
 """How long the server may take to end, beyond its --drain-timeout-s."""
-OWN_WORDS = ["--host=127.0.0.1", "--port=0", "--keep-alive-timeout-s=3600"]
+OWN_FLAGS = ["--host=127.0.0.1", "--port=0", "--keep-alive-timeout-s=3600"]
 LISTENS = re.compile(r"^Listening on (http://\S+);")
 LETS_IN = re.compile(r"^Engines connect to (tcp://\S+)$")
 
 
 class IngressLimits(NamedTuple):
-    """Of the calls of an ingress."""
+    """Limits of the calls of an ingress."""
 
     drain_s: float
-    """How long open ones may go on when it ends."""
+    """How many seconds open calls may go on when the ingress ends."""
     most_held: int
-    """So many may wait for its first engine,"""
+    """Most calls that may wait for its first engine."""
     hold_s: float
-    """each so long."""
+    """How many seconds each may wait."""
 
 
 @serve.deployment(
@@ -59,34 +59,34 @@ class Ingress:
     Args:
         engines: the handle of the engines' deployment, by which Ray Serve knows that it belongs to this
             application. The engines come by themselves.
-        words: of `minisgl serve`.
+        flags: of `minisgl serve`.
         limits: of calls.
 
     Raises:
         RuntimeError: the server can't start; the message says why.
     """
 
-    async def __init__(self, engines: object, words: list[str], limits: IngressLimits) -> None:
+    async def __init__(self, engines: object, flags: list[str], limits: IngressLimits) -> None:
         self._drain_s = limits.drain_s
         self._born = time.time()
         self._secret = secrets.token_hex(32)
         self._lines: dict[re.Pattern[str], str] = {}
         self._server = Child(module_command("minisgl.ray.server_child"), self._read)
-        # Serve's proxy stands before it, so it answers to every name as Host.
-        hosts = [] if any(word.startswith("--allowed-host") for word in words) else ["--allowed-host=*"]
+        # Calls come through Ray Serve's proxy, so the server accepts every Host.
+        hosts = [] if any(flag.startswith("--allowed-host") for flag in flags) else ["--allowed-host=*"]
         address = ray.util.get_node_ip_address()
         listen = "--engine-listen=tcp://" + (f"[{address}]:0" if ":" in address else f"{address}:0")
-        self._server.tell({"words": [*words, *hosts, *OWN_WORDS, listen], "secret": self._secret})
+        self._server.tell({"flags": [*flags, *hosts, *OWN_FLAGS, listen], "secret": self._secret})
         try:
             await asyncio.wait_for(self._wait_for_server(), START_S)
         except BaseException:
             self._server.kill()
             raise
         self._forwarder = Forwarder(self._lines[LISTENS], limits.most_held, limits.hold_s)
-        self._opening = asyncio.create_task(self._open())
+        self._opening = asyncio.create_task(self._open_when_served())
 
     async def __serve_build_asgi_app__(self) -> Forwarder:
-        """For Ray Serve: who answers HTTP calls."""
+        """For Ray Serve: the application that answers HTTP calls."""
         return self._forwarder
 
     async def whereabouts(self) -> Whereabouts:
@@ -100,7 +100,7 @@ class Ingress:
     async def check_health(self) -> None:
         """For Ray Serve, which replaces an ingress that raises.
 
-        An ingress whose engines are all away is well: its calls wait for them.
+        An ingress without engines is healthy: its calls wait for them.
         """
         if not self._server.is_alive:
             raise RuntimeError(f"the server of this ingress is gone: {self._server.why_ended()}")
@@ -110,15 +110,15 @@ class Ingress:
             raise RuntimeError(f"the server of this ingress does not answer: {error!r}") from None
 
     async def __del__(self) -> None:
-        """For Ray Serve, when the calls that it knows of have ended: end the server in good order."""
-        if not hasattr(self, "_forwarder"):  # it has not started, and left nothing
+        """For Ray Serve, which calls it when the calls that it knows of have ended: stop the server."""
+        if not hasattr(self, "_forwarder"):  # it never started, so nothing is left to stop
             return
         self._opening.cancel()
         await self._server.stop(self._drain_s + EXIT_S)
         await self._forwarder.close()
 
-    async def _open(self) -> None:
-        """Let calls wait until the first engine serves: it may come from an older ingress."""
+    async def _open_when_served(self) -> None:
+        """Let the waiting calls go on when an engine serves; the engine may come from an older ingress."""
         while True:
             with contextlib.suppress(OSError, asyncio.TimeoutError, aiohttp.ClientError):
                 if (await self._forwarder.get("/health", HEALTH_S))[0] == 200:

@@ -1,7 +1,7 @@
 """The server behind an ingress: the module `minisgl.ray.server_child`, started by `minisgl/ray/ingress.py`.
 
-It reads one line of JSON from stdin, a `ServerOrder`, and is `minisgl serve` from then on, so API keys and
-the engine secret are on no command line. The process ends when stdin does.
+It reads one line of JSON from stdin, a `ServerOrder`, and then runs `minisgl serve`. API keys and the engine
+secret come on stdin, because other users can read command lines. The process ends when stdin does.
 """
 
 import os
@@ -17,12 +17,12 @@ from minisgl.ray.settings import OF_BOTH
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
-    """What the server is to be."""
+    """How to start the server."""
 
-    words: list[str]
+    flags: list[str]
     """Of `minisgl serve`."""
     secret: str
-    """For its engines."""
+    """The engine secret."""
 
 
 def run() -> int:
@@ -31,10 +31,10 @@ def run() -> int:
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         order = msgspec.json.decode(stdin.readline(), type=ServerOrder)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    # Variables that set what only engines have must not be taken for flags of the server.
-    engines_own = {field.variable for field in fields_of(EngineConfig) if field.name not in OF_BOTH}
-    environ = {name: value for name, value in os.environ.items() if name not in engines_own}
-    return main(["serve", *order.words], {**environ, "MINISGL_ENGINE_SECRET": order.secret})
+    # Environment variables of settings that only engines have must not reach the server.
+    engine_variables = {field.variable for field in fields_of(EngineConfig) if field.name not in OF_BOTH}
+    environ = {name: value for name, value in os.environ.items() if name not in engine_variables}
+    return main(["serve", *order.flags], {**environ, "MINISGL_ENGINE_SECRET": order.secret})
 
 
 def _end_with_stdin() -> None:

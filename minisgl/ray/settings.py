@@ -16,7 +16,7 @@ from minisgl.config.server import SECONDS
 from minisgl.errors import ConfigError
 
 OF_BOTH = ("model", "revision", "tokenizer", "seed", "compile_cache")
-"""Of `EngineConfig`: what the server needs, too."""
+"""Fields of `EngineConfig` that the server needs, too."""
 HTTP = "Ray Serve listens for HTTP: see http_options in Serve's config file"
 ENGINES = "Ray Serve starts engines: set min_replicas and max_replicas"
 REFUSED = {
@@ -63,14 +63,14 @@ class RayConfig:
 
 
 class RaySettings(NamedTuple):
-    """The arguments, resolved. Words are command lines."""
+    """The arguments, checked, and the command lines that they become."""
 
     server: ServerConfig
     engine: EngineConfig
     ray: RayConfig
-    server_words: list[str]
+    server_flags: list[str]
     """Of `minisgl serve`, without what the ingress adds. May hold API keys."""
-    engine_words: list[str]
+    engine_flags: list[str]
     """Of `minisgl engine`, without `--server`."""
 
     @property
@@ -116,16 +116,16 @@ def settings_from(arguments: Mapping[str, Any]) -> RaySettings:
     check_server_config(server)
     check_engine_config(engine)
     check_ray_config(ray)
-    of_both = {name: value for name, value in values[EngineConfig].items() if name in OF_BOTH}
-    # Of an engine, --seed has no effect: the server draws the seeds.
-    of_engine = {name: value for name, value in values[EngineConfig].items() if name != "seed"}
+    shared_values = {name: value for name, value in values[EngineConfig].items() if name in OF_BOTH}
+    # --seed has no effect on an engine: the server draws the seeds.
+    engine_values = {name: value for name, value in values[EngineConfig].items() if name != "seed"}
     common = [f"--drain-timeout-s={server.drain_timeout_s}", f"--log-level={server.log_level}"]
     return RaySettings(
         server,
         engine,
         ray,
-        [*words_of(ServerConfig, values[ServerConfig]), *words_of(EngineConfig, of_both)],
-        [*words_of(EngineConfig, of_engine), *common],
+        [*flags_of(ServerConfig, values[ServerConfig]), *flags_of(EngineConfig, shared_values)],
+        [*flags_of(EngineConfig, engine_values), *common],
     )
 
 
@@ -154,19 +154,19 @@ def check_ray_config(config: RayConfig) -> None:
     require(0 <= surge <= 100, "max_surge_percent", "between 0 and 100", surge)
 
 
-def words_of(cls: type, values: Mapping[str, Any]) -> list[str]:
+def flags_of(cls: type, values: Mapping[str, Any]) -> list[str]:
     """The flags that give these values to the fields of a settings class."""
-    words: list[str] = []
+    flags: list[str] = []
     for field in fields_of(cls):
         if field.name not in values or values[field.name] is None:
             continue
         value = values[field.name]
         if field.kind is bool:
-            words.append(field.flag if value else "--no-" + field.flag[2:])
+            flags.append(field.flag if value else "--no-" + field.flag[2:])
             continue
         # In one word, since a value may begin with a dash.
-        words += [f"{field.flag}={one}" for one in (value if field.repeats else (value,))]
-    return words
+        flags += [f"{field.flag}={one}" for one in (value if field.repeats else (value,))]
+    return flags
 
 
 def _value(field: Field, given: Any) -> Any:

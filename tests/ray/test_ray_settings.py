@@ -9,7 +9,7 @@ import yaml
 from minisgl.commands.parser import build_parser
 from minisgl.config import EngineConfig, ServerConfig
 from minisgl.errors import ConfigError
-from minisgl.ray.settings import OF_BOTH, REFUSED, RayConfig, settings_from, words_of
+from minisgl.ray.settings import OF_BOTH, REFUSED, RayConfig, flags_of, settings_from
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -29,8 +29,8 @@ def test_the_server_gets_its_own_and_what_it_shares_with_the_engines() -> None:
     )
     assert settings.server == ServerConfig(api_key=("first", "--second"), drain_timeout_s=9.0)
     both = {"--drain-timeout-s=9.0", "--model=org/name"}
-    assert set(settings.server_words) == both | {"--api-key=first", "--api-key=--second", "--seed=3"}
-    assert set(settings.engine_words) == both | {"--log-level=info", "--tp=2"}
+    assert set(settings.server_flags) == both | {"--api-key=first", "--api-key=--second", "--seed=3"}
+    assert set(settings.engine_flags) == both | {"--log-level=info", "--tp=2"}
     assert settings.num_gpus == 2
 
 
@@ -39,9 +39,9 @@ def test_both_command_lines_parse() -> None:
         {"model": "-odd", "join_decodes": "no", "kernel": ["a=b:c"], "cors_origin": "*", "access_log": "true"}
     )
     parser = build_parser({})
-    server = parser.parse_args(["serve", *settings.server_words])
+    server = parser.parse_args(["serve", *settings.server_flags])
     assert (server.model, server.cors_origin, server.access_log) == ("-odd", ["*"], True)
-    engine = parser.parse_args(["engine", "--server=-", *settings.engine_words])
+    engine = parser.parse_args(["engine", "--server=-", *settings.engine_flags])
     assert (engine.model, engine.join_decodes, engine.kernel) == ("-odd", False, ["a=b:c"])
 
 
@@ -94,8 +94,8 @@ def test_a_mistake_is_refused_before_ray_hears_of_it(arguments: dict[str, Any], 
 
 
 def test_defaults_make_no_words() -> None:
-    assert words_of(EngineConfig, {"revision": None}) == []
-    assert settings_from({}).server_words == []
+    assert flags_of(EngineConfig, {"revision": None}) == []
+    assert settings_from({}).server_flags == []
 
 
 @pytest.mark.parametrize("file", ["docs/ray/serve.yaml", "docs/ray/kuberay.yaml"])

@@ -368,7 +368,7 @@ MULTIMODAL_CLASSES = {
 first. The server refuses requests with images, so the vision part is not loaded."""
 TEXT_PREFIX = "language_model."
 """Prefix of the text model's tensor names in multimodal checkpoints ..."""
-OTHER_TEXT_PREFIXES = dict.fromkeys(
+OTHER_TEXT_PREFIXES: dict[str, str] = dict.fromkeys(
     (
         "Gemma4ForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
