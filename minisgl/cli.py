@@ -148,7 +148,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str], started_at
 
 def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_at: float) -> int:
     from minisgl.engine.ranks.job import job_from
-    from minisgl.engine.remote.connected_engine import run_connected_engine, run_rank_of_job, surroundings
+    from minisgl.engine.remote.connected_engine import process_parts, run_connected_engine, run_rank_of_job
 
     connect = ConnectConfig(**values_of(ConnectConfig, arguments, environ))
     engine = EngineConfig(**values_of(EngineConfig, arguments, environ))
@@ -162,11 +162,11 @@ def _engine(arguments: argparse.Namespace, environ: Mapping[str, str], started_a
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    around = surroundings(connect, secret, say, job)
+    parts = process_parts(connect, secret, say, job)
     folder = _fetch_model(engine, environ)
     if job is not None and job.rank:
         return run_rank_of_job(engine, folder, job)
-    run_connected_engine(engine, folder, around, started_at, job)
+    run_connected_engine(engine, folder, parts, started_at, job)
     return EXIT_OK
 
 

@@ -1,1 +1,1 @@
-"""An engine that is no child of its server: it connects to it from anywhere."""
+"""An engine that its server has not started: it connects to the server over TCP, from any host."""

@@ -1,7 +1,7 @@
 """An engine that connects to a server: it loads the model once, and serves one connection after the other.
 
-Promise: a new connection is a new life. The requests of the one before have ended, and its cache is kept. An
-engine that is to end, or to go to another server, tells its server before.
+Promise: a new connection is a new life. The requests of the last life have ended; its prefix cache is kept.
+Before the engine ends or goes to another server, it tells its server.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ if TYPE_CHECKING:  # it imports torch
 Say = Callable[[str], None]
 
 
-class Surroundings(NamedTuple):
-    """What `run_connected_engine` has around it."""
+class ProcessParts(NamedTuple):
+    """What connects this process to others: the server, signals, a supervisor, the terminal."""
 
     door: ServerDoor
     departure: Departure
-    """If it listens, SIGTERM ends the process when the requests have."""
+    """Whether SIGTERM has asked this process to end."""
     supervisor: Supervisor | None
-    """Who has started this process with --server -."""
+    """The program that started this process with `--server -`; None = there is none."""
     say: Say
     """Called with each line of progress."""
 
 
-def surroundings(connect: ConnectConfig, secret: str, say: Say, job: Job | None = None) -> Surroundings:
-    """The surroundings of this process. With a supervisor, wait until it has said where the server is.
+def process_parts(connect: ConnectConfig, secret: str, say: Say, job: Job | None = None) -> ProcessParts:
+    """Make the parts of this process. With a supervisor, wait until it says where the server is.
 
     Args:
-        secret: of the server; a supervisor says it, too.
+        secret: of the server. A supervisor sends its own.
 
     Raises:
         ConfigError: the secret is too short.
@@ -64,23 +64,23 @@ def surroundings(connect: ConnectConfig, secret: str, say: Say, job: Job | None 
     if job is None:  # torchrun ends all ranks at once, so none can wait
         departure.listen()
     if connect.server != SUPERVISED:
-        return Surroundings(ServerDoor(connect.server, secret, say), departure, None, say)
+        return ProcessParts(ServerDoor(connect.server, secret, say), departure, None, say)
     supervisor = Supervisor()
-    place = supervisor.first_place()
-    door = ServerDoor(place.server, place.secret, say)
+    address = supervisor.first_address()
+    door = ServerDoor(address.server, address.secret, say)
     supervisor.follow(door)
-    return Surroundings(door, departure, supervisor, say)
+    return ProcessParts(door, departure, supervisor, say)
 
 
 def run_connected_engine(
-    config: EngineConfig, folder: Path, around: Surroundings, started: float, job: Job | None = None
+    config: EngineConfig, folder: Path, parts: ProcessParts, started: float, job: Job | None = None
 ) -> None:
     """Connect to the server, load the model, and serve until the process is ended.
 
     Args:
         config: checked.
         started: `time.monotonic()` when the program began.
-        job: torchrun has started this process as rank 0, and all others.
+        job: the torchrun job that this process is rank 0 of; None = no job.
 
     Raises:
         ConfigError: the server refuses this engine, or a setting is impossible.
@@ -96,10 +96,10 @@ def run_connected_engine(
         from minisgl.engine.start.build import build_engine, reasons_for_settings, resolve_for_folder
 
         stages["import torch"] = (time.monotonic() - started) * 1e3
-        # The server may refuse it, so it is asked before the model is loaded.
+        # The server may refuse this engine, so it is asked before the model is loaded.
         facts = engine_facts(resolve_for_folder(config, folder), folder)
-        line = around.door.enter(_hello(facts))
-        around.say(f"connected to {line.endpoint}")
+        line = parts.door.enter(_hello(facts))
+        parts.say(f"connected to {line.endpoint}")
 
         def on_stage(name: str, duration_ms: float) -> None:
             stages[name] = duration_ms
@@ -117,8 +117,8 @@ def run_connected_engine(
     try:
         choices = reasons_for_settings(config, engine.config, folder)
         ready = ready_message(engine, stages, [(one.flag, one.value, one.why) for one in choices])
-        around.say("ready")
-        _serve_lives(engine, ready, line, facts, around)
+        parts.say("ready")
+        _serve_lives(engine, ready, line, facts, parts)
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to report
             engine.close()
@@ -126,9 +126,9 @@ def run_connected_engine(
 
 
 def run_rank_of_job(config: EngineConfig, folder: Path, job: Job) -> int:
-    """Run a rank above 0 of a torchrun job until rank 0 says that it is over; returns the exit code.
+    """Run a rank above 0 of a torchrun job until rank 0 ends it; returns the exit code.
 
-    Rank 0 decides all settings but those of this host.
+    Rank 0 decides all settings except those of this host.
 
     Raises:
         ConfigError: --tp is not the number of ranks.
@@ -138,14 +138,14 @@ def run_rank_of_job(config: EngineConfig, folder: Path, job: Job) -> int:
     from minisgl.engine.ranks.follower import run_follower
     from minisgl.parallel.mesh import open_store
 
-    told = msgspec.json.decode(ask(open_store(job.store, job.size), job.rank), type=FollowerConfig)
+    order = msgspec.json.decode(ask(open_store(job.store, job.size), job.rank), type=FollowerConfig)
     engine = replace(
-        told.engine,
+        order.engine,
         cpu_threads=config.cpu_threads,
         compile_cache=config.compile_cache,
         profile_dir=config.profile_dir,
     )
-    own = msgspec.structs.replace(told, engine=engine, model_folder=str(folder), ipc_dir=None)
+    own = msgspec.structs.replace(order, engine=engine, model_folder=str(folder), ipc_dir=None)
     return run_follower(own)
 
 
@@ -158,14 +158,14 @@ def _with_ranks_of_job(config: EngineConfig, job: Job | None) -> EngineConfig:
 
 
 def _serve_lives(
-    engine: "Engine", ready: Ready, line: ServerLine, facts: dict[str, str], around: Surroundings
+    engine: "Engine", ready: Ready, line: ServerLine, facts: dict[str, str], parts: ProcessParts
 ) -> None:
-    door, departure, supervisor, say = around
+    door, departure, supervisor, say = parts
     while True:
         try:
             departure.enter_service()
             line.send(ready)
-            serve(engine, _WatchedLine(line, engine, around))
+            serve(engine, _WatchedLine(line, engine, parts))
         except ServerLostError as lost:
             say(f"the connection to the server has ended ({lost}); its requests end here")
             line.close()
@@ -182,23 +182,23 @@ def _serve_lives(
 
 
 class _WatchedLine:
-    """One life's connection, which also tells the server when this engine wants to go."""
+    """The connection of one life. It also tells the server when this engine wants to leave."""
 
-    def __init__(self, line: ServerLine, engine: "Engine", around: Surroundings) -> None:
+    def __init__(self, line: ServerLine, engine: "Engine", parts: ProcessParts) -> None:
         self.send = line.send
         self.send_outputs = line.send_outputs
         self._line = line
         self._engine = engine
-        self._around = around
+        self._parts = parts
         self._is_leaving = False
 
     def receive(self, timeout_ms: int) -> list[ToEngine]:
         """As `ServerLine.receive`."""
-        door, departure, supervisor, _ = self._around
+        door, departure, supervisor, _ = self._parts
         moves = door.endpoint != self._line.endpoint
         if not self._is_leaving and (departure.is_wanted or moves):
             self._is_leaving = True
-            # The other engines move, too, so its requests must end here.
+            # The other engines move, too, so the requests have no other engine to go on in.
             self._line.send(Leaving(math.inf if moves else departure.limit_s))
         if supervisor is not None:
             supervisor.note_service(self._engine)
@@ -206,5 +206,5 @@ class _WatchedLine:
 
 
 def _hello(facts: dict[str, str]) -> Hello:
-    """Of the next life."""
+    """The first message of the next life."""
     return Hello(__version__, uuid.uuid4().hex[:12], socket.gethostname(), os.getpid(), facts)

@@ -1,7 +1,7 @@
 """Ends a connected engine on SIGTERM.
 
-Promise: an engine in service goes when its requests have ended or the server lets it go at its limit; one
-that loads or waits for a server goes at once, and so does every one at a second SIGTERM.
+Promise: an engine in service ends when its requests have ended, or when the server lets it go at its limit.
+An engine that loads or waits for a server ends at once. A second SIGTERM ends any engine at once.
 """
 
 import signal
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Departure:
-    """Whether this process is to end. `listen` in the main thread.
+    """Whether this process is to end. Call `listen` in the main thread.
 
     Args:
-        limit_s: seconds that open requests have until they go on in other engines.
+        limit_s: seconds until open requests go on in other engines.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -26,11 +26,11 @@ class Departure:
         signal.signal(signal.SIGTERM, self._want)
 
     def enter_service(self) -> None:
-        """The engine has requests from now on, or may get some."""
+        """The engine may get requests from now on."""
         self._is_in_service = True
 
     def leave_service(self) -> None:
-        """It has none. If it is to end, this ends the process with exit code 0."""
+        """The engine has no requests. If it is to end, end the process with exit code 0."""
         self._is_in_service = False
         if self.is_wanted:
             sys.exit(0)

@@ -1,7 +1,7 @@
 """`minisgl engine --server -`: a supervisor (`minisgl/ray/`) says on stdin where the server is.
 
-Each line of stdin is JSON, `{"server": "tcp://host:port", "secret": "..."}`; the last one counts. The engine
-leaves a server that is not it any more. Each line of stdout is JSON, a `Pulse`.
+Each line of stdin is JSON, `{"server": "tcp://host:port", "secret": "..."}`. The last line counts: the engine
+leaves its server when a line names another one. Each line of stdout is JSON, a `Pulse`.
 
 Promise: an engine in service writes a line at least once in `2 * PULSE_S` unless it hangs. The process ends
 when stdin does.
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 PULSE_S = 1.0
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where the server is, and the secret that it wants."""
+class ServerAddress(msgspec.Struct, frozen=True):
+    """Where the server is, and its secret."""
 
     server: str
     secret: str
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """What a connected engine does."""
+    """How busy a connected engine is."""
 
     in_service: bool
-    """Whether a server has let it in and its model is loaded; else the rest is 0."""
+    """Whether the engine is connected and its model is loaded. If not, the other fields are 0."""
     running: int = 0
     waiting: int = 0
     """Requests."""
@@ -46,24 +46,24 @@ class Pulse(msgspec.Struct, frozen=True):
     """Most requests that run together."""
     held_pages: int = 0
     pages: int = 0
-    """KV pages that requests hold, of all."""
+    """All KV pages; requests hold `held_pages` of them."""
 
 
 class Supervisor:
-    """Reads stdin and writes stdout. `follow` once, with the door that follows what it reads."""
+    """Reads stdin and writes stdout. Call `follow` once."""
 
     def __init__(self) -> None:
         self._next_pulse_s = 0.0  # time.monotonic
         self._lines = _lines_of_stdin()
 
-    def first_place(self) -> Place:
+    def first_address(self) -> ServerAddress:
         """The first line of stdin; waits for it. Ends the process if there is none."""
         for line in self._lines:
-            return msgspec.json.decode(line, type=Place)
+            return msgspec.json.decode(line, type=ServerAddress)
         sys.exit(1)
 
     def follow(self, door: ServerDoor) -> None:
-        """Send the engine to each further server that stdin names, and end the process with stdin."""
+        """Point `door` to each further server that stdin names; end the process when stdin ends."""
         threading.Thread(target=self._read, args=(door,), name="supervisor", daemon=True).start()
 
     def note_service(self, engine: "Engine") -> None:
@@ -84,11 +84,11 @@ class Supervisor:
     def _read(self, door: ServerDoor) -> None:
         for line in self._lines:
             try:
-                place = msgspec.json.decode(line, type=Place)
+                address = msgspec.json.decode(line, type=ServerAddress)
             except msgspec.DecodeError as error:
-                log.error("a line on stdin is no place of a server: %s", error)
+                log.error("a line on stdin names no server: %s", error)
                 continue
-            door.move(place.server, place.secret)
+            door.move(address.server, address.secret)
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What is told of an engine's life that has ended."""
+"""The record of an engine's life that has ended, for /debug/engines."""
 
 import msgspec
 

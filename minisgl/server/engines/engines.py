@@ -1,8 +1,8 @@
-"""The engines behind a server process, as all that talks to engines sees them.
+"""The engines of a server process. All other code talks to engines through `Engines`.
 
-Promise: a call's requests go to one engine, and stay there while it runs. When it has ended and another one
-is up, those that may go on there do; a suspect of the crash waits for the next life of its own engine. An
-engine that was replaced gets no new requests, and either hands its own over or runs them to their ends.
+Promise: a call's requests go to one engine, and stay there while it runs. When that engine has ended and
+another one is up, its requests go on there. Only suspects of the crash wait for the next life of their own
+engine. An engine that was replaced gets no new requests, and either hands its own over or finishes them.
 """
 
 import functools
@@ -26,9 +26,9 @@ class Engines:
 
     def __init__(self, engines: Sequence[ServedEngine], *, may_grow: bool = False) -> None:
         self.all: Sequence[ServedEngine] = engines
-        """More may be added at its end, so answers that were asked for before are of the first ones."""
+        """By their numbers. Engines are added at the end only, so earlier numbers stay valid."""
         self.replaced: list[ServedEngine] = []
-        """Engines of another model that were replaced, and still run requests."""
+        """Replaced engines, of another model, that still run requests."""
         self._may_grow = may_grow
         self._reader: Reader | None = None
         self._router = Router(len(engines))
@@ -37,7 +37,7 @@ class Engines:
 
     @property
     def first(self) -> ServedEngine:
-        """The engine whose figures stand where there is room for one."""
+        """The engine whose figures are shown where only one fits."""
         return self.all[0]
 
     @property
@@ -47,7 +47,7 @@ class Engines:
 
     @property
     def open(self) -> list[ServedEngine]:
-        """The engines that get new calls: those that are up, but not one that leaves if there are others."""
+        """The engines that get new calls: those that are up, without those that leave if others are up."""
         up = self.up
         return [engine for engine in up if not engine.is_leaving] or up
 
@@ -64,7 +64,7 @@ class Engines:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last message of the engine that was heard last, of those that run."""
+        """Seconds since the last message of any engine that is up."""
         return min(engine.link.silent_s for engine in self.up or self.all)
 
     def choose(self, message: AddRequest) -> ServedEngine:
@@ -103,7 +103,7 @@ class Engines:
             self._listen_to(engine, reader)
 
     def add(self, engine: ServedEngine) -> None:
-        """One more engine, behind all others. Call it after `listen`."""
+        """Add an engine behind all others. Call it after `listen`."""
         assert self._may_grow, "the number of engines is fixed"
         assert self._reader is not None, "nobody listens"
         assert engine.number == len(self.all), f"engine {engine.number} comes behind {len(self.all)} engines"
@@ -120,8 +120,8 @@ class Engines:
         """Send requests to `new` instead of `old` from now on.
 
         Args:
-            leaves: `old` runs its requests to their ends. Else they go on in `new`; if that does not run yet
-                and another engine does, there.
+            leaves: whether `old` finishes its requests. If not, they go on in `new`, or in another engine if
+                `new` is not up yet.
         """
         self.all = [new if engine is old else engine for engine in self.all]
         self._router.forget(old.number)
@@ -135,7 +135,7 @@ class Engines:
         self._distribute(requests, [new] if new.is_up else self.up or [new])
 
     def remove(self, engine: ServedEngine) -> None:
-        """An engine that was replaced, or that replaces none after all, is gone."""
+        """Forget an engine that was replaced, or that replaces none after all. It has ended."""
         if engine in self.replaced:
             self.replaced.remove(engine)
         engine.close()
@@ -169,7 +169,7 @@ class Engines:
         reader.on_output(step)
 
     def _take_ready(self, reader: Reader, engine: ServedEngine, ready: Ready) -> None:
-        if engine not in self.all:  # it is to replace another one, or leaves
+        if engine not in self.all:  # it has not replaced another one yet, or was replaced itself
             return
         self._router.set_capacity(engine.number, ready.num_pages * ready.page_size)
         reader.on_ready(ready)
@@ -211,7 +211,7 @@ class Engines:
             self._give_requests(lost, others)
 
     def _give_requests(self, lost: ServedEngine, others: Sequence[ServedEngine]) -> None:
-        """Give the requests of an engine that does not run to `others`, but those that it must try alone."""
+        """Give the requests of an engine that does not run to `others`, except suspects of a crash."""
         self._distribute(lost.give_up(), others)
 
     def _distribute(self, requests: Sequence[SentRequest], others: Sequence[ServedEngine]) -> None:
@@ -236,5 +236,5 @@ class Engines:
 
 
 def _call_of(message: AddRequest) -> tuple[str, float]:
-    """What the messages of a call have in common. Two calls with one name do not arrive at the same time."""
+    """The key of a message's call. Two calls of the same name never arrive at the same time."""
     return message.call_id, message.arrived_s

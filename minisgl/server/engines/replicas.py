@@ -1,4 +1,4 @@
-"""Says which GPUs each engine of --replicas gets, and refuses what does not go together.
+"""Says which GPUs each engine of --replicas gets, and refuses settings that do not go with --replicas.
 
 GPUs are counted by their device files, because the server process does not load torch.
 """
@@ -16,13 +16,13 @@ DEVICES = Path("/proc/driver/nvidia/gpus")
 def check_replicas(
     server: ServerConfig, engine: EngineConfig, visible_gpus: str | None, devices: Path = DEVICES
 ) -> None:
-    """Refuse what does not go with several engines, and more of them than there are GPUs.
+    """Refuse settings that do not go with several engines, and more engines than there are GPUs for.
 
     Args:
         visible_gpus: the value of CUDA_VISIBLE_DEVICES; None = it is not set.
 
     Raises:
-        ConfigError: it says what is needed and what is there.
+        ConfigError: such a setting was given, or GPUs are missing.
     """
     num = server.replicas
     if num == 1:
@@ -47,7 +47,7 @@ def check_replicas(
 def replica_workers(
     worker: dict[str, Any], num_replicas: int, tp: int, visible_gpus: str | None
 ) -> list[dict[str, Any]]:
-    """The first line of each engine: `worker`, and its share of processor and GPUs.
+    """The settings of each engine, its first line on stdin: `worker` with a share of processor and GPUs.
 
     Replica i gets the GPUs from i * tp on, of those that are visible.
     """

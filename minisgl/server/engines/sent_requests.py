@@ -1,4 +1,4 @@
-"""The open requests of one engine, with all that is needed to send them again when it has ended.
+"""The open requests of one engine, with everything that is needed to send them to its next life.
 
 Promise: a request's output here is what its reader was given, token for token. A request that has ended, or
 that was aborted, is forgotten.
@@ -10,21 +10,18 @@ from collections.abc import Iterator
 import msgspec
 
 from minisgl.ipc.calls import one_request
-from minisgl.ipc.messages import (
-    AddRequest,
-    StepOutput,
-)
+from minisgl.ipc.messages import AddRequest, StepOutput
 
 NEAR_TOKENS = 4
 """A crash counts against a request that has generated at most so many tokens since the crash before. Steps in
 flight at a crash have two or three tokens that the server never got."""
 SUSPECT_AFTER = 2
 GUILTY_AFTER = 3
-"""Crashes at about the same place; in the last one the request was alone."""
+"""Numbers of crashes at about the same place. In the last one the request was alone."""
 
 
 class SentRequest:
-    """One request that was given to an engine, and what has come of it."""
+    """One request that was given to an engine, and its output so far."""
 
     __slots__ = ("crashed_at", "index", "message", "num_crashes", "output", "sent_to")
 
@@ -104,7 +101,7 @@ class SentRequests:
         self._requests[request.request_id] = request
 
     def forget(self, request_id: int) -> None:
-        """Of a request that was aborted; ids of ended requests are ignored."""
+        """Forget a request that was aborted. The id of an ended request is ignored."""
         self._requests.pop(request_id, None)
 
     def take_output(self, step: StepOutput) -> None:

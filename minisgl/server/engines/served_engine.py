@@ -25,15 +25,15 @@ from minisgl.server.engines.sent_requests import SentRequest, SentRequests
 log = logging.getLogger(__name__)
 
 WAIT_NOTE_S = 5.0
-"""While the engine is started again, clients hear this often that their answer goes on."""
+"""How often clients hear that their answer goes on, while the engine is started again."""
 EMPTY_CHECK_S = 0.05
 MAX_ENDED_LIVES = 20
 RELOADED = "it was reloaded"
-"""Why the last life of an engine ended that another one has replaced."""
+"""The reason that is noted when a reload replaces an engine."""
 
 
 class Reader(NamedTuple):
-    """Who reads what the engine says. Each is called in the event loop."""
+    """The callbacks that read the engine's messages. They are called in the event loop."""
 
     on_output: Callable[[StepOutput], None]
     on_stage: Callable[[StartupStage], None]
@@ -52,7 +52,7 @@ class ServedEngine:
         rank: of this server process.
         socket: of the first life.
         name: of the engine, for people.
-        between_lives: what happens to it then, for people.
+        between_lives: what happens to the engine between two lives, for people.
         generation: of the first life.
     """
 
@@ -73,7 +73,7 @@ class ServedEngine:
         self.first_generation = generation
         self.generation = generation
         self.pid = 0
-        """Of the current life's process, or of the last one's; 0 = none yet."""
+        """The process id of the current life, or of the last one; 0 = none yet."""
         self.link = EngineLink(socket, rank)
         """The connection to the current life, or to the one that ended last."""
         self.ended: list[EndedLife] = []
@@ -151,7 +151,7 @@ class ServedEngine:
         self.link.listen(self._take, lambda _: None)
 
     def lose(self, reason: str, *, is_crash: bool = True) -> None:
-        """The current life has ended. Requests wait for the next one, but those that it crashes on end."""
+        """The current life has ended. Requests wait for the next one; those that crash engines end."""
         if self._is_lost:
             return
         self.link.declare_dead(reason)
@@ -199,10 +199,10 @@ class ServedEngine:
         return given
 
     def hand_over(self) -> list[SentRequest]:
-        """Another engine replaces this one: nothing more that it says is passed on.
+        """Another engine replaces this one: no more of its messages are passed on.
 
-        Returns the open requests, which it forgets. They are suspected of nothing any more, since the other
-        engine may have other settings.
+        Returns the open requests, which it forgets. None is a suspect any more, because the other engine may
+        have other settings.
         """
         self._is_lost, self._is_open = True, False
         if self._trial is not None:
@@ -215,7 +215,7 @@ class ServedEngine:
         return given
 
     def succeed(self, earlier: "ServedEngine") -> None:
-        """Take the place of another engine, whose lives are told as this one's."""
+        """Take the place of another engine. Its lives are shown as lives of this one."""
         life = EndedLife(
             generation=earlier.generation,
             pid=earlier.pid,
@@ -262,7 +262,7 @@ class ServedEngine:
         if self._reader is not None:
             self._reader.on_ready(self.link.ready.result())
         generation, num_sent = self.generation, 0
-        # More may be added while these are sent; they are sent behind them.
+        # More may be added while these are sent, so the loop goes on until none is left.
         while not self._is_open:
             num_sent += await self._send_unsent(self._down_since_s)
             if self._is_lost or self.generation != generation:
@@ -327,7 +327,7 @@ class ServedEngine:
                 return
             request.acquit()
             if request.request_id in self._requests:
-                # It is taken back, so that the next suspect is alone, and sent again with all others.
+                # Abort it, so that the next suspect is alone. It is sent again with all others.
                 trial.over.clear()
                 trial.is_taken_back = True
                 self._send(AbortRequest(request.request_id))
@@ -355,9 +355,10 @@ class ServedEngine:
             trial.over.set()
 
     def _is_taken_back(self, output: RequestOutput) -> bool:
-        """Whether it answers our abort after a trial, and so is no end. Requests that clients abort are gone.
+        """Whether this output answers our abort after a trial, so the request goes on.
 
-        This holds behind the trial, too, which ends early when the life does.
+        A request that a client aborted is not open any more. An answer may come after the trial, which ends
+        early if the life ends.
         """
         return output.finish_reason is FinishReason.ABORT and output.request_id in self._requests
 

@@ -1,10 +1,10 @@
 """The door of --engine-listen: engines from elsewhere connect, and each gets a seat, a `ServedEngine`.
 
-A seat is kept when its engine has gone; the next one that comes takes it. So a seat has one life after the
+When an engine has gone, its seat stays for the next engine that connects. So a seat has one life after the
 other, each with a connection of its own.
 
-Promise: an engine of another version, model or numbers is refused, and both sides say why. `failed` resolves
-only if the door itself breaks.
+Promise: an engine of another version or model, or with settings that would change answers, is refused, and
+both sides say why. `failed` resolves only if the door itself breaks.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ from minisgl.ipc.messages import Ready
 from minisgl.server.engines.engines import Engines
 from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.engines.supervision.keeper import Failure
-from minisgl.server.engines.supervision.leaving import HAS_LEFT, let_go
+from minisgl.server.engines.supervision.leaving import HAS_LEFT, end_when_left
 from minisgl.server.engines.supervision.life import LifeLimits, live
 from minisgl.server.processes.api_workers import ApiWorkers
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 0.5
-"""How often to see whether the connections are there; one that is lost is noticed within this time."""
+"""How often to check the connections. A lost one is noticed within this time."""
 MOST_SEATS = 64
 SERVER_FIELDS = frozenset({"model", "revision", "tokenizer", "seed", "compile_cache"})
-"""Of `EngineConfig`: what a server without engines of its own uses, or does not mind."""
+"""Fields of `EngineConfig` that a server without engines of its own uses or ignores."""
 
 
 def check_engine_listen(server: ServerConfig, engine: EngineConfig) -> None:
-    """Refuse what does not go with engines that come from elsewhere.
+    """Refuse settings that do not go with engines from elsewhere.
 
     Raises:
-        ConfigError: a flag is the engines', or is about engines of the server's own.
+        ConfigError: a flag belongs to `minisgl engine`, or is about engines that the server starts.
     """
     if server.engine_listen is None:
         return
@@ -100,7 +100,7 @@ class EngineDoor:
     def __init__(self, settings: DoorSettings) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = settings.limits
-        self._facts = server_facts(settings.model_folder)  # and, from the first engine on, that one's
+        self._facts = server_facts(settings.model_folder)  # and those of the first engine, once it is ready
         self._door = DoorSocket(settings.endpoint, settings.secret)
         self._seats = [_Seat(0, self._door)]
         self._seat_of: dict[bytes, _Seat] = {}  # by connection
@@ -126,13 +126,13 @@ class EngineDoor:
         return self.ready.done()
 
     def open(self, engines: Engines, workers: ApiWorkers) -> None:
-        """Let engines in from now on; new ones are added to `engines`."""
+        """Accept engines from now on; new ones are added to `engines`."""
         self._start(self._keep(self._seats[0], workers))
         self._start(self._receive(engines, workers))
         self._start(self._probe())
 
     async def stop(self) -> None:
-        """Tell the engines that the server ends. They wait for the next one."""
+        """Tell the engines that this server ends. They then wait for the next server."""
         self._is_stopping = True
         for seat in self._seats:
             seat.line.dismiss("the server has ended")
@@ -171,13 +171,13 @@ class EngineDoor:
             await asyncio.sleep(0)  # other tasks must run even if messages arrive without pause
 
     async def _greet(self, connection: bytes, data: bytes, engines: Engines, workers: ApiWorkers) -> None:
-        """Let in an engine that has connected, or tell it why not."""
+        """Accept an engine that has connected, or tell it why it is refused."""
         try:
             hello = msgspec.msgpack.decode(data, type=Hello)
-        except msgspec.DecodeError:  # of a life that has ended here, or of another version
+        except msgspec.DecodeError:  # from a life that has ended here, or from another version
             self._door.send(connection, Dismissed(f"minisgl {__version__} can't read its first message"))
             return
-        # If this engine has just been started again, its old seat is to be free.
+        # An engine that was just started again should find its old seat free, so wait for lost connections.
         lost = [seat.is_free.wait() for seat in self._seats if seat.line.probe()]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*lost), PROBE_S)
@@ -206,10 +206,10 @@ class EngineDoor:
         seat.line.open(connection)
 
     def _refusal(self, hello: Hello) -> str:
-        """Why an engine can't be let in; empty = it can."""
+        """Why an engine is refused; empty = it is accepted."""
         if hello.version != __version__:
             return f"minisgl must be the same: here it is {__version__}, this engine has {hello.version}"
-        # Until one is ready, those that are starting decide.
+        # Until an engine is ready, the first that is starting decides.
         known = [seat.hello.facts for seat in self._seats if seat.hello is not None]
         found = difference({**(known[0] if known else {}), **self._facts}, hello.facts)
         if found:
@@ -219,11 +219,11 @@ class EngineDoor:
         return ""
 
     async def _keep(self, seat: _Seat, workers: ApiWorkers) -> None:
-        """Serve by the engines that take this seat, one after the other."""
+        """Serve with the engines that take this seat, one after the other."""
         engine = seat.engine
         while True:
             await seat.line.came.wait()
-            leaving = asyncio.ensure_future(let_go(engine))
+            leaving = asyncio.ensure_future(end_when_left(engine))
             try:
                 await live(engine, workers, self._limits, lambda ready: self._note_ready(seat, ready))
             finally:

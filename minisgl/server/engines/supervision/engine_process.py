@@ -30,7 +30,7 @@ class EngineProcess:
     Args:
         command: the command line. The process reads one line of JSON from stdin, and exits when stdin ends.
         first_line: that line of JSON.
-        link: is told when the process has ended. The process is killed when `link.died` resolves.
+        link: learns when the process has ended. The process is killed when `link.died` resolves.
 
     Raises:
         ConfigError: the command can't be started.

@@ -32,7 +32,7 @@ class KeeperSettings(NamedTuple):
     command: Sequence[str]
     """Command line of the engine."""
     worker: dict[str, Any]
-    """The engine's settings, its first line on stdin, without `ipc_dir`."""
+    """The engine's settings, which it reads from its first line on stdin, without `ipc_dir`."""
     private_dir: Path
     """Gets a directory for the sockets of each life."""
     startup_timeout_s: float
@@ -51,13 +51,13 @@ class Failure(NamedTuple):
 
 
 class EngineKeeper:
-    """The first server process has one for each engine. Create, use and close it in one event loop.
+    """Keeps one engine; lives in the first server process. Create, use and close it in one event loop.
 
     Args:
         name: of the engine, for people.
         starts_after: the first life starts when this is done; None = now.
-        generations: of its lives, which no other engine of this number may have.
-        may_fail_first: a first start that fails is tried again, as later ones are.
+        generations: numbers for its lives. Engines that replace each other take them from one iterator.
+        may_fail_first: whether a failed first start is tried again, as later starts are.
 
     Raises:
         ConfigError: the command can't be started.
@@ -78,7 +78,7 @@ class EngineKeeper:
         self._may_fail_first = may_fail_first
         self._restarts = Restarts(settings.restarts)
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        """Of the first life."""
+        """The answer of the first life."""
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         generation = next(self._generations)
         socket = ServerSocket(self._make_dir(number, generation))
@@ -156,7 +156,7 @@ class EngineKeeper:
                 workers.note_pid(self.engine.first_generation, self.engine.pid)
             while True:
                 await self._live(workers)
-                failure = await self._bury(workers)
+                failure = await self._end_life(workers)
                 if failure is not None:
                     self.failed.set_result(failure)
                     return
@@ -176,8 +176,8 @@ class EngineKeeper:
         limits = LifeLimits(settings.startup_timeout_s, settings.heartbeat_timeout_s)
         await live(self.engine, workers, limits, note_ready)
 
-    async def _bury(self, workers: ApiWorkers) -> Failure | None:
-        """See that the process is gone, and tell everybody; returns why there is no next life, if so."""
+    async def _end_life(self, workers: ApiWorkers) -> Failure | None:
+        """End the process and tell everybody. Returns why there is no next life; None = there is one."""
         engine, link = self.engine, self.engine.link
         reason = link.died.result()
         if self._process is not None:

@@ -18,9 +18,9 @@ class EngineKeepers:
     """One `EngineKeeper` for each engine. Create, use and close it in one event loop.
 
     Args:
-        workers: the first line of each engine, which replaces `settings.worker`.
-        one_first: start the others when the first engine is ready, so that they find the code that it has
-            compiled. Else all start at once.
+        workers: the settings of each engine, in place of `settings.worker`.
+        one_first: whether the others start only when the first engine is ready, so that they find the code
+            that it has compiled.
 
     Raises:
         ConfigError: the command can't be started.
@@ -35,7 +35,7 @@ class EngineKeepers:
         self.failed: asyncio.Future[Failure] = loop.create_future()
         self.all: list[EngineKeeper] = []
         """By the numbers of their engines."""
-        self._others: set[EngineKeeper] = set()  # of engines that are to replace others, or were replaced
+        self._others: set[EngineKeeper] = set()  # engines that are to replace others, or were replaced
         several = len(workers) > 1
         try:
             for number, worker in enumerate(workers):
@@ -73,18 +73,18 @@ class EngineKeepers:
             keeper.keep(workers)
 
     def prepare(self, keeper: EngineKeeper, workers: ApiWorkers) -> None:
-        """Keep an engine that is to replace another one. `ready` and `failed` of its keeper tell of it."""
+        """Keep an engine that is to replace another one. Its own `ready` and `failed` say how that goes."""
         self._others.add(keeper)
         keeper.keep(workers)
 
     def replace(self, old: EngineKeeper, new: EngineKeeper) -> None:
-        """Count `new` instead of `old` from now on, which runs until `remove`."""
+        """Put `new` in the place of `old`. `old` runs until `remove`."""
         self._others.discard(new)
         self._others.add(old)
         self.all[self.all.index(old)] = new
 
     def accept(self, keeper: EngineKeeper) -> None:
-        """A new engine has come to stay; `failed` counts with it."""
+        """A new engine stays: from now on, its failure counts for `failed`."""
         self._watch(keeper)
 
     async def remove(self, keeper: EngineKeeper) -> None:

@@ -25,7 +25,7 @@ class LifeLimits(NamedTuple):
 async def live(
     engine: ServedEngine, workers: ApiWorkers, limits: LifeLimits, on_ready: Callable[[Ready], None]
 ) -> None:
-    """Return when the engine's current life has ended; until then, its requests run.
+    """Run requests in the engine's current life; return when the life has ended.
 
     Args:
         on_ready: called when the life is ready, before it gets requests.
