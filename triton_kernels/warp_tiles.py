@@ -65,20 +65,6 @@ def multiply_bf16(a, b, c):
 
 
 @triton.jit
-def multiply_fp16(a, b, c):
-    """The same of float16."""
-    return tl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-        "{$10, $11, $12, $13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def sum_of_warps(c, WARPS: tl.constexpr):
     """The sums of all warps' tiles (4 float32 each): [32 lanes, 2 rows, 2 outputs]."""
     sums = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))

@@ -167,8 +167,6 @@ class ModelConfig:
     query_scaling: QueryScaling | None = None
     mtp_layers: int = 0
     """Layers behind the last that a checkpoint has for multi-token prediction, which are not loaded."""
-    value_norm: bool = False
-    """Each head of v is normalised, without a weight (Gemma 4)."""
     layers_with_keys_as_values: frozenset[int] = frozenset()
     """Layers without a projection of v, whose values are the keys before their norm (Gemma 4)."""
     global_head_dim: int | None = None

@@ -40,7 +40,6 @@ def with_gemma4_settings(config: ModelConfig, raw: dict[str, Any], kinds: Sequen
         attention_scale=1.0,
         embedding_scale=math.sqrt(config.hidden_size),
         logit_softcap=number(raw, "final_logit_softcapping") if raw.get("final_logit_softcapping") else None,
-        value_norm=True,
         global_head_dim=wide.head_dim,
         cache_shapes=tuple(wide if layer in full else own for layer in range(config.num_layers)),
         kv_sources=sources,

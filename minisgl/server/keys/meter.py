@@ -32,13 +32,12 @@ class CallMeter:
         n: choices for each prompt.
     """
 
-    def __init__(self, user: User, num_requests: int, n: int, stats: ServerStats) -> None:
+    def __init__(self, user: User, n: int, stats: ServerStats) -> None:
         self.user = user
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.finish_reasons: dict[str, int] = {}
         self.was_sent = False
-        self._num_requests = num_requests
         self._stats = stats
         self._n = n
         self._cached: dict[int, int] = {}  # of each prompt's first choice
@@ -109,7 +108,7 @@ class Meters:
         Raises:
             RequestError: as `User.admit`.
         """
-        meter = CallMeter(user, num_requests, n, self._stats)
+        meter = CallMeter(user, n, self._stats)
         try:
             user.admit(num_requests)
             try:
