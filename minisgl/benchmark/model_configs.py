@@ -107,6 +107,51 @@ def _qwen3_5(
     )
 
 
+def _gemma_4(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
+) -> dict[str, Any]:
+    """The text part of Gemma 4 without inputs of layers: every sixth layer attends to all tokens."""
+    settings = {
+        "model_type": "gemma4_text",
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * (layers // 6),
+        "sliding_window": 1024,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "hidden_size_per_layer_input": 0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    }
+    config = _decoder(
+        "Gemma4ForCausalLM",
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        262144,
+        max_position=262144,
+        rope_theta=1000000.0,
+        **settings,
+        **others,
+    )
+    for key in ("rope_theta", "hidden_act"):  # it has others in their place
+        del config[key]
+    return config
+
+
 def _qwen3(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **others: Any
 ) -> dict[str, Any]:
@@ -277,6 +322,52 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
+    ),
+    "gemma-4-26b-a4b": _gemma_4(
+        30,
+        2816,
+        2112,
+        16,
+        8,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma_4(60, 5376, 21504, 32, 16, num_global_key_value_heads=4),
+    "gpt-oss-20b": _decoder(
+        "GptOssForCausalLM",
+        24,
+        2880,
+        2880,
+        64,
+        8,
+        201088,
+        max_position=131072,
+        rope_theta=150000.0,
+        model_type="gpt_oss",
+        head_dim=64,
+        attention_bias=True,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        swiglu_limit=7.0,
+        rms_norm_eps=1e-5,
+        layer_types=["sliding_attention", "full_attention"] * 12,
+        sliding_window=128,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        quantization_config={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        },
+        eos_token_id=200002,
     ),
     "mixtral-8x7b": _decoder(
         "MixtralForCausalLM",

@@ -9,10 +9,13 @@ from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, ModelError
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.hf_folder.hf_config import read_model_config
-from minisgl.model_config.kv_groups import StateShape
+from minisgl.model_config.kv_groups import KVShape, StateShape
 
 BILLIONS = {
     "gemma-3-1b": 1.0,
+    "gemma-4-26b-a4b": 25.2,
+    "gemma-4-31b": 30.7,
+    "gpt-oss-20b": 20.9,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "mistral-7b": 7.25,
@@ -29,15 +32,21 @@ BILLIONS = {
 def parameters_of(folder: Path) -> float:
     """Billions, from what the engine reads of config.json; norms are left out."""
     config = read_model_config(folder)
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
-    mlp = 3 * config.hidden_size * config.intermediate_size
     if config.has_states:
         return _parameters_with_states(config)
+    attention = 0
+    for layer, shape in enumerate(config.layer_shapes):
+        assert isinstance(shape, KVShape)
+        projections = 1 if layer in config.layers_with_keys_as_values else 2
+        heads = 2 * config.num_heads + projections * shape.num_heads
+        attention += heads * shape.head_dim * config.hidden_size
+    mlp = 3 * config.hidden_size * config.intermediate_size
     if config.experts is not None:
         expert = 3 * config.hidden_size * config.experts.intermediate_size
-        mlp = config.experts.num_experts * (expert + config.hidden_size)
+        experts = config.experts.num_experts * (expert + config.hidden_size)
+        mlp = experts + (mlp if config.architecture.startswith("Gemma4") else 0)
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    return (config.num_layers * (attention + mlp) + tables) / 1e9
+    return (attention + config.num_layers * mlp + tables) / 1e9
 
 
 def _parameters_with_states(config: ModelConfig) -> float:

@@ -10,11 +10,21 @@ from tiny_config import TINY
 from torch import nn
 
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
-from minisgl.benchmark.steps.step_floor import Costs, Work, costs_of, expected_experts_hit, experts_hit
+from minisgl.benchmark.model_configs import model_folder
+from minisgl.benchmark.steps.step_floor import (
+    Attending,
+    Costs,
+    Work,
+    costs_of,
+    expected_experts_hit,
+    experts_hit,
+)
+from minisgl.config import EngineConfig
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.model_config.config import ExpertsConfig
+from minisgl.model_config.hf_folder.hf_config import read_model_config
 from minisgl.model_config.kv_groups import KVShape, StateShape
 from minisgl.models.registry import build_model
 
@@ -22,10 +32,12 @@ COSTS = Costs(
     block_parameters=1000,
     head_parameters=100,
     item_bytes=2,
-    kv_bytes=8,
-    attention_flop=4,
-    windows=(0, 0),
+    attending=(Attending(0, kv_bytes=8, pair_flop=4),) * 2,
 )
+
+
+def windows(*sizes: int) -> tuple[Attending, ...]:
+    return tuple(Attending(size, kv_bytes=8, pair_flop=4) for size in sizes)
 
 
 def test_a_floor_counts_each_byte_and_product_once() -> None:
@@ -36,7 +48,11 @@ def test_a_floor_counts_each_byte_and_product_once() -> None:
 
 def test_of_the_last_layer_a_prompt_needs_all_keys_and_values_and_one_token() -> None:
     costs = COSTS._replace(
-        windows=(), last_parameters=300, expert_parameters=20, last_expert_parameters=10, experts_per_token=2
+        attending=(),
+        last_parameters=300,
+        expert_parameters=20,
+        last_expert_parameters=10,
+        experts_per_token=2,
     )
     assert costs.prefill(1, 0).flop == 2 * (1000 + 2 * 20 + 100)
     assert costs.prefill(5, 0).flop == costs.prefill(1, 0).flop + 2 * 4 * (700 + 2 * 10)
@@ -44,8 +60,8 @@ def test_of_the_last_layer_a_prompt_needs_all_keys_and_values_and_one_token() ->
 
 
 def test_states_are_read_and_written_and_keys_are_in_the_other_layers_only() -> None:
-    costs = COSTS._replace(windows=(0,), state_bytes=500, state_flop=60)
-    plain = COSTS._replace(windows=(0,))
+    costs = COSTS._replace(attending=windows(0), state_bytes=500, state_flop=60)
+    plain = COSTS._replace(attending=windows(0))
     assert costs.decode(4, 10.0).num_bytes - plain.decode(4, 10.0).num_bytes == 4 * 2 * 500
     assert costs.decode(4, 10.0).flop - plain.decode(4, 10.0).flop == 4 * 60
     for prefix, moved in ((0, 500), (7, 1000)):
@@ -55,10 +71,36 @@ def test_states_are_read_and_written_and_keys_are_in_the_other_layers_only() -> 
     config = replace(TINY, architecture="Qwen3_5ForCausalLM", num_layers=2, cache_shapes=shapes)
     model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
     found = costs_of(cast(ModelRunner, SimpleNamespace(model=model)), config)
-    assert found.windows == (0,)
-    assert found.kv_bytes == 2 * TINY.num_kv_heads * TINY.head_dim * 4
+    kv_bytes = 2 * TINY.num_kv_heads * TINY.head_dim * 4
+    assert found.attending == (Attending(0, kv_bytes, 4 * TINY.num_heads * TINY.head_dim),)
     assert found.state_bytes == 4 * 2 * 16 * 32 + 4 * 96 * 4
     assert found.state_flop == 6 * 2 * 16 * 32
+
+
+def test_layers_with_heads_of_two_sizes_count_as_they_are() -> None:
+    with model_folder(EngineConfig(model="gemma-4-31b", dummy_weights=True)) as folder:
+        config = read_model_config(folder)
+    kept = ("local_rope_layers", "layers_with_keys_as_values")
+    cut = {name: frozenset(layer - 4 for layer in getattr(config, name) if layer in (4, 5)) for name in kept}
+    config = replace(
+        config,
+        num_layers=2,
+        windows=config.windows[4:6],
+        cache_shapes=config.cache_shapes[4:6],
+        kv_sources=(),
+        vocab_size=40,
+        hidden_size=8,
+        intermediate_size=20,
+        **cut,
+    )
+    model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
+    found = costs_of(cast(ModelRunner, SimpleNamespace(model=model)), config)
+    assert found.attending == (
+        Attending(1024, 2 * 16 * 256 * 4, 4 * 32 * 256),
+        Attending(0, 2 * 4 * 512 * 4, 4 * 32 * 512),
+    )
+    norms = sum(parameter.numel() for name, parameter in model.layers[1].named_parameters() if "norm" in name)
+    assert found.last_parameters == 2 * 32 * 512 * 8 + 3 * 8 * 20 + norms + 1  # the last scales the layer
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 7, 100])
@@ -67,16 +109,16 @@ def test_a_layer_with_a_window_reads_only_what_is_inside(window: int, num_tokens
     seen = [
         range(max(0, position - window + 1), position + 1) for position in range(prefix, prefix + num_tokens)
     ]
-    full = COSTS._replace(windows=(0,)).prefill(num_tokens, prefix)
-    both = COSTS._replace(windows=(window, 0)).prefill(num_tokens, prefix)
+    full = COSTS._replace(attending=windows(0)).prefill(num_tokens, prefix)
+    both = COSTS._replace(attending=windows(window, 0)).prefill(num_tokens, prefix)
     assert both.num_bytes - full.num_bytes == 8 * len({key for keys in seen for key in keys})
     assert both.flop - full.flop == 4 * sum(map(len, seen))
-    one = COSTS._replace(windows=(window,)).decode(3, prefix + 1)
+    one = COSTS._replace(attending=windows(window)).decode(3, prefix + 1)
     assert one.num_bytes == 2200 + 3 * 8 * len(seen[0])
 
 
 def test_a_floor_counts_the_experts_that_were_hit() -> None:
-    costs = COSTS._replace(windows=(), expert_parameters=10, experts_per_token=2)
+    costs = COSTS._replace(attending=(), expert_parameters=10, experts_per_token=2)
     assert costs.decode(2, 10.0, experts_hit=3.5) == Work(2 * (1100 + 3.5 * 10), 2 * 2 * 1120)
     assert costs.prefill(100, 0, experts_hit=8.0).num_bytes == 2 * 1180
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.model_config.config import ModelConfig
-from minisgl.model_config.kv_groups import StateShape
+from minisgl.model_config.kv_groups import KVShape, StateShape
 
 
 class Work(NamedTuple):
@@ -37,15 +37,21 @@ class Work(NamedTuple):
         return "memory" if by_bytes else "compute"
 
 
+class Attending(NamedTuple):
+    """A layer with keys and values."""
+
+    window: int  # in tokens; 0 = all
+    kv_bytes: int  # of one token
+    pair_flop: int  # of one query token and one key token
+
+
 class Costs(NamedTuple):
     """A model's weights and K/V that steps read."""
 
     block_parameters: int  # without experts
     head_parameters: int  # without a separate embedding, of which a step reads few rows
     item_bytes: int
-    kv_bytes: int  # of one token in one layer
-    attention_flop: int  # of one query token and one key token in one layer
-    windows: tuple[int, ...]  # of each layer with keys and values: tokens in its window; 0 = all
+    attending: tuple[Attending, ...]
     last_parameters: int = 0  # of the last layer, without its K and V projections and experts
     expert_parameters: int = 0  # one expert in every layer that has experts
     last_expert_parameters: int = 0  # one expert of the last layer
@@ -61,28 +67,35 @@ class Costs(NamedTuple):
         Args:
             experts_hit: experts that get at least one token, the mean over layers.
         """
-        attended = batch * sum(min(context, window or context) for window in self.windows)
+        seen = [batch * min(context, layer.window or context) for layer in self.attending]
+        kv_bytes = sum(tokens * layer.kv_bytes for tokens, layer in zip(seen, self.attending, strict=True))
         return Work(
-            self._weight_bytes(experts_hit) + attended * self.kv_bytes + 2 * batch * self.state_bytes,
+            self._weight_bytes(experts_hit) + kv_bytes + 2 * batch * self.state_bytes,
             batch * (2 * self._parameters_per_token + 2 * self.head_parameters + self.state_flop)
-            + attended * self.attention_flop,
+            + sum(tokens * layer.pair_flop for tokens, layer in zip(seen, self.attending, strict=True)),
         )
 
     def prefill(self, num_tokens: int, prefix: int, experts_hit: float = 0.0) -> Work:
         """A prefill step: `num_tokens` of one prompt after `prefix` tokens, logits of the last token only."""
         seen = np.arange(prefix + 1, prefix + num_tokens + 1)  # by each token in a layer without a window
-        attended = [np.minimum(seen, window or seen) for window in self.windows]
+        attended = [np.minimum(seen, layer.window or seen) for layer in self.attending]
         # In the last layer, only the last token attends.
         attended[-1:] = [counts[-1:] for counts in attended[-1:]]
-        pairs = sum(int(counts.sum()) for counts in attended)
+        pair_flop = sum(
+            int(counts.sum()) * layer.pair_flop
+            for counts, layer in zip(attended, self.attending, strict=True)
+        )
         for_one = self.last_parameters + self.experts_per_token * self.last_expert_parameters
-        read = sum(num_tokens + min(prefix, window - 1 if window else prefix) for window in self.windows)
+        kv_bytes = sum(
+            layer.kv_bytes * (num_tokens + min(prefix, layer.window - 1 if layer.window else prefix))
+            for layer in self.attending
+        )
         return Work(
-            self._weight_bytes(experts_hit) + read * self.kv_bytes + self.state_bytes * (1 + (prefix > 0)),
+            self._weight_bytes(experts_hit) + kv_bytes + self.state_bytes * (1 + (prefix > 0)),
             num_tokens * self.state_flop
             + 2 * num_tokens * (self._parameters_per_token - for_one)
             + 2 * (for_one + self.head_parameters)
-            + pairs * self.attention_flop,
+            + pair_flop,
         )
 
     @property
@@ -110,7 +123,10 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
 
     blocks = sum(_numbers_in(parameter) for parameter in without_experts(model)) - head - outside
     last = sum(_numbers_in(parameter) for parameter in without_experts(model.layers[-1]))
-    last -= 2 * config.num_kv_heads * config.head_dim * config.hidden_size
+    last_shape = config.layer_shapes[-1]
+    if isinstance(last_shape, KVShape):
+        projections = 1 if config.num_layers - 1 in config.layers_with_keys_as_values else 2
+        last -= projections * last_shape.num_elements // 2 * config.hidden_size
     expert = last_expert = experts_per_token = 0
     saved_expert = 0.0
     if config.experts is not None:
@@ -121,14 +137,19 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         of_one = sum(parameter.nbytes for parameter in of_experts) / config.experts.num_experts
         saved_expert = expert * item_bytes - of_one
     states = [shape for shape in config.cache_shapes if isinstance(shape, StateShape)]
-    num_attending = config.num_layers - len(states)
     return Costs(
         block_parameters=blocks,
         head_parameters=head,
         item_bytes=item_bytes,
-        kv_bytes=config.kv_elements_per_token // num_attending * cache.element_size(),
-        attention_flop=4 * config.num_heads * config.head_dim,
-        windows=config.windows or (0,) * num_attending,
+        attending=tuple(
+            Attending(
+                config.windows[layer] if config.windows else 0,
+                shape.num_elements * cache.element_size(),
+                4 * config.num_heads * shape.head_dim,
+            )
+            for layer, shape in enumerate(config.layer_shapes)
+            if isinstance(shape, KVShape)
+        ),
         last_parameters=last,
         expert_parameters=expert,
         last_expert_parameters=last_expert,
