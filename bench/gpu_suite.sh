@@ -15,7 +15,7 @@
 #   engine   offline, step and start of three models with dummy weights                          6 minutes
 #   soak     2,000 requests of random lengths: nothing compiled, no graph missing, no memory taken 1.5 minutes
 #   backends attention backends: whether they agree, and offline with each                       4 minutes
-#   families every family's logits against transformers, layers with windows, and linear attention  5 minutes
+#   families every family's logits against transformers, layers with windows, and linear attention  7 minutes
 #   quantized steps and offline of FP8 and 4-bit models, FP8 cache, quantized experts            9 minutes
 #   modes    compile modes, graphs and overlap against each other, in one process                2 minutes
 #   serve    the trace in $TRACE against a server, with and without the prefix cache            15 minutes
@@ -103,7 +103,7 @@ families() {
     run "$PYTHON" bench/families.py --compile --out "$OUT/families.json"
     run "$PYTHON" bench/window_groups.py --out "$OUT/window-groups.json"
     bench_kernel gated-delta gated_delta --model qwen3.5-35b-a3b --baselines none
-    for model in ${FAMILY_MODELS:-qwen3.5-35b-a3b}; do
+    for model in ${FAMILY_MODELS:-qwen3.5-35b-a3b gpt-oss-20b gemma-4-26b-a4b gemma-4-31b}; do
         run minisgl bench step --model "$model" --dummy-weights --max-context-tokens 8192 --batches 1,16,64 \
             --contexts 1024 --prefills 4096 --prefixes 0 --commit "$COMMIT" --out "$OUT/step-$model.json"
     done
