@@ -20,6 +20,10 @@ from minisgl.kvcache.radix_tree import Match, TokenIds, int32_tokens
 from minisgl.kvcache.snapshots import Snapshots
 from minisgl.kvcache.window_pages import WindowPages
 
+ENDING_TOKENS = 2
+"""A prompt's snapshot leaves out at least so many of its last tokens. Where a template leaves thoughts of
+earlier turns out, as Qwen's does, the next turn has others there than "<think>" and a line break."""
+
 
 class WindowGroup(NamedTuple):
     """What the manager has to know of a window group."""
@@ -31,17 +35,30 @@ class WindowGroup(NamedTuple):
 class _Held:
     """What a lease holds in the window groups."""
 
-    __slots__ = ("first", "horizon_pages", "promised", "replaceable", "state_tokens", "wanted_tokens")
+    __slots__ = (
+        "base_tokens",
+        "first",
+        "horizon_pages",
+        "promised",
+        "replaceable",
+        "snapshot",
+        "snapshot_tokens",
+        "wanted_tokens",
+    )
 
     def __init__(self, num_groups: int) -> None:
         self.first = [0] * num_groups
         """Of each group: the lease needs the pages from this index on."""
         self.promised = [0] * num_groups
         self.horizon_pages = 0
-        self.state_tokens = 0
-        """Where the row began, or was saved last."""
+        self.snapshot = 0
+        """The place where the row began, or where its prompt was saved last; 0 = none."""
+        self.snapshot_tokens = 0
+        """Tokens up to there."""
+        self.base_tokens = 0
+        """Tokens up to the snapshot before that one, without those that go first."""
         self.wanted_tokens = 0
-        """Where the tree had more than a hit could use; 0 = nowhere."""
+        """Where prompts turned out to branch and a hit could not end; 0 = nowhere."""
         self.replaceable = 0
         """The place of the last snapshot while it decoded; 0 = none."""
 
@@ -157,7 +174,8 @@ class GroupedCacheManager:
             places = self.matched_places(match)
             num_pages = self._usable(places)
             if num_pages < len(places):
-                wanted = len(places) * self.page_size
+                if self.places.tree.goes_on(match):
+                    wanted = len(places) * self.page_size
                 for group in self.windows:
                     group.mark(places[group.first_needed(len(places) * self.page_size) :])
             token_ids, earlier = self._first_pages(token_ids, num_pages), _shorter(match, num_pages)
@@ -166,15 +184,17 @@ class GroupedCacheManager:
         for number, group in enumerate(self.windows):
             held.first[number] = group.first_needed(lease.num_cached_tokens)
             group.use(lease.page_ids[held.first[number] :])
-        held.state_tokens, held.wanted_tokens = lease.num_cached_tokens, wanted
+        held.wanted_tokens = wanted
         return lease
 
     def first_state(self, lease: Lease) -> int | None:
         """The slot whose state the row of a new or extended lease begins with; None = it has no tokens."""
         if self.snapshots is None or not lease.page_ids:
             return None
-        self._held[lease].state_tokens = len(lease.page_ids) * self.page_size
-        return self.snapshots.load(lease.page_ids[-1])
+        held, tokens = self._held[lease], len(lease.page_ids) * self.page_size
+        held.base_tokens = self.snapshots.pass_by(lease.page_ids[:-1]) * self.page_size
+        held.snapshot, held.snapshot_tokens = lease.page_ids[-1], tokens
+        return self.snapshots.load(held.snapshot, tokens - held.base_tokens)
 
     def end_of_chunk(self, lease: Lease, feed_tokens: int, start: int, end: int) -> int:
         """Where a chunk from `start` on, of up to `end` tokens, should end, so that its state can be saved.
@@ -182,10 +202,15 @@ class GroupedCacheManager:
         Args:
             feed_tokens: tokens of the whole feed, whose last page end is wanted.
         """
-        if self.snapshots is None:
+        if not self.snapshots:
             return end
-        last = max(feed_tokens - 1, 0) // self.page_size * self.page_size
-        return min([end, *(at for at in (self._held[lease].wanted_tokens, last) if start < at < end)])
+        wanted = self._wanted_ends(lease, feed_tokens)
+        return min([end, *(at for at in wanted if start < at < end)])
+
+    def _wanted_ends(self, lease: Lease, feed_tokens: int) -> tuple[int, int]:
+        """The page ends of a prompt, in tokens, where its state is to be saved."""
+        last = max(feed_tokens - ENDING_TOKENS, 0) // self.page_size * self.page_size
+        return min(self._held[lease].wanted_tokens, last), last
 
     def save_state(self, lease: Lease, num_tokens: int, feed_tokens: int) -> int | None:
         """A slot for the row's state after its first `num_tokens` tokens, if it should be saved.
@@ -200,16 +225,24 @@ class GroupedCacheManager:
         held, page = self._held[lease], num_tokens // self.page_size
         place = lease.page_ids[page - 1]
         decodes = num_tokens >= feed_tokens
-        last = max(feed_tokens - 1, 0) // self.page_size * self.page_size
-        is_wanted = page % self._snapshot_pages == 0 if decodes else num_tokens in (held.wanted_tokens, last)
+        if decodes:
+            is_wanted = page % self._snapshot_pages == 0
+        else:
+            is_wanted = num_tokens in self._wanted_ends(lease, feed_tokens)
         if not is_wanted or not lease.is_shareable or self.snapshots.has(place):
             return None
         if held.replaceable and decodes:
             self.snapshots.replace(held.replaceable)
-        slot = self.snapshots.save(place, max(num_tokens - held.state_tokens, self.page_size))
-        if slot is not None:
-            held.replaceable = place if decodes else 0
-            held.state_tokens = num_tokens if not decodes else held.state_tokens
+        if self.snapshots.has(held.snapshot) and (decodes or self.snapshots.pass_by((held.snapshot,))):
+            before = held.snapshot_tokens
+        else:
+            before = held.base_tokens
+        num_users = 2 if num_tokens == held.wanted_tokens else 0
+        slot = self.snapshots.save(place, num_tokens - before, is_answer=decodes, num_users=num_users)
+        if decodes:
+            held.replaceable = place if slot is not None else 0
+        elif slot is not None:
+            held.base_tokens, held.snapshot, held.snapshot_tokens = before, place, num_tokens
         return slot
 
     def planned(self) -> None:
@@ -329,6 +362,8 @@ class GroupedCacheManager:
                     self.snapshots.exchange(own[index - begin], place)
                 if held.replaceable == own[index - begin]:
                     held.replaceable = 0
+                if held.snapshot == own[index - begin]:
+                    held.snapshot = place
             self._settle()
         return exchanged
 

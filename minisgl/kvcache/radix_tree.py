@@ -91,6 +91,13 @@ class RadixTree:
         node, _, more = self._walk(node, in_run, tokens[num_pages * self.page_size :])
         return Match(num_pages + more, node, node.num_cuts)
 
+    def goes_on(self, match: Match) -> bool:
+        """Whether the tree has pages behind the end of a match that `find` has just returned."""
+        node = match.node
+        if node is None:
+            return False
+        return bool(node.children) or sum(len(one.page_ids) for one in _path(node)) > match.num_pages
+
     def lock(self, tokens: Tokens, earlier: Match | None = None, salt: str = "") -> tuple[Node, array]:
         """Lock the longest prefix of `tokens` in the tree; returns its last node and its page ids.
 

@@ -3,17 +3,41 @@
 Promise: a snapshot belongs to one place and is the state after exactly the tokens that lead to that place's
 end. A slot that the plan being made reads or writes is neither read nor written otherwise in that plan.
 
-A state can't be cut, and a snapshot is as large as hundreds of pages, so few places have one. The least
-valuable goes first: value is the tokens that a hit would save, and fades as others come (GreedyDual, Young
-1994). All snapshots have the same size, so this is the value per byte.
+A state can't be cut, and a snapshot is as large as thousands of tokens, so few places have one. The least
+valuable goes first: value is the tokens that a hit would save times how often snapshots of its kind, behind a
+prompt or an answer, are hit, and fades as others come (GreedyDual, Young 1994). All have the same size, so
+this is the value per byte. A snapshot that a conversation has left behind goes before all others, unless
+several requests went on from it.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from minisgl.kvcache.page_allocator import BrokenInvariantError
 
 NO_SLOT = -1
+RECENT = 2000
+"""Snapshots and hits from which the chance of a hit is estimated, at most."""
+
+
+class _Kind:
+    """How often snapshots of one kind are hit."""
+
+    __slots__ = ("num_hits", "num_saved")
+
+    def __init__(self) -> None:
+        self.num_saved = self.num_hits = 1
+
+    @property
+    def hits_per_snapshot(self) -> float:
+        return self.num_hits / max(self.num_saved, 1)
+
+    def count(self, saved: int, hits: int) -> None:
+        """Add to both; the older ones weigh less and less."""
+        self.num_saved += saved
+        self.num_hits += hits
+        if self.num_saved + self.num_hits > RECENT:
+            self.num_saved, self.num_hits = -(-self.num_saved // 2), -(-self.num_hits // 2)
 
 
 class Snapshots:
@@ -28,11 +52,15 @@ class Snapshots:
         self.num_slots = num_slots
         self._slot_of = array("i", [NO_SLOT]) * num_places  # by place
         self._free = list(range(num_slots - 1, -1, -1))
-        self._saved_tokens: dict[int, int] = {}  # by place: tokens that a hit saves
-        self._value: dict[int, int] = {}  # by place
-        self._was_hit: set[int] = set()
-        self._faded = 0  # value of the snapshot that went last
+        self._value: dict[int, float] = {}  # by place
+        self._num_users: dict[int, int] = {}  # by place: requests that went on from it
+        self._kind_of: dict[int, _Kind] = {}  # by place
+        self._of_prompts, self._of_answers = _Kind(), _Kind()
+        self._faded = 0.0  # the largest value that went
         self._busy: set[int] = set()  # slots of the plan being made
+
+    def __bool__(self) -> bool:
+        return self.num_slots > 0
 
     @property
     def num_used(self) -> int:
@@ -41,24 +69,29 @@ class Snapshots:
     def has(self, place: int) -> bool:
         return self._slot_of[place] != NO_SLOT
 
-    def was_hit(self, place: int) -> bool:
-        """Whether a request began from the place's snapshot."""
-        return place in self._was_hit
+    def load(self, place: int, saved_tokens: int) -> int:
+        """The slot of the place's snapshot, from which a row begins in the plan being made.
 
-    def load(self, place: int) -> int:
-        """The slot of the place's snapshot, from which a row begins in the plan being made."""
+        Args:
+            saved_tokens: as for `save`, as far as is known now.
+        """
         slot = self._slot_of[place]
         assert slot != NO_SLOT, "a hit ends at a snapshot"
         self._busy.add(slot)
-        self._was_hit.add(place)
-        self._value[place] = self._faded + self._saved_tokens[place]
+        self._num_users[place] += 1
+        self._kind_of[place].count(0, 1)
+        self._value_anew(place, saved_tokens)
         return slot
 
-    def save(self, place: int, saved_tokens: int) -> int | None:
+    def save(
+        self, place: int, saved_tokens: int, *, is_answer: bool = False, num_users: int = 0
+    ) -> int | None:
         """A slot to which the plan being made copies the state at the place's end; None: there is none.
 
         Args:
             saved_tokens: tokens that a hit would not compute again, counted from the snapshot before.
+            is_answer: the row decodes; else, its prompt ends there or branches.
+            num_users: requests that are known to go on from there.
         """
         assert not self.has(place), "a place has one snapshot"
         free = next((slot for slot in reversed(self._free) if slot not in self._busy), None)
@@ -67,19 +100,37 @@ class Snapshots:
             if not others:
                 return None
             worst = min(others, key=self._value.__getitem__)
-            self._faded = self._value[worst]
+            self._faded = max(self._faded, self._value[worst])
             self._drop(worst)
             free = self._free[-1]
         self._free.remove(free)
         slot = self._slot_of[place] = free
         self._busy.add(slot)
-        self._saved_tokens[place] = saved_tokens
-        self._value[place] = self._faded + saved_tokens
+        self._num_users[place] = num_users
+        self._kind_of[place] = kind = self._of_answers if is_answer else self._of_prompts
+        kind.count(1, 0)
+        self._value_anew(place, saved_tokens)
         return slot
+
+    def pass_by(self, places: Sequence[int]) -> int:
+        """Let the snapshots of these places go first, as their request goes on from a later one.
+
+        Returns:
+            How many of the places there are up to the last that stays, because several requests used it.
+        """
+        kept = 0
+        for number, place in enumerate(places, 1):
+            if self.has(place):
+                if self._num_users[place] > 1:
+                    kept = number
+                else:
+                    self._value[place] = min(self._value[place], self._faded)
+        return kept
 
     def replace(self, place: int) -> None:
         """Drop the snapshot of a row's earlier page end, unless another request began from it."""
-        if self.has(place) and place not in self._was_hit and self._slot_of[place] not in self._busy:
+        if self.has(place) and not self._num_users[place] and self._slot_of[place] not in self._busy:
+            self._kind_of[place].count(-1, 0)
             self._drop(place)
 
     def exchange(self, own: int, tree: int) -> None:
@@ -87,14 +138,12 @@ class Snapshots:
         if not self.has(own):
             return
         if self.has(tree):
+            self._num_users[tree] += 1
             self._drop(own)
             return
         self._slot_of[tree], self._slot_of[own] = self._slot_of[own], NO_SLOT
-        for figures in (self._saved_tokens, self._value):
+        for figures in (self._value, self._num_users, self._kind_of):
             figures[tree] = figures.pop(own)
-        if own in self._was_hit:
-            self._was_hit.remove(own)
-            self._was_hit.add(tree)
 
     def forget(self, places: Iterable[int]) -> None:
         """These places are free now."""
@@ -118,7 +167,7 @@ class Snapshots:
         holders = {place: slot for place, slot in enumerate(self._slot_of) if slot != NO_SLOT}
         if sorted([*holders.values(), *self._free]) != list(range(self.num_slots)):
             raise BrokenInvariantError("a slot is free or has one place")
-        if not holders.keys() == self._value.keys() == self._saved_tokens.keys() >= self._was_hit:
+        if not holders.keys() == self._value.keys() == self._num_users.keys() == self._kind_of.keys():
             raise BrokenInvariantError("every snapshot has a value")
         if holders.keys() & is_free:
             raise BrokenInvariantError("a free place has no snapshot")
@@ -126,5 +175,7 @@ class Snapshots:
     def _drop(self, place: int) -> None:
         self._free.append(self._slot_of[place])
         self._slot_of[place] = NO_SLOT
-        del self._value[place], self._saved_tokens[place]
-        self._was_hit.discard(place)
+        del self._value[place], self._num_users[place], self._kind_of[place]
+
+    def _value_anew(self, place: int, saved_tokens: int) -> None:
+        self._value[place] = self._faded + saved_tokens * self._kind_of[place].hits_per_snapshot

@@ -6,6 +6,7 @@ The fake model: each pool slot holds a running hash of the whole prefix; the nex
 hash and the row's seed. `expected_tokens` computes the same tokens from the prompt alone.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -73,6 +74,8 @@ class StepCost(NamedTuple):
     """Cost of each pair of a prompt token and a token it attends to."""
     least_prefill_ms: float = 0.0
     """Least cost of a step's chunks: the weights are read and the kernels launched for few tokens, too."""
+    per_state_copy_ms: float = 0.0
+    """Cost of each copy of a row's states of linear attention, to a snapshot or from one."""
 
     def step_ms(self, plan: StepPlan, num_context_tokens: int, *, join_decodes: bool = False) -> float:
         """Duration of a step. If decodes may join the chunks, the faster of the two ways counts.
@@ -83,11 +86,14 @@ class StepCost(NamedTuple):
         """
         num_decodes = len(plan.decode_rows)
         keys_ms = self.per_context_token_ms * num_context_tokens
+        copies_ms = self.per_state_copy_ms * sum(map(len, plan.state_copies))
         decode_ms = self.decode_ms + self.per_decode_row_ms * num_decodes + keys_ms if num_decodes else 0.0
         if not plan.chunks:
-            return decode_ms
-        apart_ms = decode_ms + self._prefill_ms(plan, 0)
-        return min(apart_ms, self._prefill_ms(plan, num_decodes) + keys_ms) if join_decodes else apart_ms
+            return copies_ms + decode_ms
+        run_ms = decode_ms + self._prefill_ms(plan, 0)
+        if join_decodes:
+            run_ms = min(run_ms, self._prefill_ms(plan, num_decodes) + keys_ms)
+        return copies_ms + run_ms
 
     def _prefill_ms(self, plan: StepPlan, num_decodes: int) -> float:
         """Time of the chunks and `num_decodes` joined decodes, without the keys that the decodes read."""
@@ -268,30 +274,35 @@ def simulate(
     streamed: bool = True,
     join_decodes: bool = False,
     on_served: Callable[[int], None] = lambda num_served: None,
+    next_turn: Callable[[int, Served], Arrival | None] = lambda index, served: None,
 ) -> list[Served]:
     """Replay `arrivals` (any order) to the end; one `Served` per arrival, in the given order.
 
     Events have the order of `Engine.step`. Planning takes no time; with overlap, a step is planned while the
     previous one runs. `join_decodes` is passed to `StepCost.step_ms`. `on_served` is called with the number
     of finished requests.
+
+    Args:
+        next_turn: called with each finished request's index and what its client saw. The arrival that it
+            returns joins the others, behind the last index.
     """
     cost = cost or StepCost()
-    order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].at_ms)
+    arrivals = list(arrivals)
+    to_come = [(arrival.at_ms, index) for index, arrival in enumerate(arrivals)]
+    heapq.heapify(to_come)
     served: dict[int, Served] = {}
     tokens: dict[int, list[int]] = {}
     times: dict[int, list[float]] = {}
     host_ms = device_ms = 0.0  # the host's clock; when the device has finished all launched steps
-    next_arrival = 0
     launched: deque[_Launched] = deque()
     while len(served) < len(arrivals):
         if not scheduler.has_work:
-            host_ms = max(host_ms, arrivals[order[next_arrival]].at_ms)
-        while next_arrival < len(order) and arrivals[order[next_arrival]].at_ms <= host_ms:
-            index = order[next_arrival]
+            host_ms = max(host_ms, to_come[0][0])
+        while to_come and to_come[0][0] <= host_ms:
+            _, index = heapq.heappop(to_come)
             arrival = arrivals[index]
             tokens[index], times[index] = [], []
             scheduler.add(index, arrival.prompt, arrival.params, arrival.priority, streamed, arrival.user)
-            next_arrival += 1
         plan = scheduler.plan()
         if plan is not None:
             attended = sum(executor.context_lens[row] + 1 for row in plan.decode_rows)
@@ -317,4 +328,8 @@ def simulate(
                     host_ms,
                 )
                 on_served(len(served))
+                turn = next_turn(index, served[index])
+                if turn is not None:
+                    heapq.heappush(to_come, (turn.at_ms, len(arrivals)))
+                    arrivals.append(turn)
     return [served[index] for index in range(len(arrivals))]

@@ -174,3 +174,50 @@ def test_a_conversation_of_linear_attention_goes_on_from_a_snapshot() -> None:
     assert cached(*prompt, *answers[0], 2) == 48, "the answer's last second page"
     assert cached(*prompt[:20], 3, 3, 3, 3) == 0, "no snapshot is where it branches off"
     assert cached(*prompt[:20], 4, 4, 4, 4) == 20, "but now one is"
+
+
+def test_snapshots_that_conversations_left_behind_go_first() -> None:
+    """Six conversations in turn, with two snapshots for each: every turn finds the one before."""
+    scheduler, executor, _ = build(num_pages=2000, page_size=4, num_snapshots=12)
+    rng = np.random.default_rng(0)
+    told = [rng.integers(4, 50, 40).tolist() for _ in range(6)]
+    params = SamplingParams(max_tokens=17, seed=1, ignore_eos=True)
+    for turn in range(5):
+        for number, prompt in enumerate(told):
+            scheduler.add(6 * turn + number, prompt_of(*prompt), params)
+            outputs = drain(scheduler, executor)
+            assert turn == 0 or outputs[-1].num_cached_tokens >= len(prompt) - 6 - 16
+            prompt += [token for output in outputs for token in output.token_ids]
+            prompt += rng.integers(4, 50, 6).tolist()
+
+
+def test_where_a_system_prompt_ends_a_snapshot_stays() -> None:
+    scheduler, executor, _ = build(num_pages=2000, page_size=4, num_snapshots=4)
+    system = list(range(20))
+    cached = []
+    for number in range(12):
+        own = [4 + number, *range(number, number + 9)]
+        scheduler.add(number, prompt_of(*system, *own), SamplingParams(max_tokens=9, seed=1, ignore_eos=True))
+        cached.append(drain(scheduler, executor)[-1].num_cached_tokens)
+    assert cached == [0, 0, *[20] * 10]
+
+
+def test_a_prompt_is_cut_once_at_its_last_page_end() -> None:
+    """Not where the conversation so far ends: nothing else branches there. Without snapshots, nowhere."""
+    for num_snapshots, lengths in ((8, [28, 2, 8, 3]), (0, [30, 51])):
+        scheduler, executor, _ = build(
+            num_pages=200, page_size=4, num_snapshots=num_snapshots, max_step_tokens=64, chunk_tokens=64
+        )
+        found = []
+        prompt = list(range(30))
+        for number in range(2):
+            params = SamplingParams(max_tokens=19, seed=1, ignore_eos=True)
+            scheduler.add(number, prompt_of(*prompt), params)
+            while scheduler.has_work:
+                plan = scheduler.plan()
+                assert plan is not None
+                found += [chunk.num_new_tokens for chunk in plan.chunks]
+                scheduler.apply(plan, executor.execute(plan))
+                prompt += [token for output in scheduler.take_outputs() for token in output.token_ids]
+            prompt += [7, 7]
+        assert found == lengths
