@@ -56,8 +56,8 @@ class EngineConfig:
     kv_events_endpoint."""
     state_cache_memory: float | None = None
     """GiB for snapshots of the states of linear attention, from which prefix hits go on; 0 = no hits. Only
-    for models that have such layers (Qwen3.5). Auto: a fifth of what is free for the KV pool, and at most two
-    snapshots for each of max_running_requests."""
+    for models that have such layers (Qwen3.5). Auto: 30 % of what is free for the KV pool, and at most
+    eight snapshots for each of max_running_requests."""
     join_decodes: bool = True
     """Run decodes and prompts of a step as one batch, if times measured at start-up show that this is faster
     than one after the other. Only if both have CUDA graphs, with the attention backend triton."""

@@ -32,6 +32,8 @@ class StatePool:
     ) -> None:
         for layer in layers:  # what they had until now goes first
             layer.use_states(torch.empty(0), torch.empty(0))
+        if torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()  # else parts of it could go to smaller tensors, and the rest to none
         (shape,) = {layer.shape for layer in layers}
         lines = (len(layers), max_rows + 1 + num_snapshots)
         sizes = (shape.num_heads, shape.key_dim, shape.value_dim)

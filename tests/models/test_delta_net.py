@@ -25,7 +25,13 @@ from transformers import PreTrainedModel
 from minisgl.config import GIB, EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.start.build import build_engine, resolve_for_folder
-from minisgl.engine.start.memory import check_states_fit, row_state_bytes, states_bytes
+from minisgl.engine.start.memory import (
+    MemoryBudget,
+    check_states_fit,
+    plan_memory,
+    row_state_bytes,
+    states_bytes,
+)
 from minisgl.errors import ConfigError, ModelError
 from minisgl.ipc.messages import AddRequest
 from minisgl.model_config.hf_folder.hf_config import read_model_config
@@ -222,6 +228,33 @@ def test_prompts_are_cut_behind_multiples_of_the_kernels_chunk(tmp_path: Path) -
     assert ends == [64, 128, 208, 210], "the last page's end is where a snapshot is taken"
 
 
+def test_snapshots_leave_room_for_pages_that_are_asked_for(tmp_path: Path) -> None:
+    """By themselves they take a share of what is free; what the user asks for goes first."""
+    random_model(family="qwen3_5_text", **DELTA).save_pretrained(tmp_path)
+    model = read_model_config(tmp_path)
+
+    def budget(free_bytes: int, **settings: Any) -> MemoryBudget:
+        config = resolve_for_folder(EngineConfig(model=str(tmp_path), **SETTINGS | settings), tmp_path)
+        parts = dict.fromkeys(("weights_bytes", "activation_bytes", "tables_bytes", "reserve_bytes"), 0)
+        available_bytes = states_bytes(model, config) + free_bytes
+        return plan_memory(model, config, available_bytes=available_bytes, **parts)
+
+    each = budget(100_000_000).snapshot_bytes
+    page_bytes = budget(100_000_000).page_bytes
+    assert budget(100 * each + 1000 * page_bytes, num_pages=1000).num_snapshots > 30
+    for beside in (0, 3):
+        tight = budget(beside * each + 1000 * page_bytes, num_pages=1000)
+        assert (tight.num_snapshots, tight.num_pages) == (beside, 1000)
+    with pytest.raises(ConfigError, match="--num-pages 1000 needs"):
+        budget(1000 * page_bytes, num_pages=1000, state_cache_memory=2.5 * each / GIB)
+    asked = budget(4 * GIB, state_cache_memory=2.0)
+    assert asked.num_snapshots == 2 * GIB // each, "more than the pool of a CPU"
+    assert asked.pool_bytes > 0
+    assert budget(4 * GIB).num_snapshots == 8 * 32
+    with pytest.raises(ConfigError, match=r"lower --max-running-requests \(32\), --state-cache-memory \("):
+        budget(16 * each + 1, state_cache_memory=16 * each / GIB)
+
+
 def test_what_a_model_with_states_can_not_have_is_refused_or_left_out_by_name(tmp_path: Path) -> None:
     random_model(family="qwen3_5_text", **DELTA).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="4 heads of linear attention"):
@@ -239,6 +272,8 @@ def test_what_a_model_with_states_can_not_have_is_refused_or_left_out_by_name(tm
         check_states_fit(model, resolved, 100, needed // 2 + 100)
     with pytest.raises(ConfigError, match="--state-cache-memory 900 leaves nothing"):
         engine_for(tmp_path, state_cache_memory=900.0)
+    with pytest.raises(ConfigError, match="use a smaller model, or raise --memory-fraction"):
+        check_states_fit(model, resolved, 100, 100 + needed // 33)
     config = json.loads((tmp_path / "config.json").read_text())
     for change in (
         {"linear_conv_kernel_dim": 3},

@@ -234,8 +234,8 @@ def _assemble(
         budget = replace(budget, parts=tuple(parts))
     logger.info("memory: %s", budget.describe())
     num_pages = [part.num_pages for part in budget.parts]
-    model.allocate_kv(num_pages if num_groups > 1 else num_pages[0], page_size, hardware.cache_dtype, device)
     states = model.allocate_states(rows.max_rows, budget.num_snapshots, hardware.dtype, device)
+    model.allocate_kv(num_pages if num_groups > 1 else num_pages[0], page_size, hardware.cache_dtype, device)
     stages.finish("memory profile and KV pool")
     recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
     runner = ModelRunner(model, rows, pages, planner, stager, device, recorded, states)

@@ -31,8 +31,10 @@ LIBRARY_RESERVE_BYTES = GIB // 2
 GRAPH_BYTES = 24 * MIB
 """Reserve for each recorded graph. Published measurements are 6 to 26 MiB."""
 
-SNAPSHOT_SHARE = 0.2
+SNAPSHOT_SHARE = 0.3
 """Most of what is free for the KV pool that snapshots of states get if --state-cache-memory does not say."""
+SNAPSHOTS_PER_ROW = 8
+"""Most snapshots for each running request, if --state-cache-memory does not say."""
 
 SLICE_BYTES_PER_LOGIT = 12
 """Intermediates of `pack_logprobs` per logit of a slice: two float32, then one beside a flag and what topk
@@ -130,8 +132,12 @@ def states_bytes(model: ModelConfig, config: ResolvedConfig) -> int:
     return (config.max_running_requests + 1) * row_state_bytes(model, config)
 
 
-def count_snapshots(model: ModelConfig, config: ResolvedConfig, free_bytes: int) -> int:
+def count_snapshots(model: ModelConfig, config: ResolvedConfig, free_bytes: int, pool_bytes: int = 0) -> int:
     """How many snapshots of rows' states there are, if they and the KV pool may take `free_bytes`.
+
+    Args:
+        pool_bytes: of the pages that --num-pages asks for, which snapshots leave free unless they are asked
+            for, too.
 
     Raises:
         ConfigError: --state-cache-memory is more than that.
@@ -140,7 +146,8 @@ def count_snapshots(model: ModelConfig, config: ResolvedConfig, free_bytes: int)
     if not each or not config.prefix_cache:
         return 0
     if config.state_cache_memory is None:
-        return max(0, min(int(free_bytes * SNAPSHOT_SHARE) // each, 2 * config.max_running_requests))
+        most_bytes = min(int(free_bytes * SNAPSHOT_SHARE), free_bytes - pool_bytes)
+        return max(0, min(most_bytes // each, SNAPSHOTS_PER_ROW * config.max_running_requests))
     wanted_bytes = int(config.state_cache_memory * GIB)
     if wanted_bytes >= max(free_bytes, 1):
         raise ConfigError(
@@ -148,6 +155,13 @@ def count_snapshots(model: ModelConfig, config: ResolvedConfig, free_bytes: int)
             f"{max(free_bytes, 0) / GIB:.2f} GiB that are free for keys and values; lower it"
         )
     return wanted_bytes // each
+
+
+def _states_settings(config: ResolvedConfig) -> str:
+    """The settings to lower where states leave no memory for a pool, for a list of such settings."""
+    rows = f"lower --max-running-requests ({config.max_running_requests}), "
+    snapshots = config.state_cache_memory
+    return rows if snapshots is None else f"{rows}--state-cache-memory ({snapshots:g}), "
 
 
 def check_states_fit(
@@ -161,10 +175,13 @@ def check_states_fit(
     needed = states_bytes(model, config)
     if needed and weights_bytes + needed > available_bytes:
         fitting = (available_bytes - weights_bytes) * (config.max_running_requests + 1) // needed - 1
+        advice = f"lower --max-running-requests, below {fitting}"
+        if fitting < 2:
+            advice = f"use a smaller model, or raise --memory-fraction ({config.memory_fraction})"
         raise ConfigError(
             f"the states of {config.max_running_requests} requests take {needed / GIB:.2f} GiB beside "
             f"{weights_bytes / GIB:.2f} GiB of weights, but the engine may use {available_bytes / GIB:.2f} "
-            f"GiB; lower --max-running-requests, below {max(fitting, 1)}"
+            f"GiB; {advice}"
         )
 
 
@@ -240,12 +257,16 @@ def plan_memory(
     of_states = states_bytes(model, config)
     free_bytes = available_bytes - weights_bytes - activation_bytes - tables_bytes - reserve_bytes - of_states
     if not on_cuda and config.num_pages is None:
-        free_bytes = min(free_bytes, CPU_POOL_BYTES)
-    num_snapshots = count_snapshots(model, config, free_bytes)
-    free_bytes -= num_snapshots * row_state_bytes(model, config)
+        free_bytes = min(free_bytes, CPU_POOL_BYTES + int((config.state_cache_memory or 0) * GIB))
+    asked_pages = None
+    needed_bytes = 0
     if config.num_pages is not None:
-        num_pages = pages_beside(config.num_pages, page_bytes, windows, limits)
-        needed_bytes = sum(pages * size for pages, size in zip(num_pages, page_bytes, strict=True))
+        asked_pages = pages_beside(config.num_pages, page_bytes, windows, limits)
+        needed_bytes = sum(pages * size for pages, size in zip(asked_pages, page_bytes, strict=True))
+    num_snapshots = count_snapshots(model, config, free_bytes, needed_bytes)
+    free_bytes -= num_snapshots * row_state_bytes(model, config)
+    if asked_pages is not None:
+        num_pages = asked_pages
         if needed_bytes > free_bytes:
             fitting = int(config.num_pages * max(free_bytes, 0) / needed_bytes)
             raise ConfigError(
@@ -266,7 +287,8 @@ def plan_memory(
             f"no memory is left for the KV cache: of {available_bytes / GIB:.2f} GiB the weights take "
             f"{weights_bytes / GIB:.2f} and the largest step {activation_bytes / GIB:.2f}; raise "
             f"--memory-fraction ({config.memory_fraction}), lower --max-step-tokens "
-            f"({config.max_step_tokens}), or use a smaller model"
+            f"({config.max_step_tokens}), {_states_settings(config) if of_states else ''}"
+            "or use a smaller model"
         )
     parts = tuple(map(PoolPart, windows, page_bytes, num_pages))
     check_parts(parts, limits)
