@@ -142,8 +142,9 @@ class Snapshots:
             self._drop(own)
             return
         self._slot_of[tree], self._slot_of[own] = self._slot_of[own], NO_SLOT
-        for figures in (self._value, self._num_users, self._kind_of):
-            figures[tree] = figures.pop(own)
+        self._value[tree] = self._value.pop(own)
+        self._num_users[tree] = self._num_users.pop(own)
+        self._kind_of[tree] = self._kind_of.pop(own)
 
     def forget(self, places: Iterable[int]) -> None:
         """These places are free now."""
