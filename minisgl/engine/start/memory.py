@@ -265,7 +265,7 @@ def plan_memory(
         needed_bytes = sum(pages * size for pages, size in zip(asked_pages, page_bytes, strict=True))
     num_snapshots = count_snapshots(model, config, free_bytes, needed_bytes)
     free_bytes -= num_snapshots * row_state_bytes(model, config)
-    if asked_pages is not None:
+    if config.num_pages is not None and asked_pages is not None:
         num_pages = asked_pages
         if needed_bytes > free_bytes:
             fitting = int(config.num_pages * max(free_bytes, 0) / needed_bytes)
