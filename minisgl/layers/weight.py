@@ -91,6 +91,7 @@ class PlainWeight(nn.Module):
             torch.empty(sum(sizes), in_features, dtype=dtype, device=device), requires_grad=False
         )
         self.bias = make_bias(sum(sizes), dtype, device) if bias else None
+        self._shared: tuple[nn.Parameter, ...] = ()  # a tuple, so that it is no parameter of this module
         self.kernels = KERNELS
 
     def multiply(self, x: Input) -> Tensor:
@@ -101,16 +102,22 @@ class PlainWeight(nn.Module):
         """See `Weight`."""
         return self.kernels.gated_linear(x, self.values)
 
-    def pack(self) -> None:
-        """On a CPU, bring `values` into a layout that our `linear` is faster with, if there is one."""
+    def pack(self, *, is_shared: bool = False) -> None:
+        """On a CPU, bring `values` into a layout that our `linear` is faster with, if there is one.
+
+        Args:
+            is_shared: `values` is also a parameter of another module, so it is kept for `unpack`.
+        """
         ours = (self.kernels.linear, self.kernels.gated_linear) == (KERNELS.linear, KERNELS.gated_linear)
         if ours and self.values.device.type == "cpu" and can_pack(self.values):
+            self._shared = (self.values,) if is_shared else ()
             self.values = nn.Parameter(pack_weight(self.values.detach()), requires_grad=False)
 
     def unpack(self) -> None:
         """Undo `pack`."""
         if self.values.is_mkldnn:
-            self.values = nn.Parameter(self.values.detach().to_dense(), requires_grad=False)
+            dense = nn.Parameter(self.values.detach().to_dense(), requires_grad=False)
+            self.values = self._shared[0] if self._shared else dense
 
     def part_tensors(self) -> list[dict[str, Tensor]]:
         """See `Weight`. Packed values are unpacked, and stay so until `pack`."""

@@ -55,10 +55,11 @@ def finish_loading(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Pack the weights for a CPU (`PlainWeight.pack`), except the head's if it is also the embedding, of
-    which rows are read. `tensors_by_name` unpacks them.
+    """Pack the weights for a CPU (`PlainWeight.pack`); `tensors_by_name` unpacks what it names.
+
+    A head that is also the embedding, of which rows are read, is there twice then.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)}
     for module in model.modules():
-        if isinstance(module, PlainWeight) and id(module.values) not in embedded:
-            module.pack()
+        if isinstance(module, PlainWeight):
+            module.pack(is_shared=id(module.values) in embedded)

@@ -16,6 +16,7 @@ from minisgl.attention.interface import Attend, AttentionInputs
 from minisgl.engine.graphs.decode_graphs import compiled_block
 from minisgl.layers.moe import MoeMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.layers.weight import PlainWeight
 from minisgl.model_config.config import ExpertsConfig
 from minisgl.models.checkpoint import pack_weights
 from minisgl.models.decoder import Decoder, MakeBlock
@@ -135,17 +136,25 @@ def test_tied_embeddings_are_one_parameter() -> None:
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 97 * 32
 
 
-def test_all_weights_are_packed_but_a_head_that_is_the_embedding() -> None:
+def test_all_weights_are_packed_and_a_head_that_is_the_embedding_is_a_copy() -> None:
     for is_tied in (True, False):
         model = tiny_decoder(tie_word_embeddings=is_tied).bfloat16()
-        if not can_pack(model.embed_tokens.weight):
+        embedding, head = model.embed_tokens.weight, model.lm_head.weight
+        if not can_pack(embedding):
             pytest.skip("needs a processor with AVX-512")
+        assert isinstance(head, PlainWeight)
+        torch.nn.init.normal_(head.values)
+        x = torch.randn(3, embedding.shape[1]).bfloat16()
+        logits = x.float() @ head.values.float().T
         pack_weights(model)
         packed = {name: parameter.is_mkldnn for name, parameter in model.named_parameters()}
         assert packed.pop("embed_tokens.weight") is False
-        assert packed.pop("lm_head.weight.values", not is_tied) is not is_tied
+        assert packed["lm_head.weight.values"]
         assert all(is_packed == name.endswith(".values") for name, is_packed in packed.items())
+        assert torch.allclose(model.lm_head(x).float(), logits, rtol=1e-2, atol=1e-2)
         assert not any(tensor.is_mkldnn for tensor in model.checkpoint_tensors().values())
+        head.unpack()
+        assert (head.values is embedding) is is_tied
 
 
 EXPERTS = ExpertsConfig(num_experts=5, experts_per_token=2, intermediate_size=16, renormalize=True)

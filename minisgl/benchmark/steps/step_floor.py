@@ -114,7 +114,8 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
     item_bytes = embedding.element_size()
     cache = model.attention_layers()[0].k_cache
     head = sum(_numbers_in(parameter) for parameter in model.lm_head.parameters())
-    outside = 0 if model.is_tied else embedding.numel()
+    is_shared = any(parameter is embedding for parameter in model.lm_head.parameters())
+    outside = 0 if is_shared else embedding.numel()
     of_experts = [parameter for layer in model.expert_layers() for parameter in layer.experts.parameters()]
     seen_apart = {id(parameter) for parameter in of_experts}
 
