@@ -1,8 +1,10 @@
 """Settings every test runs under."""
 
+import logging
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-pairs", action="store_true", help="every two features together, not a sample")
     parser.addoption("--all-families", action="store_true", help="every variant of a family, not a sample")
     parser.addoption("--ray", action="store_true", help="also what needs a real Ray (make test-ray)")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    """A command that a test runs in this process sets up logging, which would hide later messages from
+    `caplog`."""
+    loggers = [logging.getLogger(name) for name in ("minisgl", "triton_kernels")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
