@@ -120,7 +120,7 @@ def _shape(name: str, raw: dict[str, Any]) -> ModelShape:
         vocab=int(raw["vocab_size"]),
         qk_norm=str(raw.get("model_type", "")).startswith("qwen3"),
         experts=_first(raw, "num_experts", "num_local_experts", "n_routed_experts"),
-        experts_per_token=_first(raw, "num_experts_per_tok"),
+        experts_per_token=_first(raw, "num_experts_per_tok", "top_k_experts"),
         linear_key_heads=_first(raw, "linear_num_key_heads"),
         linear_value_heads=_first(raw, "linear_num_value_heads"),
         linear_head_dim=_first(raw, "linear_key_head_dim"),
