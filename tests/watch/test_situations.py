@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from watched_scheduler import STEP_MS, WatchedScheduler
 
-from minisgl.lives import Moment
+from minisgl.lives import Life, Moment, Phase
 from minisgl.server.watch.advice import advice_on
 from minisgl.server.watch.words import Cause, SlowClient, causes_of
 
@@ -206,3 +206,31 @@ def test_refusals_of_a_full_queue_a_start_and_a_stop(code: str, knob: str) -> No
     assert advice.knobs[0] == knob
     assert advice.words.startswith("3 requests were refused: ")
     assert knob in advice.words
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "knobs"), [(1, ["prompt"]), (3, ["--mixed-step-tokens", "--max-step-tokens"])]
+)
+def test_a_prompt_that_took_one_step_is_not_told_to_take_fewer(num_chunks: int, knobs: list[str]) -> None:
+    chunks = [(float(number + 1), 7) for number in range(num_chunks)]
+    phase = Phase("prompt", 0.0, 9.0, [], chunks, {"tokens": 7 * num_chunks, "cached_tokens": 16})
+    life = Life(
+        number=1,
+        id="a",
+        state="decoding",
+        arrived_at=0.0,
+        total_ms=9.0,
+        first_token_ms=9.0,
+        prompt_tokens=7 * num_chunks + 16,
+        cached_tokens=16,
+        output_tokens=1,
+        priority=0,
+        num_preemptions=0,
+        ahead=None,
+        end=None,
+        error_code="",
+        phases=[phase],
+    )
+    (cause,) = causes_of(life)
+    assert cause.knobs == knobs
+    assert ("fewer steps" in cause.words) is (num_chunks > 1)

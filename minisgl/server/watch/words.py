@@ -69,7 +69,8 @@ def causes_of(life: Life, client: SlowClient | None = None) -> list[Cause]:
         elif phase.kind == "restart":
             add("restart", ms, _restart, "--engine-restarts")
         elif phase.kind == "prompt":
-            add("prompt", ms, lambda ms, phase=phase: _prompt(ms, phase), *LARGER_STEPS)
+            knobs = LARGER_STEPS if len(phase.chunks) > 1 else ("prompt",)
+            add("prompt", ms, lambda ms, phase=phase: _prompt(ms, phase), *knobs)
         elif phase.kind == "folded":
             num = phase.figures.get("preemptions", 0)
             say = f"in which it was preempted {num} times; a higher --memory-fraction or --num-pages"
@@ -214,12 +215,14 @@ def _restart(ms: float) -> str:
 
 
 def _prompt(ms: float, phase: Phase) -> str:
-    num_chunks = len(phase.chunks)
-    chunks = "one step" if num_chunks == 1 else f"{num_chunks} steps"
+    is_one = len(phase.chunks) <= 1
+    chunks = "one step" if is_one else f"{len(phase.chunks)} steps"
+    advice = "a higher --mixed-step-tokens or --max-step-tokens needs fewer steps"
+    if is_one:
+        advice = "of a prompt that begins like an earlier one, less has to be computed"
     return (
         f"{duration(ms)} to compute {phase.figures.get('tokens', 0)} prompt tokens in {chunks}, "
-        f"{phase.figures.get('cached_tokens', 0)} more were cached; a higher --mixed-step-tokens or "
-        "--max-step-tokens needs fewer steps"
+        f"{phase.figures.get('cached_tokens', 0)} more were cached; {advice}"
     )
 
 
