@@ -50,6 +50,7 @@ class PromptPlanner:
         If users compete, a new request of one with less service goes before the rest of another one's prompt.
 
         Args:
+            room: what the step has room for; what is planned is taken from it.
             running: by seniority; admitted requests are added.
             chunks: gets the chunks.
             launched: gets each chunk's request, and the tokens of its feed that are in the pool afterwards.
@@ -69,16 +70,19 @@ class PromptPlanner:
                 sampled.append(request)
             room.take(chunk.num_new_tokens)
 
+        def has_room_for_head() -> bool:
+            return bool(self._waiting) and room.tokens_for(self._waiting.head) > 0
+
         def admit(rival: Request | None) -> None:
             """Admit requests while there is room; with a rival, only those that go before it."""
-            if not self._waiting.may_admit or room.tokens_for(self._waiting.head) <= 0:
+            if not self._waiting.may_admit or not has_room_for_head():
                 return
             # Counted once: the chunks planned below change no other request's need.
             still_needed = self._holdings.pages_still_needed(running)
             for _ in range(MAX_ADMISSIONS_PER_STEP):
-                if rival is not None and not self._head_goes_before(rival):
+                if not has_room_for_head():
                     return
-                if not self._waiting or room.tokens_for(self._waiting.head) <= 0:
+                if rival is not None and not goes_before(self._waiting.head, rival):
                     return
                 request = self._admit_next(running, still_needed)
                 if request is None:
@@ -93,14 +97,11 @@ class PromptPlanner:
             plan_chunk(request)
         admit(None)
 
-    def _head_goes_before(self, rival: Request) -> bool:
-        return bool(self._waiting) and goes_before(self._waiting.head, rival)
-
-    def _next_chunk(self, request: Request, budget: int) -> Chunk | None:
-        """The next chunk of a prompt, of up to `budget` tokens; None if budget or pages allow none."""
+    def _next_chunk(self, request: Request, most_tokens: int) -> Chunk | None:
+        """The next chunk of a prompt, of up to `most_tokens`; None if this or the pages allow none."""
         start = request.num_planned_tokens
         capacity_tokens = self._holdings.capacity_tokens(request)
-        num_tokens = min(budget, self._chunk_tokens, len(request.feed) - start, capacity_tokens - start)
+        num_tokens = min(most_tokens, self._chunk_tokens, len(request.feed) - start, capacity_tokens - start)
         if num_tokens <= 0:
             return None
         end = start + num_tokens

@@ -142,12 +142,12 @@ def goes_before(head: Request, request: Request) -> bool:
 def is_below_share(request: Request, others: Iterable[Account]) -> bool:
     """Whether a request's user has at least two rows less than each of `others`, and no more service.
 
-    What the request's own prompt cost is left out, so a prompt that began below the share ends so.
+    The row that a waiting request would get counts, and what the request's own prompt cost does not: so the
+    answer stays the same when it is admitted.
     """
-    account, own_tokens = request.account, 0
-    if request.was_admitted:
-        own_tokens = len(request.prompt) - request.num_cached_tokens
-    service, num_rows = account.service - own_tokens, account.num_rows
+    num_rows = request.account.num_rows + (request.row < 0)
+    own_tokens = len(request.prompt) - request.num_cached_tokens if request.was_admitted else 0
+    service = request.account.service - own_tokens
     return all(other.num_rows >= num_rows + 2 and other.service >= service for other in others)
 
 
