@@ -33,7 +33,7 @@ class WindowGroup(NamedTuple):
 
 
 class _Held:
-    """What a lease holds in the window groups."""
+    """What a lease holds in the window groups, and its snapshots of states."""
 
     __slots__ = (
         "base_tokens",
@@ -50,7 +50,9 @@ class _Held:
         self.first = [0] * num_groups
         """Of each group: the lease needs the pages from this index on."""
         self.promised = [0] * num_groups
+        """Of each group: the pages that the lease may still need beside those that it has."""
         self.horizon_pages = 0
+        """Pages of the row when it has all the tokens that its admission expects."""
         self.snapshot = 0
         """The place where the row began, or where its prompt was saved last; 0 = none."""
         self.snapshot_tokens = 0

@@ -62,10 +62,6 @@ class Snapshots:
     def __bool__(self) -> bool:
         return self.num_slots > 0
 
-    @property
-    def num_used(self) -> int:
-        return self.num_slots - len(self._free)
-
     def has(self, place: int) -> bool:
         return self._slot_of[place] != NO_SLOT
 
@@ -116,7 +112,7 @@ class Snapshots:
         """Let the snapshots of these places go first, as their request goes on from a later one.
 
         Returns:
-            How many of the places there are up to the last that stays, because several requests used it.
+            The number of places up to the last one that stays; it stays because several requests used it.
         """
         kept = 0
         for number, place in enumerate(places, 1):
