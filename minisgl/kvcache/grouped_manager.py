@@ -209,6 +209,31 @@ class GroupedCacheManager:
         wanted = self._wanted_ends(lease, feed_tokens)
         return min([end, *(at for at in wanted if start < at < end)])
 
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether prefix hits need snapshots, and some may be kept."""
+        return self.prefix_cache and bool(self.snapshots)
+
+    def coming_snapshots(self, lease: Lease, feed_tokens: int, num_tokens: int) -> list[int]:
+        """Where, in tokens, hits will end soon, but not yet, as a row with `num_tokens` is saved there."""
+        if self.snapshots is None or not lease.is_shareable:
+            return []
+        found = []
+        for at in self._wanted_ends(lease, feed_tokens):
+            page = at // self.page_size
+            # Taken already, but the tree's page of these tokens is another one until `commit`.
+            is_outside = num_tokens > at and page > lease.num_tree_pages
+            if at >= num_tokens or (is_outside and self.snapshots.has(lease.page_ids[page - 1])):
+                found.append(at)
+        return found
+
+    def want_snapshot(self, lease: Lease, feed_tokens: int, num_tokens: int) -> bool:
+        """Let a new lease's row be saved at this page end, too; False = it has another such place."""
+        held = self._held[lease]
+        if num_tokens < self._wanted_ends(lease, feed_tokens)[1] and not held.wanted_tokens:
+            held.wanted_tokens = num_tokens
+        return held.wanted_tokens == num_tokens
+
     def _wanted_ends(self, lease: Lease, feed_tokens: int) -> tuple[int, int]:
         """The page ends of a prompt, in tokens, where its state is to be saved."""
         last = max(feed_tokens - ENDING_TOKENS, 0) // self.page_size * self.page_size

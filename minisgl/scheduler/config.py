@@ -21,4 +21,7 @@ class SchedulerConfig:
     chunk_multiple: int = 1
     """A prompt is cut behind a multiple of this many tokens, where the step has room for one (linear
     attention computes chunks of its own)."""
+    least_saved_tokens: int = 512
+    """With linear attention, a prompt waits for another one's snapshot only if all that wait for it save so
+    many tokens: a wait may cost a step, which takes the time of some hundred (docs/linear-attention.md)."""
     eos_token_ids: tuple[int, ...] = ()

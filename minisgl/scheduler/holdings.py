@@ -5,7 +5,7 @@ entry of the device's tables once, and name no row that has changed hands since.
 """
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ class Holdings:
     def __init__(self, cache: Cache, max_rows: int, output_reserve_tokens: int) -> None:
         self._cache = cache
         self._groups = cache if isinstance(cache, GroupedCacheManager) else None
-        self._page_size = cache.page_size
+        self.page_size = cache.page_size
         self.max_rows = max_rows
         self._output_reserve_tokens = output_reserve_tokens
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -128,7 +128,7 @@ class Holdings:
         request.uses_shared_pages = bool(lease.page_ids)
         request.row = self._free_rows.pop()
         request.account.num_rows += 1
-        request.num_planned_tokens = len(lease.page_ids) * self._page_size
+        request.num_planned_tokens = len(lease.page_ids) * self.page_size
         request.decode_limit = 0
         self._row_inits.append(_row_init(request))
         if request.rules is not None:
@@ -143,8 +143,8 @@ class Holdings:
         """Tokens that the request could hold if it got every page that is available and not promised."""
         if self._groups is not None:
             self._groups.advance(request.lease, request.num_planned_tokens)
-            return self._groups.most_pages(request.lease) * self._page_size
-        return (len(request.lease.page_ids) + self.num_available_pages) * self._page_size
+            return self._groups.most_pages(request.lease) * self.page_size
+        return (len(request.lease.page_ids) + self.num_available_pages) * self.page_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Get pages for the request's first `num_tokens` tokens; False = too few pages, nothing changed."""
@@ -159,7 +159,7 @@ class Holdings:
         first_index, page_ids = grown
         if page_ids:
             self._update_pages(request, first_index, page_ids)
-        capacity = len(request.lease.page_ids) * self._page_size
+        capacity = len(request.lease.page_ids) * self.page_size
         request.decode_limit = (
             min(capacity, request.max_fed_tokens) if request.state is RequestState.DECODE else 0
         )
@@ -174,12 +174,12 @@ class Holdings:
             matchable: as in `try_admit`.
         """
         first_index = len(request.lease.page_ids)
-        if request.num_planned_tokens != first_index * self._page_size:
+        if request.num_planned_tokens != first_index * self.page_size:
             return
         page_ids = self._cache.extend_match(request.lease, matchable)
         if page_ids:
             request.uses_shared_pages = True
-            request.num_planned_tokens += len(page_ids) * self._page_size
+            request.num_planned_tokens += len(page_ids) * self.page_size
             self._update_pages(request, first_index, page_ids)
             self._load_state(request)
 
@@ -188,6 +188,21 @@ class Holdings:
         if self._groups is None:
             return end
         return self._groups.end_of_chunk(request.lease, len(request.feed), request.num_planned_tokens, end)
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether prefix hits need snapshots of states, and some may be kept."""
+        return self._groups is not None and self._groups.keeps_snapshots
+
+    def coming_snapshots(self, request: Request) -> Sequence[int]:
+        """Where, in tokens, later plans may begin rows with a snapshot of this one, but this plan can't."""
+        assert self._groups is not None
+        return self._groups.coming_snapshots(request.lease, len(request.feed), request.num_planned_tokens)
+
+    def want_snapshot(self, request: Request, end: int) -> bool:
+        """Let the request's row be saved at `end`, because other prompts branch off there, if it can be."""
+        assert self._groups is not None
+        return self._groups.want_snapshot(request.lease, len(request.feed), end)
 
     def share(self, request: Request) -> None:
         """Put the planned tokens' full pages into the tree; the step being planned computes them."""
@@ -296,14 +311,14 @@ class Holdings:
                 lacking = (own, pages_still_needed, available)
             if lacking is not None:
                 self.lacking = Lacking(*lacking)
-                self._cache.release(lease, request.feed, len(lease.page_ids) * self._page_size)
+                self._cache.release(lease, request.feed, len(lease.page_ids) * self.page_size)
                 return None
         return lease
 
     def _pages_still_needed(self, request: Request, num_planned_tokens: int, num_held_pages: int) -> int:
         """Pages that a request still needs for the rest of its feed and the reserved part of its output."""
         tokens = self._reserved_tokens(request, num_planned_tokens)
-        return max(pages_for(tokens, self._page_size) - num_held_pages, 0)
+        return max(pages_for(tokens, self.page_size) - num_held_pages, 0)
 
     def _reserved_tokens(self, request: Request, num_planned_tokens: int) -> int:
         """The tokens of a request's feed and of the reserved part of its output."""

@@ -48,7 +48,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, gc=False):
-    """A request got a row."""
+    """A request got a row. If it then waits for another one's snapshot, a second note says what it found."""
 
     request_id: int
     num_cached_tokens: int
@@ -155,9 +155,9 @@ class Journal:
             self._last_held = None
             self.notes.append(Released())
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
         """See `Admitted`."""
-        self.notes.append(Admitted(request.request_id, request.num_planned_tokens))
+        self.notes.append(Admitted(request.request_id, num_cached_tokens))
 
     def computed(self, request: Request, num_fed_tokens: int) -> None:
         """See `Computed`."""

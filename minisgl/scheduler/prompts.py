@@ -10,6 +10,7 @@ from minisgl.scheduler.plan import Chunk
 from minisgl.scheduler.queue.policy import MAX_ADMISSIONS_PER_STEP, by_seniority
 from minisgl.scheduler.queue.room import PromptRoom
 from minisgl.scheduler.queue.shares import Shares, goes_before
+from minisgl.scheduler.queue.snapshot_waits import SnapshotWaits
 from minisgl.scheduler.queue.waiting import WaitingQueue
 from minisgl.scheduler.stats import SchedulerStats
 
@@ -27,6 +28,7 @@ class PromptPlanner:
         stats: SchedulerStats,
         journal: Journal,
         chunk_multiple: int = 1,
+        least_saved_tokens: int = 0,
     ) -> None:
         self._chunk_tokens = chunk_tokens
         self._chunk_multiple = chunk_multiple
@@ -36,6 +38,9 @@ class PromptPlanner:
         self._prompt_logprobs = prompt_logprobs
         self._stats = stats
         self._journal = journal
+        self._waits = (
+            SnapshotWaits(holdings, prompt_logprobs, least_saved_tokens) if holdings.keeps_snapshots else None
+        )
 
     def plan(
         self,
@@ -58,6 +63,10 @@ class PromptPlanner:
         """
         prefilling = [r for r in running if r.state is RequestState.PREFILL and not r.is_preempting]
         prefilling = self._shares.shortest_first(prefilling)
+        waits = self._waits
+        if waits is not None:
+            waits.start_plan(prefilling)
+        has_chunk: set[Request] = set()
 
         def plan_chunk(request: Request) -> None:
             """Plan the next chunk of a prompt, if there is room."""
@@ -68,7 +77,33 @@ class PromptPlanner:
             launched.append((request, request.num_planned_tokens))
             if chunk.samples:
                 sampled.append(request)
+            has_chunk.add(request)
             room.take(chunk.num_new_tokens)
+
+        def go_on(request: Request) -> None:
+            """Plan the next chunk of a running prompt, unless it waits or this plan has one."""
+            if request in has_chunk:
+                return
+            self._extend_match(request)
+            if waits is not None and request in waits:
+                begin_or_wait(request, waits)
+            else:
+                plan_chunk(request)
+
+        def begin_or_wait(request: Request, waits: SnapshotWaits) -> None:
+            """Plan the first chunk of a prompt, unless it waits for a snapshot of another one."""
+            leader = waits.leader(request)
+            if leader is not None:
+                go_on(leader)  # in the turn of the request, which may be of a user with more right to it
+                self._extend_match(request)
+                if leader in has_chunk and waits.goes_on(request):
+                    return
+            start = request.num_planned_tokens
+            plan_chunk(request)
+            if request in has_chunk:
+                if waits.begin(request):
+                    self._journal.admitted(request, start)
+                self._count_admission(request, start)
 
         def has_room_for_head() -> bool:
             return bool(self._waiting) and room.tokens_for(self._waiting.head) > 0
@@ -87,15 +122,22 @@ class PromptPlanner:
                 request = self._admit_next(running, still_needed)
                 if request is None:
                     return
-                plan_chunk(request)
+                if waits is None:
+                    self._count_admission(request, request.num_planned_tokens)
+                    plan_chunk(request)
+                else:
+                    waits.admit(request, self._waiting.next_few())
+                    begin_or_wait(request, waits)
                 still_needed += self._holdings.pages_still_needed([request])
 
         if prefilling and self._shares.compete:
             admit(prefilling[0])
         for request in prefilling:
-            self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
-            plan_chunk(request)
+            go_on(request)
         admit(None)
+
+    def _extend_match(self, request: Request) -> None:
+        self._holdings.extend_match(request, self._prompt_logprobs.matchable_tokens(request))
 
     def _next_chunk(self, request: Request, most_tokens: int) -> Chunk | None:
         """The next chunk of a prompt, of up to `most_tokens`; None if this or the pages allow none."""
@@ -133,12 +175,15 @@ class PromptPlanner:
         if request is None:
             return None
         insort(running, request, key=by_seniority)
-        self._journal.admitted(request)
-        if not request.was_admitted:  # False when it returns after a preemption
-            request.was_admitted = True
-            request.num_cached_tokens = request.num_planned_tokens
-            self._stats.num_prompt_tokens += len(request.prompt)
-            self._stats.num_cached_tokens += request.num_cached_tokens
-            self._shares.charge_prompt(request)
+        self._journal.admitted(request, request.num_planned_tokens)
         request.move_to(RequestState.PREFILL)
         return request
+
+    def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
+        """Count what a prompt found in the cache, when its computation begins for the first time."""
+        if not request.was_admitted:  # False when it returns after a preemption
+            request.was_admitted = True
+            request.num_cached_tokens = num_cached_tokens
+            self._stats.num_prompt_tokens += len(request.prompt)
+            self._stats.num_cached_tokens += num_cached_tokens
+            self._shares.charge_prompt(request)

@@ -76,6 +76,7 @@ class Scheduler:
             self.stats,
             self.journal,
             config.chunk_multiple,
+            config.least_saved_tokens,
         )
         self.grammars = Grammars(config.vocab_size)
         self._num_plans = 0

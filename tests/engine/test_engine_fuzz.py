@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fake_grammar import FakeCompiler, allowed, use_fake_grammars
+from family_variants import DELTA
 from thought_rule import tokens_after
 from tiny_models import VOCAB_SIZE, logits_of, random_model
 from transformers import PreTrainedModel
@@ -43,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
+    "linear attention": ("qwen3_5_text", DELTA),
     "experts": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 }
 SETTINGS: dict[str, Any] = {
@@ -106,6 +108,9 @@ def engine_for(folder: Path, **settings: Any) -> Engine:
     with torch.inference_mode():
         for attention in engine.runner.model.attention_layers():
             attention.k_cache[1:] = attention.v_cache[1:] = float("nan")
+    waits = engine._scheduler._prompts._waits
+    if waits is not None:
+        waits._least, waits._least_of_one = 8, 2  # so that short prompts wait for each other, too
     use_fake_grammars(engine, FakeCompiler(VOCAB_SIZE, EOS))
     return engine
 

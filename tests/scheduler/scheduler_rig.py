@@ -36,6 +36,7 @@ def build(
     keeps_all: bool = True,
     tile_tokens: int = 1,
     num_snapshots: int | None = None,
+    least_saved_tokens: int = 512,
 ) -> tuple[Scheduler, FakeExecutor, Cache]:
     cache: Cache
     if windows or num_snapshots is not None:
@@ -61,6 +62,7 @@ def build(
         max_context_tokens=max_context_tokens or (num_pages - 1) * page_size,
         vocab_size=vocab_size,
         output_reserve_tokens=output_reserve_tokens,
+        least_saved_tokens=least_saved_tokens,
         eos_token_ids=(EOS,),
     )
     model = FakeModel(vocab_size=vocab_size, eos_token_id=EOS, eos_one_in=eos_one_in)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, precondition, rule
 from scheduler_rig import build, drain, prompt_of
+from snapshot_checks import WaitChecks
 from test_scheduler_workloads import OverlappedScheduler
 
 from minisgl.kvcache.grouped_manager import GroupedCacheManager, WindowGroup
@@ -32,6 +33,7 @@ class SchedulerWithWindows(OverlappedScheduler):
         eos_one_in=st.sampled_from([0, 3, 12]),
         windows=st.lists(st.integers(2, 20), max_size=2, unique=True),
         num_snapshots=st.sampled_from([None, None, 1, 4, 20]),
+        least_saved_tokens=st.sampled_from([1, 5, 512]),
         more_pages=st.integers(0, 20),
         keeps_all=st.booleans(),
         tile_tokens=st.sampled_from([1, 8]),
@@ -47,6 +49,7 @@ class SchedulerWithWindows(OverlappedScheduler):
         keeps_all: bool,
         tile_tokens: int,
         num_snapshots: int | None,
+        least_saved_tokens: int,
         **limits: int,
     ) -> None:
         limits["max_rows"] = min(limits["max_rows"], limits["max_step_tokens"])
@@ -66,14 +69,32 @@ class SchedulerWithWindows(OverlappedScheduler):
             keeps_all=keeps_all or not windows,
             tile_tokens=tile_tokens,
             num_snapshots=num_snapshots,
+            least_saved_tokens=least_saved_tokens,
             **limits,
         )
+        self.waits = WaitChecks(self.scheduler)
         self.launched = []
         self.asked = {}
         self.got = {}
         self.final = {}
         self.prompt_logprobs = {}
         self.aborted = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=4, max_size=30),
+        ends=st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=2, max_size=6),
+        users=st.booleans(),
+    )
+    def add_prompts_that_begin_alike(self, prompt: list[int], ends: list[list[int]], users: bool) -> None:
+        for number, end in enumerate(ends):
+            self.add(prompt + end, 5, 0, True, user="ab"[number % 2] if users else "")
+
+    @precondition(lambda self: len(self.launched) < 2)
+    @rule()
+    def launch(self) -> None:
+        num_before = len(self.launched)
+        super().launch()
+        self.waits.check(self.launched[-1][0] if len(self.launched) > num_before else None)
 
     def teardown(self) -> None:
         super().teardown()

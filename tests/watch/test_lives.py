@@ -255,3 +255,16 @@ def test_memory_is_the_same_after_ten_thousand_and_after_a_hundred_thousand_requ
     assert answer.num_ended == 100_000
     assert sizes[1] < 1.05 * sizes[0], sizes
     assert sizes[1] < 4_000_000
+
+
+def test_a_prompt_that_waited_for_a_snapshot_tells_what_it_found() -> None:
+    watched = WatchedScheduler(num_pages=200, num_snapshots=8, max_step_tokens=200, chunk_tokens=50)
+    for number in range(3):
+        watched.add(number, 200, first_token=5)
+    watched.run()
+    for number, cached in enumerate((0, 196, 196)):
+        life = watched.life(number)
+        check(life)
+        assert life.cached_tokens == cached
+        (prompt,) = [phase for phase in life.phases if phase.kind == "prompt"]
+        assert prompt.figures == {"cached_tokens": cached, "tokens": 200 - cached}

@@ -168,9 +168,14 @@ class Lives:
             return
         else:
             assert life.added is not None
-            if isinstance(note, Admitted) and life.admitted_us < 0:
-                life.admitted_us = now_us
-                self.times.queued(now_us - life.events[0][0])
+            if isinstance(note, Admitted):
+                if life.admitted_us < 0:
+                    life.admitted_us = now_us
+                    self.times.queued(now_us - life.events[0][0])
+                before_us, before, mark = life.events[-1]
+                if isinstance(before, Admitted):
+                    life.events[-1] = (before_us, note, mark)
+                    return
             life.events.append((now_us, note, self._clock.mark(life.added.priority)))
         if len(life.events) > MAX_EVENTS:
             fold(life.events)

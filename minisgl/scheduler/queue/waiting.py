@@ -7,7 +7,7 @@ cached prefix may pass the first (`policy.choose_waiting`). Users take turns by 
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from itertools import chain, takewhile, zip_longest
+from itertools import chain, islice, takewhile, zip_longest
 
 import numpy as np
 
@@ -97,8 +97,11 @@ class WaitingQueue:
 
     def in_turns(self) -> list[Request]:
         """About the order in which they get rows, if users take turns."""
-        rounds = zip_longest(*self._queues.values())
-        return [request for requests in rounds for request in requests if request is not None]
+        return list(self._turns())
+
+    def next_few(self) -> Iterator[Request]:
+        """About the next `PREFIX_WINDOW` requests to get rows."""
+        return islice(self._turns(), PREFIX_WINDOW)
 
     def admit_next(self, pages_still_needed: int | None) -> Request | None:
         """Take out the next request, with a row and its cached prefix; None = none can be admitted.
@@ -138,6 +141,10 @@ class WaitingQueue:
             assert queue, "a user without requests has a queue"
             assert queue == sorted(queue, key=by_seniority), "a queue is out of order"
             assert all(request.account is account for request in queue), "a request is in another's queue"
+
+    def _turns(self) -> Iterator[Request]:
+        rounds = zip_longest(*self._queues.values())
+        return (request for requests in rounds for request in requests if request is not None)
 
     def _find(self, parts: Sequence[np.ndarray], salts: Sequence[str]) -> list[Match]:
         """The cached prefix of each array. Choices of a prompt share array and salt: it is searched once."""

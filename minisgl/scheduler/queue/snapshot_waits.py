@@ -1,0 +1,147 @@
+"""Lets a prompt wait for the snapshot that another one is about to leave, instead of computing it again.
+
+Promise: a request waits only in plans that compute a part of the other prompt, so its wait ends with that
+prompt, however that ends, and no plan stays empty because of it. It keeps its row and its turn meanwhile.
+
+Models without states need no such rule: a request reads pages in the step that computes them.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from minisgl.request import Request
+from minisgl.scheduler.holdings import Holdings
+from minisgl.scheduler.logprobs import PromptLogprobs
+
+MOST_LEADERS = 2
+"""For how many others a request waits, one after the other. If they end early, it computes its prompt."""
+LEAST_SHARE = 8
+"""Where a wait costs a request no step of its own, an eighth of `least_saved_tokens` is enough."""
+
+
+class _Wait:
+    """Of a request that has a row and has computed nothing since."""
+
+    __slots__ = ("end", "leader", "num_leaders")
+
+    def __init__(self) -> None:
+        self.leader: Request | None = None  # for whose snapshot it waits
+        self.end = 0  # where that snapshot will be, in tokens
+        self.num_leaders = 0
+
+
+class SnapshotWaits:
+    """The requests that may wait, and the prompts being computed that they may wait for.
+
+    Args:
+        least_saved_tokens: prompt tokens that a wait must save (`SchedulerConfig`).
+    """
+
+    def __init__(self, holdings: Holdings, prompt_logprobs: PromptLogprobs, least_saved_tokens: int) -> None:
+        self._holdings = holdings
+        self._prompt_logprobs = prompt_logprobs
+        self._least = least_saved_tokens
+        self._least_of_one = max(least_saved_tokens // LEAST_SHARE, 1)
+        self._waits: dict[Request, _Wait] = {}
+        self._computing: list[Request] = []
+        self._branches: dict[Request, int] = {}  # where requests are cut for those that followed them
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether the request may wait: it was admitted and has computed nothing since."""
+        return request in self._waits
+
+    def start_plan(self, prefilling: Iterable[Request]) -> None:
+        """Begin a new plan.
+
+        Args:
+            prefilling: the requests with a row whose prompts are not computed yet.
+        """
+        waits, self._waits = self._waits, {}
+        branches, self._branches = self._branches, {}
+        self._computing = []
+        for request in prefilling:
+            if request in waits:
+                self._waits[request] = waits[request]
+            else:
+                self._computing.append(request)
+            if request in branches:
+                self._branches[request] = branches[request]
+
+    def admit(self, request: Request, following: Iterable[Request]) -> None:
+        """A request has got a row. It is cut where the `following` ones branch off, if that saves enough."""
+        self._waits[request] = _Wait()
+        start = request.num_planned_tokens
+        ends = [self._shared_tokens(request, other) for other in following]
+        ends = sorted([end for end in ends if end >= start + self._least_of_one], reverse=True)
+        saved = [number * (end - start) for number, end in enumerate(ends, 1)]
+        if saved and max(saved) >= self._least:
+            end = ends[saved.index(max(saved))]
+            if self._holdings.want_snapshot(request, end):
+                self._branches[request] = end
+
+    def begin(self, request: Request) -> bool:
+        """The request's first chunk is planned. Returns whether it has waited."""
+        self._computing.append(request)
+        return self._waits.pop(request).num_leaders > 0
+
+    def leader(self, request: Request) -> Request | None:
+        """The request whose snapshot saves this one the most tokens, if they are worth a wait."""
+        wait = self._waits[request]
+        start = request.num_planned_tokens
+        found: Request | None = None
+        best = start
+        for other in self._computing:
+            # One that is behind would take longer than this request itself.
+            if other.num_planned_tokens >= start:
+                for end in self._holdings.coming_snapshots(other):
+                    if end > best and self._is_worth_it(request, other, end):
+                        found, best = other, end
+        if found is not None and found is not wait.leader:
+            if wait.num_leaders == MOST_LEADERS:
+                return None
+            wait.num_leaders += 1
+        wait.leader, wait.end = found, best
+        return found
+
+    def goes_on(self, request: Request) -> bool:
+        """Whether to wait on for the last `leader`, now that its prompt and perhaps this one's went on."""
+        wait = self._waits[request]
+        if wait.leader is None or wait.end not in self._holdings.coming_snapshots(wait.leader):
+            return False
+        return self._is_worth_it(request, wait.leader, wait.end)
+
+    def _is_worth_it(self, request: Request, other: Request, end: int) -> bool:
+        """Whether `request` may begin with a snapshot of `other` at `end`, and that saves enough."""
+        saved = end - request.num_planned_tokens
+        if saved < self._least:
+            # Its own prompt is cut there last, or the other one is so that several can go on from there.
+            own_ends = self._holdings.coming_snapshots(request)
+            is_cheap = end in own_ends[-1:] or end == self._branches.get(other)
+            if not is_cheap or saved < self._least_of_one:
+                return False
+        if end > self._longest_hit(request) or request.cache_salt != other.cache_salt or request.is_isolated:
+            return False
+        if request.feed is other.feed:
+            return True
+        is_same_end = request.feed[end - 1] == other.feed[end - 1]
+        return bool(is_same_end) and np.array_equal(request.feed[:end], other.feed[:end])
+
+    def _shared_tokens(self, request: Request, other: Request) -> int:
+        """The last page end of `request` where a hit of `other` could end."""
+        end, few = min(self._longest_hit(other), len(request.feed)), self._least_of_one
+        if end < few or request.cache_salt != other.cache_salt or other.is_isolated:
+            return 0
+        if request.feed is not other.feed:
+            if not np.array_equal(request.feed[:few], other.feed[:few]):
+                return 0
+            differs = request.feed[:end] != other.feed[:end]
+            first = int(differs.argmax())
+            if differs[first]:
+                end = first
+        return end // self._holdings.page_size * self._holdings.page_size
+
+    def _longest_hit(self, request: Request) -> int:
+        """The last page end where a prefix hit of the request may end."""
+        most = len(self._prompt_logprobs.matchable_tokens(request)) - 1
+        return max(most, 0) // self._holdings.page_size * self._holdings.page_size
