@@ -6,10 +6,11 @@ A simulation: scheduler and cache are the real ones, a step takes the time that 
 So hit rates are real, and times compare the cases with each other only. Conversations are those of
 `minisgl bench serve --dataset multi-turn`; a turn is asked some seconds after the answer before it. "Without
 thoughts" is a template that leaves thoughts of earlier turns out, as Qwen's does. Lengths of Mooncake's trace
-are divided by 8; its prompts repeat others up to whole blocks, and never an answer of this simulation.
+are divided by 8; its prompts repeat others up to whole blocks, and never an answer of this simulation. Last
+come requests that arrive together.
 
 "qwen3.6" has the pool and the snapshots that `minisgl plan` gives on an H200. The exit code is 1 if it hits
-less than 0.97 times as often in a multi-turn case as full attention does with a pool of as many tokens.
+less than 0.97 times as often as full attention does with a pool of as many tokens; Mooncake's trace may.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.load.datasets import Conversation, Lengths, multi_turn_prompts, read_dataset
+from minisgl.benchmark.load.datasets import Conversation, Lengths, Turn, multi_turn_prompts, read_dataset
 from minisgl.benchmark.load.prompts import Draw, as_token_ids, codes_of
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 from minisgl.benchmark.steps.simulate import VOCAB_SIZE, InstantExecutor
@@ -40,6 +41,7 @@ ENDING_TOKENS = 2
 """Of a prompt, that a template leaves out in later turns: "<think>\\n"."""
 MOONCAKE_SCALE = Fraction(1, 8)
 TURNS = 3
+TOGETHER = 8
 LENGTHS = Lengths((100, 1024), (100, 1024))
 COST = StepCost(
     decode_ms=4.0,
@@ -99,7 +101,20 @@ def workloads(num: int, per_second: float, trace: Path | None) -> list[Workload]
         requests = read_dataset(trace, LENGTHS, 0, length_scale=MOONCAKE_SCALE)
         arrivals_ms = [1e3 * (one.arrival_s or 0.0) for one in requests]
         found.append(Workload("Mooncake, lengths / 8", requests, arrivals_ms, 0.0, has_bar=False))
+    found.append(together("8 choices of 1,000 tokens", 1000, 0))
+    found.append(together("8 prompts, 600 tokens alike, 400 not", 600, 400))
     return found
+
+
+def together(name: str, num_alike: int, num_own: int) -> Workload:
+    """Eight requests at once, every second, whose prompts begin alike."""
+    conversations, starts_ms = [], []
+    for number in range(TOGETHER * 32):
+        group, member = divmod(number, TOGETHER)
+        prompt = (Draw((7, group), num_alike), Draw((8, group, member), num_own))
+        conversations.append(Conversation(turns=(Turn(prompt=prompt, num_output_tokens=200),)))
+        starts_ms.append(1e3 * group)
+    return Workload(name, conversations, starts_ms, 0.0)
 
 
 def make_cache(case: Case) -> Cache:
