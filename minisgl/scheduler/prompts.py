@@ -84,10 +84,12 @@ class PromptPlanner:
             """Plan the next chunk of a running prompt, unless it waits or this plan has one."""
             if request in has_chunk:
                 return
-            self._extend_match(request)
             if waits is not None and request in waits:
+                if not waits.goes_on(request):
+                    self._extend_match(request)
                 begin_or_wait(request, waits)
             else:
+                self._extend_match(request)
                 plan_chunk(request)
 
         def begin_or_wait(request: Request, waits: SnapshotWaits) -> None:
@@ -95,9 +97,9 @@ class PromptPlanner:
             leader = waits.leader(request)
             if leader is not None:
                 go_on(leader)  # in the turn of the request, which may be of a user with more right to it
-                self._extend_match(request)
                 if leader in has_chunk and waits.goes_on(request):
                     return
+                self._extend_match(request)
             start = request.num_planned_tokens
             plan_chunk(request)
             if request in has_chunk:

@@ -44,7 +44,7 @@ class SnapshotWaits:
         self._least = least_saved_tokens
         self._least_of_one = max(least_saved_tokens // LEAST_SHARE, 1)
         self._waits: dict[Request, _Wait] = {}
-        self._computing: list[Request] = []
+        self._computing: dict[Request, None] = {}
         self._branches: dict[Request, int] = {}  # where requests are cut for those that followed them
 
     def __contains__(self, request: Request) -> bool:
@@ -59,12 +59,12 @@ class SnapshotWaits:
         """
         waits, self._waits = self._waits, {}
         branches, self._branches = self._branches, {}
-        self._computing = []
+        self._computing = {}
         for request in prefilling:
             if request in waits:
                 self._waits[request] = waits[request]
             else:
-                self._computing.append(request)
+                self._computing[request] = None
             if request in branches:
                 self._branches[request] = branches[request]
 
@@ -82,12 +82,14 @@ class SnapshotWaits:
 
     def begin(self, request: Request) -> bool:
         """The request's first chunk is planned. Returns whether it has waited."""
-        self._computing.append(request)
+        self._computing[request] = None
         return self._waits.pop(request).num_leaders > 0
 
     def leader(self, request: Request) -> Request | None:
-        """The request whose snapshot saves this one the most tokens, if they are worth a wait."""
+        """For whom to wait: as before, if that goes on, else for whose snapshot saves the most tokens."""
         wait = self._waits[request]
+        if self.goes_on(request):
+            return wait.leader
         start = request.num_planned_tokens
         found: Request | None = None
         best = start
@@ -105,11 +107,11 @@ class SnapshotWaits:
         return found
 
     def goes_on(self, request: Request) -> bool:
-        """Whether to wait on for the last `leader`, now that its prompt and perhaps this one's went on."""
+        """Whether the snapshot of the last `leader` is still to come."""
         wait = self._waits[request]
-        if wait.leader is None or wait.end not in self._holdings.coming_snapshots(wait.leader):
+        if wait.leader is None or wait.leader not in self._computing:
             return False
-        return self._is_worth_it(request, wait.leader, wait.end)
+        return wait.end in self._holdings.coming_snapshots(wait.leader)
 
     def _is_worth_it(self, request: Request, other: Request, end: int) -> bool:
         """Whether `request` may begin with a snapshot of `other` at `end`, and that saves enough."""
