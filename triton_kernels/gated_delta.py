@@ -208,12 +208,13 @@ def _chunk(
     gives what each token writes if the state at the chunk's begin were zero, and what that state changes.
     """
     total = decay.cumsum(1)
-    between = (total.unsqueeze(2) - total.unsqueeze(1)).tril().exp().tril()
+    # Sums of the decays behind j up to i; differences of totals would be less exact, and NaN at -inf.
+    between = decay.unsqueeze(2).expand(-1, -1, decay.shape[1]).tril(-1).cumsum(1).exp().tril()
     system = (beta.unsqueeze(2) * (k @ k.transpose(1, 2)) * between).tril(-1)
     right = torch.cat((beta.unsqueeze(2) * v, (beta * total.exp()).unsqueeze(2) * k), dim=2)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     written, read = solved.split((v.shape[2], k.shape[2]), dim=2)
     new = written - read @ state
     o = (q * total.exp().unsqueeze(2)) @ state + ((q @ k.transpose(1, 2)) * between) @ new
-    left = (total[:, -1:] - total).exp().unsqueeze(2)
+    left = between[:, -1].unsqueeze(2)
     return o, state * total[:, -1].exp()[:, None, None] + (k * left).transpose(1, 2) @ new

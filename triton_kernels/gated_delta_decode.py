@@ -23,6 +23,7 @@ from torch import Tensor
 
 from triton_kernels.early_start import after_predecessor, can_start_early
 from triton_kernels.gated_delta import QK_EPS, TAPS, DeltaStates, DeltaWeights, gated_delta_decode_cpu
+from triton_kernels.gated_delta_ends import softplus
 from triton_kernels.tuning import tuned
 
 
@@ -121,9 +122,7 @@ def _gated_delta_decode_kernel(
     v = v * tl.sigmoid(v)
     q = q * tl.rsqrt(tl.sum(q * q, 0) + qk_eps) * (D**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + qk_eps)
-    a += shift
-    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    state = state * tl.exp(-speed * softplus)
+    state = state * tl.exp(-speed * softplus(a + shift))
     predicted = tl.sum(state * k[:, None], 0)
     state = state + k[:, None] * (tl.sigmoid(b) * (v - predicted))[None, :]
     o = tl.sum(state * q[:, None], 0)

@@ -31,6 +31,17 @@ def num_chunks_of(num_tokens: int, num_rows: int) -> int:
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), right to the last digits where exp(x) is small, too (log1p as Kahan computes it)."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    rounded = 1.0 + power
+    more = rounded - 1.0
+    near_zero = more == 0.0
+    log = tl.where(near_zero, power, tl.log(rounded) * (power / tl.where(near_zero, 1.0, more)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
 def _count_chunks(chunks, target, rows_before, row_begin, total):
     """One step of the search for the row of the target-th chunk, over a block of rows."""
     ends = total + tl.cumsum(chunks, 0)

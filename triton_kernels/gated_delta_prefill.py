@@ -11,8 +11,8 @@ row's chunks begin at its first new token. Tokens that no row owns yield zeros. 
                                                S = exp(g_end) S + (exp(g_end - g) k)^T n
     gated norm (tokens)                    out = norm * o / rms(o) * silu(z)
 
-g is the sum of the chunk's decays up to a token. D and E are powers of two from 16 to 128. Products take
-operands of x's dtype and sum in float32; S, g and M stay float32.
+g is the sum of the chunk's decays up to a token; decays below -30 count as -30. D and E are powers of two
+from 16 to 128. Products take operands of x's dtype and sum in float32; S, g and M stay float32.
 
 Cost for each token and value head: 2 D E (3 products with S) + 64 (2 D + 2 E) FLOP: the scan's latency, one
 chunk after the other, bounds single prompts; else memory, about 2 * (6 D + 5 E + 64) bytes.
@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_kernels.gated_delta import CHUNK, DeltaStates, DeltaWeights, gated_delta_prefill_cpu
-from triton_kernels.gated_delta_ends import BLOCK_R, convolve, find_chunk, gated_norm, num_chunks_of
+from triton_kernels.gated_delta_ends import BLOCK_R, convolve, find_chunk, gated_norm, num_chunks_of, softplus
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.tuning import tuned
 
@@ -96,8 +96,9 @@ def _gates(ba, there, a_log, dt_bias, V: tl.constexpr):
     """The decays and betas of tokens; 0 where there is none."""
     b = tl.load(ba, there, other=0.0).to(tl.float32)
     a = tl.load(ba + V, there, other=0.0).to(tl.float32) + dt_bias
-    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    return tl.where(there, -tl.exp(a_log) * softplus, 0.0), tl.where(there, tl.sigmoid(b), 0.0)
+    # Below, nothing is left (1e-13) that counts, and sums of decays would lose the digits of small ones.
+    g = tl.maximum(-tl.exp(a_log) * softplus(a), -30.0)
+    return tl.where(there, g, 0.0), tl.where(there, tl.sigmoid(b), 0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

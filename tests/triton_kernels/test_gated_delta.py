@@ -151,6 +151,62 @@ def test_equal_tokens_that_overwrite_each_other_keep_their_precision(prefill, de
     close(prefill(qkvz, ba, weights, states, *rows, EPS), expected.float(), 1e-4)
 
 
+@pytest.mark.parametrize("prefill", PREFILLS.values())
+@pytest.mark.parametrize("share", [0.03, 0.5, 1.0])
+@pytest.mark.parametrize("most", [-30.0, -1000.0, float("-inf")])
+def test_tokens_that_forget_everything_leave_the_decays_of_others_exact(
+    prefill, share: float, most: float, device: str
+) -> None:
+    """Differences of sums with such a decay would lose the small ones, and of two infinite sums be NaN."""
+    layer = SMALL
+    weights = layer.weights(torch.float32, device)._replace(
+        a_log=torch.zeros(2, device=device), dt_bias=torch.zeros(2, device=device)
+    )
+    states = layer.states(3, torch.float32, device)
+    expected_states = _doubled(states)
+    for step, end in enumerate((130, 194)):
+        count = end - 130 * step
+        qkvz, ba = layer.inputs(count, torch.float32, device, step)
+        forgets = torch.rand(count, 2, generator=torch.Generator().manual_seed(step)) < share
+        ba[:, :2] = 0.5
+        ba[:, 2:] = torch.where(forgets, -most, -6.0)
+        rows = (int32([1], device), int32([end], device), int32([0, count], device))
+        expected = gated_delta_reference(
+            qkvz.double(), ba.double(), _doubled(weights), expected_states, *rows, EPS
+        )
+        close(prefill(qkvz, ba, weights, states, *rows, EPS), expected.float(), 2e-4)
+        close(states.recurrent, expected_states.recurrent.float(), 1e-4)
+
+
+@pytest.mark.parametrize("runs", ["triton", "cpu"])
+@pytest.mark.parametrize("a", [-5.0, -10.0, -14.0, -18.0])
+def test_a_decay_near_zero_keeps_its_digits(runs: str, a: float, device: str) -> None:
+    """It acts on tens of thousands of tokens, so softplus must be right to its last digits."""
+    layer = SMALL
+    weights = layer.weights(torch.float32, device)._replace(
+        a_log=torch.full((2,), -5.0 - a, device=device), dt_bias=torch.zeros(2, device=device)
+    )
+    states = layer.states(2, torch.float32, device)
+    expected_states = _doubled(states)
+    qkvz, ba = layer.inputs(66, torch.float32, device)
+    ba[:, :2] = -200.0
+    ba[0, :2] = 200.0  # only the first token writes, the others let it fade
+    ba[:, 2:] = a
+    rows = (int32([0], device), int32([64], device), int32([0, 64], device))
+    exact = (_doubled(weights), expected_states)
+    gated_delta_reference(qkvz[:64].double(), ba[:64].double(), *exact, *rows, EPS)
+    PREFILLS[runs](qkvz[:64], ba[:64], weights, states, *rows, EPS)
+    for at in (64, 65):
+        one = (int32([0], device), int32([at + 1], device))
+        span = slice(at, at + 1)
+        gated_delta_reference(
+            qkvz[span].double(), ba[span].double(), *exact, *one, int32([0, 1], device), EPS
+        )
+        DECODES[runs](qkvz[span], ba[span], weights, states, *one, EPS)
+    expected = expected_states.recurrent[0]
+    assert (states.recurrent[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def _doubled(tensors):
     return type(tensors)(*(one.double() for one in tensors))
 
