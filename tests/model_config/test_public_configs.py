@@ -255,10 +255,17 @@ READ: dict[str, tuple[dict[str, Any], dict[str, object]]] = {
         {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "image_token_id": 248056,
+            "language_model_only": False,
             "model_type": "qwen3_5",
+            "video_token_id": 248057,
+            "vision_start_token_id": 248053,
             "text_config": {
                 "attention_bias": False,
+                "attention_dropout": 0.0,
                 "attn_output_gate": True,
+                "output_gate_type": "swish",
+                "partial_rotary_factor": 0.25,
+                "mtp_use_dedicated_embeddings": False,
                 "dtype": "bfloat16",
                 "eos_token_id": 248044,
                 "full_attention_interval": 4,
@@ -746,6 +753,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a gpt-oss in FP8": (
         GPT_OSS | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
         "GptOssForCausalLM with experts",
+    ),
+    "a Qwen3.5 with a key that we do not know": (
+        {"architectures": ["Qwen3_5ForCausalLM"], "linear_allow_neg_eigval": True},
+        "linear_allow_neg_eigval = True",
+    ),
+    "a Qwen3.5 with experts and another router": (
+        {"architectures": ["Qwen3_5MoeForCausalLM"], "scoring_func": "sigmoid"},
+        "scoring_func = 'sigmoid'",
+    ),
+    "a Qwen3-Next with n-grams": (
+        {"architectures": ["Qwen3NextForCausalLM"], "ngram_size": 3},
+        "ngram_size = 3",
+    ),
+    "a Qwen3.6 whose linear attention has another gate": (
+        {"architectures": ["Qwen3_5ForCausalLM"], "output_gate_type": "sigmoid"},
+        "output_gate_type = 'sigmoid'",
     ),
     "Qwen3-Next with heads that no kernel knows": (
         {"architectures": ["Qwen3NextForCausalLM"], "linear_key_head_dim": 256},

@@ -35,6 +35,16 @@ GPT_OSS_KEYS = frozenset(
 """`experts_per_token` and `initial_context_length` repeat other keys; the last three have no effect."""
 
 
+QWEN_DELTA_KEYS = frozenset(
+    {"attn_output_gate", "full_attention_interval", "layer_types", "mamba_ssm_dtype", "partial_rotary_factor"}
+    | {"linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"}
+    | {"linear_num_key_heads", "linear_num_value_heads", "language_model_only"}
+    | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts"}
+    | {"num_experts_per_tok", "shared_expert_intermediate_size", "use_sliding_window", "max_window_layers"}
+)
+"""States are float32 whatever `mamba_ssm_dtype` says; a window is refused where `sliding_window` names one."""
+
+
 class Windows(Enum):
     """The layers to which a class applies `sliding_window`."""
 
@@ -313,6 +323,7 @@ FAMILIES = {
         complete=with_gated_delta,
         read_experts=read_qwen3_next_experts,
         reads=("shared_expert_intermediate_size",),
+        keys=QWEN_DELTA_KEYS,
     ),
     "Qwen3_5ForCausalLM": Family(
         num_kv_heads=4,
@@ -322,6 +333,7 @@ FAMILIES = {
         rotary_share=0.25,
         linear_attention=True,
         complete=with_gated_delta,
+        keys=QWEN_DELTA_KEYS,
     ),
     "Qwen3_5MoeForCausalLM": Family(
         num_kv_heads=2,
@@ -334,6 +346,7 @@ FAMILIES = {
         complete=with_gated_delta,
         read_experts=read_qwen3_5_experts,
         reads=("shared_expert_intermediate_size",),
+        keys=QWEN_DELTA_KEYS,
     ),
     "SeedOssForCausalLM": Family(
         num_kv_heads=8,

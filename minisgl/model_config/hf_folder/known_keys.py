@@ -44,8 +44,9 @@ EVERYWHERE = frozenset(
 OF_PEOPLE = (
     *("_", "unsloth", "output_", "return_", "id2label", "label2id", "problem_type", "task_specific_params"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "router_aux_loss_coef", "router_jitter_noise"),
+    "mtp_",
 )
-"""What keys begin with that tools leave in a file, or that matter to training only."""
+"""What keys begin with that tools leave in a file, or that matter to training or multi-token prediction."""
 OF_IMAGES = (
     *("_token_id", "_token_index", "_soft_tokens_per_image"),
     *("vision_config", "audio_config", "text_config"),

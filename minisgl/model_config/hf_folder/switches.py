@@ -62,6 +62,8 @@ def with_gated_delta(config: ModelConfig, raw: dict[str, Any], kinds: Sequence[s
     """Qwen3.5 and Qwen3-Next: layers of linear attention, gates behind queries, norms stored less 1."""
     if raw.get("attn_output_gate") is False:
         raise unsupported("attn_output_gate = False")
+    if raw.get("output_gate_type") not in (None, "swish", "silu"):
+        raise unsupported(f"output_gate_type = {raw['output_gate_type']!r}; only 'swish' is known")
     if raw.get("linear_conv_kernel_dim", CONV_TAPS) != CONV_TAPS:
         raise unsupported(f"linear_conv_kernel_dim = {raw['linear_conv_kernel_dim']!r}; only 4 is known")
     key_heads = integer(raw, "linear_num_key_heads", 16)
