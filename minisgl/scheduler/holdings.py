@@ -55,7 +55,7 @@ class Holdings:
         self._page_updates: list[PageUpdate] = []
         self._row_rules: dict[int, tuple[LogitRules, list[int]]] = {}  # key: id(rules)
         self._state_saves: list[tuple[int, int]] = []
-        self._state_loads: list[tuple[int, int]] = []
+        self._state_loads: dict[int, int] = {}  # by row: the snapshot's slot
         self.new_rules_cost_tokens = 0
         """Cost of writing the collected rules (`LogitRules.cost_tokens`)."""
         self.num_with_extras = 0
@@ -227,6 +227,7 @@ class Holdings:
         self._cache.release(request.lease, tokens, min(request.num_planned_tokens, len(tokens)))
         self._row_inits = [init for init in self._row_inits if init.row != request.row]
         self._page_updates = [update for update in self._page_updates if update.row != request.row]
+        self._state_loads.pop(request.row, None)
         self._drop_rules(request.row)
         self._free_rows.append(request.row)
         request.account.num_rows -= 1
@@ -237,7 +238,8 @@ class Holdings:
     def drain_updates(self) -> TableUpdates:
         """Return the updates collected since the last call, and clear them."""
         row_rules = tuple(RowRules(tuple(rows), rules) for rules, rows in self._row_rules.values())
-        copies = StateCopies(tuple(self._state_saves), tuple(self._state_loads))
+        loads = tuple((slot, row) for row, slot in self._state_loads.items())
+        copies = StateCopies(tuple(self._state_saves), loads)
         updates = TableUpdates(tuple(self._row_inits), row_rules, tuple(self._page_updates), copies)
         if self._groups is not None:
             self._groups.planned()
@@ -277,7 +279,7 @@ class Holdings:
         """Let the request's row begin with the state behind its cached prefix, if the model has states."""
         slot = None if self._groups is None else self._groups.first_state(request.lease)
         if slot is not None:
-            self._state_loads.append((slot, request.row))
+            self._state_loads[request.row] = slot
 
     def _add_rules(self, row: int, rules: LogitRules) -> None:
         if id(rules) not in self._row_rules:

@@ -179,6 +179,10 @@ class FakeExecutor:
         if plan.chunks:
             lengths = tuple([self._context_len[row] + 1 for row in plan.decode_rows])
             assert plan.decode_lengths == lengths, "the plan has other lengths than the rows"
+        copies = plan.state_copies
+        loaded, saved = [row for _, row in copies.loads], [slot for _, slot in copies.saves]
+        assert len(set(loaded)) == len(loaded), "two states for one row in one plan"
+        assert len(set(saved)) == len(saved), "two states for one snapshot in one plan"
         for row, slot in plan.state_copies.saves:
             self._snapshots[slot] = self._states[row]
         for slot, row in plan.state_copies.loads:

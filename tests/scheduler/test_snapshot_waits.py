@@ -322,3 +322,60 @@ def test_random_families_of_prompts_get_their_tokens_and_compute_less(overlap: b
         saved += counts[0] - counts[1]
         total += counts[0]
     assert saved > 0.2 * total
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_history_of_prompts_that_begin_alike_ends_with_the_right_tokens(seed: int) -> None:
+    """Several users and priorities, aborts, preemption, two steps in flight; every plan is checked."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values: int) -> int:
+        return int(rng.choice(values))
+
+    scheduler, executor, cache = build(
+        num_pages=int(rng.integers(40, 200)),
+        page_size=one_of(1, 4, 8),
+        max_rows=int(rng.integers(2, 18)),
+        max_step_tokens=one_of(20, 64, 200),
+        chunk_tokens=one_of(8, 20),
+        num_snapshots=one_of(1, 2, 5, 40),
+        least_saved_tokens=one_of(1, 8, 30),
+        output_reserve_tokens=one_of(0, 8),
+    )
+    limit, waits = scheduler.config.max_context_tokens, WaitChecks(scheduler)
+    stems = [random_prompt(int(rng.integers(4, 60)), 10 * seed + number) for number in range(3)]
+    asked: list[tuple[np.ndarray, int]] = []
+    got: list[list[int]] = []
+    aborted: set[int] = set()
+    launched: list[tuple[StepPlan, list[int]]] = []
+    for _ in range(4000):
+        if len(asked) < 60 and rng.random() < 0.3:
+            for _ in range(one_of(1, 2, 3, 4, 5)):
+                stem = stems[one_of(0, 1, 2)][: int(rng.integers(1, 61))]
+                prompt = joined(stem, rng.integers(4, 50, one_of(0, 1, 3, 7)))[: limit - 2]
+                params = SamplingParams(max_tokens=int(rng.integers(1, 10)), seed=len(asked))
+                user, streamed = "ab"[: one_of(0, 1, 2)], bool(one_of(0, 1))
+                scheduler.add(len(asked), prompt, params, one_of(0, 1, 2), streamed, user)
+                asked.append((prompt, params.max_tokens or 0))
+                got.append([])
+        if asked and rng.random() < 0.1:
+            number = int(rng.integers(len(asked)))
+            aborted.add(number)
+            scheduler.abort(number)
+        plan = scheduler.plan()
+        waits.check(plan)
+        if plan is not None:
+            launched.append((plan, executor.execute(plan)))
+        while len(launched) > (plan is not None):
+            scheduler.apply(*launched.pop(0))
+        scheduler.check_invariants()
+        for output in scheduler.take_outputs():
+            got[output.request_id] += output.token_ids
+        if len(asked) >= 60 and not scheduler.has_work:
+            break
+    assert not scheduler.has_work, "starvation: requests never end"
+    for number, (prompt, num_tokens) in enumerate(asked):
+        room = min(num_tokens, limit - len(prompt))
+        expected = executor.model.expected_tokens(prompt.tolist(), room, number)
+        assert got[number] == expected or (number in aborted and got[number] == expected[: len(got[number])])
+    cache.check_invariants()

@@ -42,7 +42,7 @@ QWEN_DELTA_KEYS = frozenset(
     | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts"}
     | {"num_experts_per_tok", "shared_expert_intermediate_size", "use_sliding_window", "max_window_layers"}
 )
-"""States are float32 whatever `mamba_ssm_dtype` says; a window is refused where `sliding_window` names one."""
+"""States are float32 whatever `mamba_ssm_dtype` says. A window that `sliding_window` names is refused."""
 
 
 class Windows(Enum):
