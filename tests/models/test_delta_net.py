@@ -190,6 +190,26 @@ def test_prompts_go_on_from_snapshots_wherever_there_are_some(snapshots: int, tm
     engine.close()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_hit_of_any_length_gives_the_logits_of_transformers(page_size: int, tmp_path: Path) -> None:
+    theirs = random_model(family="qwen3_5_text", **DELTA)
+    theirs.save_pretrained(tmp_path)
+    text = random.Random(4).choices(range(3, VOCAB_SIZE), k=150)
+    expected = logits_of(theirs, text).log_softmax(-1)
+    engine = engine_for(tmp_path, num_pages=2400 // page_size, page_size=page_size)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    for length in range(2, len(text)):
+        engine.add(AddRequest(length, np.asarray(text[:length], dtype="<i4").tobytes(), params))
+        found = []
+        while engine.has_work:
+            found += [one for output in engine.step() for one in output.logprobs or []]
+        (one,) = found
+        for token, logprob in zip(one.top_ids, one.top_logprobs, strict=True):
+            assert abs(logprob - expected[length - 1, token].item()) < 1e-4
+    assert engine.status(0).num_cached_tokens > 0.9 * sum(range(2, len(text))) - 16 * len(text)
+    engine.close()
+
+
 def test_a_conversation_goes_on_from_its_own_answer(tmp_path: Path) -> None:
     theirs = random_model(family="qwen3_5_text", **DELTA)
     theirs.save_pretrained(tmp_path)
