@@ -137,11 +137,6 @@ def _delta_prepare_kernel(
     t0 = (begin + i).to(tl.int64)
     t1, t2, t3 = t0 + 16, t0 + 32, t0 + 48
     in0, in1, in2, in3 = t0 < end, t1 < end, t2 < end, t3 < end
-    keys = y_ptr + (K + key_head) * D + d[None, :]
-    k0 = tl.load(keys + t0[:, None] * C, in0[:, None], other=0.0)
-    k1 = tl.load(keys + t1[:, None] * C, in1[:, None], other=0.0)
-    k2 = tl.load(keys + t2[:, None] * C, in2[:, None], other=0.0)
-    k3 = tl.load(keys + t3[:, None] * C, in3[:, None], other=0.0)
     ba = ba_ptr + head
     g0, b0 = _gates(ba + t0 * ba_stride, in0, a_log, dt_bias, V)
     g1, b1 = _gates(ba + t1 * ba_stride, in1, a_log, dt_bias, V)
@@ -156,6 +151,11 @@ def _delta_prepare_kernel(
     tl.store(total_ptr + t2 * V + head, s2, in2)
     tl.store(total_ptr + t3 * V + head, s3, in3)
 
+    keys = y_ptr + (K + key_head) * D + d[None, :]
+    k0 = tl.load(keys + t0[:, None] * C, in0[:, None], other=0.0)
+    k1 = tl.load(keys + t1[:, None] * C, in1[:, None], other=0.0)
+    k2 = tl.load(keys + t2[:, None] * C, in2[:, None], other=0.0)
+    k3 = tl.load(keys + t3[:, None] * C, in3[:, None], other=0.0)
     kk00 = _times(k0, tl.trans(k0))
     kk11 = _times(k1, tl.trans(k1))
     kk22 = _times(k2, tl.trans(k2))
