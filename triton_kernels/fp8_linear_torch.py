@@ -29,7 +29,9 @@ def fp8_linear_torch(
         x_scale = F.pad(x_scale, (0, missing))
     blocks = weight_scale.dim() == 2
     if blocks:
-        scales, other = x_scale.t(), weight_scale.t()
+        # torch reads the rows of these scales at a distance of a multiple of 4.
+        wide = F.pad(weight_scale, (0, -weight_scale.shape[1] % 4))
+        scales, other = x_scale.t(), wide[:, : weight_scale.shape[1]].t()
     else:
         scales, other = x_scale[0].unsqueeze(1), weight_scale.unsqueeze(0)
     y = torch.ops.aten._scaled_mm(x, weight.t(), scales, other, out_dtype=dtype, use_fast_accum=not blocks)[

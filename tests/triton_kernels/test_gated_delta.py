@@ -39,9 +39,11 @@ def test_the_reference_equals_the_formulas_of_transformers() -> None:
     y = F.silu(F.conv1d(F.pad(x.T, (3, 0))[None], weights.conv[:, None], groups=layer.channels))[0].T
     key_size = layer.key_heads * layer.key_dim
     q, k, v = y.split((key_size, key_size, layer.value_heads * layer.value_dim), dim=1)
+    q, k = (one.reshape(1, count, layer.key_heads, layer.key_dim) for one in (q, k))
+    group = layer.value_heads // layer.key_heads  # transformers before 5.20 wants as many heads of keys
     b, a = ba.chunk(2, dim=1)
     o, state = torch_recurrent_gated_delta_rule(
-        *(one.reshape(1, count, layer.key_heads, layer.key_dim) for one in (q, k)),
+        *(one.repeat_interleave(group, dim=2) for one in (q, k)),
         v.reshape(1, count, layer.value_heads, layer.value_dim),
         g=(-weights.a_log.exp() * F.softplus(a + weights.dt_bias))[None],
         beta=b.sigmoid()[None],
