@@ -244,13 +244,13 @@ class Routes:
 
     def __init__(self, top_k: int, device: torch.device) -> None:
         self.steps: list[Tensor] = []  # int64 [T, k] each, rows without a slot left out
-        self.decoded = torch.zeros((2, top_k), dtype=torch.int64, device=device)
-        """Of the last decode step's two rows; one place, so that a CUDA graph can write it."""
+        self.decoded = torch.zeros((1, top_k), dtype=torch.int64, device=device)
+        """Of the first row of the last step in a CUDA graph, which can write to one place only."""
 
 
 @contextmanager
 def noted_routes(ours: Decoder) -> Iterator[list[Routes]]:
-    """For each layer with experts, what its tokens go to meanwhile; decode steps are left in `decoded`."""
+    """For each layer with experts, where its tokens go meanwhile."""
     mixtures: list[Any] = [mixture.experts for mixture in ours.expert_layers()]
     device = ours.embed_tokens.weight.device
     routes = [Routes(mixture.config.experts_per_token, device) for mixture in ours.expert_layers()]
@@ -258,8 +258,8 @@ def noted_routes(ours: Decoder) -> Iterator[list[Routes]]:
     def noting(of_layer: Routes) -> Callable[..., Tensor]:
         def fused_moe(x: Tensor, logits: Tensor, *arguments: Any, **options: Any) -> Tensor:
             chosen, _ = top_k_reference(logits, arguments[2], renormalize=False)
-            if len(chosen) == len(of_layer.decoded):
-                of_layer.decoded.copy_(chosen)
+            if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                of_layer.decoded.copy_(chosen[:1])
             else:
                 of_layer.steps.append(chosen[chosen[:, 0] < logits.shape[1]].long())
             return KERNELS.fused_moe(x, logits, *arguments, **options)
@@ -400,8 +400,8 @@ def decode_logits(model: Decoder, token_ids: Tensor, run_block: RunBlock, routes
     for place in range(PROMPT_TOKENS, PROMPT_TOKENS + DECODED_TOKENS):
         token[0], position[0], slot[0], context[0] = token_ids[place], place, place + PAGE_SIZE, place + 1
         logits.append(replay()[:1].clone())
-        for of_layer in routes:
-            of_layer.steps.append(of_layer.decoded[:1].clone())
+        for of_layer in routes if device.type == "cuda" else []:
+            of_layer.steps.append(of_layer.decoded.clone())
     return torch.cat(logits)
 
 

@@ -1,6 +1,7 @@
 """A linear layer of FP8 numbers by torch's own product, for shapes where measuring says that it is faster.
 
-fp8_linear_torch: as fp8_linear.fp8_linear; N and K are multiples of 16, with scales of blocks of 128.
+fp8_linear_torch: as fp8_linear.fp8_linear; N and K are multiples of 16, with scales of blocks of 128 and 512:
+of other numbers of scales torch 2.11 reads wrong ones.
 
 M rows, N outputs, K inputs. Rows are padded to a multiple of 16, as the product needs them.
 """
@@ -29,9 +30,7 @@ def fp8_linear_torch(
         x_scale = F.pad(x_scale, (0, missing))
     blocks = weight_scale.dim() == 2
     if blocks:
-        # torch reads the rows of these scales at a distance of a multiple of 4.
-        wide = F.pad(weight_scale, (0, -weight_scale.shape[1] % 4))
-        scales, other = x_scale.t(), wide[:, : weight_scale.shape[1]].t()
+        scales, other = x_scale.t(), weight_scale.t()
     else:
         scales, other = x_scale[0].unsqueeze(1), weight_scale.unsqueeze(0)
     y = torch.ops.aten._scaled_mm(x, weight.t(), scales, other, out_dtype=dtype, use_fast_accum=not blocks)[

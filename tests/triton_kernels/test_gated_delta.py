@@ -184,6 +184,6 @@ def test_the_configuration_of_prefill_changes_rounding_only(block_e: int, device
     rows = (int32([0], device), int32([70], device), int32([0, 70], device))
     doubled = DeltaWeights(*(one.double() for one in weights))
     expected = gated_delta_reference(qkvz.double(), ba.double(), doubled, exact, *rows, EPS)
-    config = DeltaPrefillConfig(4, block_e, 4, 1)
+    config = DeltaPrefillConfig(4, block_e, 4, 2)
     found = gated_delta_prefill_triton(qkvz, ba, weights, states, *rows, EPS, config)
     assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
