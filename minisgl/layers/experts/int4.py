@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minisgl.layers.experts.weights import ExpertSizes
 from minisgl.layers.int4_weight import Int4Weight, empty_int4
 from minisgl.model_config.quantization import Int4Scheme
+from triton_kernels.expert_packing import repack_expert
 from triton_kernels.moe_int4 import PackedExperts, fused_moe_int4
 from triton_kernels.quantize_int4 import Int4Weight as PackedInt4
 
@@ -100,7 +101,7 @@ class Int4Experts(nn.Module):
         for matrices in self.loading or ():
             for matrix in matrices:
                 matrix.finish_loading()
-        self.loading = None
+        self._finish()
 
     def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
         """See `ExpertWeights`."""
@@ -112,4 +113,11 @@ class Int4Experts(nn.Module):
             normal(values)
             for both, one in zip(matrices, values, strict=True):
                 both[place].quantize(one)
+        self._finish()
+
+    def _finish(self) -> None:
+        """From a layer's order of numbers to that of experts."""
+        for stacked in self.tensors() if self.loading else ():
+            for packed in stacked.packed.detach():
+                repack_expert(packed)
         self.loading = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning, token_cases
 from minisgl.benchmark.kernels.kernel_timing import Problem, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from triton_kernels.expert_packing import pack_expert
 from triton_kernels.gpu import Gpu
 from triton_kernels.moe_fp8 import (
     Fp8ExpertWeights,
@@ -34,7 +35,7 @@ from triton_kernels.moe_int4_gemm import Int4GemmConfig, int4_gemm_that_fits
 from triton_kernels.moe_route import top_k_reference
 from triton_kernels.mxfp4 import quantize_mxfp4
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
-from triton_kernels.quantize_int4 import pack_int4, quantize_weight_int4
+from triton_kernels.quantize_int4 import quantize_weight_int4, unpack_int4
 
 KINDS = ("fp8", "fp8_blocks", "int4", "mxfp4")
 GROUP_OF_INT4 = 128
@@ -100,14 +101,15 @@ def _fp8_weights(matrices: list[list[Tensor]], blocks: bool) -> Fp8ExpertWeights
 def _int4_matrices(matrices: list[Tensor]) -> PackedExperts:
     packed = [quantize_weight_int4(matrix, GROUP_OF_INT4) for matrix in matrices]
     return PackedExperts(
-        torch.stack([one.packed for one in packed]), torch.stack([one.scales for one in packed])
+        torch.stack([pack_expert(unpack_int4(one.packed)) for one in packed]),
+        torch.stack([one.scales for one in packed]),
     )
 
 
 def _mxfp4_matrices(matrices: list[Tensor]) -> PackedExperts:
     rounded = [quantize_mxfp4(matrix) for matrix in matrices]
     return PackedExperts(
-        torch.stack([pack_int4(codes) for codes, _ in rounded]),
+        torch.stack([pack_expert(codes) for codes, _ in rounded]),
         torch.stack([scales.t().contiguous() for _, scales in rounded]),
     )
 
