@@ -187,3 +187,23 @@ def test_the_configuration_of_prefill_changes_rounding_only(block_e: int, device
     config = DeltaPrefillConfig(4, block_e, 4, 2)
     found = gated_delta_prefill_triton(qkvz, ba, weights, states, *rows, EPS, config)
     assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_a_row_decodes_as_it_does_alone(device: str) -> None:
+    # On a GPU so many that they get fewer registers.
+    layer, count = (DeltaLayer(16, 32, 128, 128), 70) if device == "cuda" else (SMALL, 5)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    weights = layer.weights(dtype, device)
+    states = layer.states(count + 1, dtype, device)
+    qkvz, ba = layer.inputs(count, dtype, device)
+    torch.manual_seed(0)
+    for one in states:
+        one.normal_(0.0, 0.1)
+    alone = clone(states)
+    ids, lengths = int32([*range(count)], device), int32([5 + r for r in range(count)], device)
+    together = gated_delta_decode_triton(qkvz, ba, weights, states, ids, lengths, EPS)
+    for r in (0, count // 2, count - 1):
+        one = slice(r, r + 1)
+        found = gated_delta_decode_triton(qkvz[one], ba[one], weights, alone, ids[one], lengths[one], EPS)
+        assert torch.equal(found[0], together[r])
+        assert torch.equal(alone.recurrent[r], states.recurrent[r])
