@@ -228,5 +228,47 @@ def gated_delta_decode(
         context_len: int32 [R], tokens of each row, this one included.
         eps: of the norm.
     """
-    run = gated_delta_decode_cpu if qkvz.device.type == "cpu" else gated_delta_decode_triton
-    return run(qkvz, ba, weights, states, row_ids, context_len, eps)
+    if qkvz.device.type == "cpu":
+        return gated_delta_decode_cpu(qkvz, ba, weights, states, row_ids, context_len, eps)
+    return _decode(qkvz, ba, *weights, *states, row_ids, context_len, eps)
+
+
+# Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
+# for each recorded graph.
+
+
+@torch.library.custom_op("minisgl::gated_delta_decode", mutates_args=("conv_state", "recurrent_state"))
+def _decode(
+    qkvz: Tensor,
+    ba: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    weights = DeltaWeights(conv, a_log, dt_bias, norm)
+    states = DeltaStates(conv_state, recurrent_state)
+    return gated_delta_decode_triton(qkvz, ba, weights, states, row_ids, context_len, eps)
+
+
+@_decode.register_fake
+def _(
+    qkvz: Tensor,
+    ba: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    _, num_value_heads, _, value_dim = recurrent_state.shape
+    return qkvz.new_empty((qkvz.shape[0], num_value_heads * value_dim))

@@ -16,7 +16,7 @@ from triton_kernels.gated_delta import (
     gated_delta_prefill_cpu,
     gated_delta_reference,
 )
-from triton_kernels.gated_delta_decode import gated_delta_decode_triton
+from triton_kernels.gated_delta_decode import _decode, gated_delta_decode_triton
 from triton_kernels.gated_delta_prefill import DeltaPrefillConfig, gated_delta_prefill_triton
 
 EPS = 1e-6
@@ -207,3 +207,13 @@ def test_a_row_decodes_as_it_does_alone(device: str) -> None:
         found = gated_delta_decode_triton(qkvz[one], ba[one], weights, alone, ids[one], lengths[one], EPS)
         assert torch.equal(found[0], together[r])
         assert torch.equal(alone.recurrent[r], states.recurrent[r])
+
+
+def test_torch_compile_is_told_what_decode_writes(device: str) -> None:
+    layer = SMALL
+    weights = layer.weights(torch.float32, device)
+    states = layer.states(4, torch.float32, device)
+    qkvz, ba = layer.inputs(3, torch.float32, device)
+    rows = (int32([0, 1, 2], device), int32([1, 1, 1], device))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_decode, (qkvz, ba, *weights, *states, *rows, EPS), test_utils=checks)
