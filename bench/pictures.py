@@ -288,7 +288,7 @@ def is_compiling(stage: str) -> bool:
 
 def families_table() -> str:
     """How far logits are from transformers in float32, from bench/families.py."""
-    report = load("families")["plain"]
+    report = load("families")["compiled"]
     rows = [
         [model, *(f"{found['varied'][figure]:.4f}" for figure in ("prefill", "decode", "theirs"))]
         for model, found in report.items()
