@@ -98,10 +98,12 @@ class Int4Experts(nn.Module):
         Raises:
             ModelError: the checkpoint's zero points or groups are not what its config says.
         """
-        for matrices in self.loading or ():
+        if self.loading is None:
+            return
+        for matrices in self.loading:
             for matrix in matrices:
                 matrix.finish_loading()
-        self._finish()
+        self._put_in_order()
 
     def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
         """See `ExpertWeights`."""
@@ -113,11 +115,11 @@ class Int4Experts(nn.Module):
             normal(values)
             for both, one in zip(matrices, values, strict=True):
                 both[place].quantize(one)
-        self._finish()
+        self._put_in_order()
 
-    def _finish(self) -> None:
-        """From a layer's order of numbers to that of experts."""
-        for stacked in self.tensors() if self.loading else ():
+    def _put_in_order(self) -> None:
+        """From the order of a layer's numbers to that of experts'."""
+        for stacked in self.tensors():
             for packed in stacked.packed.detach():
                 repack_expert(packed)
         self.loading = None
