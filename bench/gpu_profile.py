@@ -70,6 +70,7 @@ def profile_decode(engine: Engine, batch: int, context: int, steps: int, top: in
         engine.abort(row)
     while engine.has_work:
         engine.step()
+    engine.profiler.close()  # waits for the file
     events = gpu_events(path)
     path.unlink()
     # The profiler's own start and end are not the engine's: a step's worth is left out on both sides.

@@ -288,7 +288,7 @@ def is_compiling(stage: str) -> bool:
 
 def families_table() -> str:
     """How far logits are from transformers in float32, from bench/families.py."""
-    report = load("families")["plain"]
+    report = load("families")["compiled"]
     rows = [
         [model, *(f"{found['varied'][figure]:.4f}" for figure in ("prefill", "decode", "theirs"))]
         for model, found in report.items()
@@ -296,6 +296,24 @@ def families_table() -> str:
     return markdown(
         ["model", "prompt of 300 tokens", "tokens decoded behind it", "transformers in bfloat16"], rows
     )
+
+
+def family_steps_table() -> str:
+    """Decode steps of whole models with random weights, beside what the memory would take."""
+    models = ("qwen3.5-35b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b", "gemma-4-31b")
+    reports = {model: load(f"step-{model}")["tables"]["decode"] for model in models}
+    rows = [
+        [
+            model,
+            f"{step['batch']}",
+            f"{step['wall_ms']:.2f}",
+            f"{step['floor_ms']:.2f}",
+            f"{step['fraction']:.2f}",
+        ]
+        for model, steps in reports.items()
+        for step in steps
+    ]
+    return markdown(["model", "rows", "a step, ms", "its floor, ms", "share"], rows)
 
 
 def trace_table() -> str:
@@ -549,6 +567,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "client": client_table,
     "decode": decode_table,
     "families": families_table,
+    "family-steps": family_steps_table,
     "json-schema": json_schema_table,
     "kernels": kernels_table,
     "kernels-by-gpu": kernels_by_gpu_table,

@@ -1,6 +1,7 @@
 """A linear layer of FP8 numbers by torch's own product, for shapes where measuring says that it is faster.
 
-fp8_linear_torch: as fp8_linear.fp8_linear; N and K are multiples of 16, with scales of blocks of 128.
+fp8_linear_torch: as fp8_linear.fp8_linear; N and K are multiples of 16, with scales of blocks of 128 and 512:
+of other numbers of scales torch 2.11 reads wrong ones.
 
 M rows, N outputs, K inputs. Rows are padded to a multiple of 16, as the product needs them.
 """

@@ -2,8 +2,9 @@
 
 gated_delta.py has the formulas and the shape letters. Everything between the layer's projections is one
 launch: convolution, normalisation of q and k, gates, delta rule, gated norm. A program is one value head of a
-row, whose state of D x E numbers stays in registers. It loads the state before the projections' kernel has
-ended, as early_start.py allows: no kernel of the step has written it.
+row, whose state S of D x E numbers stays in registers. It loads the state before the projections' kernel has
+ended, as early_start.py allows: no kernel of the step has written it. S k and S q are summed together; what
+the step adds to S k^T q is then known without S.
 
 D and E are powers of two from 16 to 128, columns of a row lie next to each other, rows may be strided. Rows
 whose id is the last line are padding: they touch no state, and yield zeros.
@@ -41,6 +42,17 @@ def default_delta_decode_config(key_dim: int, value_dim: int) -> DeltaDecodeConf
     return DeltaDecodeConfig(max(1, key_dim * value_dim // 4096))
 
 
+MANY_PROGRAMS = 2048
+FEW_REGISTERS = 168
+"""For each thread with so many programs: three programs of 128 threads share a multiprocessor instead of two,
+and what does not fit waits in L1."""
+
+
+@triton.jit
+def _add_both(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
 @triton.jit
 def _gated_delta_decode_kernel(
     x_ptr,
@@ -67,8 +79,8 @@ def _gated_delta_decode_kernel(
     EARLY: tl.constexpr,
 ):
     C: tl.constexpr = 2 * K * D + V * E
-    row = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
     key_head = head // (V // K)
     d = tl.arange(0, D)
     e = tl.arange(0, E)
@@ -103,7 +115,8 @@ def _gated_delta_decode_kernel(
     norm = tl.load(norm_ptr + e).to(tl.float32)
     states = state_ptr + (line * V + head) * (D * E)
     state_at = d[:, None] * E + e[None, :]
-    state = tl.load(states + state_at, mask=is_real & (position > 0), other=0.0)
+    has_state = is_real & (position > 0)
+    state = tl.load(states + state_at, mask=has_state, other=0.0, eviction_policy="evict_first")
 
     row = after_predecessor(row, EARLY).to(tl.int64)
     x = x_ptr + row * x_stride
@@ -123,9 +136,10 @@ def _gated_delta_decode_kernel(
     q = q * tl.rsqrt(tl.sum(q * q, 0) + qk_eps) * (D**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + qk_eps)
     state = state * tl.exp(-speed * softplus(a + shift))
-    predicted = tl.sum(state * k[:, None], 0)
-    state = state + k[:, None] * (tl.sigmoid(b) * (v - predicted))[None, :]
-    o = tl.sum(state * q[:, None], 0)
+    predicted, o = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_both)
+    change = tl.sigmoid(b) * (v - predicted)
+    state = state + k[:, None] * change[None, :]
+    o += tl.sum(k * q, 0) * change
     o = o * tl.rsqrt(tl.sum(o * o, 0) / E + eps) * norm * z * tl.sigmoid(z)
 
     # Only what depends on the loads behind the wait may be stored: these values do, and `row` does.
@@ -134,7 +148,7 @@ def _gated_delta_decode_kernel(
     tl.store(entry + q_columns, new_q, mask=writes_key)
     tl.store(entry + k_columns, new_k, mask=writes_key)
     tl.store(entry + v_columns, new_v, mask=is_real)
-    tl.store(states + state_at, state, mask=is_real)
+    tl.store(states + state_at, state, mask=is_real, cache_modifier=".cs")  # as the load: not needed soon
     o = tl.where(is_real, o, 0.0)
     tl.store(out_ptr + row * (V * E) + head * E + e, o.to(out_ptr.dtype.element_ty))
 
@@ -164,7 +178,9 @@ def gated_delta_decode_triton(
         )
     num_rows = qkvz.shape[0]
     out = torch.empty((num_rows, num_value_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
-    _gated_delta_decode_kernel[(num_rows, num_value_heads)](
+    is_large = key_dim * value_dim // config.num_warps == 4096
+    crowded = is_large and num_rows * num_value_heads >= MANY_PROGRAMS and qkvz.is_cuda
+    _gated_delta_decode_kernel[(num_value_heads, num_rows)](
         qkvz,
         ba,
         weights.conv,
@@ -188,6 +204,7 @@ def gated_delta_decode_triton(
         TAPS,
         can_start_early(qkvz.device),
         num_warps=config.num_warps,
+        **({"maxnreg": FEW_REGISTERS} if crowded else {}),
     )
     return out
 
@@ -210,5 +227,47 @@ def gated_delta_decode(
         context_len: int32 [R], tokens of each row, this one included.
         eps: of the norm.
     """
-    run = gated_delta_decode_cpu if qkvz.device.type == "cpu" else gated_delta_decode_triton
-    return run(qkvz, ba, weights, states, row_ids, context_len, eps)
+    if qkvz.device.type == "cpu":
+        return gated_delta_decode_cpu(qkvz, ba, weights, states, row_ids, context_len, eps)
+    return _decode(qkvz, ba, *weights, *states, row_ids, context_len, eps)
+
+
+# Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once
+# for each recorded graph.
+
+
+@torch.library.custom_op("minisgl::gated_delta_decode", mutates_args=("conv_state", "recurrent_state"))
+def _decode(
+    qkvz: Tensor,
+    ba: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    weights = DeltaWeights(conv, a_log, dt_bias, norm)
+    states = DeltaStates(conv_state, recurrent_state)
+    return gated_delta_decode_triton(qkvz, ba, weights, states, row_ids, context_len, eps)
+
+
+@_decode.register_fake
+def _(
+    qkvz: Tensor,
+    ba: Tensor,
+    conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    conv_state: Tensor,
+    recurrent_state: Tensor,
+    row_ids: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    _, num_value_heads, _, value_dim = recurrent_state.shape
+    return qkvz.new_empty((qkvz.shape[0], num_value_heads * value_dim))

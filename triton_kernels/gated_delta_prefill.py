@@ -44,7 +44,7 @@ class DeltaPrefillConfig(NamedTuple):
     prepare_warps: int
     block_e: int  # columns of S of a program of the scan
     scan_warps: int
-    scan_stages: int
+    scan_stages: int  # 2 or more for Hopper's matrix instructions: with 1, Triton 3.6 gets them wrong
 
 
 def default_delta_prefill_config(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from triton_kernels.expert_packing import unpack_expert
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, GateKind, gate_reference
@@ -33,7 +34,7 @@ from triton_kernels.quantize_int4 import (
     HALF,
     Int4Weight,
     dequantize_int4_reference,
-    unpack_int4,
+    pack_int4,
 )
 from triton_kernels.tuning import tuned
 
@@ -67,10 +68,11 @@ def dequantized_expert(weight: PackedExperts, expert: int, width: int, dtype: to
     """One expert's matrix as numbers of `dtype`, [N, width], in plain torch."""
     packed, scales = weight.packed[expert], weight.scales[expert]
     if weight.is_mxfp4:
-        numbers = dequantize_mxfp4_codes(unpack_int4(packed), scales.t(), dtype)
+        numbers = dequantize_mxfp4_codes(unpack_expert(packed), scales.t(), dtype)
     else:
         zeros = None if weight.zeros is None else weight.zeros[expert]
-        numbers = dequantize_int4_reference(Int4Weight(packed, scales, zeros), dtype)
+        ordered = pack_int4(unpack_expert(packed))
+        numbers = dequantize_int4_reference(Int4Weight(ordered, scales, zeros), dtype)
     return numbers[:, :width]
 
 

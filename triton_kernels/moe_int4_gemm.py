@@ -3,12 +3,13 @@
     gate and up:  y[i] = act(x[t] @ gate[e].T, x[t] @ up[e].T)    i-th pair of the sort: token t, expert e
     down:         y[p] = weight[p] * x[i] @ down[e].T             p: its place before the sort
 
-P pairs, E experts, N outputs of a matrix, K inputs. Weights are packed as quantize_int4.py says, in
-ceil(K / 128) blocks; numbers are its own, or those of mxfp4.py. Both products may have biases; moe_gate.py
-has the activations. Tiles and their experts are found as in moe_gemm.py; experts without rows are never read.
+P pairs, E experts, N outputs of a matrix, K inputs. Weights are packed as expert_packing.py says, in
+ceil(K / 128) blocks; numbers are those of quantize_int4.py or mxfp4.py. Both products may have biases;
+moe_gate.py has the activations. Tiles and their experts are found as in moe_gemm.py; experts without rows are
+never read.
 
 Packed weights become 16-bit numbers in registers, the tall operand of the tensor cores; rows are the narrow
-one. Scales of groups of 64 and 128 are applied to the sums in float32, those of 32 to the weights.
+one. Scales are applied to each group's sum in float32.
 
 Cost: N * K / 2 bytes for every expert with rows, and as many numbers to make; 2 * P * N * K FLOP.
 """
@@ -24,19 +25,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels.expert_packing import QUARTER, e2m1_quarters, int4_quarters
 from triton_kernels.gpu import Gpu
-from triton_kernels.int4_linear_few import _products, _values
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
 from triton_kernels.moe_gemm import _find_tile, _most_tiles
 from triton_kernels.moe_route import Routing, expert_lanes
-from triton_kernels.quantize_int4 import BLOCK, HALF, int4_values
+from triton_kernels.quantize_int4 import BLOCK, HALF, MIDDLE
 
-_HALF = tl.constexpr(HALF)
-_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+_BLOCK = tl.constexpr(BLOCK)
+_QUARTER = tl.constexpr(QUARTER)
+_MIDDLE = tl.constexpr(MIDDLE)
 
 
 class Int4GemmConfig(NamedTuple):
@@ -84,70 +85,85 @@ def int4_gemm_that_fits(config: Int4GemmConfig, gpu: Gpu, *, gated: bool) -> Int
     return config._replace(num_stages=stages, tma=config.tma and gpu.has_tma)
 
 
-# Four bytes to four numbers: the bits of e2m1 where those of bfloat16 are make a number 2^126 too small. In
-# one line, because torch.compile copies a constant into code of its own.
-_E2M1 = tl.constexpr(
-    "{ .reg .b32 a, b, s, big, zero; "
-    "mov.b32 big, 0x7e807e80; "
-    "mov.b32 zero, 0x80008000; "
-    "prmt.b32 a, $2, 0, 0x4140; "
-    "prmt.b32 b, $2, 0, 0x4342; "
-    "and.b32 s, a, 0x00080008; "
-    "shl.b32 s, s, 12; "
-    "and.b32 a, a, 0x00070007; "
-    "shl.b32 a, a, 6; "
-    "or.b32 a, a, s; "
-    "and.b32 s, b, 0x00080008; "
-    "shl.b32 s, s, 12; "
-    "and.b32 b, b, 0x00070007; "
-    "shl.b32 b, b, 6; "
-    "or.b32 b, b, s; "
-    "fma.rn.bf16x2 $0, a, big, zero; "
-    "fma.rn.bf16x2 $1, b, big, zero; }"
-)
-
-
 @triton.jit
-def _e2m1(codes, dtype: tl.constexpr):
-    """The numbers of the codes in the low bits of bytes."""
-    if dtype == tl.bfloat16 and not _INTERPRETED:
-        return tl.inline_asm_elementwise(_E2M1, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-    else:
-        bits = codes.to(tl.int32)
-        bits = ((bits & 7) << 22) | ((bits & 8) << 28)
-        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)
-
-
-@triton.jit
-def _e8m0(scales, dtype: tl.constexpr):
+def _e8m0(scales):
     """Powers of two of bytes, NaN for 255."""
     bits = scales.to(tl.int32)
     bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-    return bits.to(tl.float32, bitcast=True).to(dtype)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _scales_of(scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-               MXFP4: tl.constexpr):  # fmt: skip
-    """What `_added` takes of one block."""
-    if MXFP4:
-        low = int4_values(scales, block, N, False, GROUP)
-        return low, int4_values(scales, block, N, True, GROUP), low, low
-    else:
-        return _values(scales, zeros, block, N, dtype, GROUP, HAS_ZEROS)
+def _of_quarters(pointers, block, N, GROUP: tl.constexpr):
+    """Scales or zero points of a block's quarters, [outputs, 1] each."""
+    row = block * (_BLOCK // GROUP)
+    first = tl.load(pointers + row * N)[:, None]
+    third = first if GROUP == _BLOCK else tl.load(pointers + (row + 2 * _QUARTER // GROUP) * N)[:, None]
+    second = tl.load(pointers + (row + 1) * N)[:, None] if GROUP == _QUARTER else first
+    fourth = tl.load(pointers + (row + 3) * N)[:, None] if GROUP == _QUARTER else third
+    return first, second, third, fourth
 
 
 @triton.jit
-def _added(acc, packed, x_low, x_high, values, GROUP: tl.constexpr, MXFP4: tl.constexpr):
-    """acc [outputs, rows] and one block's products; x [rows, 64]."""
-    if MXFP4:
-        dtype: tl.constexpr = x_low.dtype
-        low = _e2m1(packed, dtype) * _e8m0(values[0], dtype)
-        high = _e2m1(packed >> 4, dtype) * _e8m0(values[1], dtype)
-        acc = tl.dot(low, x_low.T, acc, input_precision="ieee")
-        return tl.dot(high, x_high.T, acc, input_precision="ieee")
+def _values_of(scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """The scales of a block's quarters, then the zero points."""
+    s0, s1, s2, s3 = _of_quarters(scales, block, N, GROUP)
+    if HAS_ZEROS:
+        z0, z1, z2, z3 = _of_quarters(zeros, block, N, GROUP)
+        return s0, s1, s2, s3, z0, z1, z2, z3
     else:
-        return acc + _products(packed, x_low.T, x_high.T, values, GROUP)
+        middle = tl.full([1, 1], _MIDDLE, dtype)
+        return s0, s1, s2, s3, middle, middle, middle, middle
+
+
+@triton.jit
+def _product(numbers, x, acc):
+    return tl.dot(numbers, x.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _added(acc, words, x, values, GROUP: tl.constexpr, MXFP4: tl.constexpr):
+    """acc [outputs, rows] and one block's products; x [rows, 32] of each quarter."""
+    x0, x1, x2, x3 = x
+    dtype: tl.constexpr = x0.dtype
+    s0, s1, s2, s3, z0, z1, z2, z3 = values
+    if MXFP4:
+        w0, w1, w2, w3 = e2m1_quarters(words, dtype)
+        s0, s1, s2, s3 = _e8m0(s0), _e8m0(s1), _e8m0(s2), _e8m0(s3)
+    else:
+        w0, w1, w2, w3 = int4_quarters(words, z0, z1, z2, z3, dtype)
+    none = tl.zeros_like(acc)
+    if GROUP == _QUARTER:
+        acc += _product(w0, x0, none) * s0.to(tl.float32)
+        acc += _product(w1, x1, none) * s1.to(tl.float32)
+        acc += _product(w2, x2, none) * s2.to(tl.float32)
+        return acc + _product(w3, x3, none) * s3.to(tl.float32)
+    half = _product(w1, x1, _product(w0, x0, none))
+    if GROUP == _BLOCK:
+        return acc + _product(w3, x3, _product(w2, x2, half)) * s0.to(tl.float32)
+    acc += half * s0.to(tl.float32)
+    return acc + _product(w3, x3, _product(w2, x2, none)) * s2.to(tl.float32)
+
+
+@triton.jit
+def _x_quarters(pointers, start, lanes, K: tl.constexpr, EVEN: tl.constexpr):
+    """The columns of x that meet a block's quarters, [rows, 32] each."""
+    if EVEN:
+        return (
+            tl.load(pointers + start),
+            tl.load(pointers + (start + _QUARTER)),
+            tl.load(pointers + (start + 2 * _QUARTER)),
+            tl.load(pointers + (start + 3 * _QUARTER)),
+        )
+    else:
+        # One answer for a quarter that is there as a whole, or the compiler copies number by number.
+        inside = (lanes + start)[None, :] if (K + _QUARTER) % _QUARTER else start
+        return (
+            tl.load(pointers + start, inside < K, other=0.0),
+            tl.load(pointers + (start + _QUARTER), inside + _QUARTER < K, other=0.0),
+            tl.load(pointers + (start + 2 * _QUARTER), inside + 2 * _QUARTER < K, other=0.0),
+            tl.load(pointers + (start + 3 * _QUARTER), inside + 3 * _QUARTER < K, other=0.0),
+        )
 
 
 @triton.jit
@@ -183,8 +199,8 @@ def _experts_int4_kernel(
     """N: columns of the result. A gated weight has 2 * N outputs."""
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     OUTPUTS: tl.constexpr = 2 * N if GATED else N
-    BLOCKS: tl.constexpr = (K + 2 * _HALF - 1) // (2 * _HALF)
-    EVEN: tl.constexpr = BLOCKS * 2 * _HALF == K
+    BLOCKS: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
+    EVEN: tl.constexpr = BLOCKS * _BLOCK == K
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(expert_end_ptr + experts, experts < E, other=0)
@@ -196,49 +212,41 @@ def _experts_int4_kernel(
         read = tl.minimum(rows, row_end - 1)
         if GATED:
             read = tl.load(order_ptr + read) // TOP_K
-        lanes = tl.arange(0, _HALF)
+        lanes = tl.arange(0, _QUARTER)
         x_ptrs = x_ptr + read.to(tl.int64)[:, None] * x_stride + lanes[None, :]
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         there_columns = tl.minimum(columns, N - 1)
         first = expert * BLOCKS  # of the expert's packed blocks
         if not TMA:
-            places = (first.to(tl.int64) * OUTPUTS + there_columns)[:, None] * _HALF + lanes[None, :]
+            places = (first.to(tl.int64) * OUTPUTS + there_columns)[:, None] * _QUARTER + lanes[None, :]
             w_ptrs = weight + places
-        of_expert = expert.to(tl.int64) * (BLOCKS * 2 * _HALF // GROUP * OUTPUTS)
+        of_expert = expert.to(tl.int64) * (BLOCKS * _BLOCK // GROUP * OUTPUTS)
         scales = scale_ptr + of_expert + there_columns
         zeros = zero_ptr + of_expert + there_columns
-        values = _scales_of(scales, zeros, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4)
+        values = _values_of(scales, zeros, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
         up_values = values
         if GATED:
-            up_values = _scales_of(scales + N, zeros + N, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4)
+            up_values = _values_of(scales + N, zeros + N, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for block in range(0, BLOCKS):
-            start = block * (2 * _HALF)
-            if EVEN:
-                x_low = tl.load(x_ptrs + start)
-                x_high = tl.load(x_ptrs + (start + _HALF))
-            else:
-                x_low = tl.load(x_ptrs + start, (start + lanes < K)[None, :], other=0.0)
-                x_high = tl.load(x_ptrs + (start + _HALF), (start + _HALF + lanes < K)[None, :], other=0.0)
+            x = _x_quarters(x_ptrs, block * _BLOCK, lanes, K, EVEN)
             if TMA:
-                packed = weight.load([(first + block) * OUTPUTS + n * BLOCK_N, 0])
+                words = weight.load([(first + block) * OUTPUTS + n * BLOCK_N, 0])
             else:
-                packed = tl.load(w_ptrs + block * (OUTPUTS * _HALF))
+                words = tl.load(w_ptrs + block * (OUTPUTS * _QUARTER))
             # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
             ahead = tl.minimum(block + 1, BLOCKS - 1)
-            next_values = _scales_of(scales, zeros, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4)
-            acc = _added(acc, packed, x_low, x_high, values, GROUP, MXFP4)
+            next_values = _values_of(scales, zeros, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+            acc = _added(acc, words, x, values, GROUP, MXFP4)
             values = next_values
             if GATED:
                 if TMA:
-                    packed = weight.load([(first + block) * OUTPUTS + N + n * BLOCK_N, 0])
+                    words = weight.load([(first + block) * OUTPUTS + N + n * BLOCK_N, 0])
                 else:
-                    packed = tl.load(w_ptrs + (block * OUTPUTS + N) * _HALF)
-                next_values = _scales_of(
-                    scales + N, zeros + N, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS, MXFP4
-                )
-                up = _added(up, packed, x_low, x_high, up_values, GROUP, MXFP4)
+                    words = tl.load(w_ptrs + (block * OUTPUTS + N) * _QUARTER)
+                next_values = _values_of(scales + N, zeros + N, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+                up = _added(up, words, x, up_values, GROUP, MXFP4)
                 up_values = next_values
         if HAS_BIAS:
             bias = bias_ptr + expert * OUTPUTS + there_columns
@@ -277,9 +285,10 @@ def multiply_experts_int4(
     num_pairs = routing.order.shape[0]
     y = torch.empty((num_pairs, results), dtype=x.dtype, device=x.device)
     tiles = _most_tiles(num_pairs, num_experts, config.block_m)
-    packed: Tensor | TensorDescriptor = weight.packed
+    words = weight.packed.view(torch.int16)
+    packed: Tensor | TensorDescriptor = words
     if config.tma:
-        packed = TensorDescriptor.from_tensor(weight.packed.view(-1, HALF), [config.block_n, HALF])
+        packed = TensorDescriptor.from_tensor(words.view(-1, QUARTER), [config.block_n, QUARTER])
     _experts_int4_kernel[(tiles * ceil_div(results, config.block_n),)](
         x,
         packed,

@@ -33,8 +33,8 @@ class Quantizable(Protocol):
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Fill matrices from N(0, 0.02) and vectors (norm weights, biases) with 1. Deterministic per seed, dtype
-    and device; a quantized weight gets the numbers that it would have unquantized, quantized."""
+    """Fill matrices from N(0, 0.02), biases with 0 and other vectors (norm weights) with 1. Deterministic per
+    seed, dtype and device; a quantized weight gets the numbers that it would have unquantized, quantized."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def normal(parameter: Tensor) -> None:
@@ -57,9 +57,10 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
             if hasattr(module, "fill_dummy"):
                 cast(Fillable, module).fill_dummy(normal)
                 own = {}
-            for parameter in own.values():
+            for name, parameter in own.items():
                 if parameter.dim() == 1:
-                    parameter.fill_(1.0)
+                    # Biases of 1 would outweigh what depends on the tokens: all would go to the same experts.
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 elif id(parameter) not in filled:
                     filled.add(id(parameter))
                     normal(parameter)

@@ -196,7 +196,6 @@ def test_every_launcher_traces_with_a_symbolic_batch_and_writes_only_what_it_say
             "top_p_out_ptr",
         ],
         "advance_rows": ["context_len_ptr", "last_token_ptr"],
-        "gated_delta_decode": ["conv_state_ptr", "out_ptr", "state_ptr"],
         "token_mask": ["out_ptr"],
         "logit_rules": ["out_ptr"],
         "count_tokens": ["marks_ptr", "recent_ptr"],

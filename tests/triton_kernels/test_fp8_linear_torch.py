@@ -18,5 +18,5 @@ def test_a_weight_with_scales_of_channels_and_rows_of_any_number(device):
     not torch.cuda.is_available(), reason="torch multiplies with scales of blocks on GPUs only"
 )
 def test_a_weight_with_scales_of_blocks(device):
-    one = layer((40, 256, 384), device, blocks=True)
+    one = layer((40, 256, 512), device, blocks=True)
     assert_close(fp8_linear_torch(*one.four), one.expected())

@@ -16,7 +16,7 @@ from triton_kernels.gated_delta import (
     gated_delta_prefill_cpu,
     gated_delta_reference,
 )
-from triton_kernels.gated_delta_decode import gated_delta_decode_triton
+from triton_kernels.gated_delta_decode import _decode, gated_delta_decode_triton
 from triton_kernels.gated_delta_prefill import DeltaPrefillConfig, gated_delta_prefill_triton
 
 EPS = 1e-6
@@ -39,9 +39,11 @@ def test_the_reference_equals_the_formulas_of_transformers() -> None:
     y = F.silu(F.conv1d(F.pad(x.T, (3, 0))[None], weights.conv[:, None], groups=layer.channels))[0].T
     key_size = layer.key_heads * layer.key_dim
     q, k, v = y.split((key_size, key_size, layer.value_heads * layer.value_dim), dim=1)
+    q, k = (one.reshape(1, count, layer.key_heads, layer.key_dim) for one in (q, k))
+    group = layer.value_heads // layer.key_heads  # transformers before 5.20 wants as many heads of keys
     b, a = ba.chunk(2, dim=1)
     o, state = torch_recurrent_gated_delta_rule(
-        *(one.reshape(1, count, layer.key_heads, layer.key_dim) for one in (q, k)),
+        *(one.repeat_interleave(group, dim=2) for one in (q, k)),
         v.reshape(1, count, layer.value_heads, layer.value_dim),
         g=(-weights.a_log.exp() * F.softplus(a + weights.dt_bias))[None],
         beta=b.sigmoid()[None],
@@ -238,6 +240,36 @@ def test_the_configuration_of_prefill_changes_rounding_only(block_e: int, device
     rows = (int32([0], device), int32([70], device), int32([0, 70], device))
     doubled = DeltaWeights(*(one.double() for one in weights))
     expected = gated_delta_reference(qkvz.double(), ba.double(), doubled, exact, *rows, EPS)
-    config = DeltaPrefillConfig(4, block_e, 4, 1)
+    config = DeltaPrefillConfig(4, block_e, 4, 2)
     found = gated_delta_prefill_triton(qkvz, ba, weights, states, *rows, EPS, config)
     assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_a_row_decodes_as_it_does_alone(device: str) -> None:
+    # On a GPU so many that they get fewer registers.
+    layer, count = (DeltaLayer(16, 32, 128, 128), 70) if device == "cuda" else (SMALL, 5)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    weights = layer.weights(dtype, device)
+    states = layer.states(count + 1, dtype, device)
+    qkvz, ba = layer.inputs(count, dtype, device)
+    torch.manual_seed(0)
+    for one in states:
+        one.normal_(0.0, 0.1)
+    alone = clone(states)
+    ids, lengths = int32([*range(count)], device), int32([5 + r for r in range(count)], device)
+    together = gated_delta_decode_triton(qkvz, ba, weights, states, ids, lengths, EPS)
+    for r in (0, count // 2, count - 1):
+        one = slice(r, r + 1)
+        found = gated_delta_decode_triton(qkvz[one], ba[one], weights, alone, ids[one], lengths[one], EPS)
+        assert torch.equal(found[0], together[r])
+        assert torch.equal(alone.recurrent[r], states.recurrent[r])
+
+
+def test_torch_compile_is_told_what_decode_writes(device: str) -> None:
+    layer = SMALL
+    weights = layer.weights(torch.float32, device)
+    states = layer.states(4, torch.float32, device)
+    qkvz, ba = layer.inputs(3, torch.float32, device)
+    rows = (int32([0, 1, 2], device), int32([1, 1, 1], device))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_decode, (qkvz, ba, *weights, *states, *rows, EPS), test_utils=checks)

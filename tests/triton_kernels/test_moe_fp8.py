@@ -73,9 +73,11 @@ def inputs(tokens: int, num_experts: int, width: int, device: str, seed: int = 1
 
 
 def assert_alike(got: Tensor, expected: Tensor) -> None:
-    """Close by norm: a hidden value halfway between two FP8 numbers may fall to either."""
+    """Close by norm: a hidden value halfway between two FP8 numbers may fall to either. A GPU's sums of FP8
+    products have 14 bits, so of a hundred hidden values a few do, by an eighth each."""
+    tolerance = 2e-2 if got.device.type == "cuda" else 1e-2
     assert got.isfinite().all()
-    assert (got.double() - expected.double()).norm() <= 1e-2 * expected.double().norm()
+    assert (got.double() - expected.double()).norm() <= tolerance * expected.double().norm()
 
 
 def rounded(x: Tensor, kind: str, given: Tensor | None) -> Tensor:

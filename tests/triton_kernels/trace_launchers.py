@@ -18,8 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton_kernels import (
     advance_rows,
     fp8_linear_few,
-    gated_delta,
-    gated_delta_decode,
     linear_few,
     logit_rules,
     moe_choice,
@@ -182,16 +180,6 @@ def main() -> None:
         dynamic=(0, 1, 2),
     )
     trace("token_mask", token_mask.token_mask_triton, torch.randn(6, 70), ints(6), ints(2, 3), dynamic=(0, 1))
-    delta = gated_delta.DeltaWeights(torch.randn(96, 4), torch.rand(2), torch.rand(2), torch.rand(32))
-    states = gated_delta.DeltaStates(torch.zeros(9, 4, 96), torch.zeros(9, 2, 16, 32))
-    trace(
-        "gated_delta_decode",
-        lambda x, ba, rows, lengths: gated_delta_decode.gated_delta_decode_triton(
-            x, ba, delta, states, rows, lengths, 1e-6
-        ),
-        *(torch.randn(6, 160), torch.randn(6, 4), ints(6), ints(6)),
-        dynamic=(0, 1, 2, 3),
-    )
     tables = logit_rules.RuleTables(
         torch.zeros(9, dtype=torch.bool),
         ints(9),

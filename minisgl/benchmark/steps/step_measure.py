@@ -19,6 +19,7 @@ from minisgl.engine.engine import Engine
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.step.inputs import build_prefill
 from minisgl.engine.step.steps import DecodeStep, prefill_step
+from minisgl.kvcache.pool_figures import pool_figures
 from minisgl.model_config.config import ModelConfig
 from minisgl.parallel.sizes import rank_sizes
 from minisgl.scheduler.plan import Chunk, PageUpdate, RowInit, StepPlan
@@ -68,7 +69,7 @@ class StepMeasurements:
         profiled_steps = PROFILED_STEPS if engine.config.tp > 1 and engine.config.device == "cuda" else 0
         start = max(2, context - self._steps // 2)
         num_tokens = start + self._steps + WARM_UP_STEPS + ROUTED_STEPS + profiled_steps + 1
-        if not _fits(engine, batch, num_tokens):
+        if not _fits(engine, batch, start, num_tokens):
             self._leave_out(f"decode {batch} x {context}")
             return
         place_rows(engine, batch, start, num_tokens)
@@ -86,7 +87,7 @@ class StepMeasurements:
     def prefill(self, num_tokens: int, prefix: int) -> None:
         """Time prefill steps of `num_tokens` tokens after a prefix of `prefix` tokens."""
         engine = self._engine
-        if num_tokens > engine.config.chunk_tokens or not _fits(engine, 1, prefix + num_tokens):
+        if num_tokens > engine.config.chunk_tokens or not _fits(engine, 1, prefix + 1, prefix + num_tokens):
             self._leave_out(f"prefill {num_tokens} on {prefix}")
             return
         place_rows(engine, 1, prefix + 1, prefix + num_tokens)
@@ -104,7 +105,7 @@ class StepMeasurements:
         room = max(context + self._num_prompt_steps + WARM_UP_STEPS + 2, num_tokens)
         too_many = num_tokens > engine.config.chunk_tokens
         too_many = too_many or batch + num_tokens > engine.config.max_step_tokens
-        if too_many or not _fits(engine, batch + 1, room):
+        if too_many or not _fits(engine, batch + 1, context, room):
             self._leave_out(f"mixed {batch} x {context} + {num_tokens}")
             return
         place_rows(engine, batch + 1, context, room)
@@ -183,21 +184,37 @@ def _prefill_uncompiled(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> None:
     prefill_step(runner.model, runner.rows, build_prefill(chunks, runner.pages, runner.stager))
 
 
-def _pages_per_row(engine: Engine, num_tokens: int) -> int:
-    return -(-num_tokens // engine.config.page_size)
+def _fits(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> bool:
+    """Whether `place_rows` finds room in the context and the pools."""
+    usable = [figures.usable for figures in pool_figures(engine.cache)]
+    needed = [last - first for first, last in _page_ranges(engine, num_present, num_tokens)]
+    fits = all(num_rows * pages <= there for pages, there in zip(needed, usable, strict=True))
+    return num_tokens <= engine.max_context_tokens and fits
 
 
-def _fits(engine: Engine, num_rows: int, num_tokens: int) -> bool:
-    """Whether `num_rows` rows of `num_tokens` tokens fit into the context and the pool."""
-    pages = num_rows * _pages_per_row(engine, num_tokens)
-    return num_tokens <= engine.max_context_tokens and pages <= engine.num_pages
+def _page_ranges(engine: Engine, num_present: int, num_tokens: int) -> list[tuple[int, int]]:
+    """For each group of layers, the first page index that a row needs whose token `num_present` - 1 is
+    computed next, and the end of its pages for `num_tokens` tokens."""
+    size = engine.config.page_size
+    firsts = [
+        max(0, num_present - figures.window) // size if figures.window else 0
+        for figures in pool_figures(engine.cache)
+    ]
+    return [(first, -(-num_tokens // size)) for first in firsts]
 
 
 def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int) -> None:
     """Give each of rows 0..num_rows-1 its own pages for `num_tokens` tokens, and set its length to
     `num_present`. The last present token is computed; the others are whatever the pool contains."""
-    per_row = _pages_per_row(engine, num_tokens)
-    first_pages = np.arange(1, 1 + per_row, dtype="<i4")
+    ranges = _page_ranges(engine, num_present, num_tokens)
+
+    def pages_of(row: int) -> tuple[PageUpdate, ...]:
+        updates = []
+        for group, (first, end) in enumerate(ranges):
+            page_ids = np.arange(1, 1 + end - first, dtype="<i4") + row * (end - first)
+            updates.append(PageUpdate(row, first, page_ids.tobytes(), group))
+        return tuple(updates)
+
     max_chunks = engine.config.max_step_tokens
     for begin in range(0, num_rows, max_chunks):
         rows = range(begin, min(begin + max_chunks, num_rows))
@@ -207,7 +224,7 @@ def place_rows(engine: Engine, num_rows: int, num_present: int, num_tokens: int)
         plan = StepPlan(
             step_id=0,
             row_inits=tuple(RowInit(row, 0.0, 0, 1.0, 0.0, row) for row in rows),
-            page_updates=tuple(PageUpdate(row, 0, (first_pages + row * per_row).tobytes()) for row in rows),
+            page_updates=tuple(update for row in rows for update in pages_of(row)),
             decode_rows=(),
             chunks=tuple(chunks),
             sampled_rows=tuple(rows),

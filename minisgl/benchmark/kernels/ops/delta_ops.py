@@ -116,12 +116,13 @@ def _small(shape: ModelShape) -> ModelShape:
 def _prefill_candidates(shape: ModelShape, size: int, gpu: Gpu) -> list[DeltaPrefillConfig]:
     dim = shape.linear_head_dim
     found = []
-    for warps, block_e, stages in itertools.product((4, 8), (16, 32, 64), (1, 2, 3)):
+    # One stage is wrong on Hopper (Triton 3.6); GPUs with room for one only take the default.
+    for warps, block_e, stages in itertools.product((4, 8), (16, 32, 64), (2, 3)):
         stage_bytes = 2 * CHUNK * (3 * dim + CHUNK + block_e)
         other_bytes = 2 * (dim + CHUNK) * block_e
         if block_e <= dim and gpu.stages_that_fit(stages, stage_bytes, other_bytes) == stages:
             found.append(DeltaPrefillConfig(4, block_e, warps, stages))
-    return [*found, found[0]._replace(prepare_warps=8)]
+    return [*found, *(one._replace(prepare_warps=8) for one in found[:1])]
 
 
 def _parts(shape: ModelShape) -> list[ModelShape]:

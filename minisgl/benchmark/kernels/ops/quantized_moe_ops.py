@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning, token_cases
 from minisgl.benchmark.kernels.kernel_timing import Problem, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from triton_kernels.expert_packing import pack_expert
 from triton_kernels.gpu import Gpu
 from triton_kernels.moe_fp8 import (
     Fp8ExpertWeights,
@@ -34,7 +36,7 @@ from triton_kernels.moe_int4_gemm import Int4GemmConfig, int4_gemm_that_fits
 from triton_kernels.moe_route import top_k_reference
 from triton_kernels.mxfp4 import quantize_mxfp4
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
-from triton_kernels.quantize_int4 import pack_int4, quantize_weight_int4
+from triton_kernels.quantize_int4 import BLOCK, quantize_weight_int4, unpack_int4
 
 KINDS = ("fp8", "fp8_blocks", "int4", "mxfp4")
 GROUP_OF_INT4 = 128
@@ -100,14 +102,16 @@ def _fp8_weights(matrices: list[list[Tensor]], blocks: bool) -> Fp8ExpertWeights
 def _int4_matrices(matrices: list[Tensor]) -> PackedExperts:
     packed = [quantize_weight_int4(matrix, GROUP_OF_INT4) for matrix in matrices]
     return PackedExperts(
-        torch.stack([one.packed for one in packed]), torch.stack([one.scales for one in packed])
+        torch.stack([pack_expert(unpack_int4(one.packed)) for one in packed]),
+        torch.stack([one.scales for one in packed]),
     )
 
 
 def _mxfp4_matrices(matrices: list[Tensor]) -> PackedExperts:
-    rounded = [quantize_mxfp4(matrix) for matrix in matrices]
+    missing = -matrices[0].shape[1] % BLOCK
+    rounded = [quantize_mxfp4(F.pad(matrix, (0, missing))) for matrix in matrices]
     return PackedExperts(
-        torch.stack([pack_int4(codes) for codes, _ in rounded]),
+        torch.stack([pack_expert(codes) for codes, _ in rounded]),
         torch.stack([scales.t().contiguous() for _, scales in rounded]),
     )
 
@@ -152,6 +156,8 @@ def int4_candidates(gpu: Gpu) -> list[MoeInt4Config]:
         ((16, 64, 4, 8, 1), (16, 64, 4, 6, 1)),
         ((16, 128, 8, 4, 1), (16, 128, 8, 4, 1)),
         ((16, 128, 4, 4, 1), (16, 128, 4, 4, 1)),
+        ((16, 64, 4, 4, 1), (16, 128, 4, 4, 1)),
+        ((16, 64, 4, 6, 1), (16, 128, 4, 6, 1)),
         ((16, 32, 4, 5, 1), (16, 32, 4, 5, 1)),
         ((32, 64, 4, 4, 1), (32, 64, 4, 4, 1)),
         ((32, 128, 8, 3, 1), (32, 128, 8, 3, 1)),
@@ -185,14 +191,18 @@ def _tuning(kind: str) -> Tuning:
     unit = GROUP if kind in ("fp8_blocks", "int4") else 32 if kind == "mxfp4" else 1
 
     def cases(shape: ModelShape, on_gpu: bool) -> list[Case]:
-        if not shape.experts or shape.hidden % GROUP or shape.expert_width % unit:
+        if (
+            not shape.experts
+            or shape.hidden % (unit if kind == "mxfp4" else GROUP)
+            or shape.expert_width % unit
+        ):
             return []
         return token_cases(functools.partial(quantized_moe_problem, kind), TUNE_TOKENS)(shape, on_gpu)
 
     own = (
         ("moe_fp8.py", "moe_fp8_gemm.py", "quantize_fp8.py")
         if is_fp8
-        else ("moe_int4.py", "moe_int4_gemm.py")
+        else ("moe_int4.py", "moe_int4_gemm.py", "expert_packing.py")
     )
     default = default_moe_fp8_config if is_fp8 else default_moe_int4_config
     return Tuning(

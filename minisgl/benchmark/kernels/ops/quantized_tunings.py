@@ -81,7 +81,7 @@ def _fp8_tuning(gated: bool, blocks: bool) -> Tuning:
             return []
         outputs = _results(matrix, gated)
         own = fp8_ops.many_rows_candidates(outputs, matrix.width, rows, gpu, gated=gated, blocks=blocks)
-        return [*own, LIBRARY]
+        return [*own, LIBRARY] if matrix.width % (512 if blocks else 16) == 0 else own
 
     return Tuning(
         files=("fp8_linear_many.py", "fp8_linear_torch.py"),
