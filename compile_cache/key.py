@@ -1,4 +1,4 @@
-"""The key of a cache entry: one GPU model and one set of versions.
+"""The key of a cache entry: one model of GPU or processor, and one set of versions.
 
 Promise: facts are plain text, so an entry on disk can say what it is for.
 """
@@ -6,6 +6,7 @@ Promise: facts are plain text, so an entry on disk can say what it is for.
 import hashlib
 import platform
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,27 @@ def machine_facts(device: "torch.device") -> dict[str, str]:
     }
 
 
+def processor_facts() -> dict[str, str]:
+    """The facts about this machine's processor and the software on which code compiled for it depends."""
+    import torch  # lazy, as above
+
+    lines = {"model name": platform.processor(), "flags": ""}
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        lines |= {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in file)}
+    return {
+        "cpu": lines["model name"],
+        "instructions": hashlib.sha256(lines["flags"].encode()).hexdigest()[:16],
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+
+
 def entry_name(facts: Mapping[str, str]) -> str:
-    """A folder name that is unique to these facts: the GPU's name and a hash."""
+    """A folder name that is unique to these facts: the name of the GPU or processor, and a hash."""
     text = "\n".join(f"{name}={facts[name]}" for name in sorted(facts))
-    gpu = "".join(c if c.isalnum() else "-" for c in facts.get("gpu", "unknown").lower())
-    return f"{gpu}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    chip = facts.get("gpu") or facts.get("cpu") or "unknown"
+    chip = "".join(c if c.isalnum() else "-" for c in chip.lower())
+    return f"{chip}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def sources_digest(folders: Iterable[Path]) -> str:

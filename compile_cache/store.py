@@ -43,6 +43,7 @@ class OpenCache:
     """The entry that this process uses, or a temporary folder instead; torch and Triton write there.
 
     Attributes:
+        files: the folder of what is kept.
         note: a message for the user about quarantine or a concurrent start; "" = none.
     """
 
@@ -55,7 +56,7 @@ class OpenCache:
         note: str = "",
     ) -> None:
         self.note = note
-        self._files = files
+        self.files = files
         self._variables = variables
         self._held = held
         self._facts = facts
@@ -71,10 +72,10 @@ class OpenCache:
         if isinstance(self._held, TemporaryFolder):
             return
         try:
-            write_manifest(self._files.parent, self._facts, list_files(self._files))
+            write_manifest(self.files.parent, self._facts, list_files(self.files))
         except OSError as error:
             raise CacheError(
-                f"the compile cache in {self._files.parent} can't be published: {error}"
+                f"the compile cache in {self.files.parent} can't be published: {error}"
             ) from error
         finally:
             fcntl.flock(self._held, fcntl.LOCK_SH)

@@ -30,11 +30,11 @@ SERVER = """
     --tool-parser --upload-timeout-s --usage-log
 """
 ENGINE = """
-    --attention-backend --chunk-tokens --compile-cache --compile-mode --cpu-threads --device --dtype
+    --attention-backend --chunk-tokens --compile-cache --compile-mode --compile-on-cpu --cpu-threads --device --dtype
     --dummy-weights --join-decodes --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
     --max-running-requests
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights
-    --no-join-decodes --no-overlap
+    --no-compile-on-cpu --no-join-decodes --no-overlap
     --no-prefix-cache --no-strict-compile --num-pages --output-reserve-tokens --overlap --page-size
     --keep-window-pages --no-keep-window-pages --kv-dtype
     --kv-events-buffer-steps --kv-events-endpoint --kv-events-replay-endpoint --kv-events-topic

@@ -128,7 +128,11 @@ ONLY_IN: dict[str, set[str]] = {
     "ray": {"minisgl/ray/ingress.py", "minisgl/ray/engine_replica.py", "minisgl/ray_serve.py"},
     "opentelemetry": {"minisgl/server/tracing/export.py"},
     "torch._dynamo": {"minisgl/engine/graphs/decode_graphs.py"},
-    "torch._inductor": {"minisgl/engine/graphs/decode_graphs.py", "compile_cache/"},
+    "torch._inductor": {
+        "minisgl/engine/graphs/decode_graphs.py",
+        "minisgl/engine/cpu_blocks/compile_child.py",
+        "compile_cache/",
+    },
     "sys.executable": {
         "minisgl/ipc/child_process.py",
         "minisgl/commands/doctor.py",

@@ -76,6 +76,10 @@ class EngineConfig:
     """The part of the decode step that torch.compile compiles: "layers" (one block, shared by all layers),
     "full" (the whole step, mode="reduce-overhead"; starts far slower) or "off". Auto: layers on cuda; if
     compiling fails, the engine warns and runs without it."""
+    compile_on_cpu: bool = True
+    """On a CPU, compile the decode steps of common bfloat16 models in the background, after the first few
+    hundred of them, and use that code from then on, or from the next start. Needs g++ and AVX-512; not with
+    --tp or --kernel."""
     max_graph_batch: int | None = None
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests on cuda, unless torch is decode's attention backend, else 0."""
@@ -93,7 +97,7 @@ class EngineConfig:
     strict_compile: bool = False
     """Make a recompilation or a missing graph after warm-up an error instead of a counter."""
     compile_cache: str | None = None
-    """Folder that keeps compiled code between starts on cuda. Auto: "compiled" in the cache directory. Torch
+    """Folder that keeps compiled code between starts. Auto: "compiled" in the cache directory. Torch
     and Triton use their own folders instead if this is an empty text, if TORCHINDUCTOR_CACHE_DIR or
     TRITON_CACHE_DIR is set, or with --kernel."""
     kv_events_endpoint: str | None = None
@@ -149,6 +153,7 @@ class ResolvedConfig:
     prefix_cache: bool
     overlap: bool
     compile_mode: str
+    compile_on_cpu: bool
     max_graph_batch: int
     max_graph_tokens: int
     attention_backend: str

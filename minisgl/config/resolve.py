@@ -102,6 +102,7 @@ def resolve_engine_config(config: EngineConfig, model: ModelConfig, facts: Devic
         prefix_cache=config.prefix_cache,
         overlap=config.overlap if config.overlap is not None else on_cuda,
         compile_mode=compile_mode,
+        compile_on_cpu=config.compile_on_cpu,
         max_graph_batch=max_graph_batch,
         max_graph_tokens=max_graph_tokens,
         attention_backend=str(attention),

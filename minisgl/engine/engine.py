@@ -396,6 +396,8 @@ class Engine:
             self._followers.close()  # ranks that were not told to stop are killed
         if self.page_events is not None:
             self.page_events.close()
+        if self.runner.cpu_block is not None:
+            self.runner.cpu_block.close()
         compile_cache, self._compile_cache = self._compile_cache, None
         if compile_cache is not None:
             if not self._device.has_failed and self._num_compiled > self._num_published:

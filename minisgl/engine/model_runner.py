@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.engine.cpu_blocks.cpu_block import CpuBlock
 from minisgl.engine.graphs.prefill_graphs import UNCAPTURED, PrefillChoice
 from minisgl.engine.graphs.recording import RecordedSteps
 from minisgl.engine.step.attention_planner import AttentionPlanner
@@ -27,15 +28,10 @@ from minisgl.engine.step.inputs import (
 from minisgl.engine.step.logits import LogitTables, pack_rules
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.sample_extras import RowMasks, sample_with_extras
-from minisgl.engine.step.steps import (
-    DecodeStep,
-    RowLogits,
-    prefill_logits,
-    prefill_step,
-)
+from minisgl.engine.step.steps import DecodeStep, RowLogits, prefill_logits, prefill_step
 from minisgl.engine.watch.step_timeline import UsedGraphs
 from minisgl.layers.state_pool import StatePool
-from minisgl.models.decoder import Decoder
+from minisgl.models.decoder import Decoder, call_block
 from minisgl.scheduler.plan import PLAIN, Chunk, LogitExtras, StepPlan, StepResult, TokenMasks
 
 MASK_BUFFERS = 1
@@ -81,6 +77,7 @@ class ModelRunner:
         device: torch.device,
         recorded: RecordedSteps,
         states: StatePool | None = None,
+        cpu_block: CpuBlock | None = None,
     ) -> None:
         self.model = model
         self.states = states
@@ -90,7 +87,8 @@ class ModelRunner:
         self.planner = planner
         self.stager = stager
         self._mask_stager = Stager(device, MASK_BUFFERS)
-        self._decode = DecodeStep(model, rows)
+        self.cpu_block = cpu_block
+        self._decode = DecodeStep(model, rows, cpu_block or call_block)
         self.decode_graphs = recorded.decode
         self.prefill_graphs = recorded.prefill
         self._logit_tables: LogitTables | None = None

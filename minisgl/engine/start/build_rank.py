@@ -21,6 +21,7 @@ from minisgl.attention.choice import parse
 from minisgl.attention.flashinfer import AttentionShape
 from minisgl.attention.interface import Attend, Backend
 from minisgl.config import ResolvedConfig
+from minisgl.engine.cpu_blocks.cpu_block import make_cpu_block
 from minisgl.engine.device_faults import device_fault_of, name_device_faults
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs.buckets import buckets_of
@@ -238,7 +239,8 @@ def _assemble(
     model.allocate_kv(num_pages if num_groups > 1 else num_pages[0], page_size, hardware.cache_dtype, device)
     stages.finish("memory profile and KV pool")
     recorded = record_steps(config, model, rows, pages, planner, stager, device, kernels, stages, ranks)
-    runner = ModelRunner(model, rows, pages, planner, stager, device, recorded, states)
+    cpu_block = make_cpu_block(config, model) if device.type == "cpu" else None
+    runner = ModelRunner(model, rows, pages, planner, stager, device, recorded, states, cpu_block)
     if ranks is not None:
         runner.allocate_logit_tables()  # later, a rank without memory for them would end the engine
     kv_cache = _make_cache(config, model_config, budget, page_events is not None)

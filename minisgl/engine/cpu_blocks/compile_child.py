@@ -1,0 +1,60 @@
+"""A child process that compiles the parts of a block for this CPU. Arguments: SIZES as JSON, FOLDER.
+
+Promise: it takes only time that no other process wants, and ends when its parent does. It needs no weights.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minisgl.engine.cpu_blocks.compiled_block import part_file
+from minisgl.engine.cpu_blocks.parts import Part, parts_of
+from minisgl.engine.cpu_blocks.sizes import BlockSizes
+
+
+def main() -> None:
+    """Compile all parts."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _set_compiler_up()
+    for name, part in parts_of(BlockSizes(**json.loads(sys.argv[1]))).items():
+        compile_part(part, part_file(Path(sys.argv[2]), name))
+
+
+def compile_part(part: Part, file: Path) -> None:
+    """Compile a part for any number of rows."""
+    lines = {name: torch.export.Dim(name, min=1, max=1 << 24) for name in part.lines.values()}
+    shapes = tuple(
+        {0: lines[part.lines[place]]} if place in part.lines else None for place in range(len(part.inputs))
+    )
+    with torch.no_grad():
+        program = torch.export.export(part.module, part.inputs, dynamic_shapes=shapes, strict=False)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+
+
+def _set_compiler_up() -> None:
+    """Make `packed_linear` oneDNN's product, which no pass of torch fuses with what is around it."""
+    from torch._inductor import config, ir, lowering, mkldnn_ir  # lazy: they take seconds
+
+    config.compile_threads = 1
+    config.cpp.threads = 1  # what lies between the products takes less time than waking a thread
+
+    def lower(x: Any, weight: Any, bias: Any) -> Any:
+        return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
+
+    lowering.register_lowering(torch.ops.minisgl_cpu.packed_linear.default, type_promotion_kind=None)(lower)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # the parent never writes, so this returns when it has ended
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

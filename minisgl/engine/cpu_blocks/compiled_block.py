@@ -1,0 +1,80 @@
+"""Runs blocks by code that was compiled for this CPU; attention stays uncompiled between its two parts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+from torch._C._aoti import AOTIModelPackageLoader
+
+from minisgl.attention.interface import AttentionInputs
+from minisgl.layers.linear import FusedLinear, Linear
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.weight import PlainWeight
+from minisgl.models.decoder import Block, Decoder, RunBlock
+from triton_kernels.on_cpu import store_cpu
+
+PARTS = ("before", "after")
+"""The names of `parts_of`, whose module an engine does not load."""
+
+
+def part_file(folder: Path, name: str) -> Path:
+    """Where a compiled part lies."""
+    return folder / f"{name}.pt2"
+
+
+def load_block(folder: Path, model: Decoder) -> RunBlock:
+    """A `RunBlock` for decode steps without padding; the model's weights must not be replaced afterwards.
+
+    Args:
+        folder: has the compiled parts for the model's `sizes_of_blocks`.
+
+    Raises:
+        RuntimeError: torch can't load the code.
+    """
+    before, after = (_load(part_file(folder, name)) for name in PARTS)
+    tensors = {layer: _tensors(layer) for layer in model.layers if isinstance(layer, Block)}
+
+    def run(
+        block: Block,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        ours_before, ours_after = tensors[block]
+        q, k, v, residual = before([x, residual, positions, cos_sin, *ours_before])
+        assert block.self_attn is not None
+        attention, slots = block.self_attn.attention, inputs.slot_mapping.long()
+        store_cpu(attention.k_cache, slots, k)
+        store_cpu(attention.v_cache, slots, v)
+        # Compiled code reads its inputs as contiguous, without a check.
+        heads = attention.attend_pool(q, inputs).reshape(len(q), -1).contiguous()
+        x, residual = after([heads, residual, *ours_after])
+        return x, residual
+
+    return run
+
+
+def _load(file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
+    # As torch._inductor.aoti_load_package, whose imports take seconds. The last arguments: one caller at a
+    # time, one copy, no device.
+    return AOTIModelPackageLoader(str(file), "model", True, 1, -1).run
+
+
+def _tensors(block: Block) -> tuple[list[Tensor], list[Tensor]]:
+    """What the two parts take of a block, in the order of their arguments; they have no absent ones."""
+    attention, mlp = block.self_attn, block.mlp
+    assert attention is not None
+    assert isinstance(mlp, GatedMLP)
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    norms = [norm.weight for norm in (q_norm, k_norm) if norm is not None]
+    before = [block.input_layernorm.weight, *_weight(attention.qkv_proj), *norms]
+    norm = block.post_attention_layernorm.weight
+    return before, [*_weight(attention.o_proj), norm, *_weight(mlp.gate_up_proj), *_weight(mlp.down_proj)]
+
+
+def _weight(layer: Linear | FusedLinear) -> list[Tensor]:
+    assert isinstance(layer.weight, PlainWeight)
+    values, bias = layer.weight.values, layer.weight.bias
+    return [values] if bias is None else [values, bias]

@@ -1,0 +1,161 @@
+"""The compiled block of a CPU's decode steps: against the uncompiled one, and when compiling fails."""
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_config import TINY
+from torch import Tensor
+
+from compile_cache.store import OpenCache, open_cache
+from minisgl.attention import torch as torch_attention
+from minisgl.attention.interface import AttentionInputs
+from minisgl.engine.cpu_blocks.compiled_block import PARTS, part_file
+from minisgl.engine.cpu_blocks.cpu_block import COMPILER, CpuBlock
+from minisgl.engine.cpu_blocks.parts import parts_of
+from minisgl.engine.cpu_blocks.sizes import BlockSizes, sizes_of_blocks
+from minisgl.models.checkpoint import pack_weights
+from minisgl.models.decoder import Decoder, RunBlock
+from triton_kernels.on_cpu import can_pack
+
+PAGE, PAGES, LENGTHS = 4, 16, (7, 1, 12, 8, 3)
+LIMIT_S = 240.0
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.empty(16, 16, dtype=torch.bfloat16)), reason="needs a processor with AVX-512"
+)
+
+
+@pytest.fixture
+def model() -> Decoder:
+    """A model with biases and norms of heads, but no bias of the output projection; its pool is not empty."""
+    torch.manual_seed(0)
+    config = replace(TINY, hidden_size=64, head_dim=16, qkv_bias=True, qk_norm=True)
+    model = Decoder(config, torch_attention.attend, torch.bfloat16).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.2)
+    model.allocate_kv(PAGES, PAGE, torch.bfloat16, "cpu")
+    for attention in model.attention_layers():
+        attention.k_cache.normal_()
+        attention.v_cache.normal_()
+    pack_weights(model)
+    return model
+
+
+@pytest.fixture
+def sizes(model: Decoder) -> BlockSizes:
+    found = sizes_of_blocks(model)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[OpenCache]:
+    cache = open_in(tmp_path)
+    yield cache
+    cache.close()
+
+
+def open_in(folder: Path) -> OpenCache:
+    cache = open_cache(folder, {"cpu": "any"}, {})
+    assert cache is not None
+    return cache
+
+
+def logits(model: Decoder, rows: list[int], run_block: RunBlock | None = None) -> Tensor:
+    """A decode step of these rows, each of which has pages of its own and LENGTHS tokens."""
+    lengths = torch.tensor([LENGTHS[row] for row in rows], dtype=torch.int32)
+    inputs = AttentionInputs(
+        page_table=torch.arange(1, PAGES, dtype=torch.int32).view(5, 3),
+        row_ids=torch.tensor(rows, dtype=torch.int32),
+        context_len=lengths,
+        slot_mapping=torch.tensor([PAGE * (1 + 3 * row) for row in rows], dtype=torch.int32) + lengths - 1,
+        row_start=torch.arange(len(rows) + 1, dtype=torch.int32),
+        max_query_len=1,
+        is_decode=True,
+    )
+    token_ids = torch.tensor([11 + row for row in rows], dtype=torch.int32)
+    with torch.inference_mode():
+        return model(token_ids, lengths - 1, inputs, run_block=run_block)
+
+
+def step_until(block: CpuBlock, model: Decoder) -> None:
+    """Run steps until the block has been compiled, or that has failed."""
+    began = time.monotonic()
+    while block.is_waiting and time.monotonic() - began < LIMIT_S:
+        logits(model, [0], block)
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_compiled_steps_equal_uncompiled_ones_and_do_not_depend_on_the_number_of_rows(
+    model: Decoder, sizes: BlockSizes, tmp_path: Path
+) -> None:
+    cache = open_in(tmp_path)
+    cache.publish()
+    block = CpuBlock(model, sizes, cache, steps_before=2)
+    rows = list(range(len(LENGTHS)))
+    expected = logits(model, rows)
+    assert torch.equal(logits(model, rows, block), expected)
+    step_until(block, model)
+    assert block.is_compiled
+    together = logits(model, rows, block)
+    assert torch.allclose(together, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    assert all(torch.equal(logits(model, [row], block)[0], together[row]) for row in rows)
+    block.close()
+
+    again = CpuBlock(model, sizes, open_in(tmp_path))
+    assert again.is_compiled
+    assert torch.equal(logits(model, rows, again), together)
+    again.close()
+
+
+def test_the_parts_have_the_names_that_are_loaded(sizes: BlockSizes) -> None:
+    assert tuple(parts_of(sizes)) == PARTS
+
+
+def test_a_compiler_that_fails_is_reported_once_and_steps_go_on(
+    model: Decoder, sizes: BlockSizes, cache: OpenCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = CpuBlock(model, sizes, cache, ("sh", "-c", "echo no space left >&2; exit 3"), steps_before=2)
+    step_until(block, model)
+    assert torch.equal(logits(model, [1, 2], block), logits(model, [1, 2]))
+    assert not block.is_compiled
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["decode steps stay uncompiled: no space left"]
+    block.close()
+
+
+def test_code_that_can_not_be_loaded_is_reported_and_steps_go_on(
+    model: Decoder, sizes: BlockSizes, cache: OpenCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in PARTS:
+        part_file(cache.files, name).write_text("no code")
+    block = CpuBlock(model, sizes, cache)
+    assert not block.is_compiled
+    assert "decode steps stay uncompiled" in caplog.text
+    assert torch.equal(logits(model, [1, 2], block), logits(model, [1, 2]))
+
+
+def test_closing_ends_the_compiler(model: Decoder, sizes: BlockSizes) -> None:
+    block = CpuBlock(model, sizes, None, ("sh", "-c", "exec sleep 1000"), steps_before=1)
+    logits(model, [0], block)
+    assert block.is_waiting
+    began = time.monotonic()
+    block.close()
+    assert time.monotonic() - began < 100
+    assert not block.is_waiting
+
+
+def test_only_plain_blocks_with_packed_weights_can_be_compiled(model: Decoder) -> None:
+    unpacked = Decoder(TINY, torch_attention.attend, torch.bfloat16)
+    assert sizes_of_blocks(unpacked) is None
+    scaled = Decoder(replace(TINY, residual_scale=0.5), torch_attention.attend, torch.bfloat16)
+    pack_weights(scaled)
+    assert sizes_of_blocks(scaled) is None
