@@ -30,8 +30,8 @@ SERVER = """
     --tool-parser --upload-timeout-s --usage-log
 """
 ENGINE = """
-    --attention-backend --chunk-tokens --compile-cache --compile-mode --compile-on-cpu --cpu-threads --device --dtype
-    --dummy-weights --join-decodes --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
+    --attention-backend --chunk-tokens --compile-cache --compile-mode --compile-on-cpu --cpu-threads --device
+    --dtype --dummy-weights --join-decodes --kernel --max-context-tokens --max-graph-batch --max-graph-tokens
     --max-running-requests
     --max-step-tokens --memory-fraction --mixed-step-tokens --model --no-dummy-weights
     --no-compile-on-cpu --no-join-decodes --no-overlap
