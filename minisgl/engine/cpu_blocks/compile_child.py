@@ -52,7 +52,7 @@ def _set_compiler_up() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()  # the parent never writes, so this returns when it has ended
+    os.read(sys.stdin.fileno(), 1)  # the parent never writes, so this returns when it has ended
     os._exit(1)
 
 
