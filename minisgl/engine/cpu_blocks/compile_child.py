@@ -19,7 +19,6 @@ from minisgl.engine.cpu_blocks.sizes import BlockSizes
 
 def main() -> None:
     """Compile all parts."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _set_compiler_up()
@@ -57,4 +56,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     main()
