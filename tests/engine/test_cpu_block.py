@@ -1,11 +1,13 @@
 """The compiled block of a CPU's decode steps: against the uncompiled one, and when compiling fails."""
 
+import json
 import logging
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from minisgl.engine.cpu_blocks.compiled_block import PARTS, part_file
 from minisgl.engine.cpu_blocks.cpu_block import CHILD, COMPILER, CpuBlock
 from minisgl.engine.cpu_blocks.parts import parts_of
 from minisgl.engine.cpu_blocks.sizes import BlockSizes, sizes_of_blocks
-from minisgl.ipc.child_process import PACKAGE_PARENT
+from minisgl.ipc.child_process import PACKAGE_PARENT, module_command
 from minisgl.models.checkpoint import pack_weights
 from minisgl.models.decoder import Decoder, RunBlock
 from triton_kernels.on_cpu import can_pack
@@ -167,3 +169,15 @@ def test_only_plain_blocks_with_packed_weights_can_be_compiled(model: Decoder) -
     scaled = Decoder(replace(TINY, residual_scale=0.5), torch_attention.attend, torch.bfloat16)
     pack_weights(scaled)
     assert sizes_of_blocks(scaled) is None
+
+
+def test_the_compiling_process_ends_with_its_parent_and_leaves_no_folder(
+    sizes: BlockSizes, tmp_path: Path
+) -> None:
+    folder = tmp_path / "minisgl-compile"
+    folder.mkdir()
+    command = [*module_command(CHILD), json.dumps(asdict(sizes)), str(folder)]
+    # A stdin that has ended is what a parent leaves that has ended.
+    child = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
+    assert child.returncode == 1
+    assert not folder.exists()

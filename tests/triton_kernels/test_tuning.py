@@ -18,6 +18,7 @@ from triton_kernels import (
     int4_linear_many,
     linear_few,
     linear_many,
+    moe_int4,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
@@ -275,6 +276,8 @@ CONFIGS = {
     "int4_linear_many": int4_linear_many.Int4TiledConfig,
     "int4_gated_linear_many": int4_linear_many.Int4TiledConfig,
     "paged_decode_fp8": paged_decode.DecodeConfig,
+    "fused_moe_int4": moe_int4.MoeInt4Config,
+    "fused_moe_mxfp4": moe_int4.MoeInt4Config,
 }
 
 
