@@ -4,12 +4,14 @@
     python bench/replicas.py --model /tmp/qwen3-14b --replicas 1 2 --out bench/results/h200/replicas.json
 
 For each number of engines it starts `minisgl serve --dummy-weights --replicas N` and sends N times --requests
-calls at once, each with a prompt of its own, in --rounds rounds after one that is not counted. The figure is
-output tokens per second of the median round. The exit code is 1 if an answer is not whole.
+calls at once, each with its own prompt, in --rounds rounds after one that is not counted. Each engine has
+a client process, so that the clients grow with what they measure. The figure is output tokens per second of
+the median round. The exit code is 1 if an answer is not whole.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import random
 import statistics
 import sys
@@ -37,7 +39,8 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
         return tokens
 
 
-async def one_round(url: str, requests: int, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+async def send(url: str, arguments: argparse.Namespace, seed: str) -> dict[str, Any]:
+    """One client's calls of one round. Times are of the clock that all processes share."""
     source = random.Random(seed)
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -49,31 +52,42 @@ async def one_round(url: str, requests: int, arguments: argparse.Namespace, seed
                 "stream": arguments.stream,
             }
             | ({"stream_options": {"include_usage": True}} if arguments.stream else {})
-            for _ in range(requests)
+            for _ in range(arguments.requests)
         ]
-        began = time.perf_counter()
+        began = time.monotonic()
         counts = await asyncio.gather(*(ask(session, url, body) for body in bodies))
-        elapsed = time.perf_counter() - began
+        return {"began": began, "ended": time.monotonic(), "counts": counts}
+
+
+def client(url: str, arguments: argparse.Namespace, seed: str) -> dict[str, Any]:
+    """What a client process does in one round."""
+    return asyncio.run(send(url, arguments, seed))
+
+
+def one_round(pool: Any, url: str, clients: int, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    done = pool.starmap(client, [(url, arguments, f"{seed} {each}") for each in range(clients)], chunksize=1)
+    elapsed = max(one["ended"] for one in done) - min(one["began"] for one in done)
+    counts = [count for one in done for count in one["counts"]]
     whole = sum(count == arguments.tokens for count in counts)
-    return {"elapsed_s": elapsed, "tokens_per_s": sum(counts) / elapsed, "whole": whole, "asked": requests}
+    return {"elapsed_s": elapsed, "tokens_per_s": sum(counts) / elapsed, "whole": whole}
 
 
 def measure(replicas: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """A server with so many engines, from its start to its end."""
-    requests = replicas * arguments.requests
     flags = [f"--replicas={replicas}", f"--max-running-requests={arguments.requests}", *arguments.flag]
-    with tempfile.TemporaryDirectory() as folder:
+    # Their first call does not wait for imports: the processes are there before a round begins.
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.Pool(replicas) as pool:
         url, process = start(arguments.model, Path(folder) / "log", flags)
         try:
             rounds = [
-                asyncio.run(one_round(url, requests, arguments, seed)) for seed in range(arguments.rounds + 1)
+                one_round(pool, url, replicas, arguments, seed) for seed in range(arguments.rounds + 1)
             ][1:]
         finally:
             process.terminate()
             process.wait(60)
     return {
         "engines": replicas,
-        "calls": requests,
+        "calls": replicas * arguments.requests,
         "whole": min(one["whole"] for one in rounds),
         "tokens_per_s": round(statistics.median(one["tokens_per_s"] for one in rounds), 1),
         "rounds": " ".join(f"{one['tokens_per_s']:.0f}" for one in rounds),
