@@ -53,7 +53,8 @@ class RowKeys(NamedTuple):
     begin: int  # it owns the new tokens begin : end
     end: int
     length: int  # keys it sees
-    slots: slice | Tensor  # where these lie in the pool: a run of slots, or int64 [length]
+    slots: Tensor  # int64 [length]  where these lie in the pool
+    run: slice | None  # the same, if it is a run of slots
 
 
 class FewKeys(NamedTuple):

@@ -76,12 +76,12 @@ def find_rows(inputs: AttentionInputs, page_size: int) -> tuple[RowKeys, ...]:
             continue
         pages = inputs.page_table[row, : -(-length // page_size)]
         first, ids = int(pages[0]), pages.tolist()
+        run = None
         if ids == list(range(first, first + len(ids))):  # one run, which needs no copy
-            slots: slice | Tensor = slice(first * page_size, first * page_size + length)
-        else:
-            offsets = torch.arange(page_size, device=pages.device)
-            slots = (pages.long()[:, None] * page_size + offsets).flatten()[:length]
-        rows.append(RowKeys(starts[r], starts[r + 1], length, slots))
+            run = slice(first * page_size, first * page_size + length)
+        offsets = torch.arange(page_size, device=pages.device)
+        slots = (pages.long()[:, None] * page_size + offsets).flatten()[:length]
+        rows.append(RowKeys(starts[r], starts[r + 1], length, slots, run))
     return tuple(rows)
 
 
@@ -132,7 +132,8 @@ def _attend_block(
     begin = max(0, end - num_queries + 1 - window) if window else 0
     length = end - begin
     k, v = (
-        _select(pool, row.slots, begin, end).to(queries.dtype).transpose(0, 1) for pool in (k_cache, v_cache)
+        _select(pool, row.run or row.slots, begin, end).to(queries.dtype).transpose(0, 1)
+        for pool in (k_cache, v_cache)
     )
     is_plain = not softcap and sinks is None
     if num_queries == 1 and is_plain:  # no mask is needed, so the G heads can be torch's queries

@@ -18,6 +18,7 @@ from torch import Tensor
 from compile_cache.store import OpenCache, open_cache
 from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import AttentionInputs
+from minisgl.engine.cpu_blocks import compiled_block
 from minisgl.engine.cpu_blocks.compiled_block import PARTS, part_file
 from minisgl.engine.cpu_blocks.cpu_block import CHILD, COMPILER, CpuBlock
 from minisgl.engine.cpu_blocks.parts import parts_of
@@ -94,6 +95,23 @@ def logits(model: Decoder, rows: list[int], run_block: RunBlock | None = None) -
         return model(token_ids, lengths - 1, inputs, run_block=run_block)
 
 
+def check_pools(model: Decoder, run_block: RunBlock) -> None:
+    """A step writes to the pools what an uncompiled one does, and nothing else. They are as before then."""
+    pools = [pool for layer in model.attention_layers() for pool in (layer.k_cache, layer.v_cache)]
+    before = [pool.clone() for pool in pools]
+    written = []
+    for run in (None, run_block):
+        for pool in pools:
+            pool.copy_(torch.arange(pool.numel()).view_as(pool) % 7)
+        logits(model, list(range(len(LENGTHS))), run)
+        written.append([pool.clone() for pool in pools])
+    for pool, kept in zip(pools, before, strict=True):
+        pool.copy_(kept)
+    for uncompiled, compiled in zip(*written, strict=True):
+        assert torch.allclose(compiled, uncompiled, rtol=0.02, atol=0.02 * uncompiled.abs().max().item())
+        assert ((compiled != uncompiled).flatten(2).any(2).sum() <= len(LENGTHS)).item()
+
+
 def step_until(block: CpuBlock, model: Decoder) -> None:
     """Run steps until the block has been compiled, or that has failed."""
     began = time.monotonic()
@@ -105,7 +123,7 @@ def step_until(block: CpuBlock, model: Decoder) -> None:
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_compiled_steps_equal_uncompiled_ones_and_do_not_depend_on_the_number_of_rows(
-    model: Decoder, sizes: BlockSizes, tmp_path: Path
+    model: Decoder, sizes: BlockSizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = open_in(tmp_path)
     cache.publish()
@@ -118,6 +136,12 @@ def test_compiled_steps_equal_uncompiled_ones_and_do_not_depend_on_the_number_of
     together = logits(model, rows, block)
     assert torch.allclose(together, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
     assert all(torch.equal(logits(model, [row], block)[0], together[row]) for row in rows)
+    check_pools(model, block)
+    monkeypatch.setattr(compiled_block, "FEW_KEYS", sum(LENGTHS) - 1)  # attention stays uncompiled
+    with_many_keys = logits(model, rows, block)
+    assert torch.allclose(with_many_keys, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    check_pools(model, block)
+    monkeypatch.undo()
     block.close()
 
     again = CpuBlock(model, sizes, open_in(tmp_path))

@@ -1,20 +1,26 @@
-"""Runs blocks by code that was compiled for this CPU; attention stays uncompiled between its two parts."""
+"""Runs blocks by code that was compiled for this CPU; attention over many keys stays uncompiled."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch._C._aoti import AOTIModelPackageLoader
 
-from minisgl.attention.interface import AttentionInputs
+from minisgl.attention.interface import AttentionInputs, RowKeys
+from minisgl.attention.torch import find_rows
+from minisgl.layers.attention import Attention
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.weight import PlainWeight
 from minisgl.models.decoder import Block, Decoder, RunBlock
 from triton_kernels.on_cpu import store_cpu
 
-PARTS = ("before", "after")
+PARTS = ("before", "attend", "after")
 """The names of `parts_of`, whose module an engine does not load."""
+FEW_KEYS = 1024
+"""Over so many keys of all rows together, torch's attention on all threads takes longer than the compiled
+one, which takes the rows one after the other on one thread."""
 
 
 def part_file(folder: Path, name: str) -> Path:
@@ -23,7 +29,7 @@ def part_file(folder: Path, name: str) -> Path:
 
 
 def load_block(folder: Path, model: Decoder) -> RunBlock:
-    """A `RunBlock` for decode steps without padding; the model's weights must not be replaced afterwards.
+    """A `RunBlock` for decode steps without padding. Weights and pools must not be replaced afterwards.
 
     Args:
         folder: has the compiled parts for the model's `sizes_of_blocks`.
@@ -31,7 +37,7 @@ def load_block(folder: Path, model: Decoder) -> RunBlock:
     Raises:
         RuntimeError: torch can't load the code.
     """
-    before, after = (_load(part_file(folder, name)) for name in PARTS)
+    before, attend, after = (_load(part_file(folder, name)) for name in PARTS)
     tensors = {layer: _tensors(layer) for layer in model.layers if isinstance(layer, Block)}
 
     def run(
@@ -42,18 +48,37 @@ def load_block(folder: Path, model: Decoder) -> RunBlock:
         cos_sin: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        ours_before, ours_after = tensors[block]
+        ours_before, pools, ours_after = tensors[block]
         q, k, v, residual = before([x, residual, positions, cos_sin, *ours_before])
         assert block.self_attn is not None
-        attention, slots = block.self_attn.attention, inputs.slot_mapping.long()
-        store_cpu(attention.k_cache, slots, k)
-        store_cpu(attention.v_cache, slots, v)
+        attention = block.self_attn.attention
+        rows = _with_few_keys(attention, inputs)
         # Compiled code reads its inputs as contiguous, without a check.
-        heads = attention.attend_pool(q, inputs).reshape(len(q), -1).contiguous()
+        if rows is None:
+            slots = inputs.slot_mapping.long()
+            store_cpu(attention.k_cache, slots, k)
+            store_cpu(attention.v_cache, slots, v)
+            heads = attention.attend_pool(q, inputs).reshape(len(q), -1).contiguous()
+        elif len(rows) == 1:
+            (heads,) = attend([q, k, v, *pools, rows[0].slots])
+        else:
+            parts = zip(q.split(1), k.split(1), v.split(1), rows, strict=True)
+            heads = torch.cat([attend([*new, *pools, row.slots])[0] for *new, row in parts])
         x, residual = after([heads, residual, *ours_after])
         return x, residual
 
     return run
+
+
+def _with_few_keys(attention: Attention, inputs: AttentionInputs) -> tuple[RowKeys, ...] | None:
+    """The rows of the step; None = they have many keys, or attention is more than a softmax."""
+    if attention.softcap or attention.sinks is not None or not attention.k_cache.is_contiguous():
+        return None
+    rows = inputs.rows if inputs.rows is not None else find_rows(inputs, attention.k_cache.shape[1])
+    lengths = [row.length for row in rows]
+    if len(rows) < len(inputs.row_ids) or sum(lengths) > FEW_KEYS:
+        return None
+    return None if 0 < attention.window < max(lengths) else rows
 
 
 def _load(file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -62,8 +87,8 @@ def _load(file: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     return AOTIModelPackageLoader(str(file), "model", True, 1, -1).run
 
 
-def _tensors(block: Block) -> tuple[list[Tensor], list[Tensor]]:
-    """What the two parts take of a block, in the order of their arguments; they have no absent ones."""
+def _tensors(block: Block) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What the parts take of a block, in the order of their arguments; they have no absent ones."""
     attention, mlp = block.self_attn, block.mlp
     assert attention is not None
     assert isinstance(mlp, GatedMLP)
@@ -71,7 +96,12 @@ def _tensors(block: Block) -> tuple[list[Tensor], list[Tensor]]:
     norms = [norm.weight for norm in (q_norm, k_norm) if norm is not None]
     before = [block.input_layernorm.weight, *_weight(attention.qkv_proj), *norms]
     norm = block.post_attention_layernorm.weight
-    return before, [*_weight(attention.o_proj), norm, *_weight(mlp.gate_up_proj), *_weight(mlp.down_proj)]
+    pools = [pool.flatten(0, 1) for pool in (attention.attention.k_cache, attention.attention.v_cache)]
+    return (
+        before,
+        pools,
+        [*_weight(attention.o_proj), norm, *_weight(mlp.gate_up_proj), *_weight(mlp.down_proj)],
+    )
 
 
 def _weight(layer: Linear | FusedLinear) -> list[Tensor]:

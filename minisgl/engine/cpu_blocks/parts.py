@@ -1,9 +1,10 @@
-"""The two parts of a block that are compiled for a CPU, before and after its attention.
+"""The parts of a block that are compiled for a CPU: before its attention, attention of one row, and after it.
 
 Promise: each token is computed by itself, so its result is the same beside any number of others. Values are
 rounded to bfloat16 where the uncompiled ops round them; what differs is the last bits of float32 inside.
 
-T tokens, M model width, F MLP width, H query heads, K KV heads, D head dim.
+T tokens, M model width, F MLP width, H query heads, K KV heads, G = H / K, D head dim, N slots of a pool,
+L keys.
 """
 
 from typing import NamedTuple
@@ -69,6 +70,27 @@ class BeforeAttention(nn.Module):
         )
 
 
+class StoreAndAttend(nn.Module):
+    """One row's new key and value stored, and its attention over few keys."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor
+    ) -> Tensor:
+        """q [1, H, D], k and v [1, K, D], pools [N, K, D], slots int64 [L], the last is new -> [1, H * D]."""
+        k_pool.index_copy_(0, slots[-1:], k)
+        v_pool.index_copy_(0, slots[-1:], v)
+        queries = q.float().view(self.sizes.num_kv_heads, -1, self.sizes.head_dim)
+        # As sums of products, which the compiler fuses with the reading of the pool.
+        keys = k_pool.index_select(0, slots).unsqueeze(2).float()  # [L, K, 1, D]
+        weights = ((queries * keys).sum(-1) * self.sizes.scale).softmax(0)  # [L, K, G]
+        values = v_pool.index_select(0, slots).unsqueeze(2).float()
+        return (weights.unsqueeze(-1) * values).sum(0).view(1, -1).to(q.dtype)
+
+
 class AfterAttention(nn.Module):
     """Output projection, norm, MLP."""
 
@@ -113,6 +135,14 @@ def parts_of(sizes: BlockSizes) -> dict[str, Part]:
         if_any(sizes.has_head_norms, sizes.head_dim),
         if_any(sizes.has_head_norms, sizes.head_dim),
     )
+    pool = example(64, sizes.num_kv_heads, sizes.head_dim)
+    attend = (
+        example(1, sizes.num_heads, sizes.head_dim),
+        *(example(1, sizes.num_kv_heads, sizes.head_dim) for _ in range(2)),
+        pool,
+        pool.clone(),
+        torch.arange(8),
+    )
     after = (
         example(2, query_width),
         rows[0],
@@ -126,6 +156,7 @@ def parts_of(sizes: BlockSizes) -> dict[str, Part]:
         "before": Part(
             BeforeAttention(sizes), before, dict(enumerate(("rows", "rows", "rows", "positions")))
         ),
+        "attend": Part(StoreAndAttend(sizes), attend, {3: "pool", 4: "pool", 5: "keys"}),
         "after": Part(AfterAttention(sizes), after, dict(enumerate(("rows", "rows")))),
     }
 

@@ -23,6 +23,7 @@ class BlockSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float  # of attention
     eps: float
     has_qkv_bias: bool
     has_o_bias: bool
@@ -58,6 +59,7 @@ def sizes_of(block: nn.Module) -> BlockSizes | None:
         num_heads=attention.attention.num_heads,
         num_kv_heads=attention.attention.num_kv_heads,
         head_dim=attention.head_dim,
+        scale=attention.attention.scale,
         eps=norms[0].eps,
         has_qkv_bias=qkv.bias is not None,
         has_o_bias=out.bias is not None,
