@@ -112,6 +112,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--tp", type=int, default=1, help="ranks, each with a GPU")
+    parser.add_argument("--quantization", help="as minisgl serve takes it")
+    parser.add_argument("--kv-dtype", default="auto", help="as minisgl serve takes it")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -122,6 +124,8 @@ def main() -> None:
             max_context_tokens=4096,
             profile_dir=folder,
             tp=arguments.tp,
+            quantization=arguments.quantization,
+            kv_dtype=arguments.kv_dtype,
         )
         config = with_cache_dir(config, default_cache_dir())
         with model_folder(config, cache_dir=None, progress=no_progress) as model:
