@@ -186,6 +186,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--work", engine.kind, engine.dtype or ""],
             env=os.environ | {"PYTHONPATH": str(engine.checkout)},
+            cwd=engine.checkout,  # where `python -m minisgl` looks first
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--tp", type=int, default=1, help="ranks, each with a GPU")
     parser.add_argument("--quantization", help="as minisgl serve takes it")
-    parser.add_argument("--kv-dtype", default="auto", help="as minisgl serve takes it")
+    parser.add_argument("--kv-dtype", help="as minisgl serve takes it")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -28,10 +28,11 @@ from triton_kernels import (
     rope_store,
 )
 from triton_kernels.gpu import Gpu
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, GateKind
 from triton_kernels.quantize_fp8 import FP8, GROUP
-from triton_kernels.quantize_int4 import BLOCK, HALF, Int4Weight
+from triton_kernels.quantize_int4 import Int4Weight
 
 SPLIT = fp8_linear_few.Fp8Config(16, 512, 2, 6, splits=2)
 """Tuning tries it where outputs are few."""
@@ -153,7 +154,7 @@ def _int4_experts() -> Iterator[Launch]:
         for outputs, inputs in ((2 * half, width), (width, half)):
             blocks = ceil_div(inputs, BLOCK)
             shape, dtype = (experts, blocks * BLOCK // group, outputs), torch.uint8 if is_mxfp4 else BF16
-            packed = empty(experts, blocks, outputs, HALF, dtype=torch.uint8)
+            packed = empty(experts, blocks, outputs, BLOCK_BYTES, dtype=torch.uint8)
             zeros = empty(*shape) if zero_points else None
             bias = empty(experts, outputs) if is_mxfp4 else None
             matrices.append(moe_int4.PackedExperts(packed, empty(*shape, dtype=dtype), zeros, bias))
@@ -166,7 +167,7 @@ def _int4_experts() -> Iterator[Launch]:
 
 def _int4_layers(gpu: Gpu) -> Iterator[Launch]:
     def weight(outputs: int, width: int, group: int, zero_points: bool) -> Int4Weight:
-        packed = empty(width // BLOCK, outputs, HALF, dtype=torch.uint8)
+        packed = empty(width // BLOCK, outputs, BLOCK_BYTES, dtype=torch.uint8)
         zeros = empty(width // group, outputs) if zero_points else None
         return Int4Weight(packed, empty(width // group, outputs), zeros)
 

@@ -24,14 +24,9 @@ from triton_kernels.int4_linear_many import (
     int4_linear_many_with,
 )
 from triton_kernels.int4_linear_warp import int4_gated_linear_warp, int4_linear_warp, suits_warps
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.quantize_int4 import (
-    BLOCK,
-    HALF,
-    Int4Weight,
-    check_int4,
-    dequantize_int4_reference,
-)
+from triton_kernels.quantize_int4 import Int4Weight, check_int4, dequantize_int4_reference
 from triton_kernels.silu_mul import silu_mul_reference
 from triton_kernels.tuning import tuned
 
@@ -68,16 +63,16 @@ def default_int4_tiled_config(
             block_n, warps = 128, 8
         tiles = ceil_div(rows, block_m) * ceil_div(num_outputs, block_n)
         splits = max(1, min(4, gpu.multiprocessors // tiles))
-        weight_bytes = HALF * block_n * (2 if gated else 1)
+        weight_bytes = BLOCK_BYTES * block_n * (2 if gated else 1)
         # The weight's tiles do not go through registers.
-        stages = gpu.stages_that_fit(6, weight_bytes + 4 * HALF * block_m, weight_bytes)
+        stages = gpu.stages_that_fit(6, weight_bytes + 4 * BLOCK_BYTES * block_m, weight_bytes)
         return Int4TiledConfig(block_m, block_n, warps, stages, splits)
     block_m, block_n, warps = max(16, min(rows, 256)), 128, 8
     fused = not gated or block_m <= 64  # else a thread has no room for the sums of both halves
     weight_rows = 2 * block_n if gated and fused else block_n
     tiles = ceil_div(rows, block_m) * ceil_div(num_outputs * (1 if fused else 2), block_n)
     splits = max(1, min(4, gpu.multiprocessors // tiles))
-    stages = gpu.stages_that_fit(6, HALF * (weight_rows + 4 * block_m))
+    stages = gpu.stages_that_fit(6, BLOCK_BYTES * (weight_rows + 4 * block_m))
     return Int4TiledConfig(
         block_m, block_n, warps, stages, splits, scale_sums=group == BLOCK and block_m <= 128, fused=fused
     )

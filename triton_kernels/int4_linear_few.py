@@ -7,8 +7,7 @@ M rows, N outputs, K inputs. x's rows may be strided; the weight is as quantize_
 
 Reading the weights dominates, and behind it the arithmetic that makes numbers of them: about 1.5 instructions
 each. Outputs are the tensor cores' tall operand, rows the narrow one. Each warp of a program sums over other
-blocks of 128 inputs. Scales of groups of 64 and 128 are applied to the sums in
-float32, those of groups of 32 to the weights, which rounds them to the dtype of x.
+blocks of 128 inputs. Scales are applied to each group's sum in float32.
 
 A row's result is the same to the last bit in all batches with the same number of rows a program.
 
@@ -28,23 +27,16 @@ from torch import Tensor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start, start_next_and_wait
 from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, QUARTER, block_values, int4_quarters
 from triton_kernels.launch import ceil_div
-from triton_kernels.quantize_int4 import (
-    BLOCK,
-    HALF,
-    MIDDLE,
-    Int4Weight,
-    int4_base,
-    int4_halves,
-    int4_values,
-)
+from triton_kernels.quantize_int4 import Int4Weight
 from triton_kernels.tuning import tuned
 
 ROWS_OF_PROGRAMS = (8, 16, 32)
 """The rows for which kernels are compiled."""
 FEW_ROWS = ROWS_OF_PROGRAMS[-1]
-_HALF = tl.constexpr(HALF)
-_MIDDLE = tl.constexpr(MIDDLE)
+_BLOCK = tl.constexpr(BLOCK)
+_QUARTER = tl.constexpr(QUARTER)
 
 
 class Int4Config(NamedTuple):
@@ -63,7 +55,7 @@ def default_int4_config(rows: int, gated: bool, gpu: Gpu) -> Int4Config:
 
 def int4_that_fits(config: Int4Config, rows: int, gated: bool, gpu: Gpu) -> Int4Config:
     """The configuration with as many stages as fit this GPU, in programs for `rows` rows."""
-    tile = config.block_n * HALF * (2 if gated else 1) + rows_of_a_program(rows) * BLOCK * 2
+    tile = config.block_n * BLOCK_BYTES * (2 if gated else 1) + rows_of_a_program(rows) * BLOCK * 2
     stages = gpu.stages_that_fit(config.num_stages, config.num_warps * tile)
     return config._replace(num_stages=stages)
 
@@ -90,33 +82,22 @@ def _default(device: torch.device, rows: int, gated: bool) -> tuple[int, ...]:
 
 
 @triton.jit
-def _values(scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """Of the halves of one block: both scales, and what int4_halves adds for both zero points."""
-    low_scale = int4_values(scales, block, N, False, GROUP)
-    high_scale = low_scale if GROUP == 2 * _HALF else int4_values(scales, block, N, True, GROUP)
-    if HAS_ZEROS:
-        low_zero = int4_values(zeros, block, N, False, GROUP)
-        high_zero = low_zero if GROUP == 2 * _HALF else int4_values(zeros, block, N, True, GROUP)
-    else:
-        low_zero = tl.full([1], _MIDDLE, dtype)
-        high_zero = low_zero
-    return low_scale, high_scale, low_zero, high_zero
-
-
-@triton.jit
-def _products(w, x_low, x_high, values, GROUP: tl.constexpr):
-    """Of one block: packed w [splits, outputs, 64] times the halves of x [splits, 64, rows], in float32."""
-    dtype: tl.constexpr = x_low.dtype
-    low_scale, high_scale, low_zero, high_zero = values
-    low, high = int4_halves(w, int4_base(low_zero, dtype), int4_base(high_zero, dtype), dtype)
-    if GROUP == 2 * _HALF:
-        product = tl.dot(high, x_high, tl.dot(low, x_low, input_precision="ieee"), input_precision="ieee")
-        return product * low_scale.to(tl.float32)
-    if GROUP == _HALF:
-        product = tl.dot(low, x_low, input_precision="ieee") * low_scale.to(tl.float32)
-        return product + tl.dot(high, x_high, input_precision="ieee") * high_scale.to(tl.float32)
-    product = tl.dot(low * low_scale.to(dtype), x_low, input_precision="ieee")
-    return tl.dot(high * high_scale.to(dtype), x_high, product, input_precision="ieee")
+def _products(words, x0, x1, x2, x3, values, GROUP: tl.constexpr):
+    """Of one block: words [splits, outputs, 32] times the quarters of x [splits, 32, rows], in float32."""
+    s0, s1, s2, s3, z0, z1, z2, z3 = values
+    w0, w1, w2, w3 = int4_quarters(words, z0, z1, z2, z3, x0.dtype)
+    product = tl.dot(w0, x0, input_precision="ieee")
+    if GROUP == _QUARTER:
+        product *= s0.to(tl.float32)
+        product += tl.dot(w1, x1, input_precision="ieee") * s1.to(tl.float32)
+        product += tl.dot(w2, x2, input_precision="ieee") * s2.to(tl.float32)
+        return product + tl.dot(w3, x3, input_precision="ieee") * s3.to(tl.float32)
+    product = tl.dot(w1, x1, product, input_precision="ieee")
+    if GROUP == _BLOCK:
+        product = tl.dot(w3, x3, tl.dot(w2, x2, product, input_precision="ieee"), input_precision="ieee")
+        return product * s0.to(tl.float32)
+    second = tl.dot(w3, x3, tl.dot(w2, x2, input_precision="ieee"), input_precision="ieee")
+    return product * s0.to(tl.float32) + second * s2.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -141,44 +122,47 @@ def _int4_linear_kernel(
     EARLY: tl.constexpr,
 ):
     OUT: tl.constexpr = N // 2 if GATED else N
-    BLOCKS: tl.constexpr = K // (2 * _HALF)
+    BLOCKS: tl.constexpr = K // _BLOCK
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(outputs, OUT - 1)[None, :].to(tl.int64)
     parts = tl.arange(0, SPLITS)
-    lanes = tl.arange(0, _HALF)
+    lanes = tl.arange(0, _QUARTER)
     rows = tl.arange(0, BLOCK_M)
     # Which kernel follows, and when it should start: as in linear_few.py.
     num_rows = after_predecessor(num_rows, EARLY) if GATED else start_next_and_wait(num_rows, EARLY)
     there = (rows < num_rows)[None, None, :]
     x_ptrs = x_ptr + rows[None, None, :].to(tl.int64) * x_stride + lanes[None, :, None]
-    w_ptrs = w_ptr + read[:, :, None] * _HALF + lanes[None, None, :]
+    w_ptrs = w_ptr + read[:, :, None] * _QUARTER + lanes[None, None, :]
     scales, zeros = scale_ptr + read, zero_ptr + read
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([SPLITS, BLOCK_N, BLOCK_M], tl.float32)
     block = tl.minimum(parts, BLOCKS - 1)
-    values = _values(scales, zeros, block[:, None], N, dtype, GROUP, HAS_ZEROS)
+    values = block_values(scales, zeros, block[:, None], N, dtype, GROUP, HAS_ZEROS)
     if GATED:
-        up_values = _values(scales + OUT, zeros + OUT, block[:, None], N, dtype, GROUP, HAS_ZEROS)
+        up_values = block_values(scales + OUT, zeros + OUT, block[:, None], N, dtype, GROUP, HAS_ZEROS)
     for first in range(0, BLOCKS, SPLITS):
         block = first + parts
         inside = there
         if BLOCKS % SPLITS:  # a part without a block multiplies the last one by zeros
             inside = there & (block < BLOCKS)[:, None, None]
             block = tl.minimum(block, BLOCKS - 1)
-        x_low = tl.load(x_ptrs + block[:, None, None] * (2 * _HALF), inside, other=0.0)
-        x_high = tl.load(x_ptrs + (block[:, None, None] * (2 * _HALF) + _HALF), inside, other=0.0)
-        start = block[:, None, None].to(tl.int64) * (N * _HALF)
+        x_first = x_ptrs + block[:, None, None] * _BLOCK
+        x0 = tl.load(x_first, inside, other=0.0)
+        x1 = tl.load(x_first + _QUARTER, inside, other=0.0)
+        x2 = tl.load(x_first + 2 * _QUARTER, inside, other=0.0)
+        x3 = tl.load(x_first + 3 * _QUARTER, inside, other=0.0)
+        start = block[:, None, None].to(tl.int64) * (N * _QUARTER)
         # Scales come one turn ahead, because the compiler does not fetch them with the weights.
         ahead = tl.minimum(first + SPLITS + parts, BLOCKS - 1)[:, None]
-        w = tl.load(w_ptrs + start)
-        next_values = _values(scales, zeros, ahead, N, dtype, GROUP, HAS_ZEROS)
-        acc += _products(w, x_low, x_high, values, GROUP)
+        words = tl.load(w_ptrs + start)
+        next_values = block_values(scales, zeros, ahead, N, dtype, GROUP, HAS_ZEROS)
+        acc += _products(words, x0, x1, x2, x3, values, GROUP)
         values = next_values
         if GATED:
-            w = tl.load(w_ptrs + (start + OUT * _HALF))
-            next_values = _values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
-            up += _products(w, x_low, x_high, up_values, GROUP)
+            words = tl.load(w_ptrs + (start + OUT * _QUARTER))
+            next_values = block_values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
+            up += _products(words, x0, x1, x2, x3, up_values, GROUP)
             up_values = next_values
     if GATED:
         acc = let_next_start(acc, EARLY)
@@ -214,7 +198,7 @@ def _launch(x: Tensor, weight: Int4Weight, bias: Tensor | None, gated: bool, con
         block_m = ROWS_OF_PROGRAMS[0] if num_rows <= ROWS_OF_PROGRAMS[0] else ROWS_OF_PROGRAMS[1]
     _int4_linear_kernel[(ceil_div(num_outputs, config.block_n),)](
         x,
-        weight.packed,
+        weight.packed.view(torch.int16),
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         x if bias is None else bias,

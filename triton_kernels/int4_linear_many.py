@@ -27,22 +27,14 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
+from triton_kernels.int4_packing import BLOCK, QUARTER, block_values, int4_quarters
 from triton_kernels.launch import ceil_div
 from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel
-from triton_kernels.quantize_int4 import (
-    BLOCK,
-    HALF,
-    MIDDLE,
-    Int4Weight,
-    dequantize_int4,
-    int4_base,
-    int4_halves,
-    int4_values,
-)
+from triton_kernels.quantize_int4 import Int4Weight, dequantize_int4
 from triton_kernels.silu_mul import silu_mul
 
-_HALF = tl.constexpr(HALF)
-_MIDDLE = tl.constexpr(MIDDLE)
+_BLOCK = tl.constexpr(BLOCK)
+_QUARTER = tl.constexpr(QUARTER)
 
 
 class Int4TiledConfig(NamedTuple):
@@ -62,35 +54,21 @@ DEQUANTIZED = Int4TiledConfig(0, 0, 0, 0)
 
 
 @triton.jit
-def _values(
-    scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr
-):  # fmt: skip
-    """Of the halves of a block: both scales, and what int4_halves adds for both zero points."""
-    low_scale = int4_values(scales, block, N, False, GROUP)
-    high_scale = low_scale if GROUP == 2 * _HALF else int4_values(scales, block, N, True, GROUP)
-    if HAS_ZEROS:
-        low_base = int4_base(int4_values(zeros, block, N, False, GROUP), dtype)
-        high_base = (
-            low_base if GROUP == 2 * _HALF else int4_base(int4_values(zeros, block, N, True, GROUP), dtype)
-        )
-    else:
-        low_base = int4_base(tl.full([1, 1], _MIDDLE, dtype), dtype)
-        high_base = low_base
-    return low_scale, high_scale, low_base, high_base
-
-
-@triton.jit
-def _added(acc, packed, x_low, x_high, values, SCALE_SUMS: tl.constexpr):
-    """acc [outputs, rows] and one block's products."""
-    dtype: tl.constexpr = x_low.dtype
-    low_scale, high_scale, low_base, high_base = values
-    low, high = int4_halves(packed, low_base, high_base, dtype)
+def _added(acc, words, x0, x1, x2, x3, values, SCALE_SUMS: tl.constexpr):
+    """acc [outputs, rows] and one block's products; x [rows, 32] of each quarter."""
+    dtype: tl.constexpr = x0.dtype
+    s0, s1, s2, s3, z0, z1, z2, z3 = values
+    w0, w1, w2, w3 = int4_quarters(words, z0, z1, z2, z3, dtype)
     if SCALE_SUMS:
-        product = tl.dot(low, x_low.T, input_precision="ieee")
-        product = tl.dot(high, x_high.T, product, input_precision="ieee")
-        return acc + product * low_scale.to(tl.float32)
-    acc = tl.dot(low * low_scale.to(dtype), x_low.T, acc, input_precision="ieee")
-    return tl.dot(high * high_scale.to(dtype), x_high.T, acc, input_precision="ieee")
+        product = tl.dot(w0, x0.T, input_precision="ieee")
+        product = tl.dot(w1, x1.T, product, input_precision="ieee")
+        product = tl.dot(w2, x2.T, product, input_precision="ieee")
+        product = tl.dot(w3, x3.T, product, input_precision="ieee")
+        return acc + product * s0.to(tl.float32)
+    acc = tl.dot(w0 * s0.to(dtype), x0.T, acc, input_precision="ieee")
+    acc = tl.dot(w1 * s1.to(dtype), x1.T, acc, input_precision="ieee")
+    acc = tl.dot(w2 * s2.to(dtype), x2.T, acc, input_precision="ieee")
+    return tl.dot(w3 * s3.to(dtype), x3.T, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -122,7 +100,7 @@ def _int4_tiled_kernel(
     tile = program // num_row_blocks
     split = tile % SPLITS
     output_start = tile // SPLITS * BLOCK_N
-    blocks = K // (2 * _HALF)
+    blocks = K // _BLOCK
     blocks_each = tl.cdiv(blocks, SPLITS)
     first = split * blocks_each
     scales = scale_ptr + tl.minimum(output_start + tl.arange(0, BLOCK_N), OUT - 1)
@@ -131,24 +109,29 @@ def _int4_tiled_kernel(
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     dtype: tl.constexpr = bias_ptr.dtype.element_ty  # that of x, which is there if no bias is
     last = blocks - 1
-    values = _values(scales, zeros, tl.minimum(first, last), N, dtype, GROUP, HAS_ZEROS)
+    start = tl.minimum(first, last)
+    values = block_values(scales, zeros, start, N, dtype, GROUP, HAS_ZEROS)
     up_values = values
     if GATED:
-        up_values = _values(scales + OUT, zeros + OUT, tl.minimum(first, last), N, dtype, GROUP, HAS_ZEROS)
+        up_values = block_values(
+            scales + OUT, zeros + OUT, tl.minimum(first, last), N, dtype, GROUP, HAS_ZEROS
+        )
     for block in range(first, min(first + blocks_each, blocks)):
         # The copy engine reads zeros beyond the last row; a tile beyond the last output has the next block's.
         # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
-        x_low = x_desc.load([row_start, block * (2 * _HALF)])
-        x_high = x_desc.load([row_start, block * (2 * _HALF) + _HALF])
-        packed = w_desc.load([block * N + output_start, 0])
+        x0 = x_desc.load([row_start, block * _BLOCK])
+        x1 = x_desc.load([row_start, block * _BLOCK + _QUARTER])
+        x2 = x_desc.load([row_start, block * _BLOCK + 2 * _QUARTER])
+        x3 = x_desc.load([row_start, block * _BLOCK + 3 * _QUARTER])
+        words = w_desc.load([block * N + output_start, 0])
         ahead = tl.minimum(block + 1, last)
-        next_values = _values(scales, zeros, ahead, N, dtype, GROUP, HAS_ZEROS)
-        acc = _added(acc, packed, x_low, x_high, values, SCALE_SUMS)
+        next_values = block_values(scales, zeros, ahead, N, dtype, GROUP, HAS_ZEROS)
+        acc = _added(acc, words, x0, x1, x2, x3, values, SCALE_SUMS)
         values = next_values
         if GATED:
-            packed = w_desc.load([block * N + OUT + output_start, 0])
-            next_values = _values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
-            up = _added(up, packed, x_low, x_high, up_values, SCALE_SUMS)
+            words = w_desc.load([block * N + OUT + output_start, 0])
+            next_values = block_values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
+            up = _added(up, words, x0, x1, x2, x3, up_values, SCALE_SUMS)
             up_values = next_values
     row_start = let_next_start_here(row_start, EARLY)
     outputs = (output_start + tl.arange(0, BLOCK_N))[:, None]
@@ -202,10 +185,11 @@ def _launch(
         "SPLITS": splits,
         "EARLY": can_start_early(x.device),
     }
+    words = weight.packed.view(torch.int16).view(-1, QUARTER)
     tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
     _int4_tiled_kernel[(tiles * splits,)](
-        TensorDescriptor.from_tensor(x, [config.block_m, HALF]),
-        TensorDescriptor.from_tensor(weight.packed.view(-1, HALF), [config.block_n, HALF]),
+        TensorDescriptor.from_tensor(x, [config.block_m, QUARTER]),
+        TensorDescriptor.from_tensor(words, [config.block_n, QUARTER]),
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         x if bias is None else bias,

@@ -6,9 +6,10 @@
 M rows, N outputs (gated: N / 2), a multiple of 16, K inputs. x's rows are contiguous in 16 bytes; the weight
 is as quantize_int4.py says.
 
-Each warp multiplies tiles of 16 outputs from registers (warp_tiles.py). The warps of a program sum over other
-blocks of 128 inputs, and their loads are one step of UNROLL blocks ahead. Scales of groups of 64 and 128 are
-applied to the sums in float32, those of groups of 32 to the weights, which rounds them to bfloat16.
+Each warp multiplies tiles of 16 outputs from registers (warp_tiles.py): a lane's two words next to each other
+are its two neighbours in each quarter of a block. The warps of a program sum over other blocks of 128 inputs,
+and their loads are one step of UNROLL blocks ahead. Scales of groups of 64 and 128 are applied to the sums in
+float32, those of groups of 32 to the weights, which rounds them to bfloat16.
 
 A row's result is the same to the last bit in all batches of up to 16 rows.
 
@@ -29,8 +30,9 @@ from torch import Tensor
 from triton import knobs
 
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, QUARTER
 from triton_kernels.launch import ceil_div
-from triton_kernels.quantize_int4 import BLOCK, HALF, Int4Weight
+from triton_kernels.quantize_int4 import Int4Weight
 from triton_kernels.warp_tiles import (
     ROWS,
     TILE,
@@ -42,7 +44,9 @@ from triton_kernels.warp_tiles import (
 )
 
 MOST_ROWS = 2 * ROWS
-_HALF = tl.constexpr(HALF)
+_BLOCK = tl.constexpr(BLOCK)
+_BLOCK_BYTES = tl.constexpr(BLOCK_BYTES)
+_QUARTER = tl.constexpr(QUARTER)
 _TILE = tl.constexpr(TILE)
 _ROWS = tl.constexpr(ROWS)
 
@@ -79,37 +83,23 @@ def suits_warps(x: Tensor, weight: Int4Weight, gated: bool) -> bool:
 _PAIRS = tl.constexpr(
     "{ .reg .b32 a, b, c, d, one; "
     "mov.b32 one, 0x3f803f80; "
-    "shr.u32 b, $4, 8; shr.u32 c, $4, 4; shr.u32 d, $4, 12; "
+    "shr.u32 b, $4, 4; shr.u32 c, $4, 8; shr.u32 d, $4, 12; "
     "lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea; "
     "lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea; "
     "lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea; "
     "lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea; "
-    "fma.rn.bf16x2 $0, a, one, $5; fma.rn.bf16x2 $1, b, one, $5; "
-    "fma.rn.bf16x2 $2, c, one, $6; fma.rn.bf16x2 $3, d, one, $6; }"
+    "fma.rn.bf16x2 $0, a, one, $5; fma.rn.bf16x2 $1, b, one, $6; "
+    "fma.rn.bf16x2 $2, c, one, $7; fma.rn.bf16x2 $3, d, one, $8; }"
 )
 
 
 @triton.jit
-def _numbers(word, low_base, high_base):
-    """Four packed bytes -> inputs (0, 2) and (1, 3) of a block's first half, then of its second: bfloat16."""
+def _numbers(words, bases):
+    """Two words -> the two inputs of each quarter of a block, bfloat16 in int32."""
     return tl.inline_asm_elementwise(
         _PAIRS,
-        "=r,=r,=r,=r,r,r,r",
-        [word, low_base, high_base],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _as_pairs(words):
-    """Four int32 of eight consecutive bfloat16 -> (0, 2), (1, 3), (4, 6), (5, 7)."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $4, $5, 0x5410; prmt.b32 $1, $4, $5, 0x7632; "
-        "prmt.b32 $2, $6, $7, 0x5410; prmt.b32 $3, $6, $7, 0x7632;",
-        "=r,=r,=r,=r,r,r,r,r",
-        [words[0], words[1], words[2], words[3]],
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [words, bases[0], bases[1], bases[2], bases[3]],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
@@ -137,32 +127,33 @@ def _times(pairs, scale):
 
 
 @triton.jit
-def _group_values(pointers, block, lane, N, GROUP: tl.constexpr):
-    """Scales or zero points of one output in both halves of a block; of groups of 32, those of the lane."""
-    first = block * (2 * _HALF // GROUP)
-    if GROUP == 2 * _HALF:
-        low = tl.load(pointers + first * N)
-        return low, low
-    elif GROUP == _HALF:
-        return tl.load(pointers + first * N), tl.load(pointers + (first + 1) * N)
-    else:  # a lane's 16 inputs of a half lie in one group
-        group = first + lane % 4 // 2
-        return tl.load(pointers + group * N), tl.load(pointers + (group + 2) * N)
+def _group_values(pointers, block, N, GROUP: tl.constexpr):
+    """Scales or zero points of one output in the quarters of a block."""
+    row = block * (_BLOCK // GROUP)
+    first = tl.load(pointers + row * N)
+    if GROUP == _BLOCK:
+        return first, first, first, first
+    elif GROUP == 2 * _QUARTER:
+        third = tl.load(pointers + (row + 1) * N)
+        return first, first, third, third
+    else:
+        second = tl.load(pointers + (row + 1) * N)
+        return first, second, tl.load(pointers + (row + 2) * N), tl.load(pointers + (row + 3) * N)
 
 
 @triton.jit
-def _fetch(w_address, scales, zeros, block, lane, N, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+def _fetch(w_address, scales, zeros, block, N, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
     """What a warp needs of one tile and block: words, scales and zero points of its two outputs."""
-    start = w_address + block.to(tl.int64) * (N * _HALF)
+    start = w_address + block.to(tl.int64) * (N * _BLOCK_BYTES)
     first = load_weights(start)
-    second = load_weights(start + 8 * _HALF)
-    scale = _group_values(scales, block, lane, N, GROUP)
-    more_scale = _group_values(scales + 8, block, lane, N, GROUP)
+    second = load_weights(start + 8 * _BLOCK_BYTES)
+    scale = _group_values(scales, block, N, GROUP)
+    more_scale = _group_values(scales + 8, block, N, GROUP)
     zero = scale
     more_zero = more_scale
     if HAS_ZEROS:
-        zero = _group_values(zeros, block, lane, N, GROUP)
-        more_zero = _group_values(zeros + 8, block, lane, N, GROUP)
+        zero = _group_values(zeros, block, N, GROUP)
+        more_zero = _group_values(zeros + 8, block, N, GROUP)
     return first, second, scale, more_scale, zero, more_zero
 
 
@@ -175,51 +166,56 @@ def _base(zero, HAS_ZEROS: tl.constexpr):
 
 
 @triton.jit
-def _add_block(acc, x_low, x_high, fetched, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """acc (4 float32) plus the products of a tile and a block; x_* are 8 int32 of pairs."""
+def _bases(zeros, HAS_ZEROS: tl.constexpr):
+    return (
+        _base(zeros[0], HAS_ZEROS),
+        _base(zeros[1], HAS_ZEROS),
+        _base(zeros[2], HAS_ZEROS),
+        _base(zeros[3], HAS_ZEROS),
+    )
+
+
+@triton.jit
+def _all_times(pairs, scales):
+    return (
+        _times(pairs[0], _twice(scales[0])),
+        _times(pairs[1], _twice(scales[1])),
+        _times(pairs[2], _twice(scales[2])),
+        _times(pairs[3], _twice(scales[3])),
+    )
+
+
+@triton.jit
+def _add_block(acc, x, fetched, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """acc (4 float32) plus the products of a tile and a block; x is 4 int32 of pairs for each quarter."""
+    x0, x1, x2, x3 = x
     first, second, scale, more_scale, zero, more_zero = fetched
-    low_base = _base(zero[0], HAS_ZEROS)
-    high_base = _base(zero[1], HAS_ZEROS)
-    more_low_base = _base(more_zero[0], HAS_ZEROS)
-    more_high_base = _base(more_zero[1], HAS_ZEROS)
+    bases = _bases(zero, HAS_ZEROS)
+    more_bases = _bases(more_zero, HAS_ZEROS)
     nothing = tl.zeros(scale[0].shape, tl.float32)
     low = (nothing, nothing, nothing, nothing)
     high = low
-    if GROUP < _HALF:
+    if GROUP == _QUARTER:
         low = acc
-        scale_twice = (_twice(scale[0]), _twice(scale[1]))
-        more_twice = (_twice(more_scale[0]), _twice(more_scale[1]))
     for u in tl.static_range(4):
-        a = _numbers(first[u], low_base, high_base)
-        b = _numbers(second[u], more_low_base, more_high_base)
-        x = (x_low[2 * u], x_low[2 * u + 1])
-        y = (x_high[2 * u], x_high[2 * u + 1])
-        if GROUP < _HALF:
-            a = (
-                _times(a[0], scale_twice[0]),
-                _times(a[1], scale_twice[0]),
-                _times(a[2], scale_twice[1]),
-                _times(a[3], scale_twice[1]),
-            )
-            b = (
-                _times(b[0], more_twice[0]),
-                _times(b[1], more_twice[0]),
-                _times(b[2], more_twice[1]),
-                _times(b[3], more_twice[1]),
-            )
-        low = multiply_bf16((a[0], b[0], a[1], b[1]), x, low)
-        if GROUP == _HALF:
-            high = multiply_bf16((a[2], b[2], a[3], b[3]), y, high)
+        a = _numbers(first[u], bases)
+        b = _numbers(second[u], more_bases)
+        if GROUP == _QUARTER:
+            a = _all_times(a, scale)
+            b = _all_times(b, more_scale)
+        low = multiply_bf16((a[0], b[0], a[1], b[1]), (x0[u], x1[u]), low)
+        if GROUP == 2 * _QUARTER:
+            high = multiply_bf16((a[2], b[2], a[3], b[3]), (x2[u], x3[u]), high)
         else:
-            low = multiply_bf16((a[2], b[2], a[3], b[3]), y, low)
-    if GROUP < _HALF:
+            low = multiply_bf16((a[2], b[2], a[3], b[3]), (x2[u], x3[u]), low)
+    if GROUP == _QUARTER:
         return low
     s = scale[0].to(tl.float32)
     t = more_scale[0].to(tl.float32)
     acc = (acc[0] + low[0] * s, acc[1] + low[1] * s, acc[2] + low[2] * t, acc[3] + low[3] * t)
-    if GROUP == _HALF:
-        s = scale[1].to(tl.float32)
-        t = more_scale[1].to(tl.float32)
+    if GROUP == 2 * _QUARTER:
+        s = scale[2].to(tl.float32)
+        t = more_scale[2].to(tl.float32)
         acc = (acc[0] + high[0] * s, acc[1] + high[1] * s, acc[2] + high[2] * t, acc[3] + high[3] * t)
     return acc
 
@@ -230,7 +226,6 @@ def _fetch_step(
     scales,
     zeros,
     first_block,
-    lane,
     N,
     OUT,
     BLOCKS: tl.constexpr,
@@ -249,8 +244,8 @@ def _fetch_step(
             for half in tl.static_range(HALVES):
                 output = half * OUT + tile * _TILE
                 fetched = _fetch(
-                    w_address + tl.cast(output, tl.int64) * _HALF, scales + output, zeros + output, block,
-                    lane, N, GROUP, HAS_ZEROS,
+                    w_address + tl.cast(output, tl.int64) * _BLOCK_BYTES, scales + output, zeros + output,
+                    block, N, GROUP, HAS_ZEROS,
                 )  # fmt: skip
                 all_of_it = all_of_it + (fetched,)  # noqa: RUF005 (no unpacking in kernels)
     return all_of_it
@@ -280,7 +275,7 @@ def _int4_warp_kernel(
 ):
     OUT: tl.constexpr = N // 2 if GATED else N
     HALVES: tl.constexpr = 2 if GATED else 1
-    BLOCKS: tl.constexpr = K // (2 * _HALF)
+    BLOCKS: tl.constexpr = K // _BLOCK
     STEPS: tl.constexpr = (BLOCKS + UNROLL * WARPS - 1) // (UNROLL * WARPS)
     EVEN: tl.constexpr = BLOCKS % (UNROLL * WARPS) == 0
     thread = tl.arange(0, 32 * WARPS)
@@ -289,14 +284,14 @@ def _int4_warp_kernel(
     # The last program may have fewer tiles: it computes earlier ones again, to the same numbers.
     start = tl.minimum(tl.program_id(0) * (TILES * _TILE), OUT - TILES * _TILE)
     output = start + lane // 4
-    w_address = w_ptr.to(tl.int64) + output.to(tl.int64) * _HALF + lane % 4 * 16
+    w_address = w_ptr.to(tl.int64) + output.to(tl.int64) * _BLOCK_BYTES + lane % 4 * 16
     scales = scale_ptr + output
     zeros = zero_ptr + output
     weight = _fetch_step(
-        w_address, scales, zeros, warp, lane, N, OUT, BLOCKS, GROUP, HAS_ZEROS, TILES, HALVES, UNROLL, WARPS
+        w_address, scales, zeros, warp, N, OUT, BLOCKS, GROUP, HAS_ZEROS, TILES, HALVES, UNROLL, WARPS
     )
     num_rows = after_predecessor(num_rows, EARLY)
-    x_address = x_ptr.to(tl.int64) + lane % 4 * 32
+    x_address = x_ptr.to(tl.int64) + lane % 4 * 16
     nothing = tl.zeros([32 * WARPS], tl.float32)
     acc = ()
     for _ in tl.static_range(ROW_TILES * TILES * HALVES):
@@ -305,23 +300,26 @@ def _int4_warp_kernel(
         first_block = warp + step * (UNROLL * WARPS)
         if STEPS > 1:
             ahead = _fetch_step(
-                w_address, scales, zeros, first_block + UNROLL * WARPS, lane, N, OUT, BLOCKS, GROUP,
-                HAS_ZEROS, TILES, HALVES, UNROLL, WARPS,
+                w_address, scales, zeros, first_block + UNROLL * WARPS, N, OUT, BLOCKS, GROUP, HAS_ZEROS,
+                TILES, HALVES, UNROLL, WARPS,
             )  # fmt: skip
         for u in tl.static_range(UNROLL):
             block = first_block + u * WARPS
             inside = block < BLOCKS
             for row_tile in tl.static_range(ROW_TILES):
                 row = tl.minimum(row_tile * _ROWS + lane // 4, num_rows - 1).to(tl.int64)
-                from_row = x_address + row * x_stride * 2 + tl.minimum(block, BLOCKS - 1) * (4 * _HALF)
-                low = _as_pairs(load_rows(from_row)) + _as_pairs(load_rows(from_row + 16))
-                from_row += 2 * _HALF
-                high = _as_pairs(load_rows(from_row)) + _as_pairs(load_rows(from_row + 16))
+                from_row = x_address + row * x_stride * 2 + tl.minimum(block, BLOCKS - 1) * (2 * _BLOCK)
+                x = (
+                    load_rows(from_row),
+                    load_rows(from_row + 2 * _QUARTER),
+                    load_rows(from_row + 4 * _QUARTER),
+                    load_rows(from_row + 6 * _QUARTER),
+                )
                 new = ()
                 for place in tl.static_range(ROW_TILES * TILES * HALVES):
                     if place // (TILES * HALVES) == row_tile:
                         fetched = weight[u * TILES * HALVES + place % (TILES * HALVES)]
-                        added = _add_block(acc[place], low, high, fetched, GROUP, HAS_ZEROS)
+                        added = _add_block(acc[place], x, fetched, GROUP, HAS_ZEROS)
                         if not EVEN:
                             added = (
                                 tl.where(inside, added[0], acc[place][0]),

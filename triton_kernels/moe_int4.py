@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triton_kernels.expert_packing import unpack_expert
 from triton_kernels.gpu import Gpu, gpu_of
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, unpack_int4
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, GateKind, gate_reference
 from triton_kernels.moe_gemm import sum_slots_triton
@@ -28,14 +28,7 @@ from triton_kernels.moe_int4_gemm import (
 )
 from triton_kernels.moe_route import route_triton, top_k_reference
 from triton_kernels.mxfp4 import dequantize_mxfp4_codes
-from triton_kernels.quantize_int4 import (
-    BLOCK,
-    GROUPS,
-    HALF,
-    Int4Weight,
-    dequantize_int4_reference,
-    pack_int4,
-)
+from triton_kernels.quantize_int4 import GROUPS, Int4Weight, dequantize_int4_reference
 from triton_kernels.tuning import tuned
 
 
@@ -67,11 +60,10 @@ def dequantized_expert(weight: PackedExperts, expert: int, width: int, dtype: to
     """One expert's matrix as numbers of `dtype`, [N, width], in plain torch."""
     packed, scales = weight.packed[expert], weight.scales[expert]
     if weight.is_mxfp4:
-        numbers = dequantize_mxfp4_codes(unpack_expert(packed), scales.t(), dtype)
+        numbers = dequantize_mxfp4_codes(unpack_int4(packed), scales.t(), dtype)
     else:
         zeros = None if weight.zeros is None else weight.zeros[expert]
-        ordered = pack_int4(unpack_expert(packed))
-        numbers = dequantize_int4_reference(Int4Weight(ordered, scales, zeros), dtype)
+        numbers = dequantize_int4_reference(Int4Weight(packed, scales, zeros), dtype)
     return numbers[:, :width]
 
 
@@ -195,7 +187,7 @@ def fused_moe_int4(
 def _check(x: Tensor, logits: Tensor, gate_up: PackedExperts, down: PackedExperts) -> None:
     width, half = x.shape[1], gate_up.packed.shape[2] // 2
     for weight, outputs, inputs in ((gate_up, 2 * half, width), (down, width, half)):
-        wanted = (logits.shape[1], ceil_div(inputs, BLOCK), outputs, HALF)
+        wanted = (logits.shape[1], ceil_div(inputs, BLOCK), outputs, BLOCK_BYTES)
         groups = weight.scales.shape[1]
         fits = (
             tuple(weight.packed.shape) == wanted

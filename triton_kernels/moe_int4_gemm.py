@@ -3,7 +3,7 @@
     gate and up:  y[i] = act(x[t] @ gate[e].T, x[t] @ up[e].T)    i-th pair of the sort: token t, expert e
     down:         y[p] = weight[p] * x[i] @ down[e].T             p: its place before the sort
 
-P pairs, E experts, N outputs of a matrix, K inputs. Weights are packed as expert_packing.py says, in
+P pairs, E experts, N outputs of a matrix, K inputs. Weights are packed as int4_packing.py says, in
 ceil(K / 128) blocks; numbers are those of quantize_int4.py or mxfp4.py. Both products may have biases;
 moe_gate.py has the activations. Tiles and their experts are found as in moe_gemm.py; experts without rows are
 never read.
@@ -27,17 +27,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.expert_packing import QUARTER, e2m1_quarters, int4_quarters
 from triton_kernels.gpu import Gpu
+from triton_kernels.int4_packing import (
+    BLOCK,
+    BLOCK_BYTES,
+    QUARTER,
+    block_values,
+    e2m1_quarters,
+    int4_quarters,
+)
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, bent_gate, bent_up
 from triton_kernels.moe_gemm import _find_tile, _most_tiles
 from triton_kernels.moe_route import Routing, expert_lanes
-from triton_kernels.quantize_int4 import BLOCK, HALF, MIDDLE
 
 _BLOCK = tl.constexpr(BLOCK)
 _QUARTER = tl.constexpr(QUARTER)
-_MIDDLE = tl.constexpr(MIDDLE)
 
 
 class Int4GemmConfig(NamedTuple):
@@ -78,9 +83,9 @@ def int4_gemm_that_fits(config: Int4GemmConfig, gpu: Gpu, *, gated: bool) -> Int
         block_m = min(config.block_m, 64)
         most = 32 * 32 * config.num_warps // (block_m * tiles)
         config = config._replace(block_m=block_m, block_n=max(16, min(config.block_n, most)))
-    stage_bytes = HALF * config.block_n * tiles + 2 * BLOCK * config.block_m
+    stage_bytes = BLOCK_BYTES * config.block_n * tiles + 2 * BLOCK * config.block_m
     # Packed weights go through registers; numbers made of them may go through shared memory once more.
-    others = HALF * config.block_n * (tiles if gpu.multiplies_from_shared else 4)
+    others = BLOCK_BYTES * config.block_n * (tiles if gpu.multiplies_from_shared else 4)
     stages = gpu.stages_that_fit(config.num_stages, stage_bytes, others)
     return config._replace(num_stages=stages, tma=config.tma and gpu.has_tma)
 
@@ -91,29 +96,6 @@ def _e8m0(scales):
     bits = scales.to(tl.int32)
     bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _of_quarters(pointers, block, N, GROUP: tl.constexpr):
-    """Scales or zero points of a block's quarters, [outputs, 1] each."""
-    row = block * (_BLOCK // GROUP)
-    first = tl.load(pointers + row * N)[:, None]
-    third = first if GROUP == _BLOCK else tl.load(pointers + (row + 2 * _QUARTER // GROUP) * N)[:, None]
-    second = tl.load(pointers + (row + 1) * N)[:, None] if GROUP == _QUARTER else first
-    fourth = tl.load(pointers + (row + 3) * N)[:, None] if GROUP == _QUARTER else third
-    return first, second, third, fourth
-
-
-@triton.jit
-def _values_of(scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """The scales of a block's quarters, then the zero points."""
-    s0, s1, s2, s3 = _of_quarters(scales, block, N, GROUP)
-    if HAS_ZEROS:
-        z0, z1, z2, z3 = _of_quarters(zeros, block, N, GROUP)
-        return s0, s1, s2, s3, z0, z1, z2, z3
-    else:
-        middle = tl.full([1, 1], _MIDDLE, dtype)
-        return s0, s1, s2, s3, middle, middle, middle, middle
 
 
 @triton.jit
@@ -223,10 +205,10 @@ def _experts_int4_kernel(
         of_expert = expert.to(tl.int64) * (BLOCKS * _BLOCK // GROUP * OUTPUTS)
         scales = scale_ptr + of_expert + there_columns
         zeros = zero_ptr + of_expert + there_columns
-        values = _values_of(scales, zeros, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+        values = block_values(scales, zeros, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
         up_values = values
         if GATED:
-            up_values = _values_of(scales + N, zeros + N, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+            up_values = block_values(scales + N, zeros + N, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for block in range(0, BLOCKS):
@@ -237,7 +219,7 @@ def _experts_int4_kernel(
                 words = tl.load(w_ptrs + block * (OUTPUTS * _QUARTER))
             # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
             ahead = tl.minimum(block + 1, BLOCKS - 1)
-            next_values = _values_of(scales, zeros, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+            next_values = block_values(scales, zeros, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
             acc = _added(acc, words, x, values, GROUP, MXFP4)
             values = next_values
             if GATED:
@@ -245,7 +227,7 @@ def _experts_int4_kernel(
                     words = weight.load([(first + block) * OUTPUTS + N + n * BLOCK_N, 0])
                 else:
                     words = tl.load(w_ptrs + (block * OUTPUTS + N) * _QUARTER)
-                next_values = _values_of(scales + N, zeros + N, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+                next_values = block_values(scales + N, zeros + N, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
                 up = _added(up, words, x, up_values, GROUP, MXFP4)
                 up_values = next_values
         if HAS_BIAS:

@@ -1,10 +1,10 @@
-"""Weights of 4-bit numbers in groups that share a scale: packing, quantizing, and back.
+"""Weights of 4-bit numbers in groups that share a scale: quantizing, and back.
 
     w[n, k] = (q[n, k] - z[g, n]) * s[g, n],   g = k // group,   q in 0..15,   z = 8 without zero points
 
 N outputs, K inputs (a multiple of 128), G = K / group; a group is 32, 64 or 128 inputs. `packed` is uint8
-[K / 128, N, 64]: byte j of a block holds input j in its low and input 64 + j in its high bits, so that a
-kernel reads a tile of outputs in one piece and its two halves are two products. s and z are [G, N].
+[K / 128, N, 64] as int4_packing.py says, so that a kernel reads a tile of outputs in one piece. s and z are
+[G, N].
 
 Cost of dequantize_int4: N*K/2 bytes read, 2*N*K written: memory bound.
 """
@@ -19,21 +19,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from triton_kernels.int4_packing import (
+    BLOCK,
+    BLOCK_BYTES,
+    MIDDLE,
+    QUARTER,
+    pack_int4,
+    quarter_values,
+    unpack_int4,
+)
 from triton_kernels.launch import ceil_div
 
-BLOCK = 128
-"""Inputs of a packed block."""
-HALF = BLOCK // 2
 GROUPS = (32, 64, 128)
-MIDDLE = 8
-"""Stands for 0 in weights without zero points."""
 DEQUANTIZED_OUTPUTS = 32
 """Outputs of a program of dequantize_int4."""
-_HALF = tl.constexpr(HALF)
+_BLOCK = tl.constexpr(BLOCK)
+_QUARTER = tl.constexpr(QUARTER)
 _MIDDLE = tl.constexpr(MIDDLE)
-_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+_MIDDLE = tl.constexpr(MIDDLE)
 
 
 class Int4Weight(NamedTuple):
@@ -57,23 +61,6 @@ class Int4Weight(NamedTuple):
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.width // self.scales.shape[0]
-
-
-def pack_int4(numbers: Tensor) -> Tensor:
-    """Numbers 0..15 [N, K] of any integer type -> uint8 [K / 128, N, 64].
-
-    Raises:
-        ValueError: K is no multiple of 128.
-    """
-    if numbers.shape[1] % BLOCK:
-        raise ValueError(f"4-bit weights need a multiple of {BLOCK} inputs, got {numbers.shape[1]}")
-    low, high = numbers.to(torch.uint8).unflatten(1, (-1, 2, HALF)).unbind(2)
-    return (low | high << 4).transpose(0, 1).contiguous()
-
-
-def unpack_int4(packed: Tensor) -> Tensor:
-    """The inverse of pack_int4: uint8 [N, K]."""
-    return torch.stack([packed & 15, packed >> 4], 2).permute(1, 0, 2, 3).flatten(1)
 
 
 class RoundedWeight(NamedTuple):
@@ -125,7 +112,7 @@ def check_int4(weight: Int4Weight) -> None:
     groups, outputs = weight.scales.shape
     fits = (
         weight.packed.dtype == torch.uint8
-        and weight.packed.shape[1:] == (outputs, HALF)
+        and weight.packed.shape[1:] == (outputs, BLOCK_BYTES)
         and weight.width % groups == 0
         and weight.group in GROUPS
         and (weight.zeros is None or weight.zeros.shape == weight.scales.shape)
@@ -133,83 +120,10 @@ def check_int4(weight: Int4Weight) -> None:
     if not fits:
         zeros = None if weight.zeros is None else tuple(weight.zeros.shape)
         raise ValueError(
-            f"packed 4-bit weights are uint8 [K / {BLOCK}, N, {HALF}] with scales (and zeros) [K / group, N],"
-            f" group one of {GROUPS}; got {tuple(weight.packed.shape)} of {weight.packed.dtype}, scales"
-            f" {(groups, outputs)}, zeros {zeros}"
+            f"packed 4-bit weights are uint8 [K / {BLOCK}, N, {BLOCK_BYTES}] with scales (and zeros)"
+            f" [K / group, N], group one of {GROUPS}; got {tuple(weight.packed.shape)} of"
+            f" {weight.packed.dtype}, scales {(groups, outputs)}, zeros {zeros}"
         )
-
-
-# Four bytes to four numbers: a 4-bit number in the low bits of 128.0 (bfloat16) or 1024.0 (float16) is added
-# to it; subtracting both gives the number itself, exactly, two at a time. In one line, because torch.compile
-# copies a constant into code of its own, where a line break would end the string.
-_TO_BF16 = tl.constexpr(
-    "{ .reg .b32 a, b, one; "
-    "mov.b32 one, 0x3f803f80; "
-    "prmt.b32 a, $2, 0, 0x4140; "
-    "prmt.b32 b, $2, 0, 0x4342; "
-    "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; "
-    "lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea; "
-    "fma.rn.bf16x2 $0, a, one, $3; "
-    "fma.rn.bf16x2 $1, b, one, $4; }"
-)
-_HIGH_TO_BF16 = tl.constexpr(
-    "{ .reg .b32 a, b, one; "
-    "mov.b32 one, 0x3f803f80; "
-    "shr.u32 b, $2, 4; "
-    "prmt.b32 a, b, 0, 0x4140; "
-    "prmt.b32 b, b, 0, 0x4342; "
-    "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; "
-    "lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea; "
-    "fma.rn.bf16x2 $0, a, one, $3; "
-    "fma.rn.bf16x2 $1, b, one, $4; }"
-)
-
-
-@triton.jit
-def int4_halves(packed, low_base, high_base, dtype: tl.constexpr):
-    """Packed bytes -> the numbers of their low bits and of their high bits, less their zero points.
-
-    Args:
-        packed: uint8, any shape.
-        low_base: `int4_base` of the zero points of the low bits, of `dtype`; high_base of the high bits.
-        dtype: bfloat16, or another, more slowly.
-    """
-    if dtype == tl.bfloat16 and not _INTERPRETED:
-        low = tl.inline_asm_elementwise(
-            _TO_BF16, "=r,=r,r,r,r", [packed, low_base], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
-        high = tl.inline_asm_elementwise(
-            _HIGH_TO_BF16, "=r,=r,r,r,r", [packed, high_base], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
-    else:
-        low = (packed & 15).to(dtype) + low_base
-        high = (packed >> 4).to(dtype) + high_base
-    return low, high
-
-
-@triton.jit
-def int4_base(zeros, dtype: tl.constexpr):
-    """What int4_halves adds for these zero points: of `dtype`, exact."""
-    if dtype == tl.bfloat16 and not _INTERPRETED:
-        return (-128.0 - zeros.to(tl.float32)).to(dtype)
-    else:
-        return (-zeros.to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def int4_values(pointers, block, N, HIGH: tl.constexpr, GROUP: tl.constexpr):
-    """Scales or zero points of half of a packed block: [..., 1], or [..., 64] of groups of 32.
-
-    Args:
-        pointers: to the outputs' values of the first group, of any shape.
-        block: of the same shape, or a number.
-    """
-    row = block * (2 * _HALF // GROUP) + (_HALF // GROUP if HIGH else 0)
-    values = tl.expand_dims(tl.load(pointers + row * N), -1)
-    if GROUP < _HALF:
-        more = tl.expand_dims(tl.load(pointers + (row + 1) * N), -1)
-        values = tl.where(tl.arange(0, _HALF) < GROUP, values, more)
-    return values
 
 
 @triton.jit
@@ -228,17 +142,17 @@ def _dequantize_int4_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = (outputs < N)[:, None]
     read = tl.minimum(outputs, N - 1)
-    lanes = tl.arange(0, _HALF)
-    packed = tl.load(w_ptr + (block.to(tl.int64) * N + read)[:, None] * _HALF + lanes[None, :])
-    places = y_ptr + outputs[:, None].to(tl.int64) * K + block * 2 * _HALF + lanes[None, :]
-    for high in tl.static_range(2):
-        numbers = (packed >> (4 * high) & 15).to(tl.float32)
-        if HAS_ZEROS:
-            numbers -= int4_values(zero_ptr + read, block, N, high, GROUP).to(tl.float32)
-        else:
-            numbers -= _MIDDLE
-        numbers *= int4_values(scale_ptr + read, block, N, high, GROUP).to(tl.float32)
-        tl.store(places + high * _HALF, numbers.to(y_ptr.dtype.element_ty), there)
+    lanes = tl.arange(0, _QUARTER)
+    words = tl.load(w_ptr + (block.to(tl.int64) * N + read)[:, None] * _QUARTER + lanes[None, :])
+    places = y_ptr + outputs[:, None].to(tl.int64) * K + block * _BLOCK + lanes[None, :]
+    scales = quarter_values(scale_ptr + read, block, N, GROUP)
+    if HAS_ZEROS:
+        zeros = quarter_values(zero_ptr + read, block, N, GROUP)
+    for quarter in tl.static_range(4):
+        numbers = (words >> (4 * quarter) & 15).to(tl.float32)
+        numbers -= zeros[quarter].to(tl.float32) if HAS_ZEROS else _MIDDLE
+        numbers *= scales[quarter].to(tl.float32)
+        tl.store(places + quarter * _QUARTER, numbers.to(y_ptr.dtype.element_ty), there)
 
 
 def dequantize_int4_triton(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
@@ -246,7 +160,7 @@ def dequantize_int4_triton(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     outputs, width = weight.outputs, weight.width
     y = torch.empty((outputs, width), dtype=dtype, device=weight.packed.device)
     _dequantize_int4_kernel[(width // BLOCK, ceil_div(outputs, DEQUANTIZED_OUTPUTS))](
-        weight.packed,
+        weight.packed.view(torch.int16),
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
         y,

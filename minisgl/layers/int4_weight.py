@@ -29,8 +29,9 @@ from minisgl.layers.int4_layouts import (
 from minisgl.layers.weight import Fp8Rows, Input, InputFormat, make_bias, with_biases
 from minisgl.model_config.quantization import Int4Layout, Int4Scheme
 from triton_kernels.int4_linear import int4_gated_linear, int4_linear
-from triton_kernels.quantize_int4 import BLOCK, HALF, pack_int4, round_weight_int4
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, pack_int4
 from triton_kernels.quantize_int4 import Int4Weight as PackedInt4
+from triton_kernels.quantize_int4 import round_weight_int4
 from triton_kernels.registry import KERNELS
 
 
@@ -244,7 +245,7 @@ def empty_int4(
         return torch.empty((*outer, *sizes), dtype=kind, device=device)
 
     return PackedInt4(
-        empty(width // BLOCK, out_features, HALF, kind=torch.uint8),
+        empty(width // BLOCK, out_features, BLOCK_BYTES, kind=torch.uint8),
         empty(groups, out_features),
         empty(groups, out_features) if scheme.zero_points else None,
     )

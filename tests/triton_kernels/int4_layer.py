@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from tests.triton_kernels.fp8_layer import behind, surrounded
-from triton_kernels.quantize_int4 import Int4Weight, pack_int4
+from triton_kernels.int4_packing import pack_int4
+from triton_kernels.quantize_int4 import Int4Weight
 
 
 class Layer(NamedTuple):

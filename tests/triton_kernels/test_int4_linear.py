@@ -19,7 +19,8 @@ from triton_kernels.int4_linear_many import (
     int4_gated_linear_many_with,
     int4_linear_many_with,
 )
-from triton_kernels.quantize_int4 import HALF, Int4Weight
+from triton_kernels.int4_packing import BLOCK_BYTES
+from triton_kernels.quantize_int4 import Int4Weight
 
 H200 = Gpu((9, 0), 227 << 10, 132)
 
@@ -82,5 +83,5 @@ def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
             config = default_int4_tiled_config(outputs, rows, gated, H200)
             weight_rows = config.block_n * (2 if gated and config.fused else 1)
             assert config.num_stages >= 2
-            assert HALF * (weight_rows + 4 * config.block_m) * config.num_stages <= H200.shared_bytes
+            assert BLOCK_BYTES * (weight_rows + 4 * config.block_m) * config.num_stages <= H200.shared_bytes
             assert weight_rows * config.block_m <= 160 * 32 * config.num_warps

@@ -13,7 +13,7 @@ from triton_kernels.int4_linear_few import (
     int4_gated_linear_few,
     int4_linear_few,
 )
-from triton_kernels.quantize_int4 import BLOCK, HALF
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 
 # Rows, outputs, width, group, zero points and a configuration; few, because each is compiled anew on a GPU.
 CASES = [
@@ -58,6 +58,6 @@ def test_the_default_configuration_fits_into_shared_memory(kib, gated):
     gpu = Gpu((9, 0), kib * 1024, 132)
     for rows in ROWS_OF_PROGRAMS:
         config = default_int4_config(rows, gated, gpu)
-        tile = config.block_n * HALF * (2 if gated else 1) + rows * BLOCK * 2
+        tile = config.block_n * BLOCK_BYTES * (2 if gated else 1) + rows * BLOCK * 2
         assert config.num_stages >= 2
         assert config.num_warps * tile * config.num_stages <= gpu.shared_bytes

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.triton_kernels.fp8_layer import behind
-from triton_kernels.expert_packing import pack_expert
 from triton_kernels.gpu import Gpu
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, pack_int4
 from triton_kernels.moe_gate import SILU, Gate, GateKind
 from triton_kernels.moe_int4 import (
     Int4GemmConfig,
@@ -21,7 +21,6 @@ from triton_kernels.moe_int4 import (
     fused_moe_int4_triton,
 )
 from triton_kernels.mxfp4 import NUMBERS
-from triton_kernels.quantize_int4 import BLOCK, HALF
 
 SMALL = MoeInt4Config(Int4GemmConfig(16, 32, 4, 2, 2), Int4GemmConfig(16, 64, 4, 2, 2))
 POINTERS = MoeInt4Config(
@@ -58,7 +57,7 @@ def matrices(
             exact = codes.double() - zeros.double().transpose(1, 2)[:, :, group_of]
     exact = (exact * wide.transpose(1, 2)[:, :, group_of])[:, :, :width]
     bias = torch.randn(num_experts, outputs, generator=rng).to(device, dtype) if "bias" in kind else None
-    packed = torch.stack([pack_expert(one) for one in codes])
+    packed = torch.stack([pack_int4(one) for one in codes])
     weight = PackedExperts(
         behind(packed.to(device)),
         behind(scales.to(device)) if scales.is_floating_point() else scales.to(device),
@@ -179,7 +178,7 @@ def test_every_number_of_tokens_has_a_configuration_that_fits(kib: int) -> None:
             for gated, config in zip(
                 (True, False), default_moe_int4_config(tokens, 128, 8, gpu), strict=True
             ):
-                tile = HALF * config.block_n * (2 if gated else 1) + 2 * BLOCK * config.block_m
+                tile = BLOCK_BYTES * config.block_n * (2 if gated else 1) + 2 * BLOCK * config.block_m
                 tiles = config.num_stages - (0 if gpu.multiplies_from_shared else 1)
                 assert tiles * tile <= gpu.shared_bytes
                 assert config.num_stages >= 2

@@ -1,4 +1,4 @@
-"""Packing 4-bit weights, quantizing to them, and back."""
+"""Quantizing to 4-bit weights, and back."""
 
 import pytest
 import torch
@@ -11,29 +11,8 @@ from triton_kernels.quantize_int4 import (
     dequantize_int4,
     dequantize_int4_reference,
     dequantize_int4_triton,
-    pack_int4,
     quantize_weight_int4,
-    unpack_int4,
 )
-
-
-def test_a_byte_holds_an_input_and_the_one_64_behind_it():
-    numbers = torch.zeros(3, 256, dtype=torch.int32)
-    numbers[2, 128 + 5], numbers[2, 128 + 64 + 5] = 7, 12
-    packed = pack_int4(numbers)
-    assert packed.shape == (2, 3, 64)
-    assert packed[1, 2, 5] == 7 + 16 * 12
-    assert packed.sum() == packed[1, 2, 5]
-
-
-def test_unpacking_yields_what_was_packed():
-    numbers = torch.randint(0, 16, (37, 384))
-    assert torch.equal(unpack_int4(pack_int4(numbers)), numbers.to(torch.uint8))
-
-
-def test_a_width_that_is_no_multiple_of_128_is_refused():
-    with pytest.raises(ValueError, match="multiple of 128 inputs, got 192"):
-        pack_int4(torch.zeros(4, 192, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("zero_points", [False, True])

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from minisgl.layers.experts.weights import ExpertSizes
 from minisgl.layers.int4_weight import Int4Weight, empty_int4
 from minisgl.model_config.quantization import Int4Scheme
-from triton_kernels.expert_packing import repack_expert
 from triton_kernels.moe_int4 import PackedExperts, fused_moe_int4
 from triton_kernels.quantize_int4 import Int4Weight as PackedInt4
 
@@ -103,7 +102,7 @@ class Int4Experts(nn.Module):
         for matrices in self.loading:
             for matrix in matrices:
                 matrix.finish_loading()
-        self._put_in_order()
+        self.loading = None
 
     def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
         """See `ExpertWeights`."""
@@ -115,11 +114,4 @@ class Int4Experts(nn.Module):
             normal(values)
             for both, one in zip(matrices, values, strict=True):
                 both[place].quantize(one)
-        self._put_in_order()
-
-    def _put_in_order(self) -> None:
-        """From the order of a layer's numbers to that of experts'."""
-        for stacked in self.tensors():
-            for packed in stacked.packed.detach():
-                repack_expert(packed)
         self.loading = None

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minisgl.layers.experts.weights import ExpertSizes
-from triton_kernels.expert_packing import pack_expert
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, pack_int4
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_int4 import PackedExperts, fused_moe_int4
 from triton_kernels.mxfp4 import BLOCK_OF_SCALE, mxfp4_codes, quantize_mxfp4
-from triton_kernels.quantize_int4 import BLOCK, HALF
 
 
 class Mxfp4Experts(nn.Module):
@@ -40,7 +39,7 @@ class Mxfp4Experts(nn.Module):
             return nn.Parameter(empty, requires_grad=False)
 
         def packed(outputs: int, inputs: int) -> nn.Parameter:
-            return made(ceil_div(inputs, BLOCK), outputs, HALF)
+            return made(ceil_div(inputs, BLOCK), outputs, BLOCK_BYTES)
 
         def scales(outputs: int, inputs: int) -> nn.Parameter:
             return made(ceil_div(inputs, BLOCK) * BLOCK // BLOCK_OF_SCALE, outputs)
@@ -99,7 +98,7 @@ class Mxfp4Experts(nn.Module):
 
     def _set(self, weight: PackedExperts, expert: int, codes: Tensor, scales: Tensor) -> None:
         """Pack codes [out, in] and scales [out, in / 32] of one expert; what is padded is 0."""
-        weight.packed[expert].copy_(pack_expert(F.pad(codes, (0, -codes.shape[1] % BLOCK))))
+        weight.packed[expert].copy_(pack_int4(F.pad(codes, (0, -codes.shape[1] % BLOCK))))
         padding = weight.scales.shape[1] - scales.shape[1]
         weight.scales[expert].copy_(F.pad(scales, (0, padding)).t())
 

@@ -18,8 +18,9 @@ from triton_kernels.int4_linear import (
 )
 from triton_kernels.int4_linear_few import FEW_ROWS, Int4Config, int4_that_fits, rows_of_a_program
 from triton_kernels.int4_linear_many import Int4TiledConfig
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div, next_power_of_2
-from triton_kernels.quantize_int4 import BLOCK, HALF, quantize_weight_int4
+from triton_kernels.quantize_int4 import quantize_weight_int4
 
 FEWEST_PROGRAMS, MOST_PROGRAMS = 96, 2048
 LEAST_STEPS = 4
@@ -109,7 +110,7 @@ def many_rows_candidates(
             ]
             splits.sort(key=lambda n, units=units: -_share_of_waves(n * units, gpu.multiprocessors))
             can_scale_sums = group == BLOCK and 2 * weight_rows * block_m <= 160 * 32 * warps
-            stages = _stages(gpu, HALF * (weight_rows + 4 * block_m))
+            stages = _stages(gpu, BLOCK_BYTES * (weight_rows + 4 * block_m))
             pairs = [(n, splits[0]) for n in stages] + [(n, splits[1]) for n in stages[-1:] if splits[1:]]
             found += [
                 Int4TiledConfig(block_m, block_n, warps, n, parts, scale_sums, fused)

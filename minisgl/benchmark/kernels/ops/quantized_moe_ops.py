@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning, token_cases
 from minisgl.benchmark.kernels.kernel_timing import Problem, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
-from triton_kernels.expert_packing import pack_expert
 from triton_kernels.gpu import Gpu
+from triton_kernels.int4_packing import BLOCK, pack_int4
 from triton_kernels.moe_fp8 import (
     Fp8ExpertWeights,
     MoeFp8Config,
@@ -36,7 +36,7 @@ from triton_kernels.moe_int4_gemm import Int4GemmConfig, int4_gemm_that_fits
 from triton_kernels.moe_route import top_k_reference
 from triton_kernels.mxfp4 import quantize_mxfp4
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
-from triton_kernels.quantize_int4 import BLOCK, quantize_weight_int4, unpack_int4
+from triton_kernels.quantize_int4 import quantize_weight_int4
 
 KINDS = ("fp8", "fp8_blocks", "int4", "mxfp4")
 GROUP_OF_INT4 = 128
@@ -102,7 +102,7 @@ def _fp8_weights(matrices: list[list[Tensor]], blocks: bool) -> Fp8ExpertWeights
 def _int4_matrices(matrices: list[Tensor]) -> PackedExperts:
     packed = [quantize_weight_int4(matrix, GROUP_OF_INT4) for matrix in matrices]
     return PackedExperts(
-        torch.stack([pack_expert(unpack_int4(one.packed)) for one in packed]),
+        torch.stack([one.packed for one in packed]),
         torch.stack([one.scales for one in packed]),
     )
 
@@ -111,7 +111,7 @@ def _mxfp4_matrices(matrices: list[Tensor]) -> PackedExperts:
     missing = -matrices[0].shape[1] % BLOCK
     rounded = [quantize_mxfp4(F.pad(matrix, (0, missing))) for matrix in matrices]
     return PackedExperts(
-        torch.stack([pack_expert(codes) for codes, _ in rounded]),
+        torch.stack([pack_int4(codes) for codes, _ in rounded]),
         torch.stack([scales.t().contiguous() for _, scales in rounded]),
     )
 
@@ -202,7 +202,7 @@ def _tuning(kind: str) -> Tuning:
     own = (
         ("moe_fp8.py", "moe_fp8_gemm.py", "quantize_fp8.py")
         if is_fp8
-        else ("moe_int4.py", "moe_int4_gemm.py", "expert_packing.py")
+        else ("moe_int4.py", "moe_int4_gemm.py", "int4_packing.py")
     )
     default = default_moe_fp8_config if is_fp8 else default_moe_int4_config
     return Tuning(

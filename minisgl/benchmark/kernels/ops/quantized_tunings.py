@@ -30,7 +30,7 @@ from triton_kernels.int4_linear_many import (
     int4_gated_linear_many_with,
     int4_linear_many_with,
 )
-from triton_kernels.quantize_int4 import BLOCK
+from triton_kernels.int4_packing import BLOCK
 from triton_kernels.silu_mul import silu_mul
 
 FP8_ROWS = (64, 256, 4096)
@@ -110,7 +110,7 @@ def _int4_tuning(gated: bool) -> Tuning:
         return [*tiled, DEQUANTIZED]
 
     return Tuning(
-        files=("int4_linear_many.py", "quantize_int4.py"),
+        files=("int4_linear_many.py", "int4_packing.py", "quantize_int4.py"),
         by_size=True,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width, "group": BLOCK, "zeros": 0},
         near=lambda matrix: {},

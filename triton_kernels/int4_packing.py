@@ -1,4 +1,4 @@
-"""How the experts' 4-bit numbers lie in memory, and how a kernel makes 16-bit numbers of them.
+"""How 4-bit numbers lie in memory, and how a kernel makes 16-bit numbers of them.
 
 `packed` is uint8 [..., K / 128, N, 64]. Two bytes next to each other are a word: bits 0-3 of word c of a
 block are its input c, bits 4-7 input 32 + c, bits 8-11 input 64 + c, bits 12-15 input 96 + c. So two words,
@@ -7,7 +7,7 @@ mask to get where bfloat16 has its bits; and a group of 32 inputs is a quarter. 
 """
 
 # A constexpr is a plain value inside of a kernel.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 
 import torch
 import triton
@@ -15,35 +15,38 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from triton_kernels.quantize_int4 import int4_base
-
-QUARTER = 32
+BLOCK = 128
+"""Inputs of a packed block."""
+BLOCK_BYTES = BLOCK // 2
+"""Of one output."""
+QUARTER = BLOCK // 4
 """Inputs of a quarter of a block, and its words."""
+MIDDLE = 8
+"""Stands for 0 in weights without zero points."""
+_BLOCK = tl.constexpr(BLOCK)
+_QUARTER = tl.constexpr(QUARTER)
+_MIDDLE = tl.constexpr(MIDDLE)
 _INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
-def pack_expert(numbers: Tensor) -> Tensor:
-    """Numbers 0..15 [N, K] of any integer type, K a multiple of 128 -> uint8 [K / 128, N, 64]."""
-    quarters = numbers.to(torch.uint8).unflatten(1, (-1, 4, QUARTER)).unbind(2)
-    return _words(*quarters).transpose(0, 1).contiguous()
+def pack_int4(numbers: Tensor) -> Tensor:
+    """Numbers 0..15 [N, K] of any integer type -> uint8 [K / 128, N, 64].
+
+    Raises:
+        ValueError: K is no multiple of 128.
+    """
+    if numbers.shape[1] % BLOCK:
+        raise ValueError(f"4-bit weights need a multiple of {BLOCK} inputs, got {numbers.shape[1]}")
+    first, second, third, fourth = numbers.to(torch.uint8).unflatten(1, (-1, 4, QUARTER)).unbind(2)
+    words = torch.stack([first | second << 4, third | fourth << 4], -1).flatten(-2)
+    return words.transpose(0, 1).contiguous()
 
 
-def unpack_expert(packed: Tensor) -> Tensor:
-    """The inverse of pack_expert: uint8 [N, K]."""
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of pack_int4: uint8 [N, K]."""
     low, high = packed.unflatten(-1, (QUARTER, 2)).unbind(-1)
     quarters = torch.stack([low & 15, low >> 4, high & 15, high >> 4], -2)
     return quarters.transpose(0, 1).flatten(1)
-
-
-def repack_expert(packed: Tensor) -> None:
-    """From quantize_int4.py's order, in place: uint8 [K / 128, N, 64]."""
-    first, second = packed.unflatten(-1, (2, QUARTER)).unbind(-2)
-    packed.copy_(_words(first & 15, second & 15, first >> 4, second >> 4))
-
-
-def _words(first: Tensor, second: Tensor, third: Tensor, fourth: Tensor) -> Tensor:
-    """Quarters of numbers [..., 32] -> bytes [..., 64]."""
-    return torch.stack([first | second << 4, third | fourth << 4], -1).flatten(-2)
 
 
 # Two words to four pairs of numbers. The bits of e2m1 where those of bfloat16 are make a number 2^126 too
@@ -124,3 +127,45 @@ def int4_quarters(words, first, second, third, fourth, dtype: tl.constexpr):
             (bits >> 8 & 15).to(dtype) + third,
             (bits >> 12 & 15).to(dtype) + fourth,
         )
+
+
+@triton.jit
+def int4_base(zeros, dtype: tl.constexpr):
+    """What int4_quarters adds for these zero points: of `dtype`, exact."""
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        return (-128.0 - zeros.to(tl.float32)).to(dtype)
+    else:
+        return (-zeros.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def quarter_values(pointers, block, N, GROUP: tl.constexpr):
+    """Scales or zero points of a block's quarters, four tensors with a last dimension of 1.
+
+    Args:
+        pointers: to the outputs' values of the first group, of any shape.
+        block: of the same shape, or a number.
+    """
+    row = block * (_BLOCK // GROUP)
+    first = tl.expand_dims(tl.load(pointers + row * N), -1)
+    third = first
+    if GROUP < _BLOCK:
+        third = tl.expand_dims(tl.load(pointers + (row + 2 * _QUARTER // GROUP) * N), -1)
+    second = first
+    fourth = third
+    if GROUP == _QUARTER:
+        second = tl.expand_dims(tl.load(pointers + (row + 1) * N), -1)
+        fourth = tl.expand_dims(tl.load(pointers + (row + 3) * N), -1)
+    return first, second, third, fourth
+
+
+@triton.jit
+def block_values(scales, zeros, block, N, dtype: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """The scales of a block's quarters, then the zero points; pointers as of `quarter_values`."""
+    s0, s1, s2, s3 = quarter_values(scales, block, N, GROUP)
+    if HAS_ZEROS:
+        z0, z1, z2, z3 = quarter_values(zeros, block, N, GROUP)
+        return s0, s1, s2, s3, z0, z1, z2, z3
+    else:
+        middle = tl.full([1, 1], _MIDDLE, dtype)
+        return s0, s1, s2, s3, middle, middle, middle, middle

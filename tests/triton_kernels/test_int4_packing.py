@@ -1,9 +1,9 @@
-"""The order of experts' 4-bit numbers, number by number."""
+"""The order of 4-bit numbers, number by number."""
 
+import pytest
 import torch
 
-from triton_kernels.expert_packing import pack_expert, repack_expert, unpack_expert
-from triton_kernels.quantize_int4 import pack_int4
+from triton_kernels.int4_packing import pack_int4, unpack_int4
 
 
 def some_numbers() -> torch.Tensor:
@@ -12,7 +12,7 @@ def some_numbers() -> torch.Tensor:
 
 def test_each_number_lies_where_the_module_says() -> None:
     numbers = some_numbers()
-    packed = pack_expert(numbers)
+    packed = pack_int4(numbers.int())
     assert packed.shape == (2, 3, 64)
     for output in range(3):
         for k in range(256):
@@ -24,10 +24,9 @@ def test_each_number_lies_where_the_module_says() -> None:
 
 def test_unpacking_is_the_inverse() -> None:
     numbers = some_numbers()
-    assert torch.equal(unpack_expert(pack_expert(numbers)), numbers)
+    assert torch.equal(unpack_int4(pack_int4(numbers)), numbers)
 
 
-def test_repacking_a_layer_s_order() -> None:
-    packed = pack_int4(some_numbers())
-    repack_expert(packed)
-    assert torch.equal(packed, pack_expert(some_numbers()))
+def test_a_width_that_is_no_multiple_of_128_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 128 inputs, got 192"):
+        pack_int4(torch.zeros(4, 192, dtype=torch.int32))
