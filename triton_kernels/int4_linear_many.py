@@ -54,21 +54,22 @@ DEQUANTIZED = Int4TiledConfig(0, 0, 0, 0)
 
 
 @triton.jit
-def _added(acc, words, x0, x1, x2, x3, values, SCALE_SUMS: tl.constexpr):
-    """acc [outputs, rows] and one block's products; x [rows, 32] of each quarter."""
-    dtype: tl.constexpr = x0.dtype
+def _added(acc, words, x, values, SCALE_SUMS: tl.constexpr):
+    """acc [outputs, rows] and the products of one block; x [rows, 128]."""
+    dtype: tl.constexpr = x.dtype
     s0, s1, s2, s3, z0, z1, z2, z3 = values
     w0, w1, w2, w3 = int4_quarters(words, z0, z1, z2, z3, dtype)
+    if not SCALE_SUMS:
+        w0 *= s0.to(dtype)
+        w1 *= s1.to(dtype)
+        w2 *= s2.to(dtype)
+        w3 *= s3.to(dtype)
+    # [outputs, 32, 2, 2] -> [outputs, 128]: no number leaves its thread.
+    quarters = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    w = tl.reshape(tl.permute(quarters, 0, 3, 2, 1), [words.shape[0], 4 * words.shape[1]])
     if SCALE_SUMS:
-        product = tl.dot(w0, x0.T, input_precision="ieee")
-        product = tl.dot(w1, x1.T, product, input_precision="ieee")
-        product = tl.dot(w2, x2.T, product, input_precision="ieee")
-        product = tl.dot(w3, x3.T, product, input_precision="ieee")
-        return acc + product * s0.to(tl.float32)
-    acc = tl.dot(w0 * s0.to(dtype), x0.T, acc, input_precision="ieee")
-    acc = tl.dot(w1 * s1.to(dtype), x1.T, acc, input_precision="ieee")
-    acc = tl.dot(w2 * s2.to(dtype), x2.T, acc, input_precision="ieee")
-    return tl.dot(w3 * s3.to(dtype), x3.T, acc, input_precision="ieee")
+        return acc + tl.dot(w, x.T, input_precision="ieee") * s0.to(tl.float32)
+    return tl.dot(w, x.T, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -119,19 +120,16 @@ def _int4_tiled_kernel(
     for block in range(first, min(first + blocks_each, blocks)):
         # The copy engine reads zeros beyond the last row; a tile beyond the last output has the next block's.
         # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
-        x0 = x_desc.load([row_start, block * _BLOCK])
-        x1 = x_desc.load([row_start, block * _BLOCK + _QUARTER])
-        x2 = x_desc.load([row_start, block * _BLOCK + 2 * _QUARTER])
-        x3 = x_desc.load([row_start, block * _BLOCK + 3 * _QUARTER])
+        x = x_desc.load([row_start, block * _BLOCK])
         words = w_desc.load([block * N + output_start, 0])
         ahead = tl.minimum(block + 1, last)
         next_values = block_values(scales, zeros, ahead, N, dtype, GROUP, HAS_ZEROS)
-        acc = _added(acc, words, x0, x1, x2, x3, values, SCALE_SUMS)
+        acc = _added(acc, words, x, values, SCALE_SUMS)
         values = next_values
         if GATED:
             words = w_desc.load([block * N + OUT + output_start, 0])
             next_values = block_values(scales + OUT, zeros + OUT, ahead, N, dtype, GROUP, HAS_ZEROS)
-            up = _added(up, words, x0, x1, x2, x3, up_values, SCALE_SUMS)
+            up = _added(up, words, x, up_values, SCALE_SUMS)
             up_values = next_values
     row_start = let_next_start_here(row_start, EARLY)
     outputs = (output_start + tl.arange(0, BLOCK_N))[:, None]
@@ -188,7 +186,7 @@ def _launch(
     words = weight.packed.view(torch.int16).view(-1, QUARTER)
     tiles = ceil_div(num_rows, config.block_m) * ceil_div(num_outputs, config.block_n)
     _int4_tiled_kernel[(tiles * splits,)](
-        TensorDescriptor.from_tensor(x, [config.block_m, QUARTER]),
+        TensorDescriptor.from_tensor(x, [config.block_m, BLOCK]),
         TensorDescriptor.from_tensor(words, [config.block_n, QUARTER]),
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,

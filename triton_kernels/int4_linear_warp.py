@@ -60,9 +60,9 @@ class Int4WarpConfig(NamedTuple):
 
 
 def default_int4_warp_config(weight: Int4Weight, gated: bool) -> Int4WarpConfig:
-    """The configuration if none is given; measured on an H100, groups of 128 without zero points."""
-    if gated:  # more scales and zero points take more registers
-        return Int4WarpConfig(1, 1, 4 if weight.group == BLOCK and weight.zeros is None else 2)
+    """The configuration if none is given; measured on an H200, groups of 128 without zero points."""
+    if gated:
+        return Int4WarpConfig(1, 2, 2)
     return Int4WarpConfig(1, 4, 4) if weight.width <= 8192 else Int4WarpConfig(1, 8, 2)
 
 
