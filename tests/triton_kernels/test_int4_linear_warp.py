@@ -8,7 +8,6 @@ from triton_kernels.int4_linear import int4_gated_linear, int4_linear
 from triton_kernels.int4_linear_warp import (
     MOST_ROWS,
     Int4WarpConfig,
-    default_int4_warp_config,
     int4_gated_linear_warp,
     int4_linear_warp,
     suits_warps,
@@ -62,8 +61,3 @@ def test_only_few_rows_of_bfloat16_and_whole_tiles_suit_warps():
     assert not suits_warps(few.x[:, 1:], few.weight, gated=False)
     assert not suits_warps(odd.x, odd.weight, gated=False)
     assert not suits_warps(many.x, many.weight, gated=False)
-
-
-def test_scales_and_zero_points_leave_room_for_fewer_blocks_at_a_time():
-    plain, zeros = (layer((5, 64, 256), 128, zeros, "cpu").weight for zeros in (False, True))
-    assert default_int4_warp_config(plain, True).unroll > default_int4_warp_config(zeros, True).unroll
