@@ -75,7 +75,7 @@ def one_round(pool: Any, url: str, clients: int, arguments: argparse.Namespace, 
 def measure(replicas: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """A server with so many engines, from its start to its end."""
     flags = [f"--replicas={replicas}", f"--max-running-requests={arguments.requests}", *arguments.flag]
-    # Their first call does not wait for imports: the processes are there before a round begins.
+    # The client processes start here, so that no call waits for their start.
     with tempfile.TemporaryDirectory() as folder, multiprocessing.Pool(replicas) as pool:
         url, process = start(arguments.model, Path(folder) / "log", flags)
         try:

@@ -50,8 +50,8 @@ def default_int4_tiled_config(
 ) -> Int4TiledConfig:
     """The configuration of more than FEW_ROWS rows if none is given or tuned.
 
-    On Hopper, for layers that are not gated and for up to 64 rows, it is the best of those tried on an H200;
-    the others have not been measured.
+    On Hopper, for layers that are not gated and for up to 64 rows, it was the best of those tried on an H200.
+    The kernel has changed since: for the layers of Llama-3.1-8B tuning finds up to 1.4 times the speed.
 
     Args:
         num_outputs: outputs per row: N, or N / 2 if `gated`.

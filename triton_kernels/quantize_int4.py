@@ -37,7 +37,6 @@ DEQUANTIZED_OUTPUTS = 32
 _BLOCK = tl.constexpr(BLOCK)
 _QUARTER = tl.constexpr(QUARTER)
 _MIDDLE = tl.constexpr(MIDDLE)
-_MIDDLE = tl.constexpr(MIDDLE)
 
 
 class Int4Weight(NamedTuple):

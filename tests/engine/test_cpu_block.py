@@ -137,7 +137,7 @@ def test_compiled_steps_equal_uncompiled_ones_and_do_not_depend_on_the_number_of
     assert torch.allclose(together, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
     assert all(torch.equal(logits(model, [row], block)[0], together[row]) for row in rows)
     check_pools(model, block)
-    monkeypatch.setattr(compiled_block, "FEW_KEYS", sum(LENGTHS) - 1)  # attention stays uncompiled
+    monkeypatch.setattr(compiled_block, "MOST_KEYS", sum(LENGTHS) - 1)  # attention stays uncompiled
     with_many_keys = logits(model, rows, block)
     assert torch.allclose(with_many_keys, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
     check_pools(model, block)

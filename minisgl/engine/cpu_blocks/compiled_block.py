@@ -18,9 +18,9 @@ from triton_kernels.on_cpu import store_cpu
 
 PARTS = ("before", "attend", "after")
 """The names of `parts_of`, whose module an engine does not load."""
-FEW_KEYS = 1024
-"""Over so many keys of all rows together, torch's attention on all threads takes longer than the compiled
-one, which takes the rows one after the other on one thread."""
+MOST_KEYS = 1024
+"""Of all rows of a step, for compiled attention. It takes the rows one after the other on one thread; with
+more keys torch's, on all threads, is faster."""
 
 
 def part_file(folder: Path, name: str) -> Path:
@@ -52,7 +52,7 @@ def load_block(folder: Path, model: Decoder) -> RunBlock:
         q, k, v, residual = before([x, residual, positions, cos_sin, *ours_before])
         assert block.self_attn is not None
         attention = block.self_attn.attention
-        rows = _with_few_keys(attention, inputs)
+        rows = _rows_to_compile(attention, inputs)
         # Compiled code reads its inputs as contiguous, without a check.
         if rows is None:
             slots = inputs.slot_mapping.long()
@@ -70,13 +70,13 @@ def load_block(folder: Path, model: Decoder) -> RunBlock:
     return run
 
 
-def _with_few_keys(attention: Attention, inputs: AttentionInputs) -> tuple[RowKeys, ...] | None:
-    """The rows of the step; None = they have many keys, or attention is more than a softmax."""
+def _rows_to_compile(attention: Attention, inputs: AttentionInputs) -> tuple[RowKeys, ...] | None:
+    """The rows of a step that compiled attention serves; None = it does not."""
     if attention.softcap or attention.sinks is not None or not attention.k_cache.is_contiguous():
         return None
     rows = inputs.rows if inputs.rows is not None else find_rows(inputs, attention.k_cache.shape[1])
     lengths = [row.length for row in rows]
-    if len(rows) < len(inputs.row_ids) or sum(lengths) > FEW_KEYS:
+    if len(rows) < len(inputs.row_ids) or sum(lengths) > MOST_KEYS:
         return None
     return None if 0 < attention.window < max(lengths) else rows
 
