@@ -130,6 +130,7 @@ class Compiler:
             warmup: bool,
             num_warps: int = 4,
             num_stages: int = 3,
+            maxnreg: int | None = None,
             **named: Any,
         ) -> None:
             bound = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -144,6 +145,7 @@ class Compiler:
                 elif _is_multiple_of_16(value, parameter):
                     attributes[(index,)] = [["tt.divisibility", 16]]
             options = {"num_warps": num_warps, "num_stages": num_stages}
+            options |= {"maxnreg": maxnreg} if maxnreg else {}
             same = (kernel.__name__, str(signature), str(constants), str(attributes), str(options))
             if same not in self._seen:
                 source_type = GluonASTSource if kernel.is_gluon() else ASTSource

@@ -38,7 +38,7 @@ SPLIT = fp8_linear_few.Fp8Config(16, 512, 2, 6, splits=2)
 """Tuning tries it where outputs are few."""
 
 
-EVERYWHERE = {("channels", 64), ("blocks", 8192), ("by 128", 64), ("mxfp4", 8192)}
+EVERYWHERE = {("channels", 64), ("blocks", 8192), ("by 128", 64), ("mxfp4", 4), ("mxfp4", 8192)}
 """Launches of experts that are compiled for every GPU."""
 
 
@@ -153,13 +153,14 @@ def _int4_experts() -> Iterator[Launch]:
         matrices = []
         for outputs, inputs in ((2 * half, width), (width, half)):
             blocks = ceil_div(inputs, BLOCK)
-            shape, dtype = (experts, blocks * BLOCK // group, outputs), torch.uint8 if is_mxfp4 else BF16
+            per_block, dtype = (1, torch.int32) if is_mxfp4 else (BLOCK // group, BF16)
+            shape = (experts, blocks * per_block, outputs)
             packed = empty(experts, blocks, outputs, BLOCK_BYTES, dtype=torch.uint8)
             zeros = empty(*shape) if zero_points else None
             bias = empty(experts, outputs) if is_mxfp4 else None
             matrices.append(moe_int4.PackedExperts(packed, empty(*shape, dtype=dtype), zeros, bias))
         gate = clamped if is_mxfp4 else SILU
-        for tokens in (64,) if zero_points else (64, 8192):
+        for tokens in (4, 64) if zero_points else (4, 64, 8192):
             x, logits = empty(tokens, width), empty(tokens, experts, dtype=F32)
             call = functools.partial(moe_int4.fused_moe_int4_triton, x, logits, *matrices, top_k, gate=gate)
             yield Launch(f"moe_int4 {kind} {tokens} tokens", call, (kind, tokens) in EVERYWHERE)

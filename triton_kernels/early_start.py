@@ -20,6 +20,7 @@ from triton_kernels.gpu import gpu_of
 EARLY_KERNELS: dict[str, str | None] = {
     "_add_rms_norm_kernel": None,
     "_all_reduce_kernel": None,
+    "_experts_warp_kernel": None,
     "_fp8_linear_kernel": None,
     "_fp8_split_linear_kernel": None,
     "_fp8_tiled_kernel": None,
@@ -30,7 +31,9 @@ EARLY_KERNELS: dict[str, str | None] = {
     "_linear_kernel": None,
     "_norm_router_kernel": None,
     "_paged_decode_kernel": None,
+    "_pairs_down_int4_kernel": "_pairs_up_int4_kernel",
     "_pairs_down_kernel": "_pairs_up_kernel",
+    "_pairs_up_int4_kernel": None,
     "_pairs_up_kernel": None,
     "_quantize_fp8_kernel": None,
     "_quantize_with_peaks_kernel": None,

@@ -49,22 +49,8 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return quarters.transpose(0, 1).flatten(1)
 
 
-# Two words to four pairs of numbers. The bits of e2m1 where those of bfloat16 are make a number 2^126 too
-# small. In one line, because torch.compile copies a constant into code of its own.
-_E2M1 = tl.constexpr(
-    "{ .reg .b32 a, b, big, zero; "
-    "mov.b32 big, 0x7e807e80; "
-    "mov.b32 zero, 0x80008000; "
-    "shl.b32 a, $4, 6; and.b32 a, a, 0x01c001c0; shl.b32 b, $4, 12; "
-    "lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.bf16x2 $0, a, big, zero; "
-    "shl.b32 a, $4, 2; and.b32 a, a, 0x01c001c0; shl.b32 b, $4, 8; "
-    "lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.bf16x2 $1, a, big, zero; "
-    "shr.b32 a, $4, 2; and.b32 a, a, 0x01c001c0; shl.b32 b, $4, 4; "
-    "lop3.b32 a, b, 0x80008000, a, 0xea; fma.rn.bf16x2 $2, a, big, zero; "
-    "shr.b32 a, $4, 6; and.b32 a, a, 0x01c001c0; "
-    "lop3.b32 a, $4, 0x80008000, a, 0xea; fma.rn.bf16x2 $3, a, big, zero; }"
-)
-# The same of whole numbers: in the low bits of 128.0 they are added to it; then the base is added.
+# Two words to four pairs of numbers. Whole numbers in the low bits of 128.0 are added to it; then the base is
+# added. In one line, because torch.compile copies a constant into code of its own.
 _INT4 = tl.constexpr(
     "{ .reg .b32 a, one; "
     "mov.b32 one, 0x3f803f80; "
@@ -76,29 +62,6 @@ _INT4 = tl.constexpr(
     "shr.u32 a, $4, 12; "
     "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $3, a, one, $8; }"
 )
-
-
-@triton.jit
-def e2m1_quarters(words, dtype: tl.constexpr):
-    """Words, int16, of codes of e2m1 -> the numbers of each quarter, four tensors of the same shape."""
-    if dtype == tl.bfloat16 and not _INTERPRETED:
-        return tl.inline_asm_elementwise(
-            _E2M1,
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        bits = words.to(tl.int32)
-        return _e2m1(bits, dtype), _e2m1(bits >> 4, dtype), _e2m1(bits >> 8, dtype), _e2m1(bits >> 12, dtype)
-
-
-@triton.jit
-def _e2m1(codes, dtype: tl.constexpr):
-    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
-    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)
 
 
 @triton.jit

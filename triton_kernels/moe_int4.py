@@ -5,7 +5,7 @@
 Weights are whole numbers in groups of 32, 64 or 128 inputs with a scale and perhaps a zero point
 (quantize_int4.py), or MXFP4 (mxfp4.py), and stay so in memory. Both products may have biases. T tokens,
 E experts, M model width, F expert width; routing as in moe_route.py. What the first product yields is rounded
-to x's dtype. moe_int4_gemm.py has the products.
+to x's dtype. moe_int4_warp.py has the products of few bfloat16 rows an expert, moe_int4_gemm.py all others.
 
 Cost: 1.5 * M * F bytes for every expert hit, and as many numbers to make of them; 6 * T * top_k * M * F FLOP.
 """
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from triton_kernels.e2m1_packing import unpack_e2m1
 from triton_kernels.gpu import Gpu, gpu_of
-from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, unpack_int4
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_gate import SILU, Gate, GateKind, gate_reference
 from triton_kernels.moe_gemm import sum_slots_triton
@@ -26,10 +27,16 @@ from triton_kernels.moe_int4_gemm import (
     int4_gemm_that_fits,
     multiply_experts_int4,
 )
+from triton_kernels.moe_int4_warp import int4_pairs, multiply_experts_warp, suits_warps
 from triton_kernels.moe_route import route_triton, top_k_reference
-from triton_kernels.mxfp4 import dequantize_mxfp4_codes
+from triton_kernels.mxfp4 import dequantize_mxfp4_codes, unpack_mxfp4_scales
 from triton_kernels.quantize_int4 import GROUPS, Int4Weight, dequantize_int4_reference
 from triton_kernels.tuning import tuned
+
+FEW_TOKENS = 4
+"""Up to here warps multiply each pair separately."""
+FEW_PAIRS = 8
+"""Up to so many an expert, on average, warps multiply the sorted pairs."""
 
 
 class MoeInt4Config(NamedTuple):
@@ -60,7 +67,7 @@ def dequantized_expert(weight: PackedExperts, expert: int, width: int, dtype: to
     """One expert's matrix as numbers of `dtype`, [N, width], in plain torch."""
     packed, scales = weight.packed[expert], weight.scales[expert]
     if weight.is_mxfp4:
-        numbers = dequantize_mxfp4_codes(unpack_int4(packed), scales.t(), dtype)
+        numbers = dequantize_mxfp4_codes(unpack_e2m1(packed), unpack_mxfp4_scales(scales), dtype)
     else:
         zeros = None if weight.zeros is None else weight.zeros[expert]
         numbers = dequantize_int4_reference(Int4Weight(packed, scales, zeros), dtype)
@@ -107,14 +114,22 @@ def fused_moe_int4_triton(
     config: MoeInt4Config | None = None,
 ) -> Tensor:
     """Launch the kernels on any device."""
-    if x.shape[0] == 0:
+    num_tokens, num_experts = router_logits.shape
+    if num_tokens == 0:
         return torch.empty_like(x)
+    by_warps = config is None and suits_warps(x, gate_up, down)
+    if by_warps and num_tokens <= FEW_TOKENS:
+        return int4_pairs(x, router_logits, gate_up, down, top_k, renormalize, gate)
+    routing = route_triton(router_logits, top_k, renormalize)
+    if by_warps and num_tokens * top_k <= FEW_PAIRS * num_experts:
+        hidden = multiply_experts_warp(x, gate_up, routing, gated=True, gate=gate)
+        partial = multiply_experts_warp(hidden, down, routing, gated=False)
+        return sum_slots_triton(partial, routing, num_experts)
     if config is None:
         config = _tuned_config(x, gate_up, top_k)
-    routing = route_triton(router_logits, top_k, renormalize)
     hidden = multiply_experts_int4(x, gate_up, routing, config.gate_up, gated=True, gate=gate)
     partial = multiply_experts_int4(hidden, down, routing, config.down, gated=False)
-    return sum_slots_triton(partial, routing, gate_up.packed.shape[0])
+    return sum_slots_triton(partial, routing, num_experts)
 
 
 def _tuned_config(x: Tensor, gate_up: PackedExperts, top_k: int) -> MoeInt4Config:
@@ -192,14 +207,15 @@ def _check(x: Tensor, logits: Tensor, gate_up: PackedExperts, down: PackedExpert
         fits = (
             tuple(weight.packed.shape) == wanted
             and weight.scales.shape == (wanted[0], groups, outputs)
+            and groups > 0
             and wanted[1] * BLOCK % groups == 0
-            and weight.group in ((32,) if weight.is_mxfp4 else GROUPS)
+            and (groups == wanted[1] if weight.is_mxfp4 else weight.group in GROUPS)
             and (weight.zeros is None or (weight.zeros.shape == weight.scales.shape and not weight.is_mxfp4))
             and (weight.bias is None or weight.bias.shape == (wanted[0], outputs))
         )
         if not fits:
             raise ValueError(
                 f"4-bit experts over rows of {width} and logits of {logits.shape[1]} need packed {wanted} "
-                f"with scales [E, K / group, N], group one of {GROUPS} (32 of MXFP4), and zero points like "
-                f"them; got {tuple(weight.packed.shape)} and scales {tuple(weight.scales.shape)}"
+                f"with scales [E, K / group, N], group one of {GROUPS} (of MXFP4 int32 [E, K / 128, N]), "
+                f"zeros like them; got {tuple(weight.packed.shape)} and scales {tuple(weight.scales.shape)}"
             )

@@ -27,13 +27,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels.e2m1_packing import e2m1_quarters
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_packing import (
     BLOCK,
     BLOCK_BYTES,
     QUARTER,
     block_values,
-    e2m1_quarters,
     int4_quarters,
 )
 from triton_kernels.launch import ceil_div
@@ -60,19 +60,21 @@ class PackedExperts(NamedTuple):
     """All experts' matrices of one kind, [N, K] each; contiguous."""
 
     packed: Tensor  # uint8 [E, ceil(K / 128), N, 64]
-    scales: Tensor  # [E, ceil(K / 128) * 128 / group, N] of any floating type; uint8 = MXFP4, groups of 32
+    scales: Tensor
+    """[E, ceil(K / 128) * 128 / group, N] of any floating type; of MXFP4, whose groups have 32 inputs, int32
+    [E, ceil(K / 128), N]: as mxfp4.pack_mxfp4_scales makes them, one for each quarter of a block."""
     zeros: Tensor | None = None  # like scales, as Int4Weight's
     bias: Tensor | None = None  # [E, N]
 
     @property
     def is_mxfp4(self) -> bool:
         """The numbers are e2m1, the scales e8m0."""
-        return self.scales.dtype == torch.uint8
+        return self.scales.dtype == torch.int32
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.packed.shape[1] * BLOCK // self.scales.shape[1]
+        return QUARTER if self.is_mxfp4 else self.packed.shape[1] * BLOCK // self.scales.shape[1]
 
 
 def int4_gemm_that_fits(config: Int4GemmConfig, gpu: Gpu, *, gated: bool) -> Int4GemmConfig:
@@ -92,10 +94,8 @@ def int4_gemm_that_fits(config: Int4GemmConfig, gpu: Gpu, *, gated: bool) -> Int
 
 @triton.jit
 def _e8m0(scales):
-    """Powers of two of bytes, NaN for 255."""
-    bits = scales.to(tl.int32)
-    bits = tl.where(bits == 0, 0x400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
-    return bits.to(tl.float32, bitcast=True)
+    """Powers of two of the lowest bytes."""
+    return ((scales & 255) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _added(acc, words, x, values, GROUP: tl.constexpr, MXFP4: tl.constexpr):
     s0, s1, s2, s3, z0, z1, z2, z3 = values
     if MXFP4:
         w0, w1, w2, w3 = e2m1_quarters(words, dtype)
-        s0, s1, s2, s3 = _e8m0(s0), _e8m0(s1), _e8m0(s2), _e8m0(s3)
+        s0, s1, s2, s3 = _e8m0(s0), _e8m0(s0 >> 8), _e8m0(s0 >> 16), _e8m0(s0 >> 24)
     else:
         w0, w1, w2, w3 = int4_quarters(words, z0, z1, z2, z3, dtype)
     none = tl.zeros_like(acc)
@@ -202,13 +202,14 @@ def _experts_int4_kernel(
         if not TMA:
             places = (first.to(tl.int64) * OUTPUTS + there_columns)[:, None] * _QUARTER + lanes[None, :]
             w_ptrs = weight + places
-        of_expert = expert.to(tl.int64) * (BLOCKS * _BLOCK // GROUP * OUTPUTS)
+        VALUES: tl.constexpr = _BLOCK if MXFP4 else GROUP  # MXFP4's scales of a block are one word
+        of_expert = expert.to(tl.int64) * (BLOCKS * _BLOCK // VALUES * OUTPUTS)
         scales = scale_ptr + of_expert + there_columns
         zeros = zero_ptr + of_expert + there_columns
-        values = block_values(scales, zeros, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+        values = block_values(scales, zeros, 0, OUTPUTS, dtype, VALUES, HAS_ZEROS)
         up_values = values
         if GATED:
-            up_values = block_values(scales + N, zeros + N, 0, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+            up_values = block_values(scales + N, zeros + N, 0, OUTPUTS, dtype, VALUES, HAS_ZEROS)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for block in range(0, BLOCKS):
@@ -219,7 +220,7 @@ def _experts_int4_kernel(
                 words = tl.load(w_ptrs + block * (OUTPUTS * _QUARTER))
             # Scales come one turn ahead, because the compiler does not fetch them with the tiles.
             ahead = tl.minimum(block + 1, BLOCKS - 1)
-            next_values = block_values(scales, zeros, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+            next_values = block_values(scales, zeros, ahead, OUTPUTS, dtype, VALUES, HAS_ZEROS)
             acc = _added(acc, words, x, values, GROUP, MXFP4)
             values = next_values
             if GATED:
@@ -227,7 +228,7 @@ def _experts_int4_kernel(
                     words = weight.load([(first + block) * OUTPUTS + N + n * BLOCK_N, 0])
                 else:
                     words = tl.load(w_ptrs + (block * OUTPUTS + N) * _QUARTER)
-                next_values = block_values(scales + N, zeros + N, ahead, OUTPUTS, dtype, GROUP, HAS_ZEROS)
+                next_values = block_values(scales + N, zeros + N, ahead, OUTPUTS, dtype, VALUES, HAS_ZEROS)
                 up = _added(up, words, x, up_values, GROUP, MXFP4)
                 up_values = next_values
         if HAS_BIAS:

@@ -15,6 +15,8 @@ BLOCK_OF_SCALE = 32
 """Numbers that share a scale."""
 BIAS = 127
 """Of a scale: it stands for 2^(s - BIAS)."""
+LARGEST_SCALE = 192
+"""That kernels take; they take numbers with scales below 58 for 0."""
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """By code."""
 LARGEST_EXPONENT = 2
@@ -38,6 +40,19 @@ def mxfp4_scales(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The powers of two that e8m0 stands for, float32 or float64, of the same shape; NaN for 255."""
     powers = torch.ldexp(torch.ones_like(scales, dtype=dtype), scales.to(torch.int32) - BIAS)
     return powers.masked_fill(scales == 255, torch.nan)
+
+
+def pack_mxfp4_scales(scales: Tensor) -> Tensor:
+    """Scales uint8 [N, G] -> int32 [G / 4, N]: the four of 128 numbers in a word, the first in its low byte.
+
+    G is a multiple of 4.
+    """
+    return scales.flatten().view(torch.int32).view(scales.shape[0], -1).t().contiguous()
+
+
+def unpack_mxfp4_scales(words: Tensor) -> Tensor:
+    """The inverse of pack_mxfp4_scales."""
+    return words.t().flatten().view(torch.uint8).view(words.shape[1], -1)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -51,6 +51,21 @@ def load_rows(address):
 
 
 @triton.jit
+def load_rows_inside(address, left):
+    """As load_rows where `left` (int32) is more than 0; elsewhere zeros, and nothing is loaded."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $5, 0; "
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        "=&r,=&r,=&r,=&r,l,r",
+        [address, left],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def multiply_bf16(a, b, c):
     """c (4 float32) plus the product of 16 outputs a (4 int32, two bfloat16 each) and 8 rows b (2 int32)."""
     return tl.inline_asm_elementwise(

@@ -7,6 +7,7 @@ from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from minisgl.errors import ModelError
 from minisgl.layers.experts.mxfp4 import Mxfp4Experts
 from minisgl.layers.experts.weights import ExpertSizes
 from triton_kernels.moe_gate import Gate, GateKind
@@ -25,7 +26,7 @@ def test_stored_blocks_become_what_transformers_computes(width: int, half: int) 
     sizes = ExpertSizes(experts, width, half, ("gate", "up", "down"), gate=CLAMPED)
     ours = Mxfp4Experts(sizes, torch.float32, DEVICE)
     for parameter in ours.parameters():
-        parameter.fill_(255 if parameter.dtype == torch.uint8 else float("nan"))
+        parameter.fill_(float("nan") if parameter.is_floating_point() else 255)
     rng = torch.Generator().manual_seed(0)
     stored = {}
     for name, outputs, inputs in (("gate_up_proj", 2 * half, width), ("down_proj", width, half)):
@@ -62,3 +63,13 @@ def test_dummy_weights_are_the_normal_ones_in_four_bits() -> None:
     out = ours(torch.randn(5, 96, generator=rng), torch.randn(5, 2, generator=rng), 1, True)
     assert out.isfinite().all()
     assert out.norm() > 0
+
+
+@pytest.mark.parametrize(("scale", "named"), [(255, "NaN"), (193, r"2\^66")])
+def test_scales_that_are_nan_or_too_large_are_refused(scale: int, named: str) -> None:
+    ours = Mxfp4Experts(ExpertSizes(2, 96, 64, ("gate", "up", "down")), torch.float32, DEVICE)
+    for view in ours.part_tensors().values():
+        view.fill_(120 if view.dtype == torch.uint8 else 0.0)
+    ours.part_tensors()["experts.down_proj_scales"][1, 5, 1] = scale
+    with pytest.raises(ModelError, match=f"down_proj_scales: the largest MXFP4 scale is {named}"):
+        ours.finish_loading()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from triton_kernels.e2m1_packing import pack_e2m1, unpack_e2m1
 from triton_kernels.int4_packing import pack_int4, unpack_int4
 
 
@@ -30,3 +31,20 @@ def test_unpacking_is_the_inverse() -> None:
 def test_a_width_that_is_no_multiple_of_128_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 128 inputs, got 192"):
         pack_int4(torch.zeros(4, 192, dtype=torch.int32))
+
+
+def test_bits_of_e2m1_are_where_its_document_says():
+    rng = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (3, 256), generator=rng)
+    packed = pack_e2m1(codes)
+    assert packed.shape == (2, 3, 64)
+    assert torch.equal(unpack_e2m1(packed), codes.to(torch.uint8))
+    places = {0: (15, (8, 7, 6)), 32: (9, (2, 1, 0)), 64: (5, (14, 13, 12)), 96: (11, (4, 3, 10))}
+    words = packed.view(torch.int16).int() & 0xFFFF
+    for block, row, word in ((0, 0, 0), (0, 1, 7), (1, 2, 30)):
+        for first, (sign, others) in places.items():
+            code = int(codes[row, block * 128 + first + word])
+            own = int(words[block, row, word])
+            holder = int(words[block, row, word ^ 1]) if first == 64 else own
+            bits = [own >> sign & 1, *(holder >> place & 1 for place in others)]
+            assert bits == [code >> 3 & 1, code >> 2 & 1, code >> 1 & 1, code & 1]

@@ -12,11 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minisgl.errors import ModelError
 from minisgl.layers.experts.weights import ExpertSizes
-from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES, pack_int4
+from triton_kernels.e2m1_packing import pack_e2m1
+from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_int4 import PackedExperts, fused_moe_int4
-from triton_kernels.mxfp4 import BLOCK_OF_SCALE, mxfp4_codes, quantize_mxfp4
+from triton_kernels.mxfp4 import (
+    BIAS,
+    BLOCK_OF_SCALE,
+    LARGEST_SCALE,
+    mxfp4_codes,
+    pack_mxfp4_scales,
+    quantize_mxfp4,
+)
 
 
 class Mxfp4Experts(nn.Module):
@@ -42,7 +51,7 @@ class Mxfp4Experts(nn.Module):
             return made(ceil_div(inputs, BLOCK), outputs, BLOCK_BYTES)
 
         def scales(outputs: int, inputs: int) -> nn.Parameter:
-            return made(ceil_div(inputs, BLOCK) * BLOCK // BLOCK_OF_SCALE, outputs)
+            return made(ceil_div(inputs, BLOCK), outputs, dtype=torch.int32)
 
         width, half = sizes.width, sizes.half
         self.gate_up_packed, self.gate_up_scales = packed(2 * half, width), scales(2 * half, width)
@@ -82,14 +91,26 @@ class Mxfp4Experts(nn.Module):
         ):
             groups = inputs // BLOCK_OF_SCALE
             of_blocks = weight.packed.detach().view(experts, -1)[:, : outputs * inputs // 2]
-            of_scales = weight.scales.detach().view(experts, -1)[:, : outputs * groups]
+            all_scales = weight.scales.detach().view(experts, -1).view(torch.uint8)
+            of_scales = all_scales[:, : outputs * groups]
             blocks = of_blocks.view(experts, outputs, groups, BLOCK_OF_SCALE // 2)
             found[name] = (blocks, of_scales.view(experts, outputs, groups))
         return found
 
     def finish_loading(self) -> None:
-        """See `ExpertWeights`: an expert at a time."""
-        for (blocks, scales), weight in zip(self._stored().values(), self.tensors(), strict=True):
+        """See `ExpertWeights`: an expert at a time.
+
+        Raises:
+            ModelError: a scale is NaN, or too large for the kernels.
+        """
+        for (name, (blocks, scales)), weight in zip(self._stored().items(), self.tensors(), strict=True):
+            largest = int(scales.max())
+            if largest > LARGEST_SCALE:
+                power = "NaN" if largest == 255 else f"2^{largest - BIAS}"
+                raise ModelError(
+                    f"{name}_scales: the largest MXFP4 scale is {power}; the kernels take up to"
+                    f" 2^{LARGEST_SCALE - BIAS}, and no NaN: is the checkpoint whole?"
+                )
             for expert in range(self.sizes.experts):
                 codes, own = mxfp4_codes(blocks[expert]), scales[expert].clone()
                 if weight.bias is self.gate_up_bias:
@@ -98,9 +119,9 @@ class Mxfp4Experts(nn.Module):
 
     def _set(self, weight: PackedExperts, expert: int, codes: Tensor, scales: Tensor) -> None:
         """Pack codes [out, in] and scales [out, in / 32] of one expert; what is padded is 0."""
-        weight.packed[expert].copy_(pack_int4(F.pad(codes, (0, -codes.shape[1] % BLOCK))))
-        padding = weight.scales.shape[1] - scales.shape[1]
-        weight.scales[expert].copy_(F.pad(scales, (0, padding)).t())
+        weight.packed[expert].copy_(pack_e2m1(F.pad(codes, (0, -codes.shape[1] % BLOCK))))
+        padding = weight.scales.shape[1] * BLOCK // BLOCK_OF_SCALE - scales.shape[1]
+        weight.scales[expert].copy_(pack_mxfp4_scales(F.pad(scales, (0, padding))))
 
     def fill_dummy(self, normal: Callable[[Tensor], None]) -> None:
         """See `ExpertWeights`; biases are 0."""

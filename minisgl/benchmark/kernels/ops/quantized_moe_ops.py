@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from minisgl.benchmark.kernels.kernel_op import Case, Tuning, token_cases
 from minisgl.benchmark.kernels.kernel_timing import Problem, poison, relative_error
 from minisgl.benchmark.kernels.model_shapes import ModelShape
+from triton_kernels.e2m1_packing import pack_e2m1
 from triton_kernels.gpu import Gpu
-from triton_kernels.int4_packing import BLOCK, pack_int4
+from triton_kernels.int4_packing import BLOCK
 from triton_kernels.moe_fp8 import (
     Fp8ExpertWeights,
     MoeFp8Config,
@@ -34,13 +35,15 @@ from triton_kernels.moe_int4 import (
 )
 from triton_kernels.moe_int4_gemm import Int4GemmConfig, int4_gemm_that_fits
 from triton_kernels.moe_route import top_k_reference
-from triton_kernels.mxfp4 import quantize_mxfp4
+from triton_kernels.mxfp4 import pack_mxfp4_scales, quantize_mxfp4
 from triton_kernels.quantize_fp8 import GROUP, quantize_weight_fp8
 from triton_kernels.quantize_int4 import quantize_weight_int4
 
 KINDS = ("fp8", "fp8_blocks", "int4", "mxfp4")
 GROUP_OF_INT4 = 128
 TUNE_TOKENS = (1, 8, 16, 64, 256, 1024, 8192)
+TUNE_TOKENS_OF_4_BITS = (256, 1024, 8192)
+"""Over fewer, warps multiply, which have no configuration to choose."""
 BYTES = {"fp8": 1.0, "fp8_blocks": 1.0, "int4": 0.5 + 2 / GROUP_OF_INT4, "mxfp4": 0.5 + 1 / 32}
 """Of a weight, with its share of a scale."""
 EITHER_NUMBER = 3.0
@@ -111,8 +114,8 @@ def _mxfp4_matrices(matrices: list[Tensor]) -> PackedExperts:
     missing = -matrices[0].shape[1] % BLOCK
     rounded = [quantize_mxfp4(F.pad(matrix, (0, missing))) for matrix in matrices]
     return PackedExperts(
-        torch.stack([pack_int4(codes) for codes, _ in rounded]),
-        torch.stack([scales.t().contiguous() for _, scales in rounded]),
+        torch.stack([pack_e2m1(codes) for codes, _ in rounded]),
+        torch.stack([pack_mxfp4_scales(scales) for _, scales in rounded]),
     )
 
 
@@ -197,12 +200,13 @@ def _tuning(kind: str) -> Tuning:
             or shape.expert_width % unit
         ):
             return []
-        return token_cases(functools.partial(quantized_moe_problem, kind), TUNE_TOKENS)(shape, on_gpu)
+        sizes = TUNE_TOKENS if is_fp8 else TUNE_TOKENS_OF_4_BITS
+        return token_cases(functools.partial(quantized_moe_problem, kind), sizes)(shape, on_gpu)
 
     own = (
         ("moe_fp8.py", "moe_fp8_gemm.py", "quantize_fp8.py")
         if is_fp8
-        else ("moe_int4.py", "moe_int4_gemm.py", "int4_packing.py")
+        else ("moe_int4.py", "moe_int4_gemm.py", "int4_packing.py", "e2m1_packing.py")
     )
     default = default_moe_fp8_config if is_fp8 else default_moe_int4_config
     return Tuning(
