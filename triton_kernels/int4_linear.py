@@ -12,6 +12,7 @@ takes 2*N*K bytes of memory for a moment.
 """
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,6 +32,12 @@ from triton_kernels.silu_mul import silu_mul_reference
 from triton_kernels.tuning import tuned
 
 MOST_ROWS = 512
+
+
+def shared_bytes_of_numbers(weight_rows: int) -> int:
+    """What numbers made of a tile of weights take beside its stages: from Triton 3.8 on they pass there."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return 2 * BLOCK * weight_rows if version >= (3, 8) else 0
 
 
 def int4_linear_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
@@ -65,14 +72,16 @@ def default_int4_tiled_config(
         splits = max(1, min(4, gpu.multiprocessors // tiles))
         weight_bytes = BLOCK_BYTES * block_n * (2 if gated else 1)
         # The weight's tiles do not go through registers.
-        stages = gpu.stages_that_fit(6, weight_bytes + 4 * BLOCK_BYTES * block_m, weight_bytes)
+        others = weight_bytes + shared_bytes_of_numbers(2 * block_n if gated else block_n)
+        stages = gpu.stages_that_fit(6, weight_bytes + 4 * BLOCK_BYTES * block_m, others)
         return Int4TiledConfig(block_m, block_n, warps, stages, splits)
     block_m, block_n, warps = max(16, min(rows, 256)), 128, 8
     fused = not gated or block_m <= 64  # else a thread has no room for the sums of both halves
     weight_rows = 2 * block_n if gated and fused else block_n
     tiles = ceil_div(rows, block_m) * ceil_div(num_outputs * (1 if fused else 2), block_n)
     splits = max(1, min(4, gpu.multiprocessors // tiles))
-    stages = gpu.stages_that_fit(6, BLOCK_BYTES * (weight_rows + 4 * block_m))
+    stage_bytes = BLOCK_BYTES * (weight_rows + 4 * block_m)
+    stages = gpu.stages_that_fit(6, stage_bytes, shared_bytes_of_numbers(weight_rows))
     return Int4TiledConfig(
         block_m, block_n, warps, stages, splits, scale_sums=group == BLOCK and block_m <= 128, fused=fused
     )

@@ -69,9 +69,9 @@ def default_sorted_config(weight: PackedExperts, gated: bool) -> ExpertsWarpConf
     """The configuration of sorted pairs if none is given; measured on an H200."""
     if weight.is_mxfp4:
         return ExpertsWarpConfig(1 if gated else 2, 1, 1, 16, 128)
-    if gated or weight.group < BLOCK:
-        return ExpertsWarpConfig(1, 1, 2, 8)
-    return ExpertsWarpConfig(1, 1, 2, 12, 168)
+    if weight.group < BLOCK:
+        return ExpertsWarpConfig(1, 1, 1, 8)  # not measured; with more, ptxas takes a minute
+    return ExpertsWarpConfig(1, 1, 2, 8) if gated else ExpertsWarpConfig(1, 1, 2, 12, 168)
 
 
 def default_pairs_config(expert_width: int) -> Int4WarpsConfig:

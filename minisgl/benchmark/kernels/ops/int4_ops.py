@@ -15,6 +15,7 @@ from triton_kernels.int4_linear import (
     MOST_ROWS,
     int4_gated_linear_reference,
     int4_linear_reference,
+    shared_bytes_of_numbers,
 )
 from triton_kernels.int4_linear_few import FEW_ROWS, Int4Config, int4_that_fits, rows_of_a_program
 from triton_kernels.int4_linear_many import Int4TiledConfig
@@ -110,7 +111,9 @@ def many_rows_candidates(
             ]
             splits.sort(key=lambda n, units=units: -_share_of_waves(n * units, gpu.multiprocessors))
             can_scale_sums = group == BLOCK and 2 * weight_rows * block_m <= 160 * 32 * warps
-            stages = _stages(gpu, BLOCK_BYTES * (weight_rows + 4 * block_m))
+            stages = _stages(
+                gpu, BLOCK_BYTES * (weight_rows + 4 * block_m), shared_bytes_of_numbers(weight_rows)
+            )
             pairs = [(n, splits[0]) for n in stages] + [(n, splits[1]) for n in stages[-1:] if splits[1:]]
             found += [
                 Int4TiledConfig(block_m, block_n, warps, n, parts, scale_sums, fused)
@@ -120,9 +123,9 @@ def many_rows_candidates(
     return list(dict.fromkeys(found))
 
 
-def _stages(gpu: Gpu, stage_bytes: int) -> list[int]:
+def _stages(gpu: Gpu, stage_bytes: int, other_bytes: int) -> list[int]:
     """Numbers of stages with which one, two and three programs fit a multiprocessor, 2 to 6."""
-    most = gpu.stages_that_fit(12, stage_bytes)
+    most = gpu.stages_that_fit(12, stage_bytes, other_bytes)
     return sorted({max(2, min(6, most // programs)) for programs in (1, 2, 3) if most >= 2})
 
 
