@@ -305,10 +305,11 @@ def _pairs_down_int4_kernel(
     out = ()
     for _ in tl.static_range(TILES):
         out = out + ((rows + outputs).to(tl.float32) * 0.0,)  # noqa: RUF005
+    # Of a token that goes nowhere they are not looked at.
+    matrix = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, experts[0], start, N, F, GROUP, MXFP4, WARPS)
+    weight = fetch_step(matrix, warp, N, N, F, GROUP, HAS_ZEROS, MXFP4, TILES, 1, UNROLL, WARPS)
+    token = after_predecessor(token, EARLY)
     if somewhere:
-        matrix = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, experts[0], start, N, F, GROUP, MXFP4, WARPS)
-        weight = fetch_step(matrix, warp, N, N, F, GROUP, HAS_ZEROS, MXFP4, TILES, 1, UNROLL, WARPS)
-        token = after_predecessor(token, EARLY)
         row = hidden_ptr.to(tl.int64) + token.to(tl.int64) * (TOP_K * F * 2) + lane % 4 * 16
         acc = no_sums(1, TILES, 1, WARPS)
         for slot in range(TOP_K):
@@ -336,9 +337,6 @@ def _pairs_down_int4_kernel(
                     bias = tl.load(bias_ptr + experts[slot] * N + start + tile * _TILE + outputs)
                     y += masses[slot] * bias.to(tl.float32)
             out = out + (y / total,)  # noqa: RUF005
-    else:
-        # At least one program of a kernel must wait, and all must before they store.
-        token = after_predecessor(token, EARLY)
     for tile in tl.static_range(TILES):
         y_ptrs = out_ptr + token.to(tl.int64) * N + start + tile * _TILE + outputs + rows * 0
         tl.store(y_ptrs, out[tile].to(out_ptr.dtype.element_ty), rows == 0)
