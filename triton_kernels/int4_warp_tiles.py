@@ -276,7 +276,7 @@ def _load_quarters(address, block, lane, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def no_sums(ROW_TILES: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr):
-    """Zeros for `add_step`: of each row tile, tile and half 4 float32."""
+    """Zeros for `add_steps`: of each row tile, tile and half 4 float32."""
     nothing = tl.zeros([32 * WARPS], tl.float32)
     acc = ()
     for _ in tl.static_range(ROW_TILES * TILES * HALVES):
@@ -285,7 +285,7 @@ def no_sums(ROW_TILES: tl.constexpr, TILES: tl.constexpr, HALVES: tl.constexpr, 
 
 
 @triton.jit
-def add_step(
+def _add_step(
     acc,
     weight,
     rows,
@@ -359,7 +359,7 @@ def add_steps(
         ahead = fetch_step(
             matrix, block + UNROLL * WARPS, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS
         )
-        acc = add_step(
+        acc = _add_step(
             acc, weight, rows, block, K, True, GROUP, ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS
         )
         weight = ahead
@@ -367,7 +367,7 @@ def add_steps(
     if FOLLOWED:
         ahead = fetch_step(following, warp, N, OUT, K, GROUP, ZEROS, MXFP4, TILES, HALVES, UNROLL, WARPS)
     block = warp + (STEPS - 1) * (UNROLL * WARPS)
-    acc = add_step(
+    acc = _add_step(
         acc, weight, rows, block, K, WHOLE, GROUP, ZEROS, MXFP4, ROW_TILES, TILES, HALVES, UNROLL, WARPS
     )
     return acc, ahead

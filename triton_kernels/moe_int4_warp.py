@@ -186,7 +186,6 @@ def _experts_warp_kernel(
     there = (experts < E) & (program >= 0)
     ends = tl.load(expert_end_ptr + experts, there, other=0)
     starts = tl.load(expert_end_ptr + experts - 1, there & (experts > 0), other=0)
-    starts = tl.where(experts < E, starts, 0)
     tiles = (ends - starts + _TILE_ROWS - 1) // _TILE_ROWS
     tile_ends = tl.cumsum(tiles, 0)
     first_tiles = tile_ends - tiles
@@ -305,7 +304,7 @@ def _pairs_down_int4_kernel(
     out = ()
     for _ in tl.static_range(TILES):
         out = out + ((rows + outputs).to(tl.float32) * 0.0,)  # noqa: RUF005
-    # Of a token that goes nowhere they are not looked at.
+    # A token without experts loads some, too, and does not use them.
     matrix = lanes_of_matrix(w_ptr, scale_ptr, zero_ptr, experts[0], start, N, F, GROUP, MXFP4, WARPS)
     weight = fetch_step(matrix, warp, N, N, F, GROUP, HAS_ZEROS, MXFP4, TILES, 1, UNROLL, WARPS)
     token = after_predecessor(token, EARLY)
