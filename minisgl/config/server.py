@@ -123,6 +123,9 @@ class ServerConfig:
     engine_restarts: int | None = None
     """How often within 10 minutes an engine that died or hangs is started again; open answers go on. 0: the
     server ends with it. Auto: 3."""
+    spare_process: bool | None = None
+    """Keep a process that has imported all that an engine needs, so that a restart or a reload takes seconds
+    less. It takes host memory (docs/operations.md), for each engine. Auto: on a GPU."""
     startup_timeout_s: float = 1800.0
     """The engine must be ready after this long (a first compilation of a large model takes minutes)."""
     api_key: tuple[str, ...] = ()

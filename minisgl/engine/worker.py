@@ -1,7 +1,7 @@
 """The engine process: the module `minisgl.engine.worker`, started by the server.
 
-It reads one JSON line from stdin, a `WorkerConfig`. The pipe then stays open. It closes when the parent ends,
-and this process exits.
+It reads one JSON line from stdin, a `WorkerConfig`; a spare process reads a second one when it is needed. The
+pipe then stays open. It closes when the parent ends, and this process exits.
 
 Promise: the process never outlives its parent, answers every message, and reports why it ends.
 """
@@ -74,7 +74,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     engine: EngineConfig
     model_folder: str
     ipc_dir: str
-    """The directory of the sockets of this life of the engine."""
+    """The directory of the sockets of this life of the engine; "" = wait for further settings."""
     log_level: str = "info"
     num_servers: int = 1
     """Number of server processes connected to the sockets."""
@@ -89,10 +89,13 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 def main() -> int:
     """Run until told to stop. Returns exit code 0, or 1 after a failure; a GPU fault ends the process."""
     started = time.perf_counter()
-    line = sys.stdin.buffer.readline()
-    if not line:
+    config = _read_config()
+    if config is not None and not config.ipc_dir:
+        _import_for(config)
+        config = _read_config()
+        started = time.perf_counter()
+    if config is None:
         return 1  # the parent has ended already
-    config = msgspec.json.decode(line, type=WorkerConfig)
     exit_with_parent(config.private_dir or config.ipc_dir)
     # A terminal or an init system may signal the whole process group. The server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -113,6 +116,30 @@ def main() -> int:
         return 1
     finally:
         socket.close()
+
+
+def _read_config() -> WorkerConfig | None:
+    line = sys.stdin.buffer.readline()
+    return msgspec.json.decode(line, type=WorkerConfig) if line else None
+
+
+def _import_for(config: WorkerConfig) -> None:
+    """Import what the start of an engine with these settings needs."""
+    _set_environment(config)
+    with pause_then_freeze_gc():
+        import minisgl.engine.start.build  # noqa: F401  (imported for its time)
+        from minisgl.engine.graphs.decode_graphs import import_compiler
+
+        if config.engine.compile_mode != "off":
+            import_compiler()
+
+
+def _set_environment(config: WorkerConfig) -> None:
+    """Call it before torch is imported."""
+    if config.visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.visible_gpus  # CUDA reads it when it starts
+    if config.engine.compile_cache:
+        keep_bytecode(Path(config.engine.compile_cache).expanduser())
 
 
 def fatal_message(error: Exception) -> Fatal:
@@ -136,10 +163,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         stages[name] = duration_ms
         socket.send(StartupStage(name, duration_ms))
 
-    if config.visible_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = config.visible_gpus  # CUDA reads it when it starts
-    if config.engine.compile_cache:
-        keep_bytecode(Path(config.engine.compile_cache).expanduser())
+    _set_environment(config)
     with pause_then_freeze_gc():
         # Lazy: importing torch takes seconds, which this stage counts.
         from minisgl.engine.start.build import build_engine, reasons_for_settings

@@ -27,6 +27,7 @@ REFUSED = {
     "keep_alive_timeout_s": HTTP,
     "replicas": ENGINES,
     "engine_restarts": ENGINES,
+    "spare_process": ENGINES,
     "engine_listen": ENGINES,
     "engine_secret_file": "each ingress makes a secret of its own",
     "api_workers": "one ingress chooses the engine of each call",

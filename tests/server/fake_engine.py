@@ -370,6 +370,10 @@ class FakeEngine:
 
 def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
     settings = json.loads(sys.stdin.readline())
+    if not settings["ipc_dir"]:  # a spare process
+        settings = json.loads(sys.stdin.readline() or "null")
+        if settings is None:
+            sys.exit(1)
     exit_with_parent(settings.get("private_dir") or settings["ipc_dir"])
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())

@@ -33,7 +33,8 @@ def test_a_listener_that_fails_does_not_end_the_engine(
         job = {"model_folder": str(folder), "ipc_dir": str(ipc_dir), "engine": settings}
         first_line = json.dumps(job).encode()
         link = EngineLink(ServerSocket(ipc_dir))
-        process = EngineProcess([sys.executable, str(FAKE_ENGINE)], first_line, link)
+        process = EngineProcess([sys.executable, str(FAKE_ENGINE)])
+        process.begin(first_line, link)
         answered = asyncio.Event()
 
         def take(output: StepOutput) -> None:

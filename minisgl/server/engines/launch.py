@@ -108,6 +108,7 @@ def run_server(
             startup_timeout_s=server.startup_timeout_s,
             heartbeat_timeout_s=server.heartbeat_timeout_s,
             restarts=DEFAULT_RESTARTS if server.engine_restarts is None else server.engine_restarts,
+            keeps_spare=server.spare_process,
         )
         door = None
         if server.engine_listen is not None:

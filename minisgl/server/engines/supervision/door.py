@@ -49,6 +49,7 @@ def check_engine_listen(server: ServerConfig, engine: EngineConfig) -> None:
         return
     wrong = [("--replicas", server.replicas != 1), ("--api-workers", server.api_workers != 1)]
     wrong.append(("--engine-restarts", server.engine_restarts is not None))
+    wrong.append(("--spare-process", bool(server.spare_process)))
     for flag, is_given in wrong:
         if is_given:
             raise ConfigError(

@@ -28,17 +28,15 @@ class EngineProcess:
     """The engine's process, a child of this server process. Create, use and close it in one event loop.
 
     Args:
-        command: the command line. The process reads one line of JSON from stdin, and exits when stdin ends.
-        first_line: that line of JSON.
-        link: learns when the process has ended. The process is killed when `link.died` resolves.
+        command: the command line. The process reads lines of JSON from stdin, and exits when stdin ends.
 
     Raises:
         ConfigError: the command can't be started.
     """
 
-    def __init__(self, command: Sequence[str], first_line: bytes, link: EngineLink) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._link = link
+        self._link: EngineLink | None = None
         self.exited = asyncio.Event()
         try:
             # Its own session, so that Ctrl-C in the terminal reaches only the server, which drains first.
@@ -48,11 +46,24 @@ class EngineProcess:
         assert self._process.stdin is not None  # opened as a pipe
         self._stdin = self._process.stdin
         threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
+
+    def begin(self, line: bytes, link: EngineLink) -> None:
+        """Begin the life whose settings `line` has: JSON.
+
+        Args:
+            link: learns when the process has ended. The process is killed when `link.died` resolves.
+        """
+        assert not self.exited.is_set()  # then nobody would tell `link`
+        self._link = link
         link.died.add_done_callback(lambda _: self.kill())
+        self.tell(line)
+
+    def tell(self, line: bytes) -> None:
+        """Write a line to the process's stdin."""
         # If the engine has already ended, `died` resolves. The pipe stays open: its end tells the engine
         # that the server has ended.
         with contextlib.suppress(BrokenPipeError):
-            self._stdin.write(first_line + b"\n")
+            self._stdin.write(line + b"\n")
             self._stdin.flush()
 
     @property
@@ -67,7 +78,8 @@ class EngineProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ask the engine to exit; kill it after `SHUTDOWN_S`."""
+        """Ask the engine to exit; kill it after `SHUTDOWN_S`. Call `begin` before."""
+        assert self._link is not None
         with contextlib.suppress(EngineDeadError):
             self._link.send(Shutdown())
         if not await self._exits_within(SHUTDOWN_S):
@@ -100,9 +112,12 @@ class EngineProcess:
 
     def _after_exit(self, code: int) -> None:
         self.exited.set()
+        link = self._link
+        if link is None:
+            return  # it has had no life
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if code == DEVICE_FAULT_EXIT_CODE:  # it, or another rank, may not have been able to say more
-            self._link.is_device_fault = True
+            link.is_device_fault = True
             how += ", a GPU fault"
         # Its last messages (step outputs, a Fatal) may not have been read yet.
-        self._loop.call_later(LAST_MESSAGES_S, self._link.declare_dead, f"its process ended ({how})")
+        self._loop.call_later(LAST_MESSAGES_S, link.declare_dead, f"its process ended ({how})")

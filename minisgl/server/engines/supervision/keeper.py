@@ -21,6 +21,7 @@ from minisgl.server.engines.served_engine import ServedEngine
 from minisgl.server.engines.supervision.engine_process import EngineProcess
 from minisgl.server.engines.supervision.life import LifeLimits, live
 from minisgl.server.engines.supervision.restarts import WINDOW_S, Restarts
+from minisgl.server.engines.supervision.spare_process import SpareProcess
 from minisgl.server.processes.api_workers import ApiWorkers
 
 log = logging.getLogger(__name__)
@@ -32,13 +33,15 @@ class KeeperSettings(NamedTuple):
     command: Sequence[str]
     """Command line of the engine."""
     worker: dict[str, Any]
-    """The engine's settings, which it reads from its first line on stdin, without `ipc_dir`."""
+    """The engine's settings, which it reads from stdin, without `ipc_dir`."""
     private_dir: Path
     """Gets a directory for the sockets of each life."""
     startup_timeout_s: float
     heartbeat_timeout_s: float
     restarts: int
     """Most restarts within `restarts.WINDOW_S`."""
+    keeps_spare: bool | None
+    """Whether a `SpareProcess` waits for the next life; None = if the engine runs on a GPU."""
 
 
 class Failure(NamedTuple):
@@ -57,6 +60,8 @@ class EngineKeeper:
         name: of the engine, for people.
         starts_after: the first life starts when this is done; None = now.
         generations: numbers for its lives. Engines that replace each other take them from one iterator.
+        spare: engines that replace each other have one; whoever makes the first one closes it. None = a new
+            one, see `spare`.
         may_fail_first: whether a failed first start is tried again, as later starts are.
 
     Raises:
@@ -71,9 +76,11 @@ class EngineKeeper:
         name: str = "the engine",
         starts_after: asyncio.Future[Any] | None = None,
         generations: Iterator[int] | None = None,
+        spare: SpareProcess | None = None,
         may_fail_first: bool = False,
     ) -> None:
         self.settings = settings
+        self.spare = SpareProcess(settings.command) if spare is None else spare
         self._generations = itertools.count(1) if generations is None else generations
         self._may_fail_first = may_fail_first
         self._restarts = Restarts(settings.restarts)
@@ -119,6 +126,7 @@ class EngineKeeper:
             name=self.engine.name,
             starts_after=starts_after,
             generations=self._generations,
+            spare=self.spare,
             may_fail_first=may_fail_first,
         )
 
@@ -158,6 +166,7 @@ class EngineKeeper:
                 await self._live(workers)
                 failure = await self._end_life(workers)
                 if failure is not None:
+                    await self.spare.close()
                     self.failed.set_result(failure)
                     return
                 self._begin_next_life(workers)
@@ -171,6 +180,8 @@ class EngineKeeper:
         def note_ready(ready: Ready) -> None:
             if not self.ready.done():
                 self.ready.set_result(ready)
+            if ready.device == "cuda" if settings.keeps_spare is None else settings.keeps_spare:
+                self.spare.start(settings.worker)
 
         settings = self.settings
         limits = LifeLimits(settings.startup_timeout_s, settings.heartbeat_timeout_s)
@@ -218,9 +229,12 @@ class EngineKeeper:
             "ipc_dir": str(self.dir_of_life()),
             "private_dir": str(self.settings.private_dir),
         }
-        first_line = json.dumps(line, allow_nan=False).encode()
-        self._process = EngineProcess(self.settings.command, first_line, self.engine.link)
+        spare = self.spare.take()
+        self._process = spare or EngineProcess(self.settings.command)
+        self._process.begin(json.dumps(line, allow_nan=False).encode(), self.engine.link)
         self.engine.pid = self._process.pid
+        if spare is not None:  # its imports run while the engine starts, which may die again soon
+            self.spare.start(self.settings.worker)
 
     def _make_dir(self, number: int, generation: int) -> Path:
         ipc_dir = self._dir(number, generation)

@@ -100,6 +100,7 @@ class EngineKeepers:
     async def close(self) -> None:
         """Kill the engines that still run, and close their sockets."""
         await asyncio.gather(*[keeper.close() for keeper in (*self.all, *self._others)])
+        await asyncio.gather(*[keeper.spare.close() for keeper in self.all])
 
     def _watch(self, keeper: EngineKeeper) -> None:
         keeper.ready.add_done_callback(lambda _: self._note_ready())
