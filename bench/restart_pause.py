@@ -5,7 +5,8 @@
 
 It starts `minisgl serve --dummy-weights`, opens streams, and kills the engine's process as often as --kills
 says, each time when all streams have got the same number of further tokens. The pause is the time from a
-stream's last token before the kill to its next one. The exit code is 1 if an answer is not whole.
+stream's last token before the kill to its next one. The second table has the milliseconds of each stage of
+the new engine's start. The exit code is 1 if an answer is not whole.
 bench/kills.py compares the tokens with those of an undisturbed run, for a small model.
 """
 
@@ -62,7 +63,11 @@ async def kill_at(
         async with session.get(f"{url}/health") as response:
             health = await response.json()
         if health["status"] == "ok" and health["engine_restarts"] > restarts:
-            return {"at": at, "ready_s": round(time.monotonic() - at, 2)}
+            ready_s = round(time.monotonic() - at, 2)
+            break
+    async with session.get(f"{url}/debug/engines") as response:
+        (engine,) = (await response.json())["engines"]
+    return {"at": at, "ready_s": ready_s, "stages": engine["startup_ms"]}
 
 
 async def measure(
@@ -112,18 +117,19 @@ def main() -> int:
         finally:
             process.terminate()
             process.wait(30)
+    stages = [{"kill": number, **row.pop("stages")} for number, row in enumerate(rows, 1)]
     for row in rows:
         gaps = pauses(answers, row.pop("at"))
         row |= {"streams": len(gaps), "p50_s": round(gaps[len(gaps) // 2], 2), "max_s": round(gaps[-1], 2)}
     whole = sum(one.is_whole and len(one.token_ids[0]) == arguments.tokens for one in answers)
-    print(format_table(rows), f"{whole} of {len(answers)} answers whole", sep="\n")
+    print(format_table(rows), *map(str, stages), f"{whole} of {len(answers)} answers whole", sep="\n")
     if arguments.out:
         options = {name: getattr(arguments, name) for name in ("model", "streams", "tokens", "kills", "flag")}
         report = make_report(
             "restart_pause",
             arguments=options | {"model": Path(arguments.model).name, "flag": " ".join(arguments.flag)},
             metrics={"whole": whole, "pause_max_s": max(row["max_s"] for row in rows)},
-            tables={"kills": rows},
+            tables={"kills": rows, "stages": stages},
         )
         write_report(arguments.out, report)
     return 0 if whole == len(answers) else 1
