@@ -26,7 +26,7 @@ SERVER = """
     --chat-template --reasoning-parser --engine-listen --engine-secret-file
     --replicas --request-timeout-s --sampling-defaults
     --no-special-tokens-in-content --served-model-name --special-tokens-in-content --startup-timeout-s
-    --tls-cert --tls-key
+    --spare-process --no-spare-process --tls-cert --tls-key
     --tool-parser --upload-timeout-s --usage-log
 """
 ENGINE = """

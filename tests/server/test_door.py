@@ -306,6 +306,7 @@ def test_an_engine_outlives_its_server(door: Door, folder: Path) -> None:
         ({"replicas": 2}, {}, "--replicas"),
         ({"api_workers": 2}, {}, "--api-workers"),
         ({"engine_restarts": 0}, {}, "--engine-restarts"),
+        ({"spare_process": True}, {}, "--spare-process"),
         ({}, {"tp": 2}, "--tp"),
         ({}, {"dtype": "float32"}, "--dtype"),
         ({}, {"num_pages": 64}, "--num-pages"),
