@@ -153,7 +153,7 @@ def default_of(field: Field, environ: Mapping[str, str]) -> Any:
 
 def _help(field: Field, default: Any) -> str:
     text = field.doc
-    if field.kind is bool:
+    if field.kind is bool and default is not None:
         text += f" (default: {'on' if default else 'off'})"
     elif field.name in SECRETS:
         text += f" (default: {'$' + field.variable if default else 'none'})"
