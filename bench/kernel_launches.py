@@ -26,9 +26,11 @@ from triton_kernels import (
     linear_few,
     linear_many,
     logit_rules,
+    mixture_norms,
     moe_choice,
     moe_gate,
     norm_router,
+    norm_values,
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
@@ -90,6 +92,16 @@ def _norms_and_rows() -> Iterator[Launch]:
         arguments = (x, x, empty(width), 1e-6, empty(experts, width), ints(tokens))
         call = functools.partial(norm_router.add_rms_norm_router_triton, *arguments)
         yield Launch(f"norm_router {tokens}x{width} to {experts}", call)
+    x, w = empty(2, 2816), empty(2816)
+    entry = (mixture_norms.EntryNorms(w, w, w, w), 1e-6, empty(128, 2816), 0.02, ints(2))
+    yield Launch("enter_mixture 2x2816 to 128", lambda: mixture_norms.enter_mixture(x, x, *entry))
+    leaving = (empty(2, 1, dtype=F32), x, mixture_norms.ExitNorms(w, w, w), 1e-6, empty(1))
+    yield Launch("leave_mixture 2x2816", lambda: mixture_norms.leave_mixture(x, x, *leaving))
+    qkv = empty(64, 32 * 256)
+    call = functools.partial(norm_values.norm_values_triton, qkv, 8 * 256, 256, 1e-6, False)
+    yield Launch("norm_values 32 heads of 256", call)
+    call = functools.partial(norm_values.norm_values_triton, qkv, 2 * 512, 512, 1e-6, True)
+    yield Launch("norm_values 16 heads of 512, from keys", call, False)
     yield Launch("silu_mul 14336", lambda: silu_mul.silu_mul_triton(empty(64, 2 * 14336)))
     yield Launch("gelu_tanh_mul 14336", lambda: silu_mul.gelu_tanh_mul_triton(empty(64, 2 * 14336)))
     floats = empty(257, dtype=F32)
@@ -144,6 +156,8 @@ def _linear_layers(gpu: Gpu) -> Iterator[Launch]:
             arguments = (empty(rows, width), empty(outputs, width))
             call = functools.partial(linear_few.gated_linear_triton, *arguments)
             yield Launch(f"gated_linear {rows} to {outputs}x{width}", call, rows == 16 or outputs == 28672)
+    call = functools.partial(linear_few.gated_linear_triton, empty(1, 2816), empty(4224, 2816), gelu=True)
+    yield Launch("gated_linear with gelu 1 to 4224x2816", call)
     for rows, outputs, gated in ((64, 4096, False), (256, 6144, False), (64, 28672, True)):
         offered = many_rows_candidates(Matrix("", outputs, 4096), rows, gpu, gated=gated)
         split = [config for config in offered if config.splits > 1]

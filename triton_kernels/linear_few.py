@@ -123,6 +123,7 @@ def _linear_kernel(
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -163,7 +164,10 @@ def _linear_kernel(
         acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
-        acc = gate * tl.sigmoid(gate) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+        bent = gate
+        if GELU:
+            bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # as silu_mul.py has it
+        acc = gate * tl.sigmoid(bent) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
     y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & (outputs < OUT)[:, None])
 
@@ -219,19 +223,23 @@ def linear_triton(
     return _launch(x, weight, bias, False, config or _config(x, weight, "linear"))
 
 
-def gated_linear_triton(x: Tensor, weight: Tensor, config: LinearConfig | None = None) -> Tensor:
-    """Launch the kernel on any device; up to FEW_ROWS rows."""
-    return _launch(x, weight, None, True, config or _config(x, weight, "gated_linear"))
+def gated_linear_triton(
+    x: Tensor, weight: Tensor, config: LinearConfig | None = None, *, gelu: bool = False
+) -> Tensor:
+    """Launch the kernel on any device; up to FEW_ROWS rows. With `gelu`, the gate's activation is GELU."""
+    return _launch(x, weight, None, True, config or _config(x, weight, "gated_linear"), gelu)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: LinearConfig) -> Tensor:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: LinearConfig, gelu: bool = False
+) -> Tensor:
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     if config.splits > 1:
         kernel, kind = _split_linear_kernel, {"SPLITS": config.splits}
     else:
-        kernel, kind = _linear_kernel, {"GATED": gated}
+        kernel, kind = _linear_kernel, {"GATED": gated, "GELU": gelu}
     kernel[(ceil_div(num_outputs, config.block_n),)](
         x,
         weight,

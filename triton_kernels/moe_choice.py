@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.early_start import between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.moe_route import NO_KEY, expert_lanes, logit_keys
 
@@ -103,7 +104,9 @@ def _choose_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    num_tokens = between_kernels(num_tokens, EARLY)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     lanes = tl.arange(0, BLOCK_E)
     in_range = (tokens < num_tokens)[:, None] & (lanes < E)[None, :]
@@ -194,6 +197,7 @@ def choose_experts_triton(
         block_t,
         block_e,
         max(2, next_power_of_2(choice.num_groups)),
+        can_start_early(logits.device),
         num_warps=4,
     )
     return weights, factors

@@ -12,6 +12,7 @@ from minisgl.layers.fp8_weight import Fp8Weight
 from minisgl.layers.int4_weight import Int4Weight
 from minisgl.layers.weight import Input, InputFormat, PlainWeight
 from minisgl.model_config.quantization import Int4Scheme, Scheme
+from triton_kernels.silu_mul import gelu_tanh_mul
 
 AnyWeight = PlainWeight | Fp8Weight | Int4Weight
 
@@ -99,6 +100,12 @@ class FusedLinear(nn.Module):
     def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Input:
         """silu(first part) * second part, two of one size: [N, in] -> [N, out / 2]. See `Weight`."""
         return self.weight.gated(x, wanted)
+
+    def gelu_gated(self, x: Tensor) -> Tensor:
+        """gelu_tanh(first part) * second part, two of one size: [N, in] -> [N, out / 2]."""
+        if isinstance(self.weight, PlainWeight):
+            return self.weight.gelu_gated(x)
+        return gelu_tanh_mul(self.forward(x))
 
     def part_tensors(self) -> dict[str, Tensor]:
         """Views of the fused tensors, by name in the checkpoint: each part's weight [out, in], bias [out]."""

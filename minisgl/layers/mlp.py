@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.weight import Input, InputFormat
 from minisgl.model_config.quantization import Quantization, layer_scheme
-from triton_kernels.silu_mul import gelu_tanh_mul
 
 
 class GatedMLP(nn.Module):
@@ -61,7 +60,7 @@ class GeluMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        return self.down_proj(gelu_tanh_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.gelu_gated(x))
 
 
 def _projections(

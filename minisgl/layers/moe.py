@@ -88,7 +88,7 @@ class MoeMLP(nn.Module):
         Padding tokens (slot_mapping int32 [T] is -1) go to no expert and yield zeros, so that no expert is
         read for padding alone.
         """
-        if isinstance(norm, RMSNorm) and self._norm_and_router_are_ours():
+        if isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
             x, residual, logits = add_rms_norm_router(
                 x, residual, norm.weight, norm.eps, self.router, slot_mapping
             )
@@ -101,8 +101,13 @@ class MoeMLP(nn.Module):
         """The mixture of x [T, M], where the router looks at the residual stream [T, M] by its own norm."""
         assert self.router_scale is not None
         normed = self.kernels.rms_norm(stream, self.router_scale, self.eps)
-        logits = self.kernels.linear(normed, self.router) * self.router.shape[1] ** -0.5
+        logits = self.kernels.linear(normed, self.router) * self.router_factor
         return self._add_shared(x, self._mix(x, masked_logits(logits, slot_mapping)))
+
+    @property
+    def router_factor(self) -> float:
+        """On the logits of a router with a norm of its own."""
+        return self.router.shape[1] ** -0.5
 
     def _router_logits(self, x: Tensor) -> Tensor:
         if self.config.router_in_float32:
@@ -111,14 +116,18 @@ class MoeMLP(nn.Module):
 
     def _mix(self, x: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum [T, M] of what the experts make of x [T, M]; logits [T, E]."""
+        y, factors = self.mix_unscaled(x, logits)
+        return y if factors is None else y * factors
+
+    def mix_unscaled(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The experts' sum [T, M], without shared ones, and its factors, float32 [T, 1]; None = 1."""
         if self.router_bias is not None:
             logits = logits + self.router_bias
         top_k, renormalize, factors = self.config.experts_per_token, self.config.renormalize, None
         if self.choice is not None:
             logits, factors = choose_experts(logits, self.choice, self.choice_bias, self.expert_scale)
             renormalize = True
-        y = self.experts(x, logits, top_k, renormalize)
-        return y if factors is None else y * factors
+        return self.experts(x, logits, top_k, renormalize), factors
 
     def _add_shared(self, x: Tensor, y: Tensor) -> Tensor:
         """y [T, M] with the shared expert's output for x [T, M], in x's dtype."""
@@ -128,8 +137,11 @@ class MoeMLP(nn.Module):
             y = y + self.shared_experts(x)
         return y.to(x.dtype)
 
-    def _norm_and_router_are_ours(self) -> bool:
-        return (self.kernels.add_rms_norm, self.kernels.linear) == (KERNELS.add_rms_norm, KERNELS.linear)
+    def norm_and_router_are_ours(self) -> bool:
+        """Whether norms and the router may be fused: no op of them is replaced by a user's."""
+        ours = KERNELS
+        mine = (self.kernels.rms_norm, self.kernels.add_rms_norm, self.kernels.linear)
+        return mine == (ours.rms_norm, ours.add_rms_norm, ours.linear)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """The router and each expert's tensors, by the checkpoint's name in a layer: views."""

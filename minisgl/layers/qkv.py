@@ -75,18 +75,6 @@ def head_order_for_rotation(config: ModelConfig, device: torch.device) -> Tensor
     return torch.cat((first, left, second, right))
 
 
-def norm_values(qkv: Tensor, kv_size: int, head_dim: int, eps: float, *, from_keys: bool) -> Tensor:
-    """[T, (H + 2K) * D] whose values are normalised, each head, without a weight (Gemma 4).
-
-    Args:
-        from_keys: qkv has no values, which are the keys: [T, (H + K) * D].
-    """
-    values = qkv[:, -kv_size:].unflatten(1, (-1, head_dim)).float()
-    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    others = qkv if from_keys else qkv[:, :-kv_size]
-    return torch.cat((others, normed.flatten(1).to(qkv.dtype)), dim=1)
-
-
 def rotate_queries(q: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     """q [T, H, D] rotated as the op rope_store does it; cos_sin float32 [max_position, D].
 

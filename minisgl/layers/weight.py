@@ -14,8 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from triton_kernels.linear import gelu_linear
 from triton_kernels.on_cpu import can_pack, pack_weight
 from triton_kernels.registry import KERNELS
+from triton_kernels.silu_mul import gelu_tanh_mul
 
 
 class InputFormat(Enum):
@@ -101,6 +103,12 @@ class PlainWeight(nn.Module):
     def gated(self, x: Input, wanted: InputFormat = InputFormat.PLAIN) -> Tensor:
         """See `Weight`."""
         return self.kernels.gated_linear(x, self.values)
+
+    def gelu_gated(self, x: Tensor) -> Tensor:
+        """As `gated`, with gelu_tanh."""
+        if self.kernels.linear is KERNELS.linear:
+            return gelu_linear(x, self.values)
+        return gelu_tanh_mul(self.multiply(x))
 
     def pack(self, *, is_shared: bool = False) -> None:
         """On a CPU, bring `values` into a layout that our `linear` is faster with, if there is one.

@@ -16,13 +16,21 @@ from minisgl.layers.embedding import Embedding
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.mlp import GeluMLP
 from minisgl.layers.moe import MoeMLP
-from minisgl.layers.norm import Factor
-from minisgl.layers.qkv import norm_values, rotate_queries
+from minisgl.layers.norm import Factor, RMSNorm
+from minisgl.layers.qkv import rotate_queries
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.kv_groups import KVShape
 from minisgl.model_config.quantization import layer_scheme
 from minisgl.models.decoder import Decoder
 from minisgl.models.self_attention import make_norm
+from triton_kernels.mixture_norms import (
+    EntryNorms,
+    ExitNorms,
+    enter_mixture,
+    leave_mixture,
+    suits_mixture_norms,
+)
+from triton_kernels.norm_values import norm_values
 
 
 def build_gemma4(config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -121,7 +129,7 @@ class Gemma4Block(nn.Module):
         super().__init__()
         width = config.hidden_size
 
-        def norm() -> nn.Module:
+        def norm() -> RMSNorm:
             return make_norm(config, width, dtype, device)
 
         self.input_layernorm = make_norm(config, width, dtype, device)
@@ -157,6 +165,8 @@ class Gemma4Block(nn.Module):
         """x and residual, [T, M] -> [N, M]; their sum is the residual stream."""
         x, residual = self.input_layernorm.forward_add(x, residual)
         x, residual = self.self_attn(x, positions, cos_sin, inputs), inputs.select_outputs(residual)
+        if self.moe is not None and self._norms_are_fused(x):
+            return self._mix_few(self.moe, x, residual, inputs.select_outputs(inputs.slot_mapping))
         x = self.post_attention_layernorm(x)
         x, residual = self.pre_feedforward_layernorm.forward_add(x, residual)
         x = self.mlp(x)
@@ -171,3 +181,32 @@ class Gemma4Block(nn.Module):
             x = self.per_layer_projection(gate * inputs.select_outputs(inputs.layer_input))
             x = self.post_per_layer_input_norm(x)
         return self.layer_scalar(x), self.layer_scalar(residual)
+
+    def _norms_are_fused(self, x: Tensor) -> bool:
+        """Whether the norms around MLP and experts are two launches for the rows of x."""
+        if self.moe is None or self.has_input or not suits_mixture_norms(x):
+            return False
+        return isinstance(self.post_attention_layernorm, RMSNorm) and self.moe.norm_and_router_are_ours()
+
+    def _mix_few(
+        self, moe: MoeMLP, x: Tensor, residual: Tensor, slot_mapping: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, of the attention's output and the residual, [N, M] for few rows."""
+        assert moe.router_scale is not None
+        entry = EntryNorms(
+            self.post_attention_layernorm.weight,
+            self.pre_feedforward_layernorm.weight,
+            self.pre_feedforward_layernorm_2.weight,
+            moe.router_scale,
+        )
+        for_mlp, for_experts, residual, logits = enter_mixture(
+            x, residual, entry, moe.eps, moe.router, moe.router_factor, slot_mapping
+        )
+        x = self.mlp(for_mlp)
+        mixed, factors = moe.mix_unscaled(for_experts, logits)
+        leaving = ExitNorms(
+            self.post_feedforward_layernorm_1.weight,
+            self.post_feedforward_layernorm_2.weight,
+            self.post_feedforward_layernorm.weight,
+        )
+        return leave_mixture(x, mixed, factors, residual, leaving, moe.eps, self.layer_scalar.value)

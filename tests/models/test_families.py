@@ -1,5 +1,6 @@
 """Every family that is read, against the same tiny random model in transformers, in float32 on the CPU."""
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -37,6 +38,8 @@ from minisgl.request import SamplingParams
 LONGEST = 300
 NEW_TOKENS = 8
 TOLERANCE = 1e-4
+"""Between float32 logits; where transformers' own are further than half of it from float64, twice that. They
+are on some processors, for a model that amplifies roundings."""
 
 
 FIRST_OF_A_FAMILY = list({family: name for name, (family, _) in reversed(VARIANTS.items())}.values())
@@ -53,6 +56,7 @@ class Pair(NamedTuple):
     ours: Decoder
     token_ids: list[int]
     expected: Tensor  # float32 [LONGEST, V]
+    tolerance: float
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -64,17 +68,23 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = random_model(family=family, **settings)
     theirs.save_pretrained(folder)
     token_ids = random.Random(7).choices(range(VOCAB_SIZE), k=LONGEST)
-    return Pair(theirs, load_ours(folder), token_ids, logits_of(theirs, token_ids))
+    expected = logits_of(theirs, token_ids)
+    wide = copy.deepcopy(theirs).double()
+    wide.set_experts_implementation("eager")  # the others refuse float64
+    exact = logits_of(wide, token_ids)
+    tolerance = max(TOLERANCE, 2 * (expected - exact).abs().max().item())
+    assert tolerance < 3 * TOLERANCE
+    return Pair(theirs, load_ours(folder), token_ids, expected, tolerance)
 
 
 def runner_for(pair: Pair, page_size: int = 16) -> PagedRunner:
     return PagedRunner(pair.ours, num_rows=1, page_size=page_size, max_tokens=LONGEST, seed=page_size)
 
 
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
+def assert_same(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
     assert ours.shape == theirs.shape
     assert torch.isfinite(ours).all()
-    assert (ours - theirs).abs().max().item() < TOLERANCE
+    assert (ours - theirs).abs().max().item() < tolerance
 
 
 def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
@@ -83,7 +93,7 @@ def test_logits_equal_transformers_however_a_prompt_is_fed(pair: Pair) -> None:
         runner = runner_for(pair, page_size=8 if chunk == 7 else 16)
         token_ids = pair.token_ids[:length]
         parts = [runner.feed([(0, token_ids[i : i + chunk])]) for i in range(0, length, chunk)]
-        assert_same(torch.cat(parts), pair.expected[:length])
+        assert_same(torch.cat(parts), pair.expected[:length], pair.tolerance)
 
 
 def greedy(theirs: PreTrainedModel, prompt: list[int], new_tokens: int = NEW_TOKENS) -> list[int]:

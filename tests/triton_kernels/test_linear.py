@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from triton_kernels.gpu import Gpu
-from triton_kernels.linear import gated_linear, linear
+from triton_kernels.linear import gated_linear, gelu_linear, linear
 from triton_kernels.linear_few import (
     FEW_ROWS,
     MAX_ROWS,
@@ -73,6 +73,17 @@ def test_a_gated_layer_takes_the_gate_from_the_first_half(size, config, device, 
     assert_close(gated_linear_triton(x, weight, config), expected, in_bfloat16=8e-3)
     if config is None:
         assert_close(gated_linear(x, weight), expected, in_bfloat16=8e-3)
+
+
+@pytest.mark.parametrize(("size", "config"), CASES)
+def test_a_gated_layer_with_gelu(size, config, device, dtype):
+    rows, outputs, width = size
+    x, weight, _ = inputs(rows, 2 * outputs, width, device, dtype)
+    gate, up = F.linear(x.double(), weight.double()).chunk(2, dim=-1)
+    expected = F.gelu(gate, approximate="tanh") * up
+    assert_close(gated_linear_triton(x, weight, config, gelu=True), expected, in_bfloat16=8e-3)
+    if config is None:
+        assert_close(gelu_linear(x, weight), expected, in_bfloat16=8e-3)
 
 
 @pytest.mark.parametrize("config", [None, LinearConfig(32, 64, 2, 3)])

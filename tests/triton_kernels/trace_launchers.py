@@ -20,8 +20,10 @@ from triton_kernels import (
     fp8_linear_few,
     linear_few,
     logit_rules,
+    mixture_norms,
     moe_choice,
     norm_router,
+    norm_values,
     paged_decode,
     paged_prefill,
     quantize_fp8,
@@ -148,6 +150,31 @@ def main() -> None:
         weight,
         ints(6),
         dynamic=(0, 2),
+    )
+    trace(
+        "enter_mixture",
+        lambda x, w, slots: mixture_norms.enter_mixture(
+            x, x, mixture_norms.EntryNorms(w, w, w, w), 1e-5, torch.randn(8, 64), 0.125, slots
+        ),
+        x,
+        weight,
+        ints(6),
+        dynamic=(0, 2),
+    )
+    trace(
+        "leave_mixture",
+        lambda x, w: mixture_norms.leave_mixture(
+            x, x, None, x, mixture_norms.ExitNorms(w, w, w), 1e-5, torch.ones(1)
+        ),
+        x,
+        weight,
+        dynamic=(0,),
+    )
+    trace(
+        "norm_values",
+        lambda x: norm_values.norm_values_triton(x, 16, 8, 1e-5, from_keys=False),
+        x,
+        dynamic=(0,),
     )
     choice = moe_choice.Choice(2, num_groups=4, kept_groups=2)
     trace(
