@@ -38,7 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 from minisgl.config import EngineConfig, ServerConfig
-from minisgl.engine.worker import exit_with_parent
+from minisgl.engine.parent_watch import ParentWatch
 from minisgl.ipc.messages import AbortRequest, AddRequest, Ready, Shutdown, StepOutput
 from minisgl.ipc.questions import Ping, Status
 from minisgl.ipc.transport import EngineSocket
@@ -55,7 +55,7 @@ TOKEN = 71
 def run_engine(batch: int) -> None:
     """The engine process: once `batch` requests are there, a token a step for all, as fast as it can."""
     settings = json.loads(sys.stdin.readline())
-    exit_with_parent(settings["ipc_dir"])
+    ParentWatch(settings["ipc_dir"])
     link = EngineSocket(settings["ipc_dir"], settings["num_servers"])
     link.send(Ready(4096, 1000, 16, 10_000, "fake", {"start": 0.0}))
     left: dict[int, int] = {}  # tokens to give, by request

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -24,6 +23,7 @@ import msgspec
 from compile_cache.bytecode import keep_bytecode
 from minisgl.config import EngineConfig
 from minisgl.engine.device_faults import device_fault_of, exit_after_device_fault
+from minisgl.engine.parent_watch import ParentWatch
 from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
 from minisgl.errors import (
     DEVICE_FAULT_EXIT_CODE,
@@ -84,26 +84,28 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Engines of this host that share the processor."""
     visible_gpus: str = ""
     """What CUDA_VISIBLE_DEVICES is set to; "" = it is left as it is."""
+    sent_s: float = msgspec.field(default_factory=time.monotonic)
+    """`time.monotonic()` when the server started the process, or sent this to one that waits."""
 
 
 def main() -> int:
     """Run until told to stop. Returns exit code 0, or 1 after a failure; a GPU fault ends the process."""
-    started = time.perf_counter()
-    config = _read_config()
-    if config is not None and not config.ipc_dir:
-        _import_for(config)
-        config = _read_config()
-        started = time.perf_counter()
-    if config is None:
-        return 1  # the parent has ended already
-    exit_with_parent(config.private_dir or config.ipc_dir)
     # A terminal or an init system may signal the whole process group. The server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch = ParentWatch()
+    config = _read_config()
+    if config is not None and not config.ipc_dir:
+        setup_logging(config.log_level, "spare")
+        _import_for(config)
+        config = _read_config()
+    if config is None:
+        return 1  # the parent has ended already
+    watch.folder = config.private_dir or config.ipc_dir
     setup_logging(config.log_level, "engine")
     socket = EngineSocket(config.ipc_dir, config.num_servers)
     try:
-        _run(config, socket, started)
+        _run(config, socket)
         return 0
     except Exception as error:
         fatal = fatal_message(error)
@@ -124,14 +126,17 @@ def _read_config() -> WorkerConfig | None:
 
 
 def _import_for(config: WorkerConfig) -> None:
-    """Import what the start of an engine with these settings needs."""
+    """Import what the start of an engine with these settings needs; `_run` reports what goes wrong."""
     _set_environment(config)
-    with pause_then_freeze_gc():
-        import minisgl.engine.start.build  # noqa: F401  (imported for its time)
-        from minisgl.engine.graphs.decode_graphs import import_compiler
+    try:
+        with pause_then_freeze_gc():
+            import minisgl.engine.start.build  # noqa: F401  (imported for its time)
+            from minisgl.engine.graphs.decode_graphs import import_compiler
 
-        if config.engine.compile_mode != "off":
-            import_compiler()
+            if config.engine.compile_mode != "off":
+                import_compiler()
+    except Exception:
+        logger.exception("a spare process could not import everything")
 
 
 def _set_environment(config: WorkerConfig) -> None:
@@ -156,7 +161,7 @@ def fatal_message(error: Exception) -> Fatal:
     )
 
 
-def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
+def _run(config: WorkerConfig, socket: EngineSocket) -> None:
     stages: dict[str, float] = {}
 
     def on_stage(name: str, duration_ms: float) -> None:
@@ -168,7 +173,7 @@ def _run(config: WorkerConfig, socket: EngineSocket, started: float) -> None:
         # Lazy: importing torch takes seconds, which this stage counts.
         from minisgl.engine.start.build import build_engine, reasons_for_settings
 
-        on_stage("import torch", (time.perf_counter() - started) * 1e3)
+        on_stage("import torch", (time.monotonic() - config.sent_s) * 1e3)
         engine = build_engine(
             _with_share_of_threads(config.engine, config.num_engines),
             Path(config.model_folder),
@@ -289,23 +294,6 @@ def end_soon(reason: str, is_device_fault: bool) -> None:
     timer = threading.Timer(EXIT_DEADLINE_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
-
-
-def exit_with_parent(ipc_dir: str | None) -> None:
-    """Exit as soon as stdin closes, which happens when the parent ends for any reason.
-
-    Args:
-        ipc_dir: the sockets' directory to remove then, because a killed parent can't; None = none.
-    """
-
-    def wait_for_the_end_of_stdin() -> None:
-        while os.read(0, 4096):
-            pass
-        if ipc_dir is not None:
-            shutil.rmtree(ipc_dir, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=wait_for_the_end_of_stdin, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

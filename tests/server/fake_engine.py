@@ -23,7 +23,7 @@ the signal ends, too: no test has to know whether one has arrived again in an en
 
 `fake.json` in the model folder: {"start": "ok" | "hang" | "fatal" | "refuse" | "exit", "context": tokens,
 "pace_ms": milliseconds of a step, "device": what it says that it runs on,
-"hangs_with": the max_running_requests with which it hangs at its start}.
+"only_with": the max_running_requests with which "start" holds; with others it is "ok"}.
 """
 
 import json
@@ -41,8 +41,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl.engine.parent_watch import ParentWatch
 from minisgl.engine.watch.request_times import RequestTimes
-from minisgl.engine.worker import ToServerSocket, exit_with_parent
+from minisgl.engine.worker import ToServerSocket
 from minisgl.errors import DEVICE_FAULT_EXIT_CODE
 from minisgl.ipc.messages import AbortRequest, AddRequest, Fatal, Ready, Shutdown, StartupStage, StepOutput
 from minisgl.ipc.questions import (
@@ -374,19 +375,20 @@ def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
         settings = json.loads(sys.stdin.readline() or "null")
         if settings is None:
             sys.exit(1)
-    exit_with_parent(settings.get("private_dir") or settings["ipc_dir"])
+    ParentWatch(settings.get("private_dir") or settings["ipc_dir"])
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())
     socket = EngineSocket(settings["ipc_dir"], settings.get("num_servers", 1))
-    if knobs["start"] == "exit":
+    rows = settings["engine"]["max_running_requests"]
+    start = knobs["start"] if knobs.get("only_with", rows) == rows else "ok"
+    if start == "exit":
         sys.exit(3)
-    if knobs["start"] in ("fatal", "refuse"):
-        socket.send(Fatal("no GPU; use --device cpu", is_user_error=knobs["start"] == "refuse"))
+    if start in ("fatal", "refuse"):
+        socket.send(Fatal("no GPU; use --device cpu", is_user_error=start == "refuse"))
         socket.close()
         sys.exit(1)
     socket.send(StartupStage("import", 12.0))
-    hangs_with, rows = knobs.get("hangs_with"), settings["engine"]["max_running_requests"]
-    if knobs["start"] == "hang" or (hangs_with is not None and hangs_with == rows):
+    if start == "hang":
         threading.Event().wait()
     engine = kind(socket, Tokenizer.from_folder(folder), socket.close)
     engine.pace_ms = knobs.get("pace_ms", 0)

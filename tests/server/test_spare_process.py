@@ -5,16 +5,17 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_server import RunningServer, eventually
+from running_server import FAKE_ENGINE, LIMIT_S, RunningServer, eventually
 from small_model import make_folder
 from test_engine_restarts import engine_of, is_back, text_of, wait_for_events
 from test_launch import exit_code, gone, open_stream
-from test_reload import Reloads, running
+from test_reload import Reloads, running, write_knobs
 
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
@@ -27,8 +28,8 @@ from minisgl.weights.sources import resolve_model_folder
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
-    with RunningServer(make_folder(tmp_path / "model"), spare_process=True) as running:
-        yield running.ready()
+    with running(make_folder(tmp_path / "model"), spare_process=True) as started:
+        yield started.ready()
 
 
 def children_of(server: RunningServer) -> set[int]:
@@ -107,6 +108,51 @@ def test_it_ends_when_no_restart_is_left(tmp_path: Path) -> None:
         os.kill(engine_of(server), signal.SIGKILL)
         assert exit_code(server) == 1
         assert gone(spare)
+
+
+def test_a_reload_that_fails_leaves_the_engine_its_spare_process(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    engine = engine_of(server)
+    write_knobs(tmp_path / "model", start="refuse", only_with=20)
+    status, _ = Reloads(server).begin(max_running_requests=20).result(LIMIT_S)
+    assert status != 200
+    assert engine_of(server) == engine
+    assert spare_of(server) != engine
+
+
+def test_what_starts_while_it_is_closed_is_kept() -> None:
+    async def main() -> None:
+        spare = SpareProcess([sys.executable, str(FAKE_ENGINE)])
+        spare.start({})
+        closing = asyncio.ensure_future(spare.close())
+        await asyncio.sleep(0)  # it has begun
+        assert spare.take() is None
+        spare.start({})
+        await closing
+        process = spare.take()
+        assert process is not None
+        assert not process.exited.is_set()
+        await process.close()
+        assert process.exited.is_set()
+
+    asyncio.run(main())
+
+
+def test_its_settings_name_no_gpu(tmp_path: Path) -> None:
+    """What it would see from then on might be wrong for the engine that it becomes."""
+    told = tmp_path / "told"
+    command = f"import sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.stdin.read()"
+
+    async def main() -> None:
+        spare = SpareProcess([sys.executable, "-c", command])
+        spare.start({"visible_gpus": "1", "log_level": "info"})
+        while not (told.exists() and told.read_text()):
+            await asyncio.sleep(0.01)
+        await spare.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert json.loads(told.read_text()) == {"visible_gpus": "", "ipc_dir": "", "log_level": "info"}
 
 
 @pytest.mark.parametrize(("device", "num"), [("cpu", 1), ("cuda", 2)])

@@ -17,6 +17,7 @@ import msgspec
 
 from compile_cache.bytecode import keep_bytecode
 from minisgl.engine.device_faults import exit_after_device_fault
+from minisgl.engine.parent_watch import ParentWatch
 from minisgl.engine.ranks.follower_link import (
     Checksum,
     Failed,
@@ -26,7 +27,7 @@ from minisgl.engine.ranks.follower_link import (
     TokenChecksum,
 )
 from minisgl.engine.start.gc_freeze import pause_then_freeze_gc
-from minisgl.engine.worker import exit_with_parent, fatal_message
+from minisgl.engine.worker import fatal_message
 from minisgl.errors import EngineDeadError, MinisglError
 from minisgl.ipc.transport import FollowerSocket
 from minisgl.log import setup_logging
@@ -41,7 +42,7 @@ def main() -> int:
     if not line:
         return 1  # the parent has ended already
     config = msgspec.json.decode(line, type=FollowerConfig)
-    exit_with_parent(config.ipc_dir)
+    ParentWatch(config.ipc_dir)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return run_follower(config)

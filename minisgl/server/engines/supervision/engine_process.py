@@ -45,7 +45,13 @@ class EngineProcess:
             raise ConfigError(f"the engine can't be started: {command[0]}: {error}") from None
         assert self._process.stdin is not None  # opened as a pipe
         self._stdin = self._process.stdin
-        threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
+        try:
+            threading.Thread(target=self._wait_for_exit, name="engine-exit", daemon=True).start()
+        except RuntimeError as error:  # the system allows no more threads
+            self._process.kill()
+            self._process.wait()
+            self._stdin.close()
+            raise ConfigError(f"the engine can't be watched: {error}") from None
 
     def begin(self, line: bytes, link: EngineLink) -> None:
         """Begin the life whose settings `line` has: JSON.

@@ -91,6 +91,7 @@ class EngineKeeper:
         socket = ServerSocket(self._make_dir(number, generation))
         self.engine = ServedEngine(number, 0, socket, name, generation=generation)
         self._process: EngineProcess | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._starts_after = starts_after
         if starts_after is None:
             try:
@@ -166,12 +167,14 @@ class EngineKeeper:
                 await self._live(workers)
                 failure = await self._end_life(workers)
                 if failure is not None:
-                    await self.spare.close()
+                    if self.ready.done() or self._may_fail_first:  # else another engine may have it
+                        await self.spare.close()
                     self.failed.set_result(failure)
                     return
                 self._begin_next_life(workers)
         except Exception as error:
             log.exception("%s can't be kept running", self.engine.name)
+            await self.spare.close()
             self.failed.set_result(Failure(f"it can't be started again: {error}"))
 
     async def _live(self, workers: ApiWorkers) -> None:
@@ -182,6 +185,8 @@ class EngineKeeper:
                 self.ready.set_result(ready)
             if ready.device == "cuda" if settings.keeps_spare is None else settings.keeps_spare:
                 self.spare.start(settings.worker)
+            else:  # the engine before this one may have had another device
+                self._closing = asyncio.ensure_future(self.spare.close())
 
         settings = self.settings
         limits = LifeLimits(settings.startup_timeout_s, settings.heartbeat_timeout_s)
@@ -227,6 +232,7 @@ class EngineKeeper:
         line = {
             **self.settings.worker,
             "ipc_dir": str(self.dir_of_life()),
+            "sent_s": time.monotonic(),
             "private_dir": str(self.settings.private_dir),
         }
         spare = self.spare.take()

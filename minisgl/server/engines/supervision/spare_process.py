@@ -39,15 +39,19 @@ class SpareProcess:
         except ConfigError as error:  # the next engine starts without it
             log.warning("no spare process: %s", error)
             return
-        self._process.tell(json.dumps({**worker, "ipc_dir": ""}).encode())
+        # Which GPUs it sees is the next engine's to say.
+        self._process.tell(json.dumps({**worker, "ipc_dir": "", "visible_gpus": ""}).encode())
 
     def take(self) -> EngineProcess | None:
         """The process, which the caller begins and closes; None = there is none."""
         process, self._process = self._process, None
-        return None if process is None or process.exited.is_set() else process
+        if process is not None and process.exited.is_set():
+            log.warning("the spare process has ended, so the engine starts without it")
+            return None
+        return process
 
     async def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            await self._process.close()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
