@@ -146,7 +146,18 @@ def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) ->
     )
     near = (num_experts, width, expert_width)
     gate_up, down, pairs = tuned(default, "fused_moe", x.device, x.dtype, (top_k,), near, num_tokens)
-    return MoeConfig(GemmConfig(*gate_up), GemmConfig(*down), PairsConfig(*pairs) if pairs else None)
+    config = MoeConfig(GemmConfig(*gate_up), GemmConfig(*down))
+    return config._replace(pairs=pairs_that_divide(PairsConfig(*pairs), width)) if pairs else config
+
+
+def pairs_that_divide(config: PairsConfig, width: int) -> PairsConfig:
+    """The configuration with tiles that divide the model's width, if those of 256 columns do.
+
+    Masked loads cost more than narrower tiles: 33.4 instead of 26.0 us for Gemma 4 26B on an H200.
+    """
+    if width % config.up_block_k == 0 or width % 256 or config.up_block_k < 256:
+        return config
+    return config._replace(up_block_n=2, up_block_k=256, up_ahead=3)
 
 
 @torch.library.custom_op("triton_kernels::fused_moe", mutates_args=())
