@@ -220,6 +220,9 @@ def _rope_and_decode() -> Iterator[Launch]:
     yield Launch("rope_decode 32/8/128", rope_decode(32, 8, 128, 64, normed=False))
     yield Launch("rope_decode 32/4/128 normed", rope_decode(32, 4, 128, 64, normed=True), False)
     yield Launch("rope_decode 32/4/128 normed, few rows", rope_decode(32, 4, 128, 2, normed=True))
+    for heads in ((16, 8, 256), (16, 2, 512), (64, 8, 64)):
+        name = "/".join(map(str, heads))
+        yield Launch(f"rope_decode {name}, few rows", rope_decode(*heads, 2, normed=heads[2] != 64), False)
     yield Launch("rope_decode 9/3/64", rope_decode(9, 3, 64, 64, normed=False))
 
 

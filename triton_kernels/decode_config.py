@@ -18,9 +18,8 @@ from triton_kernels.tuning import tuned
 TIERS = (64 * 128, 192 * 128, 320 * 128)
 """Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
 FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
-"""The same if `four_warps_share`; such batches are never larger."""
 TWO_WARPS_TIERS = (8 * 128, 192 * 128, 320 * 128)
-"""The same if `two_warps_share`."""
+"""The same of some batches in which `warps_share` a unit."""
 MAX_SPLITS = 64
 FEW_ROWS = MAX_ROWS
 """Most rows of a batch that may get its own configuration. torch.compile specialises for it anyway."""
@@ -39,6 +38,14 @@ class DecodeConfig(NamedTuple):
     many_programs_per_sm: int
 
 
+class SharedUnits(NamedTuple):
+    """How batches run whose units several warps share."""
+
+    config: DecodeConfig
+    tiers: tuple[int, int, int]
+    """Instead of `TIERS`."""
+
+
 def choose_config(
     x: Tensor,
     num_heads: int,
@@ -52,21 +59,19 @@ def choose_config(
 
     Args:
         x: [R, ...], the batch's queries or what they are made of.
-        config: the caller's choice; None = the tuned one, except for batches in which `four_warps_share` or
-            `two_warps_share`.
+        config: the caller's choice; None = the tuned one, except for batches in which `warps_share` a unit.
         kv_dtype: of the pools; None = that of x.
     """
     if config is not None:
         return config, tier_rows(num_kv_heads, head_dim, TIERS)
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     group = num_heads // num_kv_heads
-    shape = (head_dim, x.element_size(), group, num_kv_heads)
     is_fp8 = kv_dtype == FP8
+    shape = (head_dim, x.element_size(), group, num_kv_heads)
     config = DecodeConfig(*_default(x.device, *shape, few_rows, is_fp8))
-    if few_rows and four_warps_share(*shape):
-        return config, tier_rows(num_kv_heads, head_dim, FEW_TIERS)
-    if few_rows and is_fp8 and two_warps_share(*shape):
-        return config, tier_rows(num_kv_heads, head_dim, TWO_WARPS_TIERS)
+    shared = warps_share(*shape, is_fp8)
+    if few_rows and shared is not None:
+        return config, tier_rows(num_kv_heads, head_dim, shared.tiers)
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     op = "paged_decode_fp8" if is_fp8 else "paged_decode"
     config = tuned(config, op, x.device, x.dtype, exact, near)
@@ -106,12 +111,9 @@ def default_decode_config(
         few_rows: for batches of up to FEW_ROWS.
         is_fp8: the pools hold e4m3, not what the queries are.
     """
-    if few_rows and four_warps_share(head_dim, element_size, group, num_kv_heads):
-        shared = DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6)
-        return decode_that_fits(shared, head_dim, element_size, group, gpu, is_fp8)
-    if few_rows and is_fp8 and two_warps_share(head_dim, element_size, group, num_kv_heads):
-        shared = DecodeConfig(64, 128, MAX_SPLITS, 2, 3, 12, 12, 12)
-        return decode_that_fits(shared, head_dim, element_size, group, gpu, is_fp8)
+    shared = warps_share(head_dim, element_size, group, num_kv_heads, is_fp8)
+    if few_rows and shared is not None:
+        return decode_that_fits(shared.config, head_dim, element_size, group, gpu, is_fp8)
     num_warps = max(1, next_power_of_2(head_dim) * block_g(group) // 1024)
     block_n = min(32, 16 * num_warps)
     if element_size == 4:  # no tensor cores: a product's sums need more registers
@@ -143,24 +145,30 @@ def decode_that_fits(
     return config._replace(num_stages=gpu.stages_that_fit(config.num_stages, stage_bytes, other_bytes))
 
 
-def four_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
-    """Whether four warps share a unit in batches of up to FEW_ROWS.
+def warps_share(
+    head_dim: int, element_size: int, group: int, num_kv_heads: int, is_fp8: bool
+) -> SharedUnits | None:
+    """The configuration of batches of up to FEW_ROWS in which several warps share a unit; None = one does.
 
-    With few KV heads the GPU has room for more programs than there are units, and with many query heads per
-    KV head a unit is much work, which four warps finish sooner. Measured with heads of 128.
+    The GPU has room for more warps than such a batch has units, and a unit of wide heads, of many query heads
+    or of e4m3, whose tiles have twice the tokens, is much work, which several warps finish sooner. Measured
+    on an H200, with heads of 64, 256 and 512 those of the models named here.
     """
-    return num_kv_heads <= 4 < group and head_dim == 128 and element_size == 2
-
-
-def two_warps_share(head_dim: int, element_size: int, group: int, num_kv_heads: int) -> bool:
-    """Whether two warps share a unit in batches of up to FEW_ROWS over pools of e4m3.
-
-    A tile of as many bytes has twice the tokens, so a warp alone is longer at each. Measured with 32 query
-    and 8 KV heads of 128.
-    """
-    if four_warps_share(head_dim, element_size, group, num_kv_heads):
-        return False
-    return head_dim == 128 and element_size == 2 and block_g(group) == 8
+    if element_size != 2:
+        return None
+    if head_dim == 128 and num_kv_heads <= 4 < group:
+        return SharedUnits(DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6), FEW_TIERS)
+    if head_dim == 128 and is_fp8 and block_g(group) == 8:  # Llama 3.1 8B
+        return SharedUnits(DecodeConfig(64, 128, MAX_SPLITS, 2, 3, 12, 12, 12), TWO_WARPS_TIERS)
+    if is_fp8:
+        return None
+    if head_dim == 256:  # Gemma 4 26B, Qwen3.5 35B
+        return SharedUnits(DecodeConfig(32, 128, MAX_SPLITS, 4, 4, 6, 6, 6), TIERS)
+    if head_dim == 512:  # Gemma 4 26B
+        return SharedUnits(DecodeConfig(16, 64, MAX_SPLITS, 4, 4, 6, 6, 6), TIERS)
+    if head_dim == 64 and group == 8:  # gpt-oss 20B
+        return SharedUnits(DecodeConfig(64, 128, MAX_SPLITS, 4, 3, 6, 6, 6), TIERS)
+    return None
 
 
 def block_g(group: int) -> int:
@@ -187,10 +195,8 @@ def fewest_alike(
     """
     changes = tier_rows(num_kv_heads, head_dim, TIERS)
     shape = (head_dim, element_size, num_heads // num_kv_heads, num_kv_heads)
-    tiers = FEW_TIERS if four_warps_share(*shape) else None
-    if is_fp8 and two_warps_share(*shape):
-        tiers = TWO_WARPS_TIERS
-    if tiers is not None:
-        few = tier_rows(num_kv_heads, head_dim, tiers)
+    shared = warps_share(*shape, is_fp8)
+    if shared is not None:
+        few = tier_rows(num_kv_heads, head_dim, shared.tiers)
         changes = [FEW_ROWS, *(n for n in few if n < FEW_ROWS), *(n for n in changes if n > FEW_ROWS)]
     return 1 + max((rows for rows in changes if rows < num_rows), default=0)

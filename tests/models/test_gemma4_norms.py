@@ -14,7 +14,9 @@ from triton_kernels.norm_values import norm_values_triton
 LENGTH = 40
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter computes; bench/families.py there")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="computed by Triton's interpreter"
+)
 def test_logits_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 

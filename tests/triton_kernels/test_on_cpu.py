@@ -56,11 +56,13 @@ def test_silu_mul_is_as_exact_as_the_reference_and_writes_no_input(rows, dtype):
     assert torch.equal(gate_up, before)
 
 
+@pytest.mark.parametrize("is_avx2", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "outputs", "width"), [(1, 33, 47), (1, 2600, 209), (2, 33, 47), (40, 33, 47)]
+    ("rows", "outputs", "width"), [(0, 33, 47), (1, 33, 47), (1, 2600, 209), (2, 33, 47), (70, 33, 47)]
 )
-def test_linear_layers_are_as_exact_as_torchs(rows, outputs, width, dtype):
+def test_linear_layers_are_as_exact_as_torchs(rows, outputs, width, dtype, is_avx2, monkeypatch):
+    monkeypatch.setattr("triton_kernels.on_cpu.IS_AVX2", is_avx2)
     x = random(rows, 2 * width, dtype=dtype)[:, :width]
     weight, bias = random(2 * outputs, width, dtype=dtype), random(2 * outputs, dtype=dtype)
     for added in (None, bias):

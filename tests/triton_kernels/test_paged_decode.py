@@ -237,11 +237,17 @@ def test_rope_paged_decode_stores_the_newest_tokens_and_attends_to_them(
         torch.testing.assert_close(pool.double(), expected_pool, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    "heads",
+    [(12, 2, 128), (4, 2, 256), (8, 1, 512), (16, 2, 64)],
+    ids=lambda heads: "{}-{}-{}".format(*heads),
+)
 @pytest.mark.parametrize("num_rows", [3, 17])
-def test_few_kv_heads_with_many_queries_each(num_rows, device):
+def test_several_warps_share_a_unit_of_few_rows(num_rows, heads, device):
     """The default configuration, which is another one for few rows."""
+    assert decode.warps_share(heads[2], 2, heads[0] // heads[1], heads[1], False) is not None
     batch = decode_batch(
-        11, [300, 0, 129, *[5] * 14][:num_rows], 12, 2, 128, 16, 20, dtype=torch.float16, device=device
+        11, [300, 0, 129, *[5] * 14][:num_rows], *heads, 16, 20, dtype=torch.float16, device=device
     )
     expected = attention_by_sdpa(batch, 0.1)
     got = paged_decode_triton(*arguments(batch), 0.1).cpu().double()
@@ -254,6 +260,8 @@ def test_few_kv_heads_with_many_queries_each(num_rows, device):
         ((32, 4, 128, 2), [2, 16, 48, 80]),
         ((32, 8, 128, 2), [8, 24, 40]),
         ((32, 8, 128, 2, True), [1, 16, 24, 40]),
+        ((16, 8, 256, 2), [4, 12, 16, 20]),
+        ((64, 8, 64, 2), [16, 48, 80]),
     ],
 )
 def test_fewest_alike_names_where_results_change(heads, boundaries):
