@@ -14,9 +14,7 @@ from triton_kernels.norm_values import norm_values_triton
 LENGTH = 40
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="computed by Triton's interpreter"
-)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="computed by Triton's interpreter")
 def test_logits_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
