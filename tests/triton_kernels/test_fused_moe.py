@@ -16,6 +16,7 @@ from triton_kernels.fused_moe import (
     fused_moe,
     fused_moe_reference,
     fused_moe_triton,
+    pairs_that_divide,
 )
 from triton_kernels.gpu import ELSEWHERE
 from triton_kernels.moe_gate import Gate, GateKind, gate_reference
@@ -234,3 +235,11 @@ def test_it_compiles_with_a_symbolic_number_of_tokens(device):
         torch._dynamo.mark_dynamic(tensors[0], 0)
         torch._dynamo.mark_dynamic(tensors[1], 0)
         torch.testing.assert_close(compiled(*tensors), 2 * fused_moe_reference(*tensors, 2))
+
+
+def test_tiles_of_a_tuned_entry_divide_another_models_width():
+    tuned = PairsConfig()
+    assert tuned.up_block_k == 512
+    assert pairs_that_divide(tuned, 2048) == tuned
+    assert pairs_that_divide(tuned, 2816) == tuned._replace(up_block_n=2, up_block_k=256, up_ahead=3)
+    assert pairs_that_divide(tuned, 2880) == tuned  # 256 does not divide it either
