@@ -138,10 +138,8 @@ class MoeMLP(nn.Module):
         return y.to(x.dtype)
 
     def norm_and_router_are_ours(self) -> bool:
-        """Whether norms and the router may be fused: no op of them is replaced by a user's."""
-        ours = KERNELS
-        mine = (self.kernels.rms_norm, self.kernels.add_rms_norm, self.kernels.linear)
-        return mine == (ours.rms_norm, ours.add_rms_norm, ours.linear)
+        """Whether the norm before and the router may be fused: a user's op replaces neither."""
+        return (self.kernels.add_rms_norm, self.kernels.linear) == (KERNELS.add_rms_norm, KERNELS.linear)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """The router and each expert's tensors, by the checkpoint's name in a layer: views."""

@@ -31,6 +31,7 @@ from triton_kernels.mixture_norms import (
     suits_mixture_norms,
 )
 from triton_kernels.norm_values import norm_values
+from triton_kernels.registry import KERNELS
 
 
 def build_gemma4(config: ModelConfig, attend: Attend, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -186,7 +187,9 @@ class Gemma4Block(nn.Module):
         """Whether the norms around MLP and experts are two launches for the rows of x."""
         if self.moe is None or self.has_input or not suits_mixture_norms(x):
             return False
-        return isinstance(self.post_attention_layernorm, RMSNorm) and self.moe.norm_and_router_are_ours()
+        norm = self.post_attention_layernorm
+        are_ours = isinstance(norm, RMSNorm) and norm.kernels.rms_norm is KERNELS.rms_norm
+        return are_ours and self.moe.norm_and_router_are_ours()
 
     def _mix_few(
         self, moe: MoeMLP, x: Tensor, residual: Tensor, slot_mapping: Tensor

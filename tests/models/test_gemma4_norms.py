@@ -11,7 +11,7 @@ from tiny_models import VOCAB_SIZE, PagedRunner, load_ours, logits_of, random_mo
 import minisgl.models.gemma4 as gemma4
 from triton_kernels.norm_values import norm_values_triton
 
-LENGTH = 40
+LENGTH = 20
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="computed by Triton's interpreter")

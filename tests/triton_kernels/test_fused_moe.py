@@ -243,3 +243,6 @@ def test_tiles_of_a_tuned_entry_divide_another_models_width():
     assert pairs_that_divide(tuned, 2048) == tuned
     assert pairs_that_divide(tuned, 2816) == tuned._replace(up_block_n=2, up_block_k=256, up_ahead=3)
     assert pairs_that_divide(tuned, 2880) == tuned  # 256 does not divide it either
+    assert pairs_that_divide(tuned, 256) == tuned  # one tile of 256
+    measured = tuned._replace(up_block_n=1, up_block_k=1024)
+    assert pairs_that_divide(measured, 2816) == measured

@@ -83,9 +83,9 @@ def test_references_equal_the_formulas():
 
 @settings(max_examples=20)
 @given(
-    tokens=st.integers(1, 16),
+    tokens=st.integers(1, 5),
     width=st.integers(1, 300),
-    experts=st.sampled_from([1, 2, 7, 60, 128]),
+    experts=st.sampled_from([1, 2, 7, 20]),
     half=st.booleans(),
     with_factors=st.booleans(),
     extra=st.integers(0, 3),

@@ -67,7 +67,9 @@ def test_linear_layers_are_as_exact_as_torchs(rows, outputs, width, dtype, is_av
     weight, bias = random(2 * outputs, width, dtype=dtype), random(2 * outputs, dtype=dtype)
     for added in (None, bias):
         exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
-        assert_as_exact(linear(x, weight, added), F.linear(x, weight, added), exact)
+        got = linear(x, weight, added)
+        assert got.is_contiguous()
+        assert_as_exact(got, F.linear(x, weight, added), exact)
     exact = silu_mul_reference(F.linear(x.double(), weight.double()))
     assert_as_exact(gated_linear(x, weight), silu_mul_reference(F.linear(x, weight)), exact)
 
