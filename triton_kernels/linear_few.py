@@ -31,6 +31,7 @@ from torch import Tensor
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start, start_next_and_wait
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div
+from triton_kernels.silu_mul import bent
 from triton_kernels.tuning import tuned
 
 MAX_ROWS = 16
@@ -164,10 +165,7 @@ def _linear_kernel(
         acc += tl.load(bias_ptr + outputs, outputs < OUT, other=0.0).to(tl.float32)[:, None]
     if GATED:
         gate = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
-        bent = gate
-        if GELU:
-            bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # as silu_mul.py has it
-        acc = gate * tl.sigmoid(bent) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
+        acc = bent(gate, GELU) * up.to(y_ptr.dtype.element_ty).to(tl.float32)
     y_ptrs = y_ptr + rows[None, :].to(tl.int64) * OUT + outputs[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), there[None, :] & (outputs < OUT)[:, None])
 

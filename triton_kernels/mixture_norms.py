@@ -15,7 +15,7 @@ Rows may be strided, M is any, T at least 1.
 Each program of enter_mixture normalises a whole row, which is cheap and saves launches, and multiplies it
 with a few rows of the router, which it loads before the previous kernel has ended.
 
-Cost: E * M elements of the router, 5 * T * M elements besides, and 5 * T * M elements: two launches.
+Cost: enter_mixture moves E * M elements of the router and 5 * T * M besides, leave_mixture 5 * T * M.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare.
@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early, let_next_start
+from triton_kernels.early_start import after_predecessor, between_kernels, can_start_early
 from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear import MAX_ROWS
-from triton_kernels.norm_router import masked_logits
+from triton_kernels.norm_router import load_router, masked_logits, store_logits
 from triton_kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 _BLOCK_E = 2
@@ -128,8 +128,7 @@ def _enter_mixture_kernel(
     inside = columns < width
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     # Loaded before the wait, because no kernel writes them.
-    router_mask = (experts < E)[:, None] & inside[None, :]
-    router = tl.load(router_ptr + experts[:, None] * width + columns[None, :], router_mask, other=0.0)
+    router = load_router(router_ptr, experts, columns, width, E)
     inner = tl.load(inner_ptr + columns, inside, other=0.0).to(tl.float32)
     route = tl.load(route_ptr + columns, inside, other=0.0).to(tl.float32)
     row = after_predecessor(tl.program_id(1), EARLY).to(tl.int64)
@@ -140,12 +139,7 @@ def _enter_mixture_kernel(
     normed = (_unit(x, width, eps) * inner).to(dtype)
     stream = (normed.to(tl.float32) + residual).to(dtype)
     unit = _unit(stream.to(tl.float32), width, eps)
-    for_router = (unit * route).to(dtype).to(tl.float32)
-    logits = tl.sum(router.to(tl.float32) * for_router[None, :], axis=1) * factor
-    logits = tl.where(slot < 0, float("-inf"), logits)
-    # No earlier: programs of the next kernel that start beside this one are distributed unevenly.
-    logits = let_next_start(logits, EARLY)
-    tl.store(logits_ptr + row * E + experts, logits, experts < E)
+    store_logits(logits_ptr, row, experts, router, (unit * route).to(dtype), slot, E, factor, EARLY)
     if tl.program_id(0) == 0:
         offsets = row * width + columns
         mlp = tl.load(mlp_ptr + columns, inside, other=0.0).to(tl.float32)

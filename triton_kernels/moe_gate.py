@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.silu_mul import bent
+
 
 class GateKind(IntEnum):
     """Which of the three."""
@@ -51,10 +53,8 @@ def bent_gate(gate, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
     if KIND == 2:
         gate = tl.minimum(gate, LIMIT)
         return gate * tl.sigmoid(ALPHA * gate)
-    elif KIND == 1:
-        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
-        return gate * tl.sigmoid(gate)
+        return bent(gate, KIND == 1)
 
 
 @triton.jit

@@ -45,6 +45,25 @@ def masked_logits(logits: Tensor, slot_mapping: Tensor) -> Tensor:
 
 
 @triton.jit
+def load_router(router_ptr, experts, columns, width: tl.constexpr, E: tl.constexpr):
+    """The router's rows of these experts; zeros beyond it."""
+    inside = (experts < E)[:, None] & (columns < width)[None, :]
+    return tl.load(router_ptr + experts[:, None] * width + columns[None, :], inside, other=0.0)
+
+
+@triton.jit
+def store_logits(
+    logits_ptr, row, experts, router, y, slot, E: tl.constexpr, factor: tl.constexpr, EARLY: tl.constexpr
+):
+    """Store a row's logits of these experts, y @ router.T * factor, and let the next kernel start."""
+    logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1) * factor
+    # No earlier: programs of the next kernel that start beside this one are distributed unevenly.
+    logits = let_next_start(logits, EARLY)
+    logits = tl.where(slot < 0, float("-inf"), logits)
+    tl.store(logits_ptr + row * E + experts, logits, experts < E)
+
+
+@triton.jit
 def _norm_router_kernel(
     x_ptr,
     residual_ptr,
@@ -67,8 +86,7 @@ def _norm_router_kernel(
     inside = columns < width
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     # Loaded before the wait, because no kernel writes them.
-    router_mask = (experts < E)[:, None] & inside[None, :]
-    router = tl.load(router_ptr + experts[:, None] * width + columns[None, :], router_mask, other=0.0)
+    router = load_router(router_ptr, experts, columns, width, E)
     weight = tl.load(weight_ptr + columns, inside, other=0.0)
     row = after_predecessor(tl.program_id(1), EARLY).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
@@ -79,11 +97,7 @@ def _norm_router_kernel(
     wide = total.to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=0) / width
     y = (wide * tl.rsqrt(mean_square + eps) * weight.to(tl.float32)).to(dtype)
-    logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1)
-    # No earlier: programs of the next kernel that start beside this one are distributed unevenly.
-    logits = let_next_start(logits, EARLY)
-    logits = tl.where(slot < 0, float("-inf"), logits)
-    tl.store(logits_ptr + row * E + experts, logits, experts < E)
+    store_logits(logits_ptr, row, experts, router, y, slot, E, 1.0, EARLY)
     if tl.program_id(0) == 0:
         tl.store(y_ptr + row * width + columns, y, inside)
         tl.store(new_residual_ptr + row * width + columns, total, inside)

@@ -48,6 +48,15 @@ def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def bent(gate, GELU: tl.constexpr):
+    """gelu_tanh(gate), or silu(gate); float32."""
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(inner)
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate_up_ptr,
     y_ptr,
@@ -62,10 +71,7 @@ def _silu_mul_kernel(
     mask = columns < width
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + width + columns, mask, other=0.0).to(tl.float32)
-    bent = gate
-    if GELU:
-        bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    y = gate * tl.sigmoid(bent) * up
+    y = bent(gate, GELU) * up
     tl.store(y_ptr + row * width + columns, y.to(y_ptr.dtype.element_ty), mask)
 
 

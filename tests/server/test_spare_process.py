@@ -127,10 +127,10 @@ def test_what_starts_while_it_is_closed_is_kept() -> None:
         spare.start({})
         closing = asyncio.ensure_future(spare.close())
         await asyncio.sleep(0)  # it has begun
-        assert spare.take() is None
+        assert spare.take({}) is None
         spare.start({})
         await closing
-        process = spare.take()
+        process = spare.take({})
         assert process is not None
         assert not process.exited.is_set()
         await process.close()
@@ -139,20 +139,22 @@ def test_what_starts_while_it_is_closed_is_kept() -> None:
     asyncio.run(main())
 
 
-def test_its_settings_name_no_gpu(tmp_path: Path) -> None:
-    """What it would see from then on might be wrong for the engine that it becomes."""
-    told = tmp_path / "told"
-    command = f"import sys; open({str(told)!r}, 'w').write(sys.stdin.readline()); sys.stdin.read()"
-
+def test_it_serves_engines_with_the_same_gpus_only() -> None:
     async def main() -> None:
-        spare = SpareProcess([sys.executable, "-c", command])
-        spare.start({"visible_gpus": "1", "log_level": "info"})
-        while not (told.exists() and told.read_text()):
-            await asyncio.sleep(0.01)
-        await spare.close()
+        spare = SpareProcess([sys.executable, str(FAKE_ENGINE)])
+        spare.start({"visible_gpus": "1"})
+        assert spare.take({}) is None
+        first = spare.take({"visible_gpus": "1", "log_level": "info"})
+        assert first is not None
+        spare.start({"visible_gpus": "1"})
+        spare.start({})  # in its place
+        assert spare.take({"visible_gpus": "1"}) is None
+        second = spare.take({})
+        assert second is not None
+        for process in (first, second):
+            await process.close()
 
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    assert json.loads(told.read_text()) == {"visible_gpus": "", "ipc_dir": "", "log_level": "info"}
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("device", "num"), [("cpu", 1), ("cuda", 2)])
@@ -175,7 +177,7 @@ def test_a_real_engine_has_imported_torch_before_it_is_needed() -> None:
     async def main() -> dict[str, float]:
         spare, link = SpareProcess(WORKER), EngineLink(ServerSocket(ipc_dir))
         spare.start(worker)
-        process = spare.take()
+        process = spare.take(worker)
         assert process is not None
         # The line waits in the pipe until the process has imported everything.
         process.begin(json.dumps({**worker, "ipc_dir": str(ipc_dir)}).encode(), link)

@@ -60,8 +60,7 @@ class EngineKeeper:
         name: of the engine, for people.
         starts_after: the first life starts when this is done; None = now.
         generations: numbers for its lives. Engines that replace each other take them from one iterator.
-        spare: engines that replace each other have one; whoever makes the first one closes it. None = a new
-            one, see `spare`.
+        spare: shared by engines that replace each other; `EngineKeepers` closes it. None = a new one.
         may_fail_first: whether a failed first start is tried again, as later starts are.
 
     Raises:
@@ -91,7 +90,7 @@ class EngineKeeper:
         socket = ServerSocket(self._make_dir(number, generation))
         self.engine = ServedEngine(number, 0, socket, name, generation=generation)
         self._process: EngineProcess | None = None
-        self._closing: asyncio.Future[None] | None = None
+        self._closing: asyncio.Future[None] | None = None  # of the spare process
         self._starts_after = starts_after
         if starts_after is None:
             try:
@@ -185,7 +184,7 @@ class EngineKeeper:
                 self.ready.set_result(ready)
             if ready.device == "cuda" if settings.keeps_spare is None else settings.keeps_spare:
                 self.spare.start(settings.worker)
-            else:  # the engine before this one may have had another device
+            else:  # an engine before this one may have run on a GPU
                 self._closing = asyncio.ensure_future(self.spare.close())
 
         settings = self.settings
@@ -235,7 +234,7 @@ class EngineKeeper:
             "sent_s": time.monotonic(),
             "private_dir": str(self.settings.private_dir),
         }
-        spare = self.spare.take()
+        spare = self.spare.take(self.settings.worker)
         self._process = spare or EngineProcess(self.settings.command)
         self._process.begin(json.dumps(line, allow_nan=False).encode(), self.engine.link)
         self.engine.pid = self._process.pid
