@@ -16,6 +16,7 @@ from small_model import make_folder
 from test_engine_restarts import engine_of, is_back, text_of, wait_for_events
 from test_launch import exit_code, gone, open_stream
 from test_reload import Reloads, running, write_knobs
+from test_replicas import engines_of
 
 from minisgl.config import EngineConfig
 from minisgl.errors import MinisglError
@@ -92,6 +93,19 @@ def test_a_reload_takes_it(device: str, tmp_path: Path) -> None:
         assert told["engines"] == [{"id": 0, "pid": spare}]
         assert server.complete("@say hello")[0] == 200
         assert spare_of(server) != spare
+
+
+def test_each_replica_has_one(tmp_path: Path) -> None:
+    with RunningServer(make_folder(tmp_path / "model"), spare_process=True, replicas=2) as server:
+        server.ready()
+        engines = {one["pid"] for one in engines_of(server)}
+        eventually(lambda: len(children_of(server)) == 4, "two engines, two spare processes")
+        waiting = children_of(server) - engines
+        os.kill(engines_of(server)[1]["pid"], signal.SIGKILL)
+        eventually(lambda: engines_of(server)[1]["pid"] in waiting, "one has become an engine")
+        eventually(lambda: all(one["up"] for one in engines_of(server)), "both are up")
+        assert engines_of(server)[0]["pid"] in engines
+        eventually(lambda: len(children_of(server)) == 4, "another one waits")
 
 
 def test_it_ends_when_the_server_is_killed(server: RunningServer) -> None:
