@@ -5,6 +5,7 @@ Only names are checked here; that the examples answer is checked where a model r
 
 import argparse
 import ast
+import functools
 import importlib
 import json
 import re
@@ -50,8 +51,13 @@ def documented(command: str) -> list[tuple[str, str]]:
     return [(name, line) for name, line in lines if line.startswith(command + " ")]
 
 
+@functools.cache
+def command_line() -> argparse.ArgumentParser:
+    return build_parser({})
+
+
 def known_flags() -> set[str]:
-    return {option for parser in all_parsers(build_parser({})) for option in options_of(parser)}
+    return {option for parser in all_parsers(command_line()) for option in options_of(parser)}
 
 
 def all_parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
@@ -70,7 +76,7 @@ def test_every_minisgl_command_parses(document: str, line: str) -> None:
     if words[-1:] == ["--help"]:
         words = words[:-1]
     try:
-        build_parser({}).parse_args(words)
+        command_line().parse_args(words)
     except SystemExit:
         pytest.fail(f"{document}: {line}")
 

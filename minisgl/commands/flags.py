@@ -7,6 +7,7 @@ caller passes it in.
 
 import argparse
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -44,7 +45,8 @@ class Field(NamedTuple):
         return "MINISGL_" + self.name.upper()
 
 
-def fields_of(cls: type) -> list[Field]:
+@functools.cache  # several commands have the same fields, and reading the source takes milliseconds
+def fields_of(cls: type) -> tuple[Field, ...]:
     """The fields of a dataclass or msgspec Struct, in order, with the docstrings below them.
 
     Raises:
@@ -62,7 +64,7 @@ def fields_of(cls: type) -> list[Field]:
         if default is MISSING or default is msgspec.NODEFAULT:
             raise TypeError(f"{cls.__name__}.{name} needs a default to be a flag")
         found.append(Field(name, kind, repeats, default, docs[name]))
-    return found
+    return tuple(found)
 
 
 def add_flags(

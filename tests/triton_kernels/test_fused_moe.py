@@ -95,7 +95,7 @@ def test_kernels_equal_the_reference(
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 1), (128, 8), (256, 8)])
 def test_default_configurations_at_every_expert_count(experts, top_k, device):
-    for tokens in (2, 17) if device == "cpu" else (1, 3, 5, 16, 33, 128, 300, 1500):
+    for tokens in (2, 5) if device == "cpu" else (1, 3, 5, 16, 33, 128, 300, 1500):
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         tensors = inputs(tokens, experts, 64, 48, device, dtype)
         out = fused_moe_triton(*tensors, top_k)
@@ -131,11 +131,10 @@ def test_biases_and_other_activations(config, biased, gate, device):
     tensors = inputs(4 if config is PAIRS else 9, 8, 48, 80, device)
     rng = torch.Generator().manual_seed(1)
     biases = (torch.randn((8, 160), generator=rng).to(device), torch.randn((8, 48), generator=rng).to(device))
-    for renormalize in (True, False):
-        options = (biases if biased else None, gate)
-        out = fused_moe_triton(*tensors, 3, renormalize, config, *options)
-        expected = fused_moe_reference(*wide(tensors), 3, renormalize, *options)
-        assert relative_error(out, expected) < 1e-5
+    renormalize, options = biased, (biases if biased else None, gate)
+    out = fused_moe_triton(*tensors, 3, renormalize, config, *options)
+    expected = fused_moe_reference(*wide(tensors), 3, renormalize, *options)
+    assert relative_error(out, expected) < 1e-5
 
 
 def test_a_bias_is_added_once_for_each_expert_and_weighted_like_it() -> None:

@@ -200,50 +200,36 @@ class Signals:
 async def _serve(launch: LaunchSettings) -> int:
     """Start all parts, supervise them, and end them in reverse order; returns the exit code."""
     signals = Signals()
-    keepers = _make_keepers(launch)
-    try:
-        engines = Engines(keepers.engines, may_grow=isinstance(keepers, EngineDoor))
-        settings = HttpServerSettings(
-            launch.server,
-            launch.engine,
-            launch.model_name,
-            launch.model_folder,
-            launch.keeper.private_dir,
-            rank=0,
-        )
+    async with contextlib.AsyncExitStack() as parts:
+        keepers = _make_keepers(launch)
+        parts.push_async_callback(keepers.close)
         is_door = isinstance(keepers, EngineDoor)
-        first_dir = launch.keeper.private_dir if is_door else keepers.first.dir_of_life()
+        engines = Engines(keepers.engines, may_grow=is_door)
+        private_dir = launch.keeper.private_dir
+        settings = HttpServerSettings(
+            launch.server, launch.engine, launch.model_name, launch.model_folder, private_dir, rank=0
+        )
+        first_dir = private_dir if is_door else keepers.first.dir_of_life()
         workers = ApiWorkers(settings, launch.listeners[1:], engines.first.pid, first_dir)
+        parts.push_async_callback(workers.close)
         launch.clock.lap("server: port, sockets, processes")
-        try:
-            # This runs while the engine starts, so it does not delay readiness.
-            reloads = Reloads()
-            http_server = await open_http_server(settings, engines, reloads, launch.listeners[0])
-            try:
-                if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
-                    signals.on_hangup(http_server.reload, workers.reload)
-                engines.listen(http_server.reader(_print_stage))
-                reloader: Reloader | None = None
-                if isinstance(keepers, EngineDoor):
-                    keepers.open(engines, workers)
-                    _print_to_user(f"Engines connect to {keepers.endpoint}")
-                else:
-                    keepers.keep(workers)
-                    reloaded = (http_server, engines, keepers, workers, reloads)
-                    reloader = Reloader(ReloaderParts(settings, *reloaded, launch.find_model, launch.gpus))
-                try:
-                    return await _supervise(
-                        ServerParts(launch, http_server, keepers, workers, reloader, signals)
-                    )
-                finally:
-                    if reloader is not None:
-                        await reloader.close()
-            finally:
-                await http_server.close()
-        finally:
-            await workers.close()
-    finally:
-        await keepers.close()
+        # This runs while the engine starts, so it does not delay readiness.
+        reloads = Reloads()
+        http_server = await open_http_server(settings, engines, reloads, launch.listeners[0])
+        parts.push_async_callback(http_server.close)
+        if launch.server.api_keys_file is not None or launch.server.usage_log is not None:
+            signals.on_hangup(http_server.reload, workers.reload)
+        engines.listen(http_server.reader(_print_stage))
+        reloader: Reloader | None = None
+        if is_door:
+            keepers.open(engines, workers)
+            _print_to_user(f"Engines connect to {keepers.endpoint}")
+        else:
+            keepers.keep(workers)
+            reloaded = (http_server, engines, keepers, workers, reloads)
+            reloader = Reloader(ReloaderParts(settings, *reloaded, launch.find_model, launch.gpus))
+            parts.push_async_callback(reloader.close)
+        return await _supervise(ServerParts(launch, http_server, keepers, workers, reloader, signals))
 
 
 def _make_keepers(launch: LaunchSettings) -> EngineKeepers | EngineDoor:

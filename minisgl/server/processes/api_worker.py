@@ -11,6 +11,7 @@ the engine ends.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -83,20 +84,15 @@ async def _serve(config: WorkerSettings) -> None:
     engine = ServedEngine(0, config.rank, ServerSocket(config.engine_dir, config.rank))
     engine.pid = config.engine_pid
     engines = Engines([engine])
-    try:
+    async with contextlib.AsyncExitStack() as parts:
+        parts.callback(engines.close)
         listener = socket.socket(fileno=config.listener_fd)
         http_server = await open_http_server(settings, engines, Reloads(), listener)
-        try:
-            engines.listen(http_server.reader(lambda _: None))
-            followers = EngineFollowers(engine, engines, ProcessChange(http_server, engines), settings)
-            try:
-                await _follow_commands(http_server, followers)
-            finally:
-                followers.close()
-        finally:
-            await http_server.close()
-    finally:
-        engines.close()
+        parts.push_async_callback(http_server.close)
+        engines.listen(http_server.reader(lambda _: None))
+        followers = EngineFollowers(engine, engines, ProcessChange(http_server, engines), settings)
+        parts.callback(followers.close)
+        await _follow_commands(http_server, followers)
 
 
 async def _follow_commands(http_server: HttpServer, followers: EngineFollowers) -> None:
