@@ -158,7 +158,12 @@ def test_slow_moments_and_refusals_have_words_and_knobs(server: RunningServer) -
     with ThreadPoolExecutor() as threads:
         waits = [threads.submit(server.complete, ["@wait a"] * 4) for _ in range(4)]
         eventually(lambda: any(wait.done() for wait in waits), "one is refused")
-        server.call("/abort", {"abort_all": True})
+
+        def all_end() -> bool:
+            server.call("/abort", {"abort_all": True})  # again for calls that came after the last time
+            return all(wait.done() for wait in waits)
+
+        eventually(all_end, "no call waits")
         statuses = [wait.result()[0] for wait in waits]
     assert 429 in statuses, body
     answer = ask(server, "/debug/moments", MomentsAnswer)
