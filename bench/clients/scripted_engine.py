@@ -8,6 +8,7 @@ The server is the real one; the model's tokenizer and template are the tests' sm
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "server"))
@@ -28,8 +29,8 @@ SCRIPT = re.compile(r"\[\[say\]\] (.*?) \[\[end\]\]", re.DOTALL)
 class ScriptedEngine(FakeEngine):
     """Says the next reply of the prompt's last script."""
 
-    def __init__(self, socket: EngineSocket, tokenizer: Tokenizer) -> None:
-        super().__init__(socket, tokenizer)
+    def __init__(self, socket: EngineSocket, tokenizer: Tokenizer, close: Callable[[], None]) -> None:
+        super().__init__(socket, tokenizer, close)
         self.num_said: Counter[str] = Counter()
 
     def add(self, request: AddRequest, request_id: int, prompt: bytes) -> None:

@@ -162,6 +162,7 @@ class FakeEngine:
                 elif isinstance(message, AddRequest):
                     prompts = (message.prompt_ids, *message.more_prompts)
                     for rank in range(len(prompts) * message.num_choices):
+                        self.names[message.request_id + rank] = message.call_id
                         self.add(message, message.request_id + rank, prompts[rank // message.num_choices])
                         if message.outputs:
                             self.skip(message.request_id + rank, len(message.outputs[rank]) // 4)
@@ -312,7 +313,6 @@ class FakeEngine:
     def add(self, request: AddRequest, request_id: int, prompt: bytes) -> None:
         """One of the requests of a call."""
         self.seen["added"] += 1
-        self.names[request_id] = request.call_id
         self.seen["params"] = [request.params.temperature, request.params.top_p, request.params.top_k]
         self.seen["seed"] = request.params.seed
         self.seen["priority"] = request.priority
