@@ -1,26 +1,44 @@
-"""Ends this process when its parent has ended, for whatever reason."""
+"""Reads what the parent says on stdin, and ends this process when the parent has ended, for any reason."""
 
 import os
-import select
+import queue
 import shutil
 import threading
 
+import msgspec
+
+
+class _Places(msgspec.Struct):
+    """The directories that a line names."""
+
+    ipc_dir: str | None = None
+    private_dir: str = ""
+
 
 class ParentWatch:
-    """Exits the process as soon as nobody can write to its stdin any more, a pipe; reads nothing of it.
+    """Reads the lines of stdin, a pipe that stays open while the parent lives. Its end ends this process.
 
-    Attributes:
-        folder: a directory to remove then, because a killed parent can't; None = none.
+    If the last line has an `ipc_dir`, that is removed then, or its `private_dir`, because a killed parent
+    can't. A line that came before the end always counts, whatever this process is doing.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
-        self.folder = folder
-        threading.Thread(target=self._wait, name="parent-watch", daemon=True).start()
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="parent-watch", daemon=True).start()
 
-    def _wait(self) -> None:
-        watched = select.poll()
-        watched.register(0, 0)  # which still reports the end
-        watched.poll()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def next_line(self) -> bytes:
+        """Wait for the next line, JSON. If none comes, the process ends with 1."""
+        return self._lines.get()
+
+    def _read(self) -> None:
+        folder, rest = None, b""
+        # Not through sys.stdin, whose lock a thread that waits would hold when the interpreter ends.
+        while data := os.read(0, 1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._lines.put(line)
+                places = msgspec.json.decode(line, type=_Places)
+                folder = places.ipc_dir and (places.private_dir or places.ipc_dir)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

@@ -94,14 +94,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watch = ParentWatch()
-    config = _read_config()
-    if config is not None and not config.ipc_dir:
+    config = msgspec.json.decode(watch.next_line(), type=WorkerConfig)
+    if not config.ipc_dir:
         setup_logging(config.log_level, "spare")
         _import_for(config)
-        config = _read_config()
-    if config is None:
-        return 1  # the parent has ended already
-    watch.folder = config.private_dir or config.ipc_dir
+        config = msgspec.json.decode(watch.next_line(), type=WorkerConfig)
     setup_logging(config.log_level, "engine")
     socket = EngineSocket(config.ipc_dir, config.num_servers)
     try:
@@ -118,11 +115,6 @@ def main() -> int:
         return 1
     finally:
         socket.close()
-
-
-def _read_config() -> WorkerConfig | None:
-    line = sys.stdin.buffer.readline()
-    return msgspec.json.decode(line, type=WorkerConfig) if line else None
 
 
 def _import_for(config: WorkerConfig) -> None:

@@ -370,12 +370,10 @@ class FakeEngine:
 
 
 def run_engine(kind: type[FakeEngine] = FakeEngine) -> None:
-    settings = json.loads(sys.stdin.readline())
+    watch = ParentWatch()
+    settings = json.loads(watch.next_line())
     if not settings["ipc_dir"]:  # a spare process
-        settings = json.loads(sys.stdin.readline() or "null")
-        if settings is None:
-            sys.exit(1)
-    ParentWatch(settings.get("private_dir") or settings["ipc_dir"])
+        settings = json.loads(watch.next_line())
     folder = Path(settings["model_folder"])
     knobs = json.loads((folder / "fake.json").read_text())
     socket = EngineSocket(settings["ipc_dir"], settings.get("num_servers", 1))

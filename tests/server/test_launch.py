@@ -332,15 +332,19 @@ def test_the_server_process_has_no_torch(server: RunningServer) -> None:
     assert "libtorch" not in maps.read_text()
 
 
-def test_the_real_engine_process_ends_with_its_parent_and_takes_the_sockets_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_the_real_engine_process_ends_with_its_parent_and_takes_the_sockets_directory(
+    is_spare: bool, tmp_path: Path
+) -> None:
     ipc_dir = tmp_path / "ipc"
     ipc_dir.mkdir()
     (ipc_dir / "to_server").touch()
-    first_line = {"engine": {}, "model_folder": str(tmp_path), "ipc_dir": str(ipc_dir)}
+    line = {"engine": {}, "model_folder": str(tmp_path), "ipc_dir": str(ipc_dir)}
+    lines = [{**line, "ipc_dir": ""}] * is_spare + [line]  # it waits after the first one
     process = subprocess.Popen([sys.executable, "-m", "minisgl.engine.worker"], stdin=subprocess.PIPE)
     try:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(first_line).encode() + b"\n")
+        process.stdin.write(b"".join(json.dumps(one).encode() + b"\n" for one in lines))
         process.stdin.close()  # what the kernel does when the parent is killed
         assert process.wait(LIMIT_S) == 1
     finally:

@@ -38,11 +38,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Run until told to stop. Returns exit code 0, or 1 after a failure; a GPU fault ends the process."""
-    line = sys.stdin.buffer.readline()
-    if not line:
-        return 1  # the parent has ended already
-    config = msgspec.json.decode(line, type=FollowerConfig)
-    ParentWatch(config.ipc_dir)
+    config = msgspec.json.decode(ParentWatch().next_line(), type=FollowerConfig)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return run_follower(config)
