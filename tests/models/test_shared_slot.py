@@ -1,4 +1,4 @@
-"""A shared expert as a GPU computes it for few rows, as one more slot of a mixture, against transformers."""
+"""A shared expert as one more slot of the mixture, as a GPU computes it for few rows, against transformers."""
 
 import random
 from pathlib import Path
