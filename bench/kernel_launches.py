@@ -29,7 +29,6 @@ from triton_kernels import (
     mixture_norms,
     moe_choice,
     moe_gate,
-    moe_shared,
     norm_router,
     norm_values,
     paged_decode,
@@ -273,12 +272,6 @@ def _experts() -> Iterator[Launch]:
     for tokens in (1, 5, 40):
         yield Launch(f"moe {tokens} tokens 2 experts", moe(tokens, 2, 1, 48, 16), False)
     yield Launch("moe 512 tokens float32", moe(512, dtype=F32), False)
-    shared = fused_moe.SharedExpert(empty(1024, 2048), empty(2048, 512))
-    for tokens in (1, 16):
-        x, logits = empty(tokens, 2048), empty(tokens, 257, dtype=F32)
-        arguments = (x, logits, empty(256, 1024, 2048), empty(256, 2048, 512), shared, 8)
-        call = functools.partial(moe_shared.moe_shared_triton, *arguments)
-        yield Launch(f"moe {tokens} tokens and a shared expert", call, tokens == 1)
     for experts, top_k, *groups in ((128, 8, 1, 1), (256, 8, 8, 4)):
         choice = moe_choice.Choice(top_k, num_groups=groups[0], kept_groups=groups[1])
         arguments = (empty(64, experts, dtype=F32), choice, empty(experts, dtype=F32))

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import next_power_of_2
-from triton_kernels.linear import gated_linear, linear
 from triton_kernels.moe_gate import SILU, Gate, GateKind, gate_reference
 from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, gemm_that_fits, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig, moe_pairs_triton
@@ -85,13 +84,6 @@ def _hopper_config(
 Biases = tuple[Tensor, Tensor]
 
 
-class SharedExpert(NamedTuple):
-    """An expert of all tokens, as wide as the others and without biases."""
-
-    gate_up: Tensor  # [2F, M], the gate in the upper rows
-    down: Tensor  # [M, F]
-
-
 def fused_moe_reference(
     x: Tensor,
     router_logits: Tensor,
@@ -129,25 +121,22 @@ def fused_moe_triton(
     config: MoeConfig | None = None,
     biases: Biases | None = None,
     gate: Gate = SILU,
-    shared: SharedExpert | None = None,
 ) -> Tensor:
-    """Launch the kernels on any device. With a shared expert the logits are [T, E + 1]: see moe_shared.py."""
-    num_tokens, num_experts = x.shape[0], down.shape[0]
+    """Launch the kernels on any device."""
+    num_tokens = x.shape[0]
+    num_experts = router_logits.shape[1]
     if num_tokens == 0:
         return torch.empty_like(x)
     if config is None:
         config = _tuned_config(x, num_experts, top_k, expert_width=down.shape[2])
     if config.pairs is not None:
         arguments = (x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
-        return moe_pairs_triton(*arguments, biases, gate, shared)
+        return moe_pairs_triton(*arguments, biases, gate)
     gate_up_bias, down_bias = biases or (None, None)
-    routing = route_triton(router_logits[:, :num_experts], top_k, renormalize)
+    routing = route_triton(router_logits, top_k, renormalize)
     hidden = gate_up_triton(x, gate_up, routing, config.gate_up, gate_up_bias, gate)
     partial = down_triton(hidden, down, routing, config.down, down_bias)
-    if shared is None:
-        return sum_slots_triton(partial, routing, num_experts)
-    y = linear(gated_linear(x, shared.gate_up), shared.down)
-    return sum_slots_triton(partial, routing, num_experts, (y, router_logits))
+    return sum_slots_triton(partial, routing, num_experts)
 
 
 def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) -> MoeConfig:

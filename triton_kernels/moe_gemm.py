@@ -220,14 +220,10 @@ def _down_kernel(
 def _sum_slots_kernel(
     partial_ptr,
     experts_ptr,
-    shared_ptr,
-    logits_ptr,
     out_ptr,
-    logits_stride,
     M: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -238,12 +234,6 @@ def _sum_slots_kernel(
         routed = tl.load(experts_ptr + pair) < E
         mask = (columns < M) & routed
         acc += tl.load(partial_ptr + pair * M + columns, mask, other=0.0).to(tl.float32)
-    if SHARED:
-        somewhere = tl.load(experts_ptr + token * TOP_K) < E
-        logit = tl.load(logits_ptr + token * logits_stride + E, somewhere, other=0.0).to(tl.float32)
-        mask = (columns < M) & somewhere
-        shared = tl.load(shared_ptr + token * M + columns, mask, other=0.0).to(tl.float32)
-        acc += tl.sigmoid(logit) * shared
     tl.store(out_ptr + token * M + columns, acc.to(out_ptr.dtype.element_ty), columns < M)
 
 
@@ -333,30 +323,13 @@ def down_triton(
     return partial
 
 
-def sum_slots_triton(
-    partial: Tensor, routing: Routing, num_experts: int, shared: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """out [T, M] of partial [T * top_k, M].
-
-    shared: y [T, M], contiguous, to add times the sigmoid of the last column of the logits [T, E + 1].
-    """
+def sum_slots_triton(partial: Tensor, routing: Routing, num_experts: int) -> Tensor:
+    """out [T, M] of partial [T * top_k, M]."""
     num_tokens, top_k = routing.experts.shape
     width = partial.shape[1]
     out = torch.empty((num_tokens, width), dtype=partial.dtype, device=partial.device)
     block_n = min(1024, next_power_of_2(width))
-    more, logits = shared or (partial, partial)
     _sum_slots_kernel[(num_tokens, ceil_div(width, block_n))](
-        partial,
-        routing.experts,
-        more,
-        logits,
-        out,
-        logits.stride(0),
-        width,
-        num_experts,
-        top_k,
-        shared is not None,
-        block_n,
-        num_warps=4,
+        partial, routing.experts, out, width, num_experts, top_k, block_n, num_warps=4
     )
     return out

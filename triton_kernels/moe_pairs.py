@@ -4,8 +4,6 @@
     out[t]       = sum over s of weight[t, s] * down[e] @ hidden[t, s]
                    both products with a bias of the expert, if there is one; moe_gate.py has other activations
 
-A shared expert is one more slot of every token: moe_shared.py.
-
 T tokens, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
 gate_up[e]. Routing as in moe_route.py; each program repeats it, which costs less than a launch. Float32
 inside; hidden and out are rounded once each.
@@ -78,7 +76,6 @@ def _pairs_up_kernel(
     logits_ptr,
     gate_up_ptr,
     bias_ptr,
-    shared_ptr,
     hidden_ptr,
     num_tokens,
     x_stride,
@@ -87,7 +84,6 @@ def _pairs_up_kernel(
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -109,12 +105,9 @@ def _pairs_up_kernel(
         keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
         expert, key, keys = _pick(keys, ids, BLOCK_E)
         if key_logits(key) > float("-inf"):
-            for _ in range(tl.where(slot < TOP_K, slot, 0) if SHARED else slot):
+            for _ in range(slot):
                 expert, key, keys = _pick(keys, ids, BLOCK_E)
-            matrix_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * F * M)
-            if SHARED:
-                matrix_ptr = tl.where(slot < TOP_K, matrix_ptr, shared_ptr)
-            gate_ptrs = matrix_ptr + rows[:, None] * M + lanes[None, :]
+            gate_ptrs = gate_up_ptr + expert.to(tl.int64) * (2 * F * M) + rows[:, None] * M + lanes[None, :]
             gates = ()
             ups = ()
             for i in tl.static_range(AHEAD):
@@ -144,7 +137,7 @@ def _pairs_up_kernel(
             if BIAS:
                 up += tl.load(bias_ptrs + F, rows < F, other=0.0).to(tl.float32)
             hidden = hidden * bent_up(up, GATE, LIMIT)
-            hidden_ptrs = hidden_ptr + (token * (TOP_K + SHARED) + slot) * F + rows
+            hidden_ptrs = hidden_ptr + (token * TOP_K + slot) * F + rows
             tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), rows < F)
 
 
@@ -159,7 +152,7 @@ def _down_sum(
     M: tl.constexpr,
     F: tl.constexpr,
     EVEN: tl.constexpr,
-    SLOTS: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -167,8 +160,8 @@ def _down_sum(
     """A token's output before its division by the masses' sum; the first `tiles` are already loading."""
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for i in tl.static_range(SLOTS * STEPS):
-        if i + AHEAD < SLOTS * STEPS:
+    for i in tl.static_range(TOP_K * STEPS):
+        if i + AHEAD < TOP_K * STEPS:
             ptrs = matrices[(i + AHEAD) // STEPS]
             tile = _load_tile(ptrs, rows, lanes, (i + AHEAD) % STEPS * BLOCK_K, M, F, EVEN)
             tiles = tiles + (tile,)  # noqa: RUF005 (as above)
@@ -185,7 +178,6 @@ def _pairs_down_kernel(
     logits_ptr,
     down_ptr,
     bias_ptr,
-    shared_ptr,
     out_ptr,
     num_tokens,
     logits_stride,
@@ -193,7 +185,6 @@ def _pairs_down_kernel(
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -204,7 +195,6 @@ def _pairs_down_kernel(
 ):
     EVEN: tl.constexpr = F % BLOCK_K == 0 and M % BLOCK_N == 0
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    SLOTS: tl.constexpr = TOP_K + SHARED
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ids = tl.arange(0, BLOCK_E)
     lanes = tl.arange(0, BLOCK_K)
@@ -229,11 +219,6 @@ def _pairs_down_kernel(
             masses = masses + (mass,)  # noqa: RUF005 (as above)
             if BIAS:
                 bias += mass * tl.load(bias_ptr + expert * M + rows, rows < M, other=0.0).to(tl.float32)
-        if SHARED:
-            # Its weight is not divided by the sum of the others', so it is multiplied by it first.
-            shared_logit = tl.load(logits_ptr + token * logits_stride + E).to(tl.float32)
-            matrices = matrices + (shared_ptr + rows[:, None] * F + lanes[None, :],)  # noqa: RUF005 (as above)
-            masses = masses + (total * tl.sigmoid(shared_logit),)  # noqa: RUF005 (as above)
         tiles = ()
         wanted = tl.where(somewhere, rows, M)
         for i in tl.static_range(AHEAD):
@@ -242,9 +227,9 @@ def _pairs_down_kernel(
         token = after_predecessor(token, EARLY)
         out = tl.zeros([BLOCK_N], tl.float32)
         if somewhere:
-            hidden_ptrs = hidden_ptr + token * (SLOTS * F) + lanes
+            hidden_ptrs = hidden_ptr + token * (TOP_K * F) + lanes
             out = _down_sum(
-                tiles, matrices, masses, hidden_ptrs, rows, lanes, M, F, EVEN, SLOTS, BLOCK_N, BLOCK_K, AHEAD
+                tiles, matrices, masses, hidden_ptrs, rows, lanes, M, F, EVEN, TOP_K, BLOCK_N, BLOCK_K, AHEAD
             )
             if BIAS:
                 out += bias
@@ -262,30 +247,24 @@ def moe_pairs_triton(
     config: PairsConfig,
     biases: tuple[Tensor, Tensor] | None = None,
     gate: Gate = SILU,
-    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The whole mixture, [T, M] of x [T, M], logits [T, E], gate_up [E, 2F, M], down [E, M, F].
 
-    biases: of gate_up, [E, 2F], and of down, [E, M]. shared: gate_up [2F, M] and down [M, F] of an expert of
-    all tokens, without bias; the logits are then [T, E + 1], the last one its gate's.
+    biases: of gate_up, [E, 2F], and of down, [E, M].
     """
     gate_up_bias, down_bias = biases or (x, x)
-    shared_gate_up, shared_down = shared or (gate_up, down)
     num_tokens, width = x.shape
     num_experts, _, expert_width = down.shape
-    num_shared = 0 if shared is None else 1
-    slots = top_k + num_shared
-    hidden = torch.empty((num_tokens * slots, expert_width), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_tokens * top_k, expert_width), dtype=x.dtype, device=x.device)
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     early = can_start_early(x.device)
     up_block_k = min(config.up_block_k, next_power_of_2(width))
     down_block_k = min(config.down_block_k, next_power_of_2(expert_width))
-    _pairs_up_kernel[(ceil_div(expert_width, config.up_block_n), slots)](
+    _pairs_up_kernel[(ceil_div(expert_width, config.up_block_n), top_k)](
         x,
         logits,
         gate_up,
         gate_up_bias,
-        shared_gate_up,
         hidden,
         num_tokens,
         x.stride(0),
@@ -294,7 +273,6 @@ def moe_pairs_triton(
         expert_width,
         num_experts,
         top_k,
-        num_shared,
         biases is not None,
         int(gate.kind),
         gate.alpha,
@@ -311,7 +289,6 @@ def moe_pairs_triton(
         logits,
         down,
         down_bias,
-        shared_down,
         out,
         num_tokens,
         logits.stride(0),
@@ -319,13 +296,12 @@ def moe_pairs_triton(
         expert_width,
         num_experts,
         top_k,
-        num_shared,
         renormalize,
         biases is not None,
         expert_lanes(num_experts),
         config.down_block_n,
         down_block_k,
-        min(config.down_ahead, slots * ceil_div(expert_width, down_block_k)),
+        min(config.down_ahead, top_k * ceil_div(expert_width, down_block_k)),
         early,
         num_warps=1,
         launch_pdl=early,

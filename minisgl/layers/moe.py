@@ -11,13 +11,9 @@ from minisgl.layers.experts.weights import PlainExperts, expert_sizes
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.weight import PlainWeight
 from minisgl.model_config.config import ExpertsConfig
 from minisgl.model_config.quantization import Quantization, layer_scheme
-from triton_kernels.fused_moe import SharedExpert
 from triton_kernels.moe_choice import Choice, choose_experts
-from triton_kernels.moe_gate import SILU
-from triton_kernels.moe_shared import moe_shared, suits_shared_slot
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
 
@@ -83,33 +79,6 @@ class MoeMLP(nn.Module):
                 self.shared_expert_gate = Linear(hidden_size, 1, dtype, device, scheme=scheme)
             else:
                 self.shared_experts = shared
-        self.router_and_gate: Tensor | None
-        rows = self._with_gate_as_last_row() if self._shared_suits_a_slot() else None
-        self.register_buffer("router_and_gate", rows, persistent=False)
-
-    def _shared_suits_a_slot(self) -> bool:
-        """Whether few tokens may go through `moe_shared`."""
-        config = self.config
-        is_plain = config.shared_gate and self.choice is None and not config.router_bias
-        shared, experts = self.shared_expert, self.experts
-        if not is_plain or config.router_in_float32 or shared is None or type(experts) is not PlainExperts:
-            return False
-        weights = (shared.gate_up_proj.weight, shared.down_proj.weight)
-        return (
-            config.shared_intermediate_size == config.intermediate_size
-            and experts.sizes.gate == SILU
-            and all(isinstance(weight, PlainWeight) for weight in weights)
-        )
-
-    def _with_gate_as_last_row(self) -> Tensor:
-        """[E + 1, M], of which the router and the shared expert's gate become views: one op reads both."""
-        assert self.shared_expert_gate is not None
-        gate = self.shared_expert_gate.weight
-        assert isinstance(gate, PlainWeight)
-        rows = torch.cat([self.router.detach(), gate.values.detach()])
-        self.router = nn.Parameter(rows[:-1], requires_grad=False)
-        gate.values = nn.Parameter(rows[-1:], requires_grad=False)
-        return rows
 
     def forward_add(
         self, x: Tensor, residual: Tensor, norm: AddingNorm, slot_mapping: Tensor
@@ -119,8 +88,6 @@ class MoeMLP(nn.Module):
         Padding tokens (slot_mapping int32 [T] is -1) go to no expert and yield zeros, so that no expert is
         read for padding alone.
         """
-        if isinstance(norm, RMSNorm) and self._shared_is_a_slot(x):
-            return self._mix_few(x, residual, norm, slot_mapping)
         if isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
             x, residual, logits = add_rms_norm_router(
                 x, residual, norm.weight, norm.eps, self.router, slot_mapping
@@ -129,30 +96,6 @@ class MoeMLP(nn.Module):
             x, residual = norm.forward_add(x, residual)
             logits = masked_logits(self._router_logits(x), slot_mapping)
         return self._add_shared(x, self._mix(x, logits)), residual
-
-    def _shared_is_a_slot(self, x: Tensor) -> bool:
-        """Whether the shared expert of these tokens [T, M] is computed with the others."""
-        if self.router_and_gate is None or not suits_shared_slot(x) or not self.norm_and_router_are_ours():
-            return False
-        return (self.kernels.fused_moe, self.kernels.gated_linear) == (
-            KERNELS.fused_moe,
-            KERNELS.gated_linear,
-        )
-
-    def _mix_few(
-        self, x: Tensor, residual: Tensor, norm: RMSNorm, slot_mapping: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert self.router_and_gate is not None
-        assert self.shared_expert is not None
-        assert isinstance(self.experts, PlainExperts)
-        weights = (self.shared_expert.gate_up_proj.weight, self.shared_expert.down_proj.weight)
-        shared = SharedExpert(*(weight.values for weight in weights if isinstance(weight, PlainWeight)))
-        x, residual, logits = add_rms_norm_router(
-            x, residual, norm.weight, norm.eps, self.router_and_gate, slot_mapping
-        )
-        top_k, renormalize = self.config.experts_per_token, self.config.renormalize
-        y = moe_shared(x, logits, self.experts.gate_up, self.experts.down, shared, top_k, renormalize)
-        return y, residual
 
     def mix_beside(self, x: Tensor, stream: Tensor, slot_mapping: Tensor) -> Tensor:
         """The mixture of x [T, M], where the router looks at the residual stream [T, M] by its own norm."""
