@@ -5,8 +5,7 @@
     python bench/compile_kernels.py --targets sm_86,sm_120 prefill  # launches with this in their names
     python bench/compile_kernels.py --candidates --out ... rules    # replaces the rows of kernels that only
                                                                     # these launches launch
-    python bench/compile_kernels.py --stop-at-shared                # no machine code: half the time
-    python bench/compile_kernels.py --once                          # one launch of each kernel
+    python bench/compile_kernels.py --stop-at-shared                # no machine code: a third less time
 
 Prints a JSON line for each kernel compiled, down to the machine code of Triton's own ptxas. Bar: every kernel
 compiles, within the shared memory that the GPU gives a program. Ends with 1 if one does not.
@@ -92,10 +91,9 @@ COUNTED = {
 class Compiler:
     """Compiles what launchers launch, each kernel with the same arguments once."""
 
-    def __init__(self, name: str, stop_at_shared: bool = False, once: bool = False) -> None:
+    def __init__(self, name: str, stop_at_shared: bool = False) -> None:
         self.name = name
         self.stop_at_shared = stop_at_shared
-        self.once = once
         self.gpu = TARGETS[name].gpu
         self.lines: list[dict[str, Any]] = []
         self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -148,8 +146,7 @@ class Compiler:
                     attributes[(index,)] = [["tt.divisibility", 16]]
             options = {"num_warps": num_warps, "num_stages": num_stages}
             options |= {"maxnreg": maxnreg} if maxnreg else {}
-            arguments = () if self.once else (str(signature), str(constants), str(attributes), str(options))
-            same = (kernel.__name__, *arguments)
+            same = (kernel.__name__, str(signature), str(constants), str(attributes), str(options))
             if same not in self._seen:
                 source_type = GluonASTSource if kernel.is_gluon() else ASTSource
                 source = source_type(kernel, signature, constants, attributes)
@@ -279,16 +276,15 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS), help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--candidates", action="store_true", help="also all that tuning may try")
     parser.add_argument("--stop-at-shared", action="store_true", help="make no machine code; not with --out")
-    parser.add_argument("--once", action="store_true", help="one launch of each kernel; not with --out")
     parser.add_argument("--out", type=Path, help="write a report here")
     args = parser.parse_args()
-    if args.out is not None and (args.stop_at_shared or args.once):
-        parser.error("--out needs the machine code of all launches; leave --stop-at-shared and --once away")
     if args.stop_at_shared:
+        if args.out is not None:
+            parser.error("--out needs the machine code; leave --stop-at-shared away")
         # What has no machine code must not be found by others, nor whole kernels by this run.
         knobs.cache.dir = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, knobs.cache.dir, ignore_errors=True)
-        os.environ["DISABLE_LLVM_OPT"] = "1"  # that comes behind the shared memory
+        os.environ["DISABLE_LLVM_OPT"] = "1"  # its results come after the shared memory is known
         # Triton declares this attribute without the type that it takes.
         setattr(knobs.runtime, "add_stages_inspection_hook", _leave_machine_code_out)  # noqa: B010
     unknown = set(args.targets.split(",")) - set(TARGETS)
@@ -298,7 +294,7 @@ def main() -> int:
     candidates: dict[str, list[dict[str, Any]]] = {}
     shared: set[str] = set()
     for name in args.targets.split(","):
-        compiler, gpu = Compiler(name, args.stop_at_shared, args.once), TARGETS[name].gpu
+        compiler, gpu = Compiler(name, args.stop_at_shared), TARGETS[name].gpu
         every = (*launches(gpu), *quantized_launches(gpu))
         wanted = [one for one in every if one.every or gpu.has_wgmma]
         shared |= compiler.kernels_of([one for one in wanted if not _is_named(one, args.names)])

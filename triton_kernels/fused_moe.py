@@ -12,10 +12,10 @@ lower F rows of gate_up[e]. T may be 0; rows of x and of the logits may be strid
 A token whose logits are all -inf (padding) goes to no expert, costs nothing and yields zeros. Weights of
 experts without tokens are never read (they may hold NaN).
 
-One to four tokens use moe_pairs.py (two launches). More tokens are sorted by expert (moe_route.py, two
-launches) and multiplied in tiles (moe_gemm.py, three). There are no host syncs and no atomics, and grids
-depend only on T: one CUDA graph serves every routing, and equal inputs give equal bits. The last bits depend
-on T (through the configuration), not on the other tokens of a batch of the same T.
+Up to four tokens, or as many as a tuning table says, use moe_pairs.py (two launches). More tokens are sorted
+by expert (moe_route.py, two launches) and multiplied in tiles (moe_gemm.py, three). There are no host syncs
+and no atomics, and grids depend only on T: one CUDA graph serves every routing, and equal inputs give equal
+bits. The last bits depend on T (through the configuration), not on the other tokens of a batch of the same T.
 
 Cost: 3 * M * F elements for every expert hit (decode: memory bound), 6 * T * top_k * M * F FLOP (prefill).
 Scratch: T * top_k * (M + F) elements.

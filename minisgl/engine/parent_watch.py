@@ -32,8 +32,7 @@ class ParentWatch:
 
     def _read(self) -> None:
         folder, rest = None, b""
-        # Not through sys.stdin, whose lock a thread that waits would hold when the interpreter ends.
-        while data := os.read(0, 1 << 16):
+        while data := _read_stdin():
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._lines.put(line)
@@ -42,3 +41,11 @@ class ParentWatch:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
+
+
+def _read_stdin() -> bytes:
+    """The next bytes; empty at the end. A thread that waits in sys.stdin would hold its lock at exit."""
+    try:
+        return os.read(0, 1 << 16)
+    except OSError:  # closed, so nobody can write to it
+        return b""

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 from running_server import RunningServer
 from tool_model import make_tool_model
 
@@ -29,11 +28,6 @@ def chat(server: RunningServer, *contents: str, **fields: object) -> dict:
     status, answer, _ = server.call("/v1/chat/completions", body)
     assert status == 200, answer
     return answer["choices"][0]
-
-
-@pytest.mark.parametrize("name", ["scripted_engine", "agent_clis"])
-def test_a_script_can_be_imported(name: str) -> None:
-    assert script(name).ScriptedEngine
 
 
 def test_the_scripted_engine_says_one_reply_after_the_other(tmp_path: Path) -> None:
