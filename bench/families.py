@@ -257,11 +257,12 @@ def noted_routes(ours: Decoder) -> Iterator[list[Routes]]:
 
     def noting(of_layer: Routes) -> Callable[..., Tensor]:
         def fused_moe(x: Tensor, logits: Tensor, *arguments: Any, **options: Any) -> Tensor:
-            chosen, _ = top_k_reference(logits, arguments[2], renormalize=False)
+            num_experts = len(arguments[1]) - options.get("shared", False)
+            chosen, _ = top_k_reference(logits[:, :num_experts], arguments[2], renormalize=False)
             if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
                 of_layer.decoded.copy_(chosen[:1])
             else:
-                of_layer.steps.append(chosen[chosen[:, 0] < logits.shape[1]].long())
+                of_layer.steps.append(chosen[chosen[:, 0] < num_experts].long())
             return KERNELS.fused_moe(x, logits, *arguments, **options)
 
         return fused_moe
@@ -324,7 +325,7 @@ def copy_weights(theirs: nn.Module, ours: Decoder) -> None:
             layer = name.removeprefix("model.").partition(".mlp.")[0]
             mixture = ours.get_submodule(f"{layer}.mlp")
             ours_is = {"gate_up_proj": "experts.gate_up", "down_proj": "experts.down"}
-            mixture.get_parameter(ours_is[kind]).copy_(parameter)
+            mixture.get_parameter(ours_is[kind])[: len(parameter)].copy_(parameter)
         elif leaf in FUSED:
             parts = [views[f"{outer}.{part}.{kind}"] for part in FUSED[leaf]]
             for part, rows in zip(parts, parameter.split([len(part) for part in parts]), strict=True):

@@ -257,6 +257,7 @@ def _experts() -> Iterator[Launch]:
         tokens: int, experts: int = 128, top_k: int = 8, width: int = 2048, expert_width: int = 768,
         dtype: torch.dtype = BF16, **options: Any,
     ) -> Callable[[], Any]:  # fmt: skip
+        experts += options.get("shared", False)
         x, logits = empty(tokens, width, dtype=dtype), empty(tokens, experts, dtype=dtype)
         gate_up = empty(experts, 2 * expert_width, width, dtype=dtype)
         down = empty(experts, width, expert_width, dtype=dtype)
@@ -272,6 +273,9 @@ def _experts() -> Iterator[Launch]:
     for tokens in (1, 5, 40):
         yield Launch(f"moe {tokens} tokens 2 experts", moe(tokens, 2, 1, 48, 16), False)
     yield Launch("moe 512 tokens float32", moe(512, dtype=F32), False)
+    for tokens in (1, 16):
+        call = moe(tokens, 256, 8, 2048, 512, shared=True)
+        yield Launch(f"moe {tokens} tokens and a shared expert", call, tokens == 1)
     for experts, top_k, *groups in ((128, 8, 1, 1), (256, 8, 8, 4)):
         choice = moe_choice.Choice(top_k, num_groups=groups[0], kept_groups=groups[1])
         arguments = (empty(64, experts, dtype=F32), choice, empty(experts, dtype=F32))

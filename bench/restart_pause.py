@@ -2,11 +2,13 @@
 
     python bench/dummy_model.py llama-3.1-8b /tmp/llama-3.1-8b
     python bench/restart_pause.py --model /tmp/llama-3.1-8b --out bench/results/h200/restart-pause.json
+    python bench/restart_pause.py --model /tmp/llama-3.1-8b --flag=--replicas=2
 
 It starts `minisgl serve --dummy-weights`, opens streams, and kills the engine's process as often as --kills
 says, each time when all streams have got the same number of further tokens. The pause is the time from a
-stream's last token before the kill to its next one. The second table has the milliseconds of each stage of
-the new engine's start. The exit code is 1 if an answer is not whole.
+stream's last token before the kill to its next one. Of several replicas the first is killed, whose streams go
+on in another. The second table has the milliseconds of each stage of the new engine's start. The exit code is
+1 if an answer is not whole.
 bench/kills.py compares the tokens with those of an undisturbed run, for a small model.
 """
 
@@ -53,21 +55,22 @@ async def kill_at(
         if failed:
             raise SystemExit(f"a stream ended with {failed}")
         await asyncio.sleep(0.01)
-    async with session.get(f"{url}/health") as response:
-        health = await response.json()
+    before = await first_engine(session, url, "health")
     at = time.monotonic()
-    os.kill(health["engine_pid"], signal.SIGKILL)
-    restarts = health["engine_restarts"]
-    while True:
+    os.kill(before["pid"], signal.SIGKILL)
+    now = before
+    while not (now["up"] and now["restarts"] > before["restarts"]):
         await asyncio.sleep(0.05)
-        async with session.get(f"{url}/health") as response:
-            health = await response.json()
-        if health["status"] == "ok" and health["engine_restarts"] > restarts:
-            ready_s = round(time.monotonic() - at, 2)
-            break
-    async with session.get(f"{url}/debug/engines") as response:
-        (engine,) = (await response.json())["engines"]
-    return {"at": at, "ready_s": ready_s, "stages": engine["startup_ms"]}
+        now = await first_engine(session, url, "health")
+    ready_s = round(time.monotonic() - at, 2)
+    stages = (await first_engine(session, url, "debug/engines"))["startup_ms"]
+    return {"at": at, "ready_s": ready_s, "stages": stages}
+
+
+async def first_engine(session: aiohttp.ClientSession, url: str, path: str) -> dict[str, Any]:
+    """What a page says of the engine that is killed: of several replicas the first."""
+    async with session.get(f"{url}/{path}") as response:
+        return (await response.json())["engines"][0]
 
 
 async def measure(

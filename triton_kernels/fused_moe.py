@@ -5,7 +5,11 @@
     w[t, e]   = p[t, e] / (renormalize ? sum over S(t) of p[t] : 1)
     out[t]    = sum over e in S(t) of w[t, e] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
 
-With biases of the experts, both products have theirs; moe_gate.py has other activations than SiLU.
+With biases of the experts, both products have theirs; moe_gate.py has other activations than SiLU. There may
+be a shared expert (Qwen3.5, Qwen3-Next): one more expert of the same width, whose column follows the others'
+in the logits, but which every token goes to:
+
+    out[t]   += sigmoid(router_logits[t, E]) * down[E] @ (silu(gate[E] @ x[t]) * (up[E] @ x[t]))
 
 T tokens, E experts, M model width, F expert width (both multiples of 16); gate[e] and up[e] are the upper and
 lower F rows of gate_up[e]. T may be 0; rows of x and of the logits may be strided. NaN logits count as -inf.
@@ -13,7 +17,8 @@ A token whose logits are all -inf (padding) goes to no expert, costs nothing and
 experts without tokens are never read (they may hold NaN).
 
 Up to four tokens, or as many as a tuning table says, use moe_pairs.py (two launches). More tokens are sorted
-by expert (moe_route.py, two launches) and multiplied in tiles (moe_gemm.py, three). There are no host syncs
+by expert (moe_route.py, two launches) and multiplied in tiles (moe_gemm.py, three); a shared expert of theirs
+is two products as of any layer. There are no host syncs
 and no atomics, and grids depend only on T: one CUDA graph serves every routing, and equal inputs give equal
 bits. The last bits depend on T (through the configuration), not on the other tokens of a batch of the same T.
 
@@ -28,6 +33,7 @@ from torch import Tensor
 
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import next_power_of_2
+from triton_kernels.linear import gated_linear, linear
 from triton_kernels.moe_gate import SILU, Gate, GateKind, gate_reference
 from triton_kernels.moe_gemm import GemmConfig, down_triton, gate_up_triton, gemm_that_fits, sum_slots_triton
 from triton_kernels.moe_pairs import PairsConfig, moe_pairs_triton
@@ -93,10 +99,19 @@ def fused_moe_reference(
     renormalize: bool = True,
     biases: Biases | None = None,
     gate: Gate = SILU,
+    *,
+    shared: bool = False,
 ) -> Tensor:
     """The same as fused_moe, in plain torch, one expert at a time; float64 if x is."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    experts, weights = top_k_reference(router_logits.to(dtype), top_k, renormalize)
+    num_experts = down.shape[0] - shared
+    logits = router_logits.to(dtype)
+    experts, weights = top_k_reference(logits[:, :num_experts], top_k, renormalize)
+    if shared:
+        nowhere = experts[:, :1] == num_experts
+        everyone = torch.where(nowhere, num_experts + 1, num_experts)
+        experts = torch.cat([experts.masked_fill(nowhere, num_experts + 1), everyone.int()], 1)
+        weights = torch.cat([weights, logits[:, num_experts : num_experts + 1].sigmoid()], 1)
     slots = torch.zeros((*experts.shape, x.shape[1]), dtype=dtype, device=x.device)
     for expert in experts.unique().tolist():
         if expert == down.shape[0]:
@@ -121,22 +136,27 @@ def fused_moe_triton(
     config: MoeConfig | None = None,
     biases: Biases | None = None,
     gate: Gate = SILU,
+    *,
+    shared: bool = False,
 ) -> Tensor:
     """Launch the kernels on any device."""
     num_tokens = x.shape[0]
-    num_experts = router_logits.shape[1]
+    num_experts = down.shape[0] - shared
     if num_tokens == 0:
         return torch.empty_like(x)
     if config is None:
         config = _tuned_config(x, num_experts, top_k, expert_width=down.shape[2])
     if config.pairs is not None:
         arguments = (x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
-        return moe_pairs_triton(*arguments, biases, gate)
+        return moe_pairs_triton(*arguments, biases, gate, shared=shared)
     gate_up_bias, down_bias = biases or (None, None)
-    routing = route_triton(router_logits, top_k, renormalize)
-    hidden = gate_up_triton(x, gate_up, routing, config.gate_up, gate_up_bias, gate)
-    partial = down_triton(hidden, down, routing, config.down, down_bias)
-    return sum_slots_triton(partial, routing, num_experts)
+    routing = route_triton(router_logits[:, :num_experts], top_k, renormalize)
+    hidden = gate_up_triton(x, gate_up[:num_experts], routing, config.gate_up, gate_up_bias, gate)
+    partial = down_triton(hidden, down[:num_experts], routing, config.down, down_bias)
+    of_shared = None
+    if shared:
+        of_shared = (linear(gated_linear(x, gate_up[-1]), down[-1]), router_logits)
+    return sum_slots_triton(partial, routing, num_experts, of_shared)
 
 
 def _tuned_config(x: Tensor, num_experts: int, top_k: int, expert_width: int) -> MoeConfig:
@@ -176,12 +196,12 @@ def _fused_moe(
     gate_kind: int,
     alpha: float,
     limit: float,
+    shared: bool,
 ) -> Tensor:
     biases = None if gate_up_bias is None or down_bias is None else (gate_up_bias, down_bias)
-    gate = Gate(GateKind(gate_kind), alpha, limit)
-    if x.device.type == "cpu":
-        return fused_moe_reference(x, router_logits, gate_up, down, top_k, renormalize, biases, gate)
-    return fused_moe_triton(x, router_logits, gate_up, down, top_k, renormalize, None, biases, gate)
+    launch = fused_moe_reference if x.device.type == "cpu" else fused_moe_triton
+    more = {"biases": biases, "gate": Gate(GateKind(gate_kind), alpha, limit), "shared": shared}
+    return launch(x, router_logits, gate_up, down, top_k, renormalize, **more)
 
 
 @_fused_moe.register_fake
@@ -198,12 +218,17 @@ def fused_moe(
     renormalize: bool = True,
     biases: Biases | None = None,
     gate: Gate = SILU,
+    *,
+    shared: bool = False,
 ) -> Tensor:
     """The mixture's output, a contiguous [T, M] of x's dtype.
 
     x [T, M], router_logits [T, E] (any float dtype), gate_up [E, 2F, M] (gate first) and down [E, M, F], both
     contiguous. renormalize: the chosen experts' weights sum to 1 (Qwen3's norm_topk_prob, Mixtral). biases:
-    of gate_up, [E, 2F], and of down, [E, M], contiguous. gate: the activation.
+    of gate_up, [E, 2F], and of down, [E, M], contiguous. gate: the activation. shared: the weights have one
+    expert more, which all tokens go to, and the logits at least one column more; without biases, with SiLU.
     """
+    if shared and (biases is not None or gate != SILU):
+        raise ValueError("a shared expert has no biases, and SiLU for its activation")
     tensors = (x, router_logits, gate_up, down)
-    return _fused_moe(*tensors, top_k, renormalize, *(biases or (None, None)), *gate)
+    return _fused_moe(*tensors, top_k, renormalize, *(biases or (None, None)), *gate, shared)

@@ -3,7 +3,7 @@
     hidden[i]    = silu(x[t] @ gate[e].T) * (x[t] @ up[e].T)    i-th pair in sorted order: token t, expert e
     partial[p]   = weight[p] * hidden[i] @ down[e].T            p = t * top_k + s, its place before the sort
                    both products with a bias of the expert, if there is one; moe_gate.py has other activations
-    out[t]       = sum over s of partial[t, s], s ascending
+    out[t]       = sum over s of partial[t, s], s ascending, and at last a shared expert's times its weight
 
 P pairs, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
 gate_up[e]. Float32 inside; hidden, partial and out are each rounded once to x's dtype. Any M and F that are
@@ -220,10 +220,14 @@ def _down_kernel(
 def _sum_slots_kernel(
     partial_ptr,
     experts_ptr,
+    shared_ptr,
+    logits_ptr,
     out_ptr,
+    logits_stride,
     M: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -234,6 +238,12 @@ def _sum_slots_kernel(
         routed = tl.load(experts_ptr + pair) < E
         mask = (columns < M) & routed
         acc += tl.load(partial_ptr + pair * M + columns, mask, other=0.0).to(tl.float32)
+    if SHARED:
+        # Padding has no experts either, and may hold anything.
+        somewhere = tl.load(experts_ptr + token * TOP_K) < E
+        logit = tl.load(logits_ptr + token * logits_stride + E, somewhere, other=0.0).to(tl.float32)
+        y = tl.load(shared_ptr + token * M + columns, (columns < M) & somewhere, other=0.0)
+        acc += tl.sigmoid(logit) * y.to(tl.float32)
     tl.store(out_ptr + token * M + columns, acc.to(out_ptr.dtype.element_ty), columns < M)
 
 
@@ -323,13 +333,31 @@ def down_triton(
     return partial
 
 
-def sum_slots_triton(partial: Tensor, routing: Routing, num_experts: int) -> Tensor:
-    """out [T, M] of partial [T * top_k, M]."""
+def sum_slots_triton(
+    partial: Tensor, routing: Routing, num_experts: int, shared: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """out [T, M] of partial [T * top_k, M].
+
+    shared: what a shared expert makes of the tokens, [T, M] and contiguous, and the logits, whose column E
+    is its gate's.
+    """
     num_tokens, top_k = routing.experts.shape
     width = partial.shape[1]
     out = torch.empty((num_tokens, width), dtype=partial.dtype, device=partial.device)
     block_n = min(1024, next_power_of_2(width))
+    of_shared, logits = shared or (partial, partial)
     _sum_slots_kernel[(num_tokens, ceil_div(width, block_n))](
-        partial, routing.experts, out, width, num_experts, top_k, block_n, num_warps=4
+        partial,
+        routing.experts,
+        of_shared,
+        logits,
+        out,
+        logits.stride(0),
+        width,
+        num_experts,
+        top_k,
+        shared is not None,
+        block_n,
+        num_warps=4,
     )
     return out

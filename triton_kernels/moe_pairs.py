@@ -4,6 +4,8 @@
     out[t]       = sum over s of weight[t, s] * down[e] @ hidden[t, s]
                    both products with a bias of the expert, if there is one; moe_gate.py has other activations
 
+A shared expert (fused_moe.py) is one more slot of every token, with expert E and a weight of its own.
+
 T tokens, E experts, M model width, F expert width; gate[e] and up[e] are the upper and lower F rows of
 gate_up[e]. Routing as in moe_route.py; each program repeats it, which costs less than a launch. Float32
 inside; hidden and out are rounded once each.
@@ -84,6 +86,7 @@ def _pairs_up_kernel(
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BIAS: tl.constexpr,
     GATE: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -105,8 +108,10 @@ def _pairs_up_kernel(
         keys = _load_keys(logits_ptr + token * logits_stride, ids, E)
         expert, key, keys = _pick(keys, ids, BLOCK_E)
         if key_logits(key) > float("-inf"):
-            for _ in range(slot):
+            for _ in range(tl.where(slot == TOP_K, 0, slot) if SHARED else slot):
                 expert, key, keys = _pick(keys, ids, BLOCK_E)
+            if SHARED:
+                expert = tl.where(slot == TOP_K, E, expert)
             gate_ptrs = gate_up_ptr + expert.to(tl.int64) * (2 * F * M) + rows[:, None] * M + lanes[None, :]
             gates = ()
             ups = ()
@@ -137,7 +142,7 @@ def _pairs_up_kernel(
             if BIAS:
                 up += tl.load(bias_ptrs + F, rows < F, other=0.0).to(tl.float32)
             hidden = hidden * bent_up(up, GATE, LIMIT)
-            hidden_ptrs = hidden_ptr + (token * TOP_K + slot) * F + rows
+            hidden_ptrs = hidden_ptr + (token * (TOP_K + SHARED) + slot) * F + rows
             tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), rows < F)
 
 
@@ -152,7 +157,7 @@ def _down_sum(
     M: tl.constexpr,
     F: tl.constexpr,
     EVEN: tl.constexpr,
-    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -160,8 +165,8 @@ def _down_sum(
     """A token's output before its division by the masses' sum; the first `tiles` are already loading."""
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for i in tl.static_range(TOP_K * STEPS):
-        if i + AHEAD < TOP_K * STEPS:
+    for i in tl.static_range(SLOTS * STEPS):
+        if i + AHEAD < SLOTS * STEPS:
             ptrs = matrices[(i + AHEAD) // STEPS]
             tile = _load_tile(ptrs, rows, lanes, (i + AHEAD) % STEPS * BLOCK_K, M, F, EVEN)
             tiles = tiles + (tile,)  # noqa: RUF005 (as above)
@@ -185,6 +190,7 @@ def _pairs_down_kernel(
     F: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -195,6 +201,7 @@ def _pairs_down_kernel(
 ):
     EVEN: tl.constexpr = F % BLOCK_K == 0 and M % BLOCK_N == 0
     STEPS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    SLOTS: tl.constexpr = TOP_K + SHARED
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ids = tl.arange(0, BLOCK_E)
     lanes = tl.arange(0, BLOCK_K)
@@ -219,6 +226,12 @@ def _pairs_down_kernel(
             masses = masses + (mass,)  # noqa: RUF005 (as above)
             if BIAS:
                 bias += mass * tl.load(bias_ptr + expert * M + rows, rows < M, other=0.0).to(tl.float32)
+        if SHARED:
+            tile_ptrs = down_ptr + E * M * F + rows[:, None] * F + lanes[None, :]
+            matrices = matrices + (tile_ptrs,)  # noqa: RUF005 (as above)
+            # Its weight is not divided by the others' sum, so it is multiplied by it first.
+            logit = tl.load(logits_ptr + token * logits_stride + E).to(tl.float32)
+            masses = masses + (total * tl.sigmoid(logit),)  # noqa: RUF005 (as above)
         tiles = ()
         wanted = tl.where(somewhere, rows, M)
         for i in tl.static_range(AHEAD):
@@ -227,9 +240,9 @@ def _pairs_down_kernel(
         token = after_predecessor(token, EARLY)
         out = tl.zeros([BLOCK_N], tl.float32)
         if somewhere:
-            hidden_ptrs = hidden_ptr + token * (TOP_K * F) + lanes
+            hidden_ptrs = hidden_ptr + token * (SLOTS * F) + lanes
             out = _down_sum(
-                tiles, matrices, masses, hidden_ptrs, rows, lanes, M, F, EVEN, TOP_K, BLOCK_N, BLOCK_K, AHEAD
+                tiles, matrices, masses, hidden_ptrs, rows, lanes, M, F, EVEN, SLOTS, BLOCK_N, BLOCK_K, AHEAD
             )
             if BIAS:
                 out += bias
@@ -247,20 +260,24 @@ def moe_pairs_triton(
     config: PairsConfig,
     biases: tuple[Tensor, Tensor] | None = None,
     gate: Gate = SILU,
+    *,
+    shared: bool = False,
 ) -> Tensor:
     """The whole mixture, [T, M] of x [T, M], logits [T, E], gate_up [E, 2F, M], down [E, M, F].
 
-    biases: of gate_up, [E, 2F], and of down, [E, M].
+    biases: of gate_up, [E, 2F], and of down, [E, M]. shared: the weights have expert E too, all tokens', and
+    the logits its gate's column; it has no biases.
     """
     gate_up_bias, down_bias = biases or (x, x)
     num_tokens, width = x.shape
-    num_experts, _, expert_width = down.shape
-    hidden = torch.empty((num_tokens * top_k, expert_width), dtype=x.dtype, device=x.device)
+    num_experts, expert_width = down.shape[0] - shared, down.shape[2]
+    slots = top_k + shared
+    hidden = torch.empty((num_tokens * slots, expert_width), dtype=x.dtype, device=x.device)
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     early = can_start_early(x.device)
     up_block_k = min(config.up_block_k, next_power_of_2(width))
     down_block_k = min(config.down_block_k, next_power_of_2(expert_width))
-    _pairs_up_kernel[(ceil_div(expert_width, config.up_block_n), top_k)](
+    _pairs_up_kernel[(ceil_div(expert_width, config.up_block_n), slots)](
         x,
         logits,
         gate_up,
@@ -273,6 +290,7 @@ def moe_pairs_triton(
         expert_width,
         num_experts,
         top_k,
+        shared,
         biases is not None,
         int(gate.kind),
         gate.alpha,
@@ -296,12 +314,13 @@ def moe_pairs_triton(
         expert_width,
         num_experts,
         top_k,
+        shared,
         renormalize,
         biases is not None,
         expert_lanes(num_experts),
         config.down_block_n,
         down_block_k,
-        min(config.down_ahead, top_k * ceil_div(expert_width, down_block_k)),
+        min(config.down_ahead, slots * ceil_div(expert_width, down_block_k)),
         early,
         num_warps=1,
         launch_pdl=early,

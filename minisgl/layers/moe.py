@@ -7,15 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minisgl.layers.experts.make import make_experts
-from minisgl.layers.experts.weights import PlainExperts, expert_sizes
+from minisgl.layers.experts.weights import ExpertSizes, PlainExperts, expert_sizes
 from minisgl.layers.linear import Linear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.model_config.config import ExpertsConfig
+from minisgl.model_config.config import ExpertsConfig, ExpertStorage
 from minisgl.model_config.quantization import Quantization, layer_scheme
 from triton_kernels.moe_choice import Choice, choose_experts
+from triton_kernels.moe_gate import SILU
 from triton_kernels.norm_router import add_rms_norm_router, masked_logits
 from triton_kernels.registry import KERNELS
+
+ROUTER_ROWS_OF_SHARED = 16
+"""The gate of a shared expert that is one of the experts, and zeros, so that rows of logits are aligned."""
 
 
 class AddingNorm(Protocol):
@@ -30,8 +34,10 @@ class MoeMLP(nn.Module):
     """Mixture of experts: for each token, the weighted sum of the gated MLPs that the router picks.
 
     A shared expert, if there is one, is added for every token, times the sigmoid of its gate if it has one.
+    With a gate, and as wide as the others, it is the last of `experts`, and its gate is a row of the router.
 
-    The router is [E, M], never quantized. Everything is allocated, not initialised.
+    The router is [E, M], or longer with such a gate, and never quantized. Everything is allocated, not
+    initialised.
 
     Args:
         name: of the module in the checkpoint.
@@ -55,7 +61,9 @@ class MoeMLP(nn.Module):
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.router = weight(config.num_experts, hidden_size)
+        sizes = expert_sizes(config, hidden_size)
+        sizes = sizes._replace(shared=quantization is None and _shared_is_like_the_others(config, sizes))
+        self.router = weight(config.num_experts + (ROUTER_ROWS_OF_SHARED if sizes.shared else 0), hidden_size)
         self.router_bias = weight(config.num_experts) if config.router_bias else None
         self.router_scale = weight(hidden_size) if config.router_scale else None
         self.eps = eps
@@ -67,12 +75,13 @@ class MoeMLP(nn.Module):
             self.choice_bias = nn.Parameter(bias, requires_grad=False)
         # One expert stands for all: that another differs is found when its tensors do not fit.
         scheme = layer_scheme(quantization, f"{name}.experts.0.gate_up_down", config.gate_up_down_names)
-        self.experts = make_experts(expert_sizes(config, hidden_size), scheme, dtype, device)
+        self.experts = make_experts(sizes, scheme, dtype, device)
+        self.has_shared_among_experts = sizes.shared
         self.shared_expert = self.shared_expert_gate = self.shared_experts = None
-        if config.shared_intermediate_size:
+        if config.shared_intermediate_size and not sizes.shared:
             shared_name = f"{name}.{'shared_expert' if config.shared_gate else 'shared_experts'}"
-            sizes = (hidden_size, config.shared_intermediate_size)
-            shared = GatedMLP(*sizes, dtype, device, quantization, shared_name)
+            width = config.shared_intermediate_size
+            shared = GatedMLP(hidden_size, width, dtype, device, quantization, shared_name)
             if config.shared_gate:
                 self.shared_expert = shared
                 scheme = layer_scheme(quantization, f"{name}.shared_expert_gate")
@@ -145,7 +154,10 @@ class MoeMLP(nn.Module):
         """The router and each expert's tensors, by the checkpoint's name in a layer: views."""
         module = f"{self.config.module_name}." if self.config.module_name else ""
         router = f"{module}{self.config.router_name}"
-        views = {f"{router}.weight": self.router.detach()}
+        num_experts = self.config.num_experts
+        views = {f"{router}.weight": self.router.detach()[:num_experts]}
+        if self.has_shared_among_experts:
+            views[f"{module}shared_expert_gate.weight"] = self.router.detach()[num_experts : num_experts + 1]
         if self.router_scale is not None:
             views[f"{router.removesuffix('.proj')}.scale"] = self.router_scale.detach()
         if self.expert_scale is not None:
@@ -159,10 +171,24 @@ class MoeMLP(nn.Module):
 
     def finish_loading(self) -> None:
         """Called once, after the checkpoint is loaded: the choice of experts knows the scales' sizes, their
-        signs become those of the experts' outputs."""
+        signs become those of the experts' outputs. Rows of the router that nobody reads become zeros."""
+        if self.has_shared_among_experts:
+            self.router[self.config.num_experts + 1 :] = 0
         if self.expert_scale is not None and isinstance(self.experts, PlainExperts):
             down = self.experts.down
             down.copy_(torch.where((self.expert_scale < 0)[:, None, None], -down, down))
+
+
+def _shared_is_like_the_others(config: ExpertsConfig, sizes: ExpertSizes) -> bool:
+    """Whether `fused_moe` can compute the shared expert: the router's logits are what it is given."""
+    return (
+        config.shared_gate
+        and config.shared_intermediate_size == config.intermediate_size
+        and sizes.gate == SILU
+        and sizes.stored is ExpertStorage.EACH
+        and not (config.router_bias or config.router_in_float32 or config.router_scale)
+        and _choice_of(config) is None
+    )
 
 
 def _choice_of(config: ExpertsConfig) -> Choice | None:

@@ -123,6 +123,31 @@ def test_a_floor_counts_the_experts_that_were_hit() -> None:
     assert costs.prefill(100, 0, experts_hit=8.0).num_bytes == 2 * 1180
 
 
+@pytest.mark.parametrize("shared_width", [4, 12])
+def test_a_shared_expert_is_read_by_every_step(shared_width: int) -> None:
+    experts = ExpertsConfig(
+        num_experts=4,
+        experts_per_token=2,
+        intermediate_size=4,
+        renormalize=True,
+        shared_intermediate_size=shared_width,
+    )
+    config = replace(TINY, experts=experts, architecture="Qwen2MoeForCausalLM")
+    model = build_model(config, attention_backend="torch", dtype=torch.float32, device="cpu")
+    assert {layer.has_shared_among_experts for layer in model.expert_layers()} == {shared_width == 4}
+    found = costs_of(cast(ModelRunner, SimpleNamespace(model=model)), config)
+    each = 3 * config.hidden_size * 4
+    assert found.expert_parameters == each * config.num_layers
+    assert found.saved_expert_bytes == 0
+    of_blocks = (
+        sum(one.numel() for one in model.parameters()) - found.head_parameters
+    )  # which the embedding is
+    assert found.block_parameters == of_blocks - 4 * found.expert_parameters
+    last = sum(one.numel() for one in model.layers[-1].parameters()) - 4 * each
+    kv_projections = 2 * config.num_kv_heads * config.head_dim * config.hidden_size
+    assert found.last_parameters == last - kv_projections
+
+
 MODEL = replace(
     TINY,
     num_layers=3,
@@ -172,11 +197,22 @@ def test_even_routing_hits_few_experts_of_the_last_layer() -> None:
     assert expected_experts_hit(replace(MODEL, experts=dense_last), 2, 1) == pytest.approx(first_two)
 
 
-def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_are_not() -> None:
-    config = ExpertsConfig(num_experts=8, experts_per_token=2, intermediate_size=4, renormalize=True)
+@pytest.mark.parametrize("shared_width", [0, 4])
+def test_the_experts_that_tokens_were_sent_to_are_counted_and_those_of_padding_are_not(
+    shared_width: int,
+) -> None:
+    config = ExpertsConfig(
+        num_experts=8,
+        experts_per_token=2,
+        intermediate_size=4,
+        renormalize=True,
+        shared_intermediate_size=shared_width,
+    )
     layers = [MoeMLP(config, 8, torch.float32, torch.device("cpu")) for _ in range(2)]
     for layer in layers:
-        layer.router.copy_(torch.eye(8))  # a token goes to the experts of its two largest values
+        assert layer.has_shared_among_experts == bool(shared_width)
+        layer.router.fill_(9.0)  # a shared one's gate
+        layer.router[:8].copy_(torch.eye(8))  # a token goes to the experts of its two largest values
         for name in ("gate_up", "down"):
             nn.init.zeros_(layer.experts.get_parameter(name))
     norm = RMSNorm(8, 1e-6, torch.float32, torch.device("cpu"))

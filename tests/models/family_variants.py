@@ -49,7 +49,7 @@ DELTA_EXPERTS = DELTA | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 32,
+    "shared_expert_intermediate_size": 16,
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_groups_of_1": ("llama", heads(6, 6)),
@@ -464,11 +464,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "attention_bias": True, "initializer_range": 0.04},
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
+    "qwen3_5_moe_wider_shared_expert": (
+        "qwen3_5_moe_text",
+        DELTA_EXPERTS | {"shared_expert_intermediate_size": 32},
+    ),
     "qwen3_next": ("qwen3_next", DELTA_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 BY_FLAG = {
     "gemma4_dense_untied",
     "glm4_moe_one_group_two_dense_layers_tied",
     "gpt_oss_no_window_default_rope_tied",
+    "qwen3_5_moe_wider_shared_expert",
 }
 """Variants that only --all-families compares."""

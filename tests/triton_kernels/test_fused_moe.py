@@ -1,12 +1,14 @@
 """Mixture of experts: the reference against a loop over tokens, every launch path against the reference."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -32,10 +34,11 @@ CONFIGS = [SMALL_TILES, LARGE_TILES, POINTERS, PAIRS]
 
 
 def inputs(
-    tokens, experts, width, expert_width, device, dtype=torch.float32, seed=0
+    tokens, experts, width, expert_width, device, dtype=torch.float32, seed=0, shared=False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, logits, gate_up, down."""
     rng = torch.Generator().manual_seed(seed)
+    experts += shared
     x = torch.randn((tokens, width), generator=rng)
     logits = 2 * torch.randn((tokens, experts), generator=rng)
     gate_up = torch.randn((experts, 2 * expert_width, width), generator=rng) / math.sqrt(width)
@@ -68,7 +71,20 @@ def test_reference_is_a_weighted_sum_over_the_largest_logits():
             torch.testing.assert_close(out[token], expected)
 
 
-@settings(max_examples=20)
+def test_the_reference_adds_a_shared_expert_by_its_gate() -> None:
+    x, logits, gate_up, down = wide(inputs(5, 6, 32, 16, "cpu", shared=True))
+    logits[3] = float("-inf")
+    expected = fused_moe(x, logits[:, :6], gate_up[:6], down[:6], 2)
+    gate, up = (x @ gate_up[6].T).split(16, 1)
+    expected += ((F.silu(gate) * up) @ down[6].T) / (1 + torch.exp(-logits[:, 6:]))
+    assert (expected[3] == 0).all()
+    more_logits = torch.cat([logits, torch.full_like(logits, float("nan"))], 1)  # columns of no expert
+    torch.testing.assert_close(fused_moe(x, more_logits, gate_up, down, 2, shared=True), expected)
+    with pytest.raises(ValueError, match="no biases"):
+        fused_moe(x, logits, gate_up, down, 2, gate=Gate(GateKind.GELU), shared=True)
+
+
+@settings(max_examples=25)
 @given(
     tokens=st.integers(1, 40),
     experts=st.sampled_from([2, 8, 60, 130]),
@@ -78,19 +94,32 @@ def test_reference_is_a_weighted_sum_over_the_largest_logits():
     config=st.sampled_from(CONFIGS),
     half=st.booleans(),
     renormalize=st.booleans(),
+    shared=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_kernels_equal_the_reference(
-    tokens, experts, top_k, width, expert_width, config, half, renormalize, seed
+    tokens, experts, top_k, width, expert_width, config, half, renormalize, shared, seed
 ):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if half else torch.float32
     top_k = min(top_k, experts)
     tokens = min(tokens, 4) if config is PAIRS and device == "cpu" else tokens
-    tensors = inputs(tokens, experts, width, expert_width, device, dtype, seed)
-    out = fused_moe_triton(*tensors, top_k, renormalize, config)
-    expected = fused_moe_reference(*wide(tensors), top_k, renormalize)
+    tensors = inputs(tokens, experts, width, expert_width, device, dtype, seed, shared)
+    out = fused_moe_triton(*tensors, top_k, renormalize, config, shared=shared)
+    expected = fused_moe_reference(*wide(tensors), top_k, renormalize, shared=shared)
     assert relative_error(out, expected) < (2e-3 if half else 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 17, 300])
+def test_a_shared_expert_by_the_default_configuration(tokens: int, device: str) -> None:
+    if device == "cpu" and tokens not in (1, 5):
+        pytest.skip("the interpreter is slow")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tensors = inputs(tokens, 40, 64, 48, device, dtype, shared=True)
+    out = fused_moe_triton(*tensors, 3, shared=True)
+    expected = fused_moe_reference(*wide(tensors), 3, shared=True)
+    assert relative_error(out, expected) < (1e-5 if device == "cpu" else 5e-3)
+    assert torch.equal(out, fused_moe_triton(*tensors, 3, shared=True))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 1), (128, 8), (256, 8)])
@@ -103,14 +132,16 @@ def test_default_configurations_at_every_expert_count(experts, top_k, device):
         assert relative_error(out, expected) < (1e-5 if device == "cpu" else 5e-3), tokens
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_weights_of_experts_not_hit_are_never_used(config, device):
-    x, logits, gate_up, down = inputs(7, 60, 48, 32, device)
+def test_weights_of_experts_not_hit_are_never_used(config, shared, device):
+    x, logits, gate_up, down = inputs(7, 60, 48, 32, device, shared=shared)
     logits[:, 5:55] = -50.0
-    expected = fused_moe_reference(x, logits, gate_up, down, 2)
+    expected = fused_moe_reference(x, logits, gate_up, down, 2, shared=shared)
     gate_up[5:55] = float("nan")
     down[5:55] = float("nan")
-    torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 2, True, config), expected)
+    out = fused_moe_triton(x, logits, gate_up, down, 2, True, config, shared=shared)
+    torch.testing.assert_close(out, expected)
 
 
 GATES = [Gate(), Gate(GateKind.GELU), Gate(GateKind.CLAMPED, 1.702, 0.7)]
@@ -153,15 +184,26 @@ def test_all_tokens_to_one_expert(config, device):
     torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 1, True, config), expected)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_token_without_a_finite_logit_goes_nowhere_and_yields_zeros(config, device):
-    x, logits, gate_up, down = inputs(5, 8, 48, 32, device)
+def test_a_token_without_a_finite_logit_goes_nowhere_and_yields_zeros(config, shared, device):
+    x, logits, gate_up, down = inputs(5, 8, 48, 32, device, shared=shared)
     logits[1], logits[4], logits[2, :3] = float("-inf"), float("nan"), float("nan")
     x[1], x[4] = float("nan"), float("inf")
     for nowhere in (logits, torch.full_like(logits, float("-inf"))):
-        out = fused_moe_triton(x, nowhere, gate_up, down, 2, True, config)
-        torch.testing.assert_close(out, fused_moe_reference(x, nowhere, gate_up, down, 2))
+        out = fused_moe_triton(x, nowhere, gate_up, down, 2, True, config, shared=shared)
+        torch.testing.assert_close(out, fused_moe_reference(x, nowhere, gate_up, down, 2, shared=shared))
         assert (out[[1, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_shared_experts_gate_that_is_nan_is_not_hidden(config, device):
+    x, logits, gate_up, down = inputs(3, 8, 48, 32, device, shared=True)
+    logits[1, 8] = float("nan")
+    for run in (fused_moe_reference, partial(fused_moe_triton, config=config)):
+        out = run(x, logits, gate_up, down, 2, shared=True)
+        assert out[1].isnan().all()
+        assert out[[0, 2]].isfinite().all()
 
 
 def test_products_write_their_own_rows_only_and_scratch_is_not_trusted(device, monkeypatch):
@@ -195,6 +237,12 @@ def test_no_tokens_and_strided_rows(device):
     logits = torch.cat((logits, torch.full_like(logits, 1e9)), dim=1)[:, :8]
     for config in CONFIGS:
         torch.testing.assert_close(fused_moe_triton(x, logits, gate_up, down, 2, True, config), expected)
+    expected = fused_moe_reference(
+        x, logits, gate_up, down, 2, shared=True
+    )  # of 7 experts, all go to the last
+    for config in CONFIGS:
+        out = fused_moe_triton(x, logits, gate_up, down, 2, True, config, shared=True)
+        torch.testing.assert_close(out, expected)
 
 
 def test_every_number_of_tokens_has_a_configuration():
@@ -205,15 +253,16 @@ def test_every_number_of_tokens_has_a_configuration():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 64, 500])
-def test_captured_in_a_graph_it_follows_new_routings_to_the_same_bits(tokens):
-    first = inputs(tokens, 60, 128, 64, "cuda", torch.bfloat16, seed=1)
-    second = inputs(tokens, 60, 128, 64, "cuda", torch.bfloat16, seed=2)
-    eager = [fused_moe(*tensors, 4) for tensors in (first, second)]
+def test_captured_in_a_graph_it_follows_new_routings_to_the_same_bits(tokens, shared):
+    first = inputs(tokens, 60, 128, 64, "cuda", torch.bfloat16, 1, shared)
+    second = inputs(tokens, 60, 128, 64, "cuda", torch.bfloat16, 2, shared)
+    eager = [fused_moe(*tensors, 4, shared=shared) for tensors in (first, second)]
     graph = torch.cuda.CUDAGraph()
     x, logits, gate_up, down = (tensor.clone() for tensor in first)
     with torch.cuda.graph(graph):
-        out = fused_moe(x, logits, gate_up, down, 4)
+        out = fused_moe(x, logits, gate_up, down, 4, shared=shared)
     for tensors, expected in ((second, eager[1]), (first, eager[0])):
         for buffer, tensor in zip((x, logits, gate_up, down), tensors, strict=True):
             buffer.copy_(tensor)

@@ -10,6 +10,7 @@ under the floor of a large prefill.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from minisgl.benchmark.kernels.kernel_timing import Ceilings
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.model_config.config import ModelConfig
+from minisgl.model_config.config import ExpertsConfig, ModelConfig
 from minisgl.model_config.kv_groups import KVShape, StateShape
 
 
@@ -136,6 +137,9 @@ def costs_of(runner: ModelRunner, config: ModelConfig) -> Costs:
         expert = width * len(model.expert_layers())
         last_expert = width if config.num_layers - 1 not in config.experts.dense_layers else 0
         of_one = sum(parameter.nbytes for parameter in of_experts) / config.experts.num_experts
+        if model.expert_layers()[0].has_shared_among_experts:
+            of_one *= config.experts.num_experts / (config.experts.num_experts + 1)
+            blocks, last = blocks + expert, last + last_expert
         saved_expert = expert * item_bytes - of_one
     states = [shape for shape in config.cache_shapes if isinstance(shape, StateShape)]
     return Costs(
@@ -198,15 +202,16 @@ def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
     """
     counts: list[int] = []
 
-    def count(experts: nn.Module, arguments: tuple[Tensor, Tensor, int, bool]) -> None:
+    def count(config: ExpertsConfig, experts: nn.Module, arguments: tuple[Tensor, Tensor, int, bool]) -> None:
         _, logits, top_k, _ = arguments
+        logits = logits[:, : config.num_experts]  # not the gate of a shared one
         routed = logits[logits.amax(1) > float("-inf")]
         counts.append(routed.topk(top_k, dim=1).indices.unique().numel())
 
     layers = runner.model.expert_layers()
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.callback(layer.experts.register_forward_pre_hook(count).remove)
+            hooks.callback(layer.experts.register_forward_pre_hook(partial(count, layer.config)).remove)
         if layers:
             run()
     return sum(counts) / len(counts) if counts else 0.0

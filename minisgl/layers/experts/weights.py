@@ -7,7 +7,7 @@ T tokens, M model width, E experts, F width of one expert.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ class ExpertSizes(NamedTuple):
     part_names: tuple[str, str, str]  # the checkpoint's names of gate, up and down
     stored: ExpertStorage = ExpertStorage.EACH
     gate: Gate = SILU
+    shared: bool = False
+    """One expert more, which all tokens go to; the logits have its gate's behind the others."""
 
 
 def expert_sizes(config: ExpertsConfig, hidden_size: int) -> ExpertSizes:
@@ -61,7 +63,10 @@ class ExpertWeights(Protocol):
 
 
 class PlainExperts(nn.Module):
-    """Unquantized: gate_up [E, 2F, M], the gate in the upper F rows, and down [E, M, F]; not initialised."""
+    """Unquantized: gate_up [E, 2F, M], the gate in the upper F rows, and down [E, M, F]; not initialised.
+
+    A shared expert is the last one, E counts it here.
+    """
 
     def __init__(self, sizes: ExpertSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -71,19 +76,27 @@ class PlainExperts(nn.Module):
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.gate_up = weight(sizes.experts, 2 * sizes.half, sizes.width)
-        self.down = weight(sizes.experts, sizes.width, sizes.half)
+        num_experts = sizes.experts + sizes.shared
+        self.gate_up = weight(num_experts, 2 * sizes.half, sizes.width)
+        self.down = weight(num_experts, sizes.width, sizes.half)
 
     def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
         """See `ExpertWeights`."""
-        more = {} if self.sizes.gate == SILU else {"gate": self.sizes.gate}
+        # Only what a user's own op has to know.
+        more: dict[str, Any] = {} if self.sizes.gate == SILU else {"gate": self.sizes.gate}
+        more |= {"shared": True} if self.sizes.shared else {}
         return self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize, **more)
 
     def part_tensors(self) -> dict[str, Tensor]:
         """See `ExpertWeights`."""
+        gate_up, down = self.gate_up.detach(), self.down.detach()
         if self.sizes.stored is ExpertStorage.STACKED:
-            return {"experts.gate_up_proj": self.gate_up.detach(), "experts.down_proj": self.down.detach()}
-        return views_of_parts(self.sizes, self.gate_up, self.down, "weight")
+            return {"experts.gate_up_proj": gate_up, "experts.down_proj": down}
+        views = views_of_parts(self.sizes, gate_up, down, "weight")
+        if self.sizes.shared:
+            parts = zip(self.sizes.part_names, (*gate_up[-1].chunk(2), down[-1]), strict=True)
+            views |= {f"shared_expert.{name}.weight": rows for name, rows in parts}
+        return views
 
     def finish_loading(self) -> None:
         """See `ExpertWeights`."""
