@@ -273,7 +273,9 @@ def _experts() -> Iterator[Launch]:
     for tokens in (1, 5, 40):
         yield Launch(f"moe {tokens} tokens 2 experts", moe(tokens, 2, 1, 48, 16), False)
     yield Launch("moe 512 tokens float32", moe(512, dtype=F32), False)
+    scaled = {"gate": moe_gate.Gate(moe_gate.GateKind.GELU), "scales": empty(128)}
     for tokens in (1, 16):
+        yield Launch(f"moe {tokens} tokens gemma 4", moe(tokens, 128, 8, 2816, 704, **scaled), tokens == 1)
         call = moe(tokens, 256, 8, 2048, 512, shared=True)
         yield Launch(f"moe {tokens} tokens and a shared expert", call, tokens == 1)
     for experts, top_k, *groups in ((128, 8, 1, 1), (256, 8, 8, 4)):

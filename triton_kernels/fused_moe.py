@@ -5,9 +5,10 @@
     w[t, e]   = p[t, e] / (renormalize ? sum over S(t) of p[t] : 1)
     out[t]    = sum over e in S(t) of w[t, e] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))
 
-With biases of the experts, both products have theirs; moe_gate.py has other activations than SiLU. There may
-be a shared expert (Qwen3.5, Qwen3-Next): one more expert of the same width, whose column follows the others'
-in the logits, but which every token goes to:
+With biases of the experts, both products have theirs; moe_gate.py has other activations than SiLU. With
+scales of the experts (Gemma 4), each w[t, e] is then multiplied by that of e. There may be a shared expert
+(Qwen3.5, Qwen3-Next): one more expert of the same width, whose column follows the others' in the logits, but
+which every token goes to:
 
     out[t]   += sigmoid(router_logits[t, E]) * down[E] @ (silu(gate[E] @ x[t]) * (up[E] @ x[t]))
 
@@ -101,12 +102,15 @@ def fused_moe_reference(
     gate: Gate = SILU,
     *,
     shared: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The same as fused_moe, in plain torch, one expert at a time; float64 if x is."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     num_experts = down.shape[0] - shared
     logits = router_logits.to(dtype)
     experts, weights = top_k_reference(logits[:, :num_experts], top_k, renormalize)
+    if scales is not None:
+        weights = weights * torch.cat([scales, scales.new_zeros(1)]).to(dtype)[experts.long()]
     if shared:
         nowhere = experts[:, :1] == num_experts
         everyone = torch.where(nowhere, num_experts + 1, num_experts)
@@ -138,6 +142,7 @@ def fused_moe_triton(
     gate: Gate = SILU,
     *,
     shared: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernels on any device."""
     num_tokens = x.shape[0]
@@ -148,9 +153,9 @@ def fused_moe_triton(
         config = _tuned_config(x, num_experts, top_k, expert_width=down.shape[2])
     if config.pairs is not None:
         arguments = (x, router_logits, gate_up, down, top_k, renormalize, config.pairs)
-        return moe_pairs_triton(*arguments, biases, gate, shared=shared)
+        return moe_pairs_triton(*arguments, biases, gate, shared=shared, scales=scales)
     gate_up_bias, down_bias = biases or (None, None)
-    routing = route_triton(router_logits[:, :num_experts], top_k, renormalize)
+    routing = route_triton(router_logits[:, :num_experts], top_k, renormalize, scales)
     hidden = gate_up_triton(x, gate_up[:num_experts], routing, config.gate_up, gate_up_bias, gate)
     partial = down_triton(hidden, down[:num_experts], routing, config.down, down_bias)
     of_shared = None
@@ -197,11 +202,13 @@ def _fused_moe(
     alpha: float,
     limit: float,
     shared: bool,
+    scales: Tensor | None,
 ) -> Tensor:
     biases = None if gate_up_bias is None or down_bias is None else (gate_up_bias, down_bias)
     launch = fused_moe_reference if x.device.type == "cpu" else fused_moe_triton
-    more = {"biases": biases, "gate": Gate(GateKind(gate_kind), alpha, limit), "shared": shared}
-    return launch(x, router_logits, gate_up, down, top_k, renormalize, **more)
+    gate = Gate(GateKind(gate_kind), alpha, limit)
+    tensors = (x, router_logits, gate_up, down)
+    return launch(*tensors, top_k, renormalize, biases=biases, gate=gate, shared=shared, scales=scales)
 
 
 @_fused_moe.register_fake
@@ -220,6 +227,7 @@ def fused_moe(
     gate: Gate = SILU,
     *,
     shared: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The mixture's output, a contiguous [T, M] of x's dtype.
 
@@ -227,8 +235,9 @@ def fused_moe(
     contiguous. renormalize: the chosen experts' weights sum to 1 (Qwen3's norm_topk_prob, Mixtral). biases:
     of gate_up, [E, 2F], and of down, [E, M], contiguous. gate: the activation. shared: the weights have one
     expert more, which all tokens go to, and the logits at least one column more; without biases, with SiLU.
+    scales: [E], factors of the experts' weights.
     """
     if shared and (biases is not None or gate != SILU):
         raise ValueError("a shared expert has no biases, and SiLU for its activation")
     tensors = (x, router_logits, gate_up, down)
-    return _fused_moe(*tensors, top_k, renormalize, *(biases or (None, None)), *gate, shared)
+    return _fused_moe(*tensors, top_k, renormalize, *(biases or (None, None)), *gate, shared, scales)

@@ -11,7 +11,7 @@
 So fused_moe, given `choice` as its logits and told to renormalize, goes to S(t) with weights
 w[t, e] / sum over S(t) of w[t]; times factor[t], these are the weights that were asked for. The kernels of
 the experts need not know how a family chooses: DeepSeek's sigmoid, correction bias and groups (GLM-4.5), the
-scale of each expert (Gemma 4). The sign of a scale is the down projection's to carry.
+scale of each expert (Gemma 4's, quantized; fused_moe itself takes scales, and negative ones too).
 
 T tokens, E experts. Float32 inside. NaN logits count as -inf; a token all of whose logits are -inf, which is
 padding, keeps -inf everywhere and a factor of 0. 1 <= top_k <= E <= 1024.

@@ -2,7 +2,8 @@
 
     hidden[t, s] = silu(gate[e] @ x[t]) * (up[e] @ x[t])          e = the s-th expert of token t
     out[t]       = sum over s of weight[t, s] * down[e] @ hidden[t, s]
-                   both products with a bias of the expert, if there is one; moe_gate.py has other activations
+                   both products with a bias of the expert, if there is one, weight with a scale of it;
+                   moe_gate.py has other activations
 
 A shared expert (fused_moe.py) is one more slot of every token, with expert E and a weight of its own.
 
@@ -183,6 +184,7 @@ def _pairs_down_kernel(
     logits_ptr,
     down_ptr,
     bias_ptr,
+    scales_ptr,
     out_ptr,
     num_tokens,
     logits_stride,
@@ -193,6 +195,7 @@ def _pairs_down_kernel(
     SHARED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -221,6 +224,8 @@ def _pairs_down_kernel(
             mass = tl.exp(key_logits(key) - top)
             if RENORMALIZE:
                 total += mass
+            if SCALES:
+                mass *= tl.load(scales_ptr + expert).to(tl.float32)
             tile_ptrs = down_ptr + expert.to(tl.int64) * (M * F) + rows[:, None] * F + lanes[None, :]
             matrices = matrices + (tile_ptrs,)  # noqa: RUF005 (the compiler knows no star)
             masses = masses + (mass,)  # noqa: RUF005 (as above)
@@ -262,11 +267,12 @@ def moe_pairs_triton(
     gate: Gate = SILU,
     *,
     shared: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The whole mixture, [T, M] of x [T, M], logits [T, E], gate_up [E, 2F, M], down [E, M, F].
 
     biases: of gate_up, [E, 2F], and of down, [E, M]. shared: the weights have expert E too, all tokens', and
-    the logits its gate's column; it has no biases.
+    the logits its gate's column; it has no biases. scales: factors [E] of the chosen experts' weights.
     """
     gate_up_bias, down_bias = biases or (x, x)
     num_tokens, width = x.shape
@@ -307,6 +313,7 @@ def moe_pairs_triton(
         logits,
         down,
         down_bias,
+        x if scales is None else scales,
         out,
         num_tokens,
         logits.stride(0),
@@ -317,6 +324,7 @@ def moe_pairs_triton(
         shared,
         renormalize,
         biases is not None,
+        scales is not None,
         expert_lanes(num_experts),
         config.down_block_n,
         down_block_k,

@@ -2,7 +2,8 @@
 
     p[t]                = softmax(logits[t])                    over the experts, in float32
     expert[t, s]        = the expert with the s-th largest logit, the lowest id first among equals
-    weight[t, s]        = p[t, expert[t, s]], divided by their sum over s if renormalize
+    weight[t, s]        = p[t, expert[t, s]], divided by their sum over s if renormalize, and times a scale of
+                          the expert, if there is one
     order               = the pairs t * top_k + s, sorted by expert, by token within an expert
     expert_end[e]       = pairs of the experts 0..e: expert e owns order[expert_end[e-1] : expert_end[e]]
 
@@ -78,11 +79,13 @@ def _top_k_kernel(
     indices_ptr,
     counts_ptr,
     order_ptr,
+    scales_ptr,
     num_tokens,
     logits_stride,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    SCALES: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -108,6 +111,8 @@ def _top_k_kernel(
     chosen = (slots < TOP_K) & in_range
     total = tl.sum(tl.where(chosen, mass, 0.0), 1) if RENORMALIZE else tl.sum(mass, 1)
     weights = tl.where(somewhere[:, None], mass / tl.where(somewhere, total, 1.0)[:, None], 0.0)
+    if SCALES:
+        weights *= tl.load(scales_ptr + lanes, lanes < E, other=0.0).to(tl.float32)[None, :]
     routed = (chosen & somewhere[:, None]).to(tl.int32)
     indices = tl.cumsum(routed, 0) - routed
     counts = tl.sum(routed, 0)
@@ -169,8 +174,8 @@ def expert_lanes(num_experts: int) -> int:
     return max(32, next_power_of_2(num_experts))
 
 
-def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
-    """Routing of logits [T, E], T >= 1, rows may be strided."""
+def route_triton(logits: Tensor, top_k: int, renormalize: bool, scales: Tensor | None = None) -> Routing:
+    """Routing of logits [T, E], T >= 1, rows may be strided; scales [E] are factors of the weights."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
     block_t = 16 if num_tokens <= 16 else 32
@@ -192,11 +197,13 @@ def route_triton(logits: Tensor, top_k: int, renormalize: bool) -> Routing:
         indices,
         counts,
         order,
+        logits if scales is None else scales,
         num_tokens,
         logits.stride(0),
         num_experts,
         top_k,
         renormalize,
+        scales is not None,
         one_block,
         block_t,
         block_e,

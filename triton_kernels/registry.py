@@ -108,7 +108,14 @@ def _check_signature(op: str, ours: Callable, theirs: Callable, target: str) -> 
     parameters = wanted.parameters.values()
     required = [None for parameter in parameters if parameter.default is parameter.empty]
     optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    for name in ("kv_scales", "sinks", "biases", "gate", "shared"):  # only passed to models that have them
+    for name in (
+        "kv_scales",
+        "sinks",
+        "biases",
+        "gate",
+        "shared",
+        "scales",
+    ):  # only passed to models that have them
         optional.pop(name, None)
     try:
         inspect.signature(theirs).bind(*required, **optional)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minisgl.errors import ModelError
 from minisgl.layers.experts.make import make_experts
 from minisgl.layers.experts.weights import ExpertSizes, PlainExperts, expert_sizes
 from minisgl.layers.linear import Linear
@@ -68,7 +69,6 @@ class MoeMLP(nn.Module):
         self.router_scale = weight(hidden_size) if config.router_scale else None
         self.eps = eps
         self.expert_scale = weight(config.num_experts) if config.expert_scales else None
-        self.choice = _choice_of(config)
         self.choice_bias = None
         if config.choice_bias:
             bias = torch.empty(config.num_experts, dtype=torch.float32, device=device)
@@ -76,6 +76,7 @@ class MoeMLP(nn.Module):
         # One expert stands for all: that another differs is found when its tensors do not fit.
         scheme = layer_scheme(quantization, f"{name}.experts.0.gate_up_down", config.gate_up_down_names)
         self.experts = make_experts(sizes, scheme, dtype, device)
+        self.choice = _choice_of(config, has_scales=config.expert_scales and not self._experts_take_scales)
         self.has_shared_among_experts = sizes.shared
         self.shared_expert = self.shared_expert_gate = self.shared_experts = None
         if config.shared_intermediate_size and not sizes.shared:
@@ -114,6 +115,11 @@ class MoeMLP(nn.Module):
         return self._add_shared(x, self._mix(x, masked_logits(logits, slot_mapping)))
 
     @property
+    def _experts_take_scales(self) -> bool:
+        """Whether those of the experts are for `experts`; else they are part of the choice."""
+        return isinstance(self.experts, PlainExperts)
+
+    @property
     def router_factor(self) -> float:
         """On the logits of a router with a norm of its own."""
         return self.router.shape[1] ** -0.5
@@ -133,10 +139,12 @@ class MoeMLP(nn.Module):
         if self.router_bias is not None:
             logits = logits + self.router_bias
         top_k, renormalize, factors = self.config.experts_per_token, self.config.renormalize, None
+        scales = (self.expert_scale,) if self._experts_take_scales and self.expert_scale is not None else ()
         if self.choice is not None:
-            logits, factors = choose_experts(logits, self.choice, self.choice_bias, self.expert_scale)
+            of_choice = None if scales else self.expert_scale
+            logits, factors = choose_experts(logits, self.choice, self.choice_bias, of_choice)
             renormalize = True
-        return self.experts(x, logits, top_k, renormalize), factors
+        return self.experts(x, logits, top_k, renormalize, *scales), factors
 
     def _add_shared(self, x: Tensor, y: Tensor) -> Tensor:
         """y [T, M] with the shared expert's output for x [T, M], in x's dtype."""
@@ -170,13 +178,18 @@ class MoeMLP(nn.Module):
         return views
 
     def finish_loading(self) -> None:
-        """Called once, after the checkpoint is loaded: the choice of experts knows the scales' sizes, their
-        signs become those of the experts' outputs. Rows of the router that nobody reads become zeros."""
+        """Called once, after the checkpoint is loaded: rows of the router that nobody reads become zeros.
+
+        Raises:
+            ModelError: a scale of an expert is negative, which the choice of experts does not express.
+        """
         if self.has_shared_among_experts:
             self.router[self.config.num_experts + 1 :] = 0
-        if self.expert_scale is not None and isinstance(self.experts, PlainExperts):
-            down = self.experts.down
-            down.copy_(torch.where((self.expert_scale < 0)[:, None, None], -down, down))
+        if self.expert_scale is not None and not self._experts_take_scales and (self.expert_scale < 0).any():
+            raise ModelError(
+                "per_expert_scale: quantized experts need scales of at least 0, got negative ones; "
+                "load the unquantized checkpoint instead"
+            )
 
 
 def _shared_is_like_the_others(config: ExpertsConfig, sizes: ExpertSizes) -> bool:
@@ -187,18 +200,18 @@ def _shared_is_like_the_others(config: ExpertsConfig, sizes: ExpertSizes) -> boo
         and sizes.gate == SILU
         and sizes.stored is ExpertStorage.EACH
         and not (config.router_bias or config.router_in_float32 or config.router_scale)
-        and _choice_of(config) is None
+        and _choice_of(config, has_scales=config.expert_scales) is None
     )
 
 
-def _choice_of(config: ExpertsConfig) -> Choice | None:
-    """How experts are chosen, if not by the largest logits of a softmax."""
+def _choice_of(config: ExpertsConfig, *, has_scales: bool) -> Choice | None:
+    """How experts are chosen and weighted, if not by the largest logits of a softmax."""
     if not (
         config.sigmoid_scores
         or config.choice_bias
         or config.num_groups > 1
         or config.weight_factor != 1
-        or config.expert_scales
+        or has_scales
     ):
         return None
     return Choice(

@@ -71,6 +71,16 @@ def test_reference_is_a_weighted_sum_over_the_largest_logits():
             torch.testing.assert_close(out[token], expected)
 
 
+def test_a_scale_is_that_of_the_experts_outputs() -> None:
+    x, logits, gate_up, down = wide(inputs(5, 6, 32, 16, "cpu"))
+    logits[3] = float("-inf")
+    scales = torch.tensor([0.5, -3.0, 0.0, 7.0, 1.0, 2.0], dtype=torch.float64)
+    for renormalize in (True, False):
+        expected = fused_moe(x, logits, gate_up, down * scales[:, None, None], 2, renormalize)
+        found = fused_moe(x, logits, gate_up, down, 2, renormalize, scales=scales)
+        torch.testing.assert_close(found, expected)
+
+
 def test_the_reference_adds_a_shared_expert_by_its_gate() -> None:
     x, logits, gate_up, down = wide(inputs(5, 6, 32, 16, "cpu", shared=True))
     logits[3] = float("-inf")
@@ -95,18 +105,22 @@ def test_the_reference_adds_a_shared_expert_by_its_gate() -> None:
     half=st.booleans(),
     renormalize=st.booleans(),
     shared=st.booleans(),
+    scaled=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_kernels_equal_the_reference(
-    tokens, experts, top_k, width, expert_width, config, half, renormalize, shared, seed
+    tokens, experts, top_k, width, expert_width, config, half, renormalize, shared, scaled, seed
 ):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if half else torch.float32
     top_k = min(top_k, experts)
     tokens = min(tokens, 4) if config is PAIRS and device == "cpu" else tokens
     tensors = inputs(tokens, experts, width, expert_width, device, dtype, seed, shared)
-    out = fused_moe_triton(*tensors, top_k, renormalize, config, shared=shared)
-    expected = fused_moe_reference(*wide(tensors), top_k, renormalize, shared=shared)
+    factors = torch.randn(experts, generator=torch.Generator().manual_seed(seed)) if scaled else None
+    scales = None if factors is None else factors.to(device, dtype)
+    out = fused_moe_triton(*tensors, top_k, renormalize, config, shared=shared, scales=scales)
+    scales = None if scales is None else scales.double()
+    expected = fused_moe_reference(*wide(tensors), top_k, renormalize, shared=shared, scales=scales)
     assert relative_error(out, expected) < (2e-3 if half else 1e-5)
 
 

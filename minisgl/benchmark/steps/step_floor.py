@@ -11,7 +11,7 @@ under the floor of a large prefill.
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -202,9 +202,8 @@ def experts_hit(runner: ModelRunner, run: Callable[[], object]) -> float:
     """
     counts: list[int] = []
 
-    def count(config: ExpertsConfig, experts: nn.Module, arguments: tuple[Tensor, Tensor, int, bool]) -> None:
-        _, logits, top_k, _ = arguments
-        logits = logits[:, : config.num_experts]  # not the gate of a shared one
+    def count(config: ExpertsConfig, experts: nn.Module, arguments: tuple[Any, ...]) -> None:
+        logits, top_k = arguments[1][:, : config.num_experts], arguments[2]  # without a shared one's gate
         routed = logits[logits.amax(1) > float("-inf")]
         counts.append(routed.topk(top_k, dim=1).indices.unique().numel())
 

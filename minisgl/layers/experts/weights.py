@@ -80,11 +80,14 @@ class PlainExperts(nn.Module):
         self.gate_up = weight(num_experts, 2 * sizes.half, sizes.width)
         self.down = weight(num_experts, sizes.width, sizes.half)
 
-    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
-        """See `ExpertWeights`."""
+    def forward(
+        self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool, scales: Tensor | None = None
+    ) -> Tensor:
+        """See `ExpertWeights`; scales [E] are factors of the weights of the experts."""
         # Only what a user's own op has to know.
         more: dict[str, Any] = {} if self.sizes.gate == SILU else {"gate": self.sizes.gate}
         more |= {"shared": True} if self.sizes.shared else {}
+        more |= {} if scales is None else {"scales": scales}
         return self.kernels.fused_moe(x, logits, self.gate_up, self.down, top_k, renormalize, **more)
 
     def part_tensors(self) -> dict[str, Tensor]:
