@@ -139,7 +139,7 @@ def _enter_mixture_kernel(
     normed = (_unit(x, width, eps) * inner).to(dtype)
     stream = (normed.to(tl.float32) + residual).to(dtype)
     unit = _unit(stream.to(tl.float32), width, eps)
-    store_logits(logits_ptr, row, experts, router, (unit * route).to(dtype), slot, E, factor, EARLY)
+    store_logits(logits_ptr, row, experts, router, 0.0, (unit * route).to(dtype), slot, E, factor, EARLY)
     if tl.program_id(0) == 0:
         offsets = row * width + columns
         mlp = tl.load(mlp_ptr + columns, inside, other=0.0).to(tl.float32)

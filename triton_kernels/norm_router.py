@@ -2,7 +2,8 @@
 
     s[t]          = round(x[t] + residual[t])
     y[t]          = round(weight * s[t] / sqrt(mean(s[t]^2) + eps))
-    logits[t, e]  = sum over m of y[t, m] * router[e, m];    -inf for a token without a slot, which is padding
+    logits[t, e]  = sum over m of y[t, m] * router[e, m] (+ bias[e]);   -inf for a token without a slot, which
+                    is padding
 
 T tokens, M model width, E experts. Float32 inside, `round` being that to x's dtype, as in rms_norm.py; the
 kernel leaves the logits in float32. Rows of x and of the residual may be strided, M is any, T may be 0.
@@ -32,11 +33,17 @@ _NUM_WARPS = 4
 
 
 def add_rms_norm_router_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as add_rms_norm_router, in plain torch."""
     y, new_residual = add_rms_norm_reference(x, residual, weight, eps)
-    return y, new_residual, masked_logits(linear_reference(y, router), slot_mapping)
+    return y, new_residual, masked_logits(linear_reference(y, router, bias), slot_mapping)
 
 
 def masked_logits(logits: Tensor, slot_mapping: Tensor) -> Tensor:
@@ -53,10 +60,19 @@ def load_router(router_ptr, experts, columns, width: tl.constexpr, E: tl.constex
 
 @triton.jit
 def store_logits(
-    logits_ptr, row, experts, router, y, slot, E: tl.constexpr, factor: tl.constexpr, EARLY: tl.constexpr
+    logits_ptr,
+    row,
+    experts,
+    router,
+    bias,
+    y,
+    slot,
+    E: tl.constexpr,
+    factor: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Store a row's logits of these experts, y @ router.T * factor, and let the next kernel start."""
-    logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1) * factor
+    """Store a row's logits of these experts, y @ router.T * factor + bias, and let the next kernel start."""
+    logits = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], axis=1) * factor + bias
     # No earlier: programs of the next kernel that start beside this one are distributed unevenly.
     logits = let_next_start(logits, EARLY)
     logits = tl.where(slot < 0, float("-inf"), logits)
@@ -69,6 +85,7 @@ def _norm_router_kernel(
     residual_ptr,
     weight_ptr,
     router_ptr,
+    bias_ptr,
     slot_mapping_ptr,
     y_ptr,
     new_residual_ptr,
@@ -78,6 +95,7 @@ def _norm_router_kernel(
     width: tl.constexpr,
     E: tl.constexpr,
     eps: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     EARLY: tl.constexpr,
@@ -88,6 +106,9 @@ def _norm_router_kernel(
     # Loaded before the wait, because no kernel writes them.
     router = load_router(router_ptr, experts, columns, width, E)
     weight = tl.load(weight_ptr + columns, inside, other=0.0)
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_ptr + experts, experts < E, other=0.0).to(tl.float32)
     row = after_predecessor(tl.program_id(1), EARLY).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + columns, inside, other=0.0).to(tl.float32)
     r = tl.load(residual_ptr + row * residual_stride + columns, inside, other=0.0).to(tl.float32)
@@ -97,14 +118,20 @@ def _norm_router_kernel(
     wide = total.to(tl.float32)
     mean_square = tl.sum(wide * wide, axis=0) / width
     y = (wide * tl.rsqrt(mean_square + eps) * weight.to(tl.float32)).to(dtype)
-    store_logits(logits_ptr, row, experts, router, y, slot, E, 1.0, EARLY)
+    store_logits(logits_ptr, row, experts, router, bias, y, slot, E, 1.0, EARLY)
     if tl.program_id(0) == 0:
         tl.store(y_ptr + row * width + columns, y, inside)
         tl.store(new_residual_ptr + row * width + columns, total, inside)
 
 
 def add_rms_norm_router_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel on any device; for T of at least 1."""
     num_rows, width = x.shape
@@ -117,6 +144,7 @@ def add_rms_norm_router_triton(
         residual,
         weight,
         router,
+        router if bias is None else bias,
         slot_mapping,
         y,
         new_residual,
@@ -126,6 +154,7 @@ def add_rms_norm_router_triton(
         width,
         num_experts,
         eps,
+        bias is not None,
         next_power_of_2(width),
         _BLOCK_E,
         can_start_early(x.device),
@@ -135,14 +164,21 @@ def add_rms_norm_router_triton(
 
 
 def add_rms_norm_router(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, slot_mapping: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    slot_mapping: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(normed [T, M], x + residual [T, M], logits [T, E]).
 
-    x and residual [T, M], weight [M], router [E, M], slot_mapping int32 [T], -1 = padding. No input is
-    written. The logits are float32 where the kernel computes them, of x's dtype elsewhere.
+    x and residual [T, M], weight [M], router [E, M], slot_mapping int32 [T], -1 = padding, bias [E], added to
+    the logits. No input is written. The logits are float32 where the kernel computes them, of x's dtype
+    elsewhere.
     """
     if x.device.type == "cuda" and x.shape[0] <= MAX_ROWS:
-        return add_rms_norm_router_triton(x, residual, weight, eps, router, slot_mapping)
+        return add_rms_norm_router_triton(x, residual, weight, eps, router, slot_mapping, bias)
     y, new_residual = add_rms_norm(x, residual, weight, eps)
-    return y, new_residual, masked_logits(linear(y, router), slot_mapping)
+    return y, new_residual, masked_logits(linear(y, router, bias), slot_mapping)

@@ -100,7 +100,7 @@ class MoeMLP(nn.Module):
         """
         if isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
             x, residual, logits = add_rms_norm_router(
-                x, residual, norm.weight, norm.eps, self.router, slot_mapping
+                x, residual, norm.weight, norm.eps, self.router, slot_mapping, self.router_bias
             )
         else:
             x, residual = norm.forward_add(x, residual)
@@ -126,8 +126,9 @@ class MoeMLP(nn.Module):
 
     def _router_logits(self, x: Tensor) -> Tensor:
         if self.config.router_in_float32:
-            return F.linear(x.float(), self.router.float())
-        return self.kernels.linear(x, self.router)
+            bias = None if self.router_bias is None else self.router_bias.float()
+            return F.linear(x.float(), self.router.float(), bias)
+        return self.kernels.linear(x, self.router, self.router_bias)
 
     def _mix(self, x: Tensor, logits: Tensor) -> Tensor:
         """The weighted sum [T, M] of what the experts make of x [T, M]; logits [T, E]."""
@@ -136,8 +137,6 @@ class MoeMLP(nn.Module):
 
     def mix_unscaled(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """The experts' sum [T, M], without shared ones, and its factors, float32 [T, 1]; None = 1."""
-        if self.router_bias is not None:
-            logits = logits + self.router_bias
         top_k, renormalize, factors = self.config.experts_per_token, self.config.renormalize, None
         scales = (self.expert_scale,) if self._experts_take_scales and self.expert_scale is not None else ()
         if self.choice is not None:

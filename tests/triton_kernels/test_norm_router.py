@@ -44,6 +44,9 @@ def test_reference_equals_the_formulas():
         logits[routed].double(), (normed @ router.double().T)[routed], atol=1e-6, rtol=1e-5
     )
     assert (logits[[1, 4]] == float("-inf")).all()
+    bias = torch.arange(6.0)
+    biased = add_rms_norm_router(x, residual, weight, EPS, router, slots(5, "cpu"), bias)[2]
+    torch.testing.assert_close(biased, logits + bias)
 
 
 @settings(max_examples=20)
@@ -52,9 +55,10 @@ def test_reference_equals_the_formulas():
     width=st.integers(1, 300),
     experts=st.sampled_from([1, 2, 7, 60, 128]),
     half=st.booleans(),
+    biased=st.booleans(),
     extra=st.integers(0, 3),
 )
-def test_kernel_equals_the_reference(tokens, width, experts, half, extra):
+def test_kernel_equals_the_reference(tokens, width, experts, half, biased, extra):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if half else torch.float32
     x, residual, weight, router = inputs(tokens, width, experts, device, dtype)
@@ -62,8 +66,9 @@ def test_kernel_equals_the_reference(tokens, width, experts, half, extra):
         nans = torch.full((tokens, extra), float("nan"), dtype=dtype, device=device)
         x, residual = (torch.cat((one, nans), 1)[:, :width] for one in (x, residual))
     where = slots(tokens, device)
-    got = add_rms_norm_router_triton(x, residual, weight, EPS, router, where)
-    expected = add_rms_norm_router_reference(x, residual, weight, EPS, router, where)
+    bias = 3 * router[:, 0].clone() if biased else None
+    got = add_rms_norm_router_triton(x, residual, weight, EPS, router, where, bias)
+    expected = add_rms_norm_router_reference(x, residual, weight, EPS, router, where, bias)
     tolerance = 5e-3 if half else 1e-5
     for one, other in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
