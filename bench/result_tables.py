@@ -218,19 +218,21 @@ def families_table() -> str:
 def family_steps_table() -> str:
     """Decode steps of whole models with random weights, beside what the memory would take."""
     models = ("qwen3.5-35b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b", "gemma-4-31b")
-    reports = {model: load(f"step-{model}")["tables"]["decode"] for model in models}
+    reports = {(model, "H200"): load(f"step-{model}")["tables"]["decode"] for model in models}
+    reports |= {(model, "H100"): load(f"h100/step-{model}")["tables"]["decode"] for model in models[:3]}
     rows = [
         [
             model,
+            gpu,
             f"{step['batch']}",
             f"{step['wall_ms']:.2f}",
             f"{step['floor_ms']:.2f}",
             f"{step['fraction']:.2f}",
         ]
-        for model, steps in reports.items()
+        for (model, gpu), steps in reports.items()
         for step in steps
     ]
-    return markdown(["model", "rows", "a step, ms", "its floor, ms", "share"], rows)
+    return markdown(["model", "GPU", "rows", "a step, ms", "its floor, ms", "share"], rows)
 
 
 def trace_table() -> str:
