@@ -32,6 +32,11 @@ _BLOCK_E = 2
 _NUM_WARPS = 4
 
 
+def suits_norm_router(x: Tensor) -> bool:
+    """Whether the kernel is for x [T, M]: on a GPU, and few rows."""
+    return x.device.type == "cuda" and x.shape[0] <= MAX_ROWS
+
+
 def add_rms_norm_router_reference(
     x: Tensor,
     residual: Tensor,
@@ -178,7 +183,7 @@ def add_rms_norm_router(
     the logits. No input is written. The logits are float32 where the kernel computes them, of x's dtype
     elsewhere.
     """
-    if x.device.type == "cuda" and x.shape[0] <= MAX_ROWS:
+    if suits_norm_router(x):
         return add_rms_norm_router_triton(x, residual, weight, eps, router, slot_mapping, bias)
     y, new_residual = add_rms_norm(x, residual, weight, eps)
     return y, new_residual, masked_logits(linear(y, router, bias), slot_mapping)

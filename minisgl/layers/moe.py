@@ -16,7 +16,7 @@ from minisgl.model_config.config import ExpertsConfig, ExpertStorage
 from minisgl.model_config.quantization import Quantization, layer_scheme
 from triton_kernels.moe_choice import Choice, choose_experts
 from triton_kernels.moe_gate import SILU
-from triton_kernels.norm_router import add_rms_norm_router, masked_logits
+from triton_kernels.norm_router import add_rms_norm_router, masked_logits, suits_norm_router
 from triton_kernels.registry import KERNELS
 
 ROUTER_ROWS_OF_SHARED = 16
@@ -98,7 +98,9 @@ class MoeMLP(nn.Module):
         Padding tokens (slot_mapping int32 [T] is -1) go to no expert and yield zeros, so that no expert is
         read for padding alone.
         """
-        if isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
+        # Other rows than the kernel's get logits that are rounded to x's dtype.
+        is_fused = suits_norm_router(x) or not self.config.router_in_float32
+        if is_fused and isinstance(norm, RMSNorm) and self.norm_and_router_are_ours():
             x, residual, logits = add_rms_norm_router(
                 x, residual, norm.weight, norm.eps, self.router, slot_mapping, self.router_bias
             )
