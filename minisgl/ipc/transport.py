@@ -8,6 +8,7 @@ instances never share one. Ranks on other hosts connect over TCP, and routers wh
 connections from elsewhere (`door.py`, `door_keys.py`, `server_line.py`).
 """
 
+import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -43,6 +44,7 @@ CONNECT_MS = 5000
 engine; others may start at the same time."""
 CLOSE_LINGER_MS = 1000
 """How long the engine's `close` waits until its last message (a `Fatal`) is sent."""
+_made_dirs: list[Path] = []
 
 
 def make_ipc_dir() -> Path:
@@ -56,10 +58,19 @@ def make_ipc_dir() -> Path:
         if len(parent) > MAX_PATH_BYTES - 40:
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))
+            made = Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))
         except OSError as error:
             errors.append(str(error))
+        else:
+            _made_dirs.append(made)
+            return made
     raise ConfigError(f"no private directory for the sockets could be made; set TMPDIR ({'; '.join(errors)})")
+
+
+def remove_ipc_dirs() -> None:
+    """Remove all that this process has made, before it exits without unwinding."""
+    for made in _made_dirs:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 class EngineSocket:
@@ -173,16 +184,18 @@ class LeaderSocket:
     """Rank 0's end of the sockets to the other `size - 1` ranks. Make it before theirs.
 
     Args:
+        ipc_dir: a directory for sockets on this host; needed without `host`.
         host: this host's name or address, by which the ranks reach it over TCP; None = all are on this host.
 
     Raises:
         ConfigError: `host` does not name this host.
     """
 
-    def __init__(self, ipc_dir: str | Path, size: int, host: str | None) -> None:
+    def __init__(self, ipc_dir: str | Path | None, size: int, host: str | None) -> None:
         self._context = zmq.Context()
         self._inbox = plain_socket(self._context, zmq.PULL)
         if host is None:
+            assert ipc_dir is not None
             reports = _endpoint(ipc_dir, FROM_RANK, 0)
             self._inbox.bind(reports)
         else:
@@ -191,6 +204,7 @@ class LeaderSocket:
         self._addresses: dict[int, RankAddresses] = {}
         for rank, outbox in enumerate(self._outboxes, start=1):
             if host is None:
+                assert ipc_dir is not None
                 plans = _endpoint(ipc_dir, TO_RANK, rank)
                 outbox.bind(plans)
             else:

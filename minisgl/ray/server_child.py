@@ -13,6 +13,7 @@ import msgspec
 from minisgl.cli import main
 from minisgl.commands.flags import fields_of
 from minisgl.config import EngineConfig
+from minisgl.ipc.transport import remove_ipc_dirs
 from minisgl.ray.settings import OF_BOTH
 
 
@@ -40,6 +41,7 @@ def run() -> int:
 def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
+    remove_ipc_dirs()
     os._exit(1)
 
 

@@ -1,7 +1,9 @@
 """The server behind an ingress, without Ray: it starts by its order, and ends with who ordered it."""
 
 import os
+import shutil
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -23,6 +25,9 @@ def test_the_server_starts_by_its_order_and_ends_with_its_parent(tmp_path: Path)
     order = ServerOrder([*words, "--api-key=shown-nowhere"], "a secret of the tests")
     # A node may have settings for engines in its environment, which the server would refuse.
     environ = {**os.environ, "MINISGL_DEVICE": "cpu", "MINISGL_SERVED_MODEL_NAME": "named"}
+    # With a short path: a unix socket's has at most 107 bytes.
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))
+    environ["TMPDIR"] = str(temporary)
     child = subprocess.Popen(
         module_command("minisgl.ray.server_child"),
         stdin=subprocess.PIPE,
@@ -41,9 +46,11 @@ def test_the_server_starts_by_its_order_and_ends_with_its_parent(tmp_path: Path)
         assert b"shown-nowhere" not in Path(f"/proc/{child.pid}/cmdline").read_bytes()
         child.stdin.close()
         assert child.wait(LIMIT_S) == 1
+        assert not list(temporary.glob("minisgl-*"))
     finally:
         child.kill()
         child.wait()
         for pipe in (child.stdin, child.stdout):
             assert pipe is not None
             pipe.close()
+        shutil.rmtree(temporary)

@@ -130,7 +130,7 @@ class FollowerLink:
 
     Args:
         ipc_dir: a private directory for the sockets, which the caller removes. None: this object makes and
-            removes one.
+            removes one, without a job.
         on_lost: called with the reason, and whether it is a GPU fault, when a rank has ended, from another
             thread. The main thread may be waiting for that rank on the device.
         job: torchrun has started the other ranks, and ends this one when it loses one of them.
@@ -146,8 +146,9 @@ class FollowerLink:
         job: Job | None = None,
     ) -> None:
         self._config = config
-        self._owns_ipc_dir = ipc_dir is None
-        self._ipc_dir = ipc_dir or make_ipc_dir()
+        # torchrun's ranks need none, and would leave it: it kills them.
+        self._made_dir = make_ipc_dir() if ipc_dir is None and job is None else None
+        folder = ipc_dir or self._made_dir
         self._lock = threading.Lock()
         self._closing = False  # the end of a rank is no loss from now on
         self._closed = False
@@ -167,19 +168,19 @@ class FollowerLink:
         self._processes = RankProcesses(self._on_rank_ended)
         self._answers: JobAnswers | None = None
         try:
-            self._socket = LeaderSocket(self._ipc_dir, config.tp, None if job is None else job.host)
+            self._socket = LeaderSocket(folder, config.tp, None if job is None else job.host)
         except BaseException:
-            self._remove_ipc_dir()
+            self._remove_made_dir()
             raise
         try:
-            self._store = str(self._ipc_dir / STORE) if job is None else attempt_store(job.store)
+            self._store = str(Path(folder or "") / STORE) if job is None else attempt_store(job.store)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
 
             def line_of(rank: int) -> bytes:
                 line = FollowerConfig(
                     config,
                     str(model_folder),
-                    str(self._ipc_dir),
+                    None if folder is None else str(folder),
                     rank,
                     self._socket.addresses(rank),
                     self._store,
@@ -320,11 +321,11 @@ class FollowerLink:
         if self._answers is not None:
             self._answers.close()
         self._socket.close()
-        self._remove_ipc_dir()
+        self._remove_made_dir()
 
-    def _remove_ipc_dir(self) -> None:
-        if self._owns_ipc_dir:
-            shutil.rmtree(self._ipc_dir, ignore_errors=True)
+    def _remove_made_dir(self) -> None:
+        if self._made_dir is not None:
+            shutil.rmtree(self._made_dir, ignore_errors=True)
 
     def _on_rank_ended(self, rank: int, code: int, how: str) -> None:
         """Handle the end of a rank. Called from a thread, as rank 0 may wait for the device."""
