@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,9 +72,10 @@ def server(folder: Path) -> Iterator[RunningServer]:
             "--cpu-threads",
             "1",
         ]
-        agents = [
-            subprocess.Popen(command, env={**os.environ, "MINISGL_ENGINE_SECRET": SECRET}) for _ in range(2)
-        ]
+        # With a short path: a unix socket's has at most 107 bytes.
+        temporary = Path(tempfile.mkdtemp(dir="/tmp"))
+        environ = {**os.environ, "MINISGL_ENGINE_SECRET": SECRET, "TMPDIR": str(temporary)}
+        agents = [subprocess.Popen(command, env=environ) for _ in range(2)]
         try:
             yield running.ready()
         finally:
@@ -80,6 +83,8 @@ def server(folder: Path) -> Iterator[RunningServer]:
                 agent.terminate()  # it ends its workers
             for agent in agents:
                 agent.wait(START_S)
+            assert not list(temporary.glob("minisgl-*"))  # what a killed worker would leave
+            shutil.rmtree(temporary)
 
 
 def text_of(server: RunningServer, body: dict[str, Any], num_events: list[int]) -> str:
