@@ -74,6 +74,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 24,
     },
+    "qwen2_moe, its shared expert one of the experts": HEADS_4_2
+    | {
+        "family": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
     "glm4_moe, its shared experts split": HEADS_4_2
     | {
         "family": "glm4_moe",
