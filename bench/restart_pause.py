@@ -2,13 +2,14 @@
 
     python bench/dummy_model.py llama-3.1-8b /tmp/llama-3.1-8b
     python bench/restart_pause.py --model /tmp/llama-3.1-8b --out bench/results/h200/restart-pause.json
-    python bench/restart_pause.py --model /tmp/llama-3.1-8b --flag=--replicas=2
+    python bench/restart_pause.py --model /tmp/llama-3.1-8b --kills 1 --flag=--replicas=2
 
 It starts `minisgl serve --dummy-weights`, opens streams, and kills the engine's process as often as --kills
-says, each time when all streams have got the same number of further tokens. The pause is the time from a
-stream's last token before the kill to its next one. Of several replicas the first is killed, whose streams go
-on in another. The second table has the milliseconds of each stage of the new engine's start. The exit code is
-1 if an answer is not whole.
+says, each time when all streams have got the same number of further tokens. The pause is a stream's longest
+time between two tokens, the first of which came in the 0.1 s before the kill or until the engine was ready
+again. Of several replicas the first is killed, whose streams go on in another: about half have no pause. The
+second table has the milliseconds of each stage of the new engine's start. The exit code is 1 if an answer is
+not whole.
 bench/kills.py compares the tokens with those of an undisturbed run, for a small model.
 """
 
@@ -22,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from kills import Answer, pauses, read
+from kills import Answer, read
 
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 
@@ -44,6 +46,15 @@ def start(model: str, log: Path, flags: list[str]) -> tuple[str, subprocess.Pope
         if found:
             return found[1], process
     raise SystemExit(log.read_text())
+
+
+def pauses(answers: list[Answer], begin: float, end: float) -> list[float]:
+    """Each stream's longest time between two tokens, in seconds, of which the first came in this time."""
+    longest = [
+        max((after - before for before, after in pairwise(one.times) if begin <= before <= end), default=0.0)
+        for one in answers
+    ]
+    return sorted(longest)
 
 
 async def kill_at(
@@ -122,7 +133,8 @@ def main() -> int:
             process.wait(30)
     stages = [{"kill": number, **row.pop("stages")} for number, row in enumerate(rows, 1)]
     for row in rows:
-        gaps = pauses(answers, row.pop("at"))
+        at = row.pop("at")
+        gaps = pauses(answers, at - 0.1, at + row["ready_s"])
         row |= {"streams": len(gaps), "p50_s": round(gaps[len(gaps) // 2], 2), "max_s": round(gaps[-1], 2)}
     whole = sum(one.is_whole and len(one.token_ids[0]) == arguments.tokens for one in answers)
     print(format_table(rows), *map(str, stages), f"{whole} of {len(answers)} answers whole", sep="\n")

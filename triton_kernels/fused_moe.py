@@ -19,12 +19,12 @@ experts without tokens are never read (they may hold NaN).
 
 Up to four tokens, or as many as a tuning table says, use moe_pairs.py (two launches). More tokens are sorted
 by expert (moe_route.py, two launches) and multiplied in tiles (moe_gemm.py, three); a shared expert of theirs
-is two products as of any layer. There are no host syncs
-and no atomics, and grids depend only on T: one CUDA graph serves every routing, and equal inputs give equal
-bits. The last bits depend on T (through the configuration), not on the other tokens of a batch of the same T.
+is two products as of any layer. There are no host syncs and no atomics, and grids depend only on T: one CUDA
+graph serves every routing, and equal inputs give equal bits. The last bits depend on T (through the
+configuration), not on the other tokens of a batch of the same T.
 
 Cost: 3 * M * F elements for every expert hit (decode: memory bound), 6 * T * top_k * M * F FLOP (prefill).
-Scratch: T * top_k * (M + F) elements.
+Scratch: T * top_k * (M + F) elements, and T * (M + 3 * F) at most for a shared expert.
 """
 
 from typing import NamedTuple

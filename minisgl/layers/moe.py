@@ -138,7 +138,7 @@ class MoeMLP(nn.Module):
         return y if factors is None else y * factors
 
     def mix_unscaled(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The experts' sum [T, M], without shared ones, and its factors, float32 [T, 1]; None = 1."""
+        """What `experts` makes of x, [T, M], and its factors, float32 [T, 1]; None = 1."""
         top_k, renormalize, factors = self.config.experts_per_token, self.config.renormalize, None
         scales = (self.expert_scale,) if self._experts_take_scales and self.expert_scale is not None else ()
         if self.choice is not None:
@@ -179,7 +179,7 @@ class MoeMLP(nn.Module):
         return views
 
     def finish_loading(self) -> None:
-        """Called once, after the checkpoint is loaded: rows of the router that nobody reads become zeros.
+        """Called once, after a checkpoint is loaded: rows of the router that nobody reads become zeros.
 
         Raises:
             ModelError: a scale of an expert is negative, which the choice of experts does not express.

@@ -34,7 +34,8 @@ class Quantizable(Protocol):
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
     """Fill matrices from N(0, 0.02), biases with 0 and other vectors (norm weights) with 1. Deterministic per
-    seed, dtype and device; a quantized weight gets the numbers that it would have unquantized, quantized."""
+    seed, dtype and device; a quantized weight gets the numbers that it would have unquantized, quantized,
+    unless the unquantized model has its shared experts among the others."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def normal(parameter: Tensor) -> None:
