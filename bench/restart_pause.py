@@ -7,9 +7,9 @@
 It starts `minisgl serve --dummy-weights`, opens streams, and kills the engine's process as often as --kills
 says, each time when all streams have got the same number of further tokens. The pause is a stream's longest
 time between two tokens, the first of which came in the 0.1 s before the kill or until the engine was ready
-again. Of several replicas the first is killed, whose streams go on in another: about half have no pause. The
-second table has the milliseconds of each stage of the new engine's start. The exit code is 1 if an answer is
-not whole.
+again. Of several replicas the first is killed, whose streams go on in another, which computes their prompts
+again; its own streams wait for that, too. The second table has the milliseconds of each stage of the new
+engine's start. The exit code is 1 if an answer is not whole.
 bench/kills.py compares the tokens with those of an undisturbed run, for a small model.
 """
 
