@@ -40,8 +40,8 @@ FROM_RANK = "from_rank"
 MAX_PATH_BYTES = 100
 """A unix socket's path may have 107 bytes; this limit leaves a margin."""
 CONNECT_MS = 5000
-"""How long the engine waits for each server process's socket. The first server process starts before the
-engine; others may start at the same time."""
+"""How long the engine waits for each server process's socket, and a rank for rank 0's. The first server
+process starts before the engine; others may start at the same time."""
 CLOSE_LINGER_MS = 1000
 """How long the engine's `close` waits until its last message (a `Fatal`) is sent."""
 _made_dirs: list[Path] = []
@@ -67,6 +67,19 @@ def make_ipc_dir() -> Path:
     raise ConfigError(f"no private directory for the sockets could be made; set TMPDIR ({'; '.join(errors)})")
 
 
+def _connected_inbox(context: zmq.Context, endpoints: list[str]) -> zmq.Socket:
+    """A PULL socket connected to all of these: the other ends can send. Waits up to CONNECT_MS for each."""
+    inbox = plain_socket(context, zmq.PULL)
+    handshake = inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    for endpoint in endpoints:
+        inbox.connect(endpoint)
+    for _ in endpoints:
+        if handshake.poll(CONNECT_MS):
+            handshake.recv_multipart()
+    inbox.disable_monitor()
+    return inbox
+
+
 def remove_ipc_dirs() -> None:
     """Remove all that this process has made, before it exits without unwinding."""
     for made in _made_dirs:
@@ -82,16 +95,11 @@ class EngineSocket:
 
     def __init__(self, ipc_dir: str | Path, num_servers: int = 1) -> None:
         self._context = zmq.Context()
-        self._inbox = plain_socket(self._context, zmq.PULL)
+        # A server may answer the first message at once.
+        self._inbox = _connected_inbox(
+            self._context, [_endpoint(ipc_dir, TO_ENGINE, index) for index in range(num_servers)]
+        )
         self._outboxes = [plain_socket(self._context, zmq.PUSH) for _ in range(num_servers)]
-        # A server may answer the first message at once, so its sending socket must be connected before that.
-        handshake = self._inbox.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        for index in range(num_servers):
-            self._inbox.connect(_endpoint(ipc_dir, TO_ENGINE, index))
-        for _ in range(num_servers):
-            if handshake.poll(CONNECT_MS):
-                handshake.recv_multipart()
-        self._inbox.disable_monitor()
         for index, outbox in enumerate(self._outboxes):
             outbox.connect(_endpoint(ipc_dir, TO_SERVER, index))
         self._encoder = msgspec.msgpack.Encoder()
@@ -241,9 +249,9 @@ class FollowerSocket:
 
     def __init__(self, addresses: RankAddresses) -> None:
         self._context = zmq.Context()
-        self._inbox = plain_socket(self._context, zmq.PULL)
+        # Rank 0 drops what it sends to a rank that is not connected.
+        self._inbox = _connected_inbox(self._context, [addresses.plans])
         self._outbox = plain_socket(self._context, zmq.PUSH)
-        self._inbox.connect(addresses.plans)
         self._outbox.connect(addresses.reports)
 
     def receive(self) -> bytes:
