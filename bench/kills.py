@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,15 +252,16 @@ async def serve_all(
     return answers, done, held
 
 
-def pauses(answers: list[Answer], at: float) -> list[float]:
-    """Seconds without a token around a fault, of each call that was open."""
-    found = []
-    for answer in answers:
-        before = [one for one in answer.times if one <= at]
-        after = [one for one in answer.times if one > at]
-        if before and after:
-            found.append(after[0] - before[-1])
-    return sorted(found)
+def pauses(answers: list[Answer], begin: float, end: float) -> list[float]:
+    """Each call's longest time between two tokens, in seconds, of which the first came in this time.
+
+    Calls without such tokens are left out. A token that was on its way at a fault comes after it, so the
+    first gap behind a fault is not the pause.
+    """
+    gaps = [
+        [after - before for before, after in pairwise(one.times) if begin <= before <= end] for one in answers
+    ]
+    return sorted(max(found) for found in gaps if found)
 
 
 def compare(body: dict[str, Any], found: Answer, expected: Answer) -> list[str]:
@@ -400,7 +402,8 @@ def main() -> int:
         restarts = held.pop("restarts")
         num_wrong += different + any(held.values())
         for fault in faults:
-            gaps = pauses(answers, fault.pop("at"))
+            at = fault.pop("at")
+            gaps = pauses(answers, at - 0.1, at + fault["back_s"])
             fault |= {"round": len(rounds), "streams_paused": len(gaps)}
             if gaps:
                 fault |= {"pause_p50_s": round(gaps[len(gaps) // 2], 1), "pause_max_s": round(gaps[-1], 1)}

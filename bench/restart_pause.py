@@ -23,12 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from kills import Answer, read
+from kills import Answer, pauses, read
 
 from minisgl.benchmark.reports.report import format_table, make_report, write_report
 
@@ -46,15 +45,6 @@ def start(model: str, log: Path, flags: list[str]) -> tuple[str, subprocess.Pope
         if found:
             return found[1], process
     raise SystemExit(log.read_text())
-
-
-def pauses(answers: list[Answer], begin: float, end: float) -> list[float]:
-    """Each stream's longest time between two tokens, in seconds, of which the first came in this time."""
-    longest = [
-        max((after - before for before, after in pairwise(one.times) if begin <= before <= end), default=0.0)
-        for one in answers
-    ]
-    return sorted(longest)
 
 
 async def kill_at(

@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "commands.api_key commands.chat commands.verify server llm weights engine benchmark top",
         # engines in a cluster: Ray's side; no torch
         "ray": "errors config commands.flags ipc engine",
-        "ray.server_child": "config commands.flags cli ipc ray",
+        "ray.server_child": "config commands.flags cli ray",
         "ray_serve": "ray",
         "__init__": "errors request offline llm",
         "__main__": "cli",
@@ -99,7 +99,7 @@ NARROWER: dict[tuple[str, str], set[str]] = {
     ("benchmark", "parallel"): {"minisgl.parallel.sizes"},
     ("commands", "compile_cache"): {"compile_cache.entries", "compile_cache.manifest"},
     ("commands.parser", "benchmark"): {"minisgl.benchmark.settings"},
-    ("ray", "ipc"): {"minisgl.ipc.child_process", "minisgl.ipc.transport"},
+    ("ray", "ipc"): {"minisgl.ipc.child_process"},
     ("ray", "engine"): {"minisgl.engine.remote.supervisor"},
     ("llm", "weights"): {"minisgl.weights.sources"},
     ("cli", "engine"): {

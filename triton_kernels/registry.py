@@ -40,6 +40,8 @@ class Kernels(NamedTuple):
 
 KERNELS = Kernels()
 """Our own functions."""
+OF_SOME_MODELS = ("kv_scales", "sinks", "biases", "gate", "shared", "scales")
+"""Arguments that only models get that have such a thing."""
 
 
 def with_replacements(specs: Iterable[str], kernels: Kernels = KERNELS) -> Kernels:
@@ -108,14 +110,7 @@ def _check_signature(op: str, ours: Callable, theirs: Callable, target: str) -> 
     parameters = wanted.parameters.values()
     required = [None for parameter in parameters if parameter.default is parameter.empty]
     optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    for name in (
-        "kv_scales",
-        "sinks",
-        "biases",
-        "gate",
-        "shared",
-        "scales",
-    ):  # only passed to models that have them
+    for name in OF_SOME_MODELS:
         optional.pop(name, None)
     try:
         inspect.signature(theirs).bind(*required, **optional)

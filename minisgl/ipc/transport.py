@@ -8,7 +8,6 @@ instances never share one. Ranks on other hosts connect over TCP, and routers wh
 connections from elsewhere (`door.py`, `door_keys.py`, `server_line.py`).
 """
 
-import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -44,7 +43,6 @@ CONNECT_MS = 5000
 process starts before the engine; others may start at the same time."""
 CLOSE_LINGER_MS = 1000
 """How long the engine's `close` waits until its last message (a `Fatal`) is sent."""
-_made_dirs: list[Path] = []
 
 
 def make_ipc_dir() -> Path:
@@ -58,12 +56,9 @@ def make_ipc_dir() -> Path:
         if len(parent) > MAX_PATH_BYTES - 40:
             continue
         try:
-            made = Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))
+            return Path(tempfile.mkdtemp(prefix="minisgl-", dir=parent))
         except OSError as error:
             errors.append(str(error))
-        else:
-            _made_dirs.append(made)
-            return made
     raise ConfigError(f"no private directory for the sockets could be made; set TMPDIR ({'; '.join(errors)})")
 
 
@@ -78,12 +73,6 @@ def _connected_inbox(context: zmq.Context, endpoints: list[str]) -> zmq.Socket:
             handshake.recv_multipart()
     inbox.disable_monitor()
     return inbox
-
-
-def remove_ipc_dirs() -> None:
-    """Remove all that this process has made, before it exits without unwinding."""
-    for made in _made_dirs:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 class EngineSocket:
@@ -192,31 +181,21 @@ class LeaderSocket:
     """Rank 0's end of the sockets to the other `size - 1` ranks. Make it before theirs.
 
     Args:
-        ipc_dir: a directory for sockets on this host; needed without `host`.
-        host: this host's name or address, by which the ranks reach it over TCP; None = all are on this host.
+        place: a directory for the sockets, where all ranks are on this host; else this host's name or
+            address, by which the ranks reach it over TCP.
 
     Raises:
-        ConfigError: `host` does not name this host.
+        ConfigError: `place` does not name this host.
     """
 
-    def __init__(self, ipc_dir: str | Path | None, size: int, host: str | None) -> None:
+    def __init__(self, place: Path | str, size: int) -> None:
         self._context = zmq.Context()
         self._inbox = plain_socket(self._context, zmq.PULL)
-        if host is None:
-            assert ipc_dir is not None
-            reports = _endpoint(ipc_dir, FROM_RANK, 0)
-            self._inbox.bind(reports)
-        else:
-            reports = _bind_tcp(self._inbox, host)
+        reports = _bind(self._inbox, place, FROM_RANK, 0)
         self._outboxes = [plain_socket(self._context, zmq.PUSH) for _ in range(1, size)]
         self._addresses: dict[int, RankAddresses] = {}
         for rank, outbox in enumerate(self._outboxes, start=1):
-            if host is None:
-                assert ipc_dir is not None
-                plans = _endpoint(ipc_dir, TO_RANK, rank)
-                outbox.bind(plans)
-            else:
-                plans = _bind_tcp(outbox, host)
+            plans = _bind(outbox, place, TO_RANK, rank)
             self._addresses[rank] = RankAddresses(plans, reports)
 
     def addresses(self, rank: int) -> RankAddresses:
@@ -363,6 +342,15 @@ def _open(socket: zmq.Socket, flag: str, endpoint: str, must_bind: bool) -> str:
     except zmq.ZMQError as error:
         raise ConfigError(f"{flag} {endpoint} can't be used: {error}; give a free address") from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _bind(socket: zmq.Socket, place: Path | str, name: str, index: int) -> str:
+    """Bind in a directory, or to a free TCP port of this host; returns the endpoint to connect to."""
+    if isinstance(place, str):
+        return _bind_tcp(socket, place)
+    endpoint = _endpoint(place, name, index)
+    socket.bind(endpoint)
+    return endpoint
 
 
 def _bind_tcp(socket: zmq.Socket, host: str) -> str:

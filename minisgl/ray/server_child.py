@@ -1,20 +1,25 @@
 """The server behind an ingress: the module `minisgl.ray.server_child`, started by `minisgl/ray/ingress.py`.
 
 It reads one line of JSON from stdin, a `ServerOrder`, and then runs `minisgl serve`. API keys and the engine
-secret come on stdin, because other users can read command lines. The process ends when stdin does.
+secret come on stdin, because other users can read command lines. When stdin ends, the parent has, and so does
+this process, in good order.
 """
 
 import os
+import signal
 import sys
 import threading
+import time
 
 import msgspec
 
 from minisgl.cli import main
 from minisgl.commands.flags import fields_of
 from minisgl.config import EngineConfig
-from minisgl.ipc.transport import remove_ipc_dirs
 from minisgl.ray.settings import OF_BOTH
+
+END_S = 30.0
+"""How long the server may take to end."""
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
@@ -41,7 +46,8 @@ def run() -> int:
 def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
-    remove_ipc_dirs()
+    os.kill(os.getpid(), signal.SIGTERM)  # the connections of open calls have ended with the parent
+    time.sleep(END_S)
     os._exit(1)
 
 

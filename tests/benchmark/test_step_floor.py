@@ -139,9 +139,8 @@ def test_a_shared_expert_is_read_by_every_step(shared_width: int) -> None:
     each = 3 * config.hidden_size * 4
     assert found.expert_parameters == each * config.num_layers
     assert found.saved_expert_bytes == 0
-    of_blocks = (
-        sum(one.numel() for one in model.parameters()) - found.head_parameters
-    )  # which the embedding is
+    # The head is the embedding.
+    of_blocks = sum(one.numel() for one in model.parameters()) - found.head_parameters
     assert found.block_parameters == of_blocks - 4 * found.expert_parameters
     last = sum(one.numel() for one in model.layers[-1].parameters()) - 4 * each
     kv_projections = 2 * config.num_kv_heads * config.head_dim * config.hidden_size

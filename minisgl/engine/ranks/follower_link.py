@@ -130,7 +130,7 @@ class FollowerLink:
 
     Args:
         ipc_dir: a private directory for the sockets, which the caller removes. None: this object makes and
-            removes one, without a job.
+            removes one. A job needs none.
         on_lost: called with the reason, and whether it is a GPU fault, when a rank has ended, from another
             thread. The main thread may be waiting for that rank on the device.
         job: torchrun has started the other ranks, and ends this one when it loses one of them.
@@ -146,9 +146,14 @@ class FollowerLink:
         job: Job | None = None,
     ) -> None:
         self._config = config
-        # torchrun's ranks need none, and would leave it: it kills them.
-        self._made_dir = make_ipc_dir() if ipc_dir is None and job is None else None
-        folder = ipc_dir or self._made_dir
+        self._made_dir: Path | None = None
+        if job is None:
+            if ipc_dir is None:
+                ipc_dir = self._made_dir = make_ipc_dir()
+            place, self._store = ipc_dir, str(ipc_dir / STORE)
+        else:
+            # No directory: these ranks would leave it, because torchrun kills them.
+            place, self._store = job.host, attempt_store(job.store)
         self._lock = threading.Lock()
         self._closing = False  # the end of a rank is no loss from now on
         self._closed = False
@@ -168,19 +173,18 @@ class FollowerLink:
         self._processes = RankProcesses(self._on_rank_ended)
         self._answers: JobAnswers | None = None
         try:
-            self._socket = LeaderSocket(folder, config.tp, None if job is None else job.host)
+            self._socket = LeaderSocket(place, config.tp)
         except BaseException:
             self._remove_made_dir()
             raise
         try:
-            self._store = str(Path(folder or "") / STORE) if job is None else attempt_store(job.store)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
 
             def line_of(rank: int) -> bytes:
                 line = FollowerConfig(
                     config,
                     str(model_folder),
-                    None if folder is None else str(folder),
+                    None if ipc_dir is None else str(ipc_dir),
                     rank,
                     self._socket.addresses(rank),
                     self._store,
