@@ -41,6 +41,7 @@ from triton_kernels import (
     silu_mul,
     token_mask,
 )
+from triton_kernels.gated_delta_chunks import Chunks
 from triton_kernels.gpu import Gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -319,6 +320,19 @@ def _linear_attention() -> Iterator[Launch]:
     arguments = (*delta_arguments(4096, *shape), ints(64), ints(64), ints(65), 1e-6)
     prefill = functools.partial(gated_delta_prefill.gated_delta_prefill_triton, *arguments)
     yield Launch("delta_prefill 16/32/128", prefill)
+    yield Launch("delta_prefill 16/32/128, the scan of one prompt", _scan_of_one_prompt)
+
+
+def _scan_of_one_prompt() -> None:
+    """Its programs have fewer columns than those of many prompts."""
+    heads, dim = 32, 128
+    projected, _, _, states = delta_arguments(64, 16, heads, dim)
+    values = empty(64, heads, dim, dtype=BF16)
+    chunks = Chunks(values, values, empty(64, heads, 64, dtype=BF16), empty(64, heads, dtype=F32))
+    gpu = gated_delta_prefill.gpu_of(projected.device)
+    config = gated_delta_prefill.default_delta_prefill_config(dim, dim, 2, gpu)
+    y = projected[:, : states.conv.shape[2]]
+    gated_delta_prefill.scan_chunks(y, chunks, states, ints(1), ints(1), ints(2), config)
 
 
 CANDIDATES_OF = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-1b")

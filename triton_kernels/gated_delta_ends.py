@@ -22,12 +22,14 @@ from triton_kernels.launch import ceil_div
 
 BLOCK_R = 128
 """Rows among which a program looks for its own at once."""
+_CONV_TOKENS = 32
+_CONV_WARPS = 4
 _NORM_HEADS = 8
 
 
-def num_chunks_of(num_tokens: int, num_rows: int) -> int:
-    """The most chunks that these tokens of these rows can have."""
-    return (num_tokens + (CHUNK - 1) * num_rows) // CHUNK
+def num_chunks_of(num_tokens: int, num_rows: int, size: int = CHUNK) -> int:
+    """The most chunks of `size` tokens that these tokens of these rows can have."""
+    return (num_tokens + (size - 1) * num_rows) // size
 
 
 @triton.jit
@@ -67,6 +69,24 @@ def find_chunk(target, row_start_ptr, num_rows, CHUNK: tl.constexpr, BLOCK_R: tl
     return tl.minimum(rows_before, num_rows), target - row_begin
 
 
+@triton.jit
+def _new(x, index, count, back: tl.constexpr):
+    """The inputs `back` tokens before the row's tokens `index`, 0 where these are not new."""
+    x_ptr, x_stride, first = x
+    at = (first + index - back).to(tl.int64)[:, None] * x_stride
+    return tl.load(x_ptr + at, mask=((index >= back) & (index < count))[:, None], other=0.0)
+
+
+@triton.jit
+def _old(ring, index, count, begin, back: tl.constexpr, TAPS: tl.constexpr):
+    """The same from the convolution state: 0 where they are new, or before the row's first token."""
+    ring_ptr, C = ring
+    from_row = index - back
+    is_old = (from_row < 0) & (begin + from_row >= 0) & (index < count)
+    entry = (begin + from_row + TAPS) % TAPS
+    return tl.load(ring_ptr + entry[:, None] * C, mask=is_old[:, None], other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _delta_convolve_kernel(
     x_ptr,
@@ -87,11 +107,11 @@ def _delta_convolve_kernel(
     qk_eps: tl.constexpr,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Heads of one width: those below `num_queries` are q's, those below `num_normed` are q's or k's."""
-    row, chunk = find_chunk(tl.program_id(0), row_start_ptr, num_rows, CHUNK, BLOCK_R)
+    row, chunk = find_chunk(tl.program_id(0), row_start_ptr, num_rows, TOKENS, BLOCK_R)
     if row == num_rows:
         return
     head = tl.program_id(1) + heads_before
@@ -100,18 +120,27 @@ def _delta_convolve_kernel(
     count = tl.load(row_start_ptr + row + 1) - first
     begin = tl.load(context_len_ptr + row) - count
     ring = conv_state_ptr + tl.load(row_ids_ptr + row).to(tl.int64) * (TAPS * C) + columns[None, :]
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    y = tl.zeros([CHUNK, WIDTH], tl.float32)
-    for back in tl.static_range(0, TAPS):
-        from_row = index - back
-        is_new = (from_row >= 0) & (index < count)
-        is_old = (from_row < 0) & (begin + from_row >= 0) & (index < count)
-        at = (first + from_row).to(tl.int64)[:, None] * x_stride + columns[None, :]
-        new = tl.load(x_ptr + at, mask=is_new[:, None], other=0.0).to(tl.float32)
-        entry = (begin + from_row + TAPS) % TAPS
-        old = tl.load(ring + entry[:, None] * C, mask=is_old[:, None], other=0.0).to(tl.float32)
-        tap = tl.load(conv_ptr + columns * TAPS + (TAPS - 1 - back)).to(tl.float32)
-        y += (new + old) * tap[None, :]
+    index = chunk * TOKENS + tl.arange(0, TOKENS)
+    # All taps of a column at once, which lie together: loads of single ones would take longer than the rest.
+    taps = tl.load(conv_ptr + (columns * TAPS)[:, None] + tl.arange(0, TAPS)[None, :]).to(tl.float32)
+    even, odd = tl.split(tl.reshape(taps, [WIDTH, 2, 2]))
+    tap0, tap2 = tl.split(even)
+    tap1, tap3 = tl.split(odd)
+    x = (x_ptr + columns[None, :], x_stride, first)
+    new0 = _new(x, index, count, 0)
+    new1 = _new(x, index, count, 1)
+    new2 = _new(x, index, count, 2)
+    new3 = _new(x, index, count, 3)
+    y = new0.to(tl.float32) * tap3[None, :]
+    if chunk == 0:
+        old = (ring, C)
+        y += (new1.to(tl.float32) + _old(old, index, count, begin, 1, TAPS)) * tap2[None, :]
+        y += (new2.to(tl.float32) + _old(old, index, count, begin, 2, TAPS)) * tap1[None, :]
+        y += (new3.to(tl.float32) + _old(old, index, count, begin, 3, TAPS)) * tap0[None, :]
+    else:
+        y += new1.to(tl.float32) * tap2[None, :]
+        y += new2.to(tl.float32) * tap1[None, :]
+        y += new3.to(tl.float32) * tap0[None, :]
     y = y * tl.sigmoid(y)
     if num_normed > 0:
         inverse = tl.rsqrt(tl.sum(y * y, 1) + qk_eps)
@@ -172,7 +201,7 @@ def convolve(
     _, num_value_heads, key_dim, value_dim = states.recurrent.shape
     num_channels, num_key_heads = states.conv.shape[2], states.num_key_heads
     num_tokens, num_rows = qkvz.shape[0], row_ids.shape[0]
-    num_chunks = num_chunks_of(num_tokens, num_rows)
+    num_chunks = num_chunks_of(num_tokens, num_rows, _CONV_TOKENS)
     y = torch.empty((num_tokens, num_channels), dtype=qkvz.dtype, device=qkvz.device)
     # Heads of q and k, then those of v: their widths may differ.
     for before, columns, heads, width in (
@@ -198,9 +227,9 @@ def convolve(
             QK_EPS,
             width,
             TAPS,
-            CHUNK,
+            _CONV_TOKENS,
             BLOCK_R,
-            num_warps=8,
+            num_warps=_CONV_WARPS,
         )
     return y
 

@@ -1,5 +1,7 @@
 """Linear attention: the reference against transformers, kernels and CPU code against the reference."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -240,9 +242,29 @@ def test_the_configuration_of_prefill_changes_rounding_only(block_e: int, device
     rows = (int32([0], device), int32([70], device), int32([0, 70], device))
     doubled = DeltaWeights(*(one.double() for one in weights))
     expected = gated_delta_reference(qkvz.double(), ba.double(), doubled, exact, *rows, EPS)
-    config = DeltaPrefillConfig(4, block_e, 4, 2)
+    config = DeltaPrefillConfig(4, block_e, block_e, 4, 2)
     found = gated_delta_prefill_triton(qkvz, ba, weights, states, *rows, EPS, config)
     assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_a_prompt_among_others_has_the_bits_that_it_has_alone(device: str) -> None:
+    # Alone it has few programs of few columns, among others fewer programs of more columns.
+    on_gpu = device == "cuda"
+    layer = DeltaLayer(16, 32, 128, 128) if on_gpu else DeltaLayer(1, 1, 32, 32)
+    dtype = torch.bfloat16 if on_gpu else torch.float16
+    config = None if on_gpu else DeltaPrefillConfig(4, 16, 32, 4, 2)
+    ends = (70, 75, 150)
+    weights = layer.weights(dtype, device)
+    together, alone = (layer.states(4, dtype, device) for _ in range(2))
+    qkvz, ba = layer.inputs(ends[-1], dtype, device)
+    lengths = int32([end - begin for begin, end in itertools.pairwise((0, *ends))], device)
+    rows = (int32([0, 1, 2], device), lengths, int32([0, *ends], device))
+    expected = gated_delta_prefill_triton(qkvz, ba, weights, together, *rows, EPS, config)
+    for line, (begin, end) in enumerate(itertools.pairwise((0, *ends))):
+        row = (int32([line], device), int32([end - begin], device), int32([0, end - begin], device))
+        found = gated_delta_prefill_triton(qkvz[begin:end], ba[begin:end], weights, alone, *row, EPS, config)
+        assert torch.equal(found, expected[begin:end])
+    assert torch.equal(alone.recurrent[:3], together.recurrent[:3])
 
 
 def test_a_row_decodes_as_it_does_alone(device: str) -> None:

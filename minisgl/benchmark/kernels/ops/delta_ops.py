@@ -24,6 +24,7 @@ from triton_kernels.gated_delta_prefill import (
     DeltaPrefillConfig,
     default_delta_prefill_config,
     gated_delta_prefill_triton,
+    scan_stages_that_fit,
 )
 from triton_kernels.gpu import Gpu
 
@@ -117,12 +118,11 @@ def _prefill_candidates(shape: ModelShape, size: int, gpu: Gpu) -> list[DeltaPre
     dim = shape.linear_head_dim
     found = []
     # One stage is wrong on Hopper (Triton 3.6); GPUs with room for one only take the default.
-    for warps, block_e, stages in itertools.product((4, 8), (16, 32, 64), (2, 3)):
-        stage_bytes = 2 * CHUNK * (3 * dim + CHUNK + block_e)
-        other_bytes = 2 * (dim + CHUNK) * block_e
-        if block_e <= dim and gpu.stages_that_fit(stages, stage_bytes, other_bytes) == stages:
-            found.append(DeltaPrefillConfig(4, block_e, warps, stages))
-    return [*found, *(one._replace(prepare_warps=8) for one in found[:1])]
+    for block_e, crowded, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3)):
+        fits = scan_stages_that_fit(stages, dim, crowded, gpu) == stages
+        if crowded <= dim and fits:
+            found.append(DeltaPrefillConfig(8, block_e, crowded, warps, stages))
+    return [*found, *(one._replace(prepare_warps=4) for one in found[:1])]
 
 
 def _parts(shape: ModelShape) -> list[ModelShape]:
@@ -160,7 +160,7 @@ GATED_DELTA_PREFILL = KernelOp(
     launcher=gated_delta_prefill_triton,
     bench_cases=_prefill_cases,
     tuning=Tuning(
-        files=("gated_delta_prefill.py", "gated_delta_ends.py"),
+        files=("gated_delta_prefill.py", "gated_delta_chunks.py", "gated_delta_ends.py"),
         by_size=False,
         exact=_exact,
         near=_near,
