@@ -110,12 +110,6 @@ class PlainWeight(nn.Module):
             return gelu_linear(x, self.values)
         return gelu_tanh_mul(self.multiply(x))
 
-    def reorder(self, order: Tensor) -> None:
-        """Output i becomes what order[i] was, int64 [out]; `part_tensors` then no longer gives the parts."""
-        for tensor in (self.values, self.bias):
-            if tensor is not None:
-                tensor.copy_(tensor[order])
-
     def pack(self, *, is_shared: bool = False) -> None:
         """On a CPU, bring `values` into a layout that our `linear` is faster with, if there is one.
 

@@ -11,7 +11,7 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.linear import FusedLinear, Linear
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.qkv import head_order_for_rotation, norm_all_heads, order_for_rotation, scale_queries
-from minisgl.layers.weight import Input, InputFormat, PlainWeight
+from minisgl.layers.weight import Input, InputFormat
 from minisgl.model_config.config import ModelConfig
 from minisgl.model_config.quantization import layer_scheme
 
@@ -77,10 +77,8 @@ class SelfAttention(nn.Module):
         """[T, M] -> [N, M]."""
         qkv, q_norm, k_norm = self.qkv_proj(x), self.q_norm, self.k_norm
         gate = None
-        if self.has_gate and self.order is None:  # `finish_loading` moved the gates behind v
-            qkv, gate = qkv.split((qkv.shape[1] - self.q_size, self.q_size), dim=1)
-        elif self.has_gate:
-            gate = qkv[:, : 2 * self.q_size].unflatten(1, (-1, 2, self.head_dim))[:, :, 1].flatten(1)
+        if self.has_gate:
+            gate = qkv[:, : 2 * self.q_size].unflatten(1, (-1, 2, self.head_dim))[:, :, 1]
         if self.norms_all_heads and q_norm is not None and k_norm is not None:
             qkv, q_norm, k_norm = norm_all_heads(qkv, q_norm, k_norm), None, None
         if self.order is not None:
@@ -90,26 +88,12 @@ class SelfAttention(nn.Module):
         out = self.attention(qkv, positions, cos_sin, inputs, q_norm, k_norm)
         out = inputs.select_outputs(out)
         if gate is not None:
-            out = out * torch.sigmoid(inputs.select_outputs(gate))
+            out = out * torch.sigmoid(inputs.select_outputs(gate)).flatten(1)
         return self.o_proj(out)
 
     def finish_loading(self) -> None:
-        """Called once, after the checkpoint is loaded: weights get the order that the rotation expects.
-
-        A norm of all heads comes before that order, and quantized rows stay where they are: there `forward`
-        reorders what qkv_proj returns.
-        """
-        if self.order is None or self.norms_all_heads:
-            return
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None and self.head_order is not None:
-                norm.weight.copy_(norm.weight[self.head_order])
-        weight = self.qkv_proj.weight
-        if isinstance(weight, PlainWeight):
-            order = self.order
-            if self.has_gate:
-                queries = torch.arange(2 * self.q_size, device=order.device)
-                gates = queries.unflatten(0, (-1, 2, self.head_dim))[:, 1]
-                order = torch.cat((order, gates.flatten()))
-            weight.reorder(order)
-            self.order = None
+        """Called once, after the checkpoint is loaded: norms of a head get the order of its elements."""
+        if self.head_order is not None and not self.norms_all_heads:
+            for norm in (self.q_norm, self.k_norm):
+                if norm is not None:
+                    norm.weight.copy_(norm.weight[self.head_order])
