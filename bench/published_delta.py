@@ -12,6 +12,7 @@ convolution and norm. Exit code 1: ours is less exact than theirs by a tenth, or
 
 import argparse
 import functools
+import importlib
 import importlib.metadata
 import itertools
 import statistics
@@ -93,9 +94,8 @@ def ours(batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
 
 def theirs(batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
     """Outputs and states, as `ours`."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.utils.index import prepare_chunk_indices
-
+    chunk_gated_delta_rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    prepare_chunk_indices = importlib.import_module("fla.ops.utils.index").prepare_chunk_indices
     sizes = (KEY_HEADS * DIM, KEY_HEADS * DIM, VALUE_HEADS * DIM)
     q, k, v = (part.unflatten(1, (-1, DIM)).contiguous()[None] for part in batch.y.split(sizes, dim=1))
     b, a = (part.contiguous()[None] for part in batch.ba.chunk(2, dim=1))
