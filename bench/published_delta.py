@@ -6,8 +6,9 @@
 Both get q and k normalised, v, and the gates as the projections yield them, and return the outputs and the
 last states: what lies between the convolution and the gated norm. Theirs has whole tensors of q, k and v, and
 the table of chunks, before the clock starts. Both are first compared with a recurrence in float64. Then each
-is recorded in a CUDA graph, over inputs that are not in L2, in turn. The last column is our whole op, with
-convolution and norm. Exit code 1: ours is less exact than theirs by a tenth, or slower.
+is recorded in a CUDA graph, over three sets of inputs in turn (of 512 tokens, part of them stay in L2). The
+last column is our whole op, with convolution and norm. Exit code 1: ours is less exact than theirs by a
+tenth, or slower.
 """
 
 import argparse

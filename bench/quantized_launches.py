@@ -38,7 +38,14 @@ SPLIT = fp8_linear_few.Fp8Config(16, 512, 2, 6, splits=2)
 """Tuning tries it where outputs are few."""
 
 
-EVERYWHERE = {("channels", 64), ("blocks", 8192), ("by 128", 64), ("mxfp4", 4), ("mxfp4", 8192)}
+EVERYWHERE = {
+    ("blocks", 1),
+    ("channels", 64),
+    ("blocks", 8192),
+    ("by 128", 64),
+    ("mxfp4", 4),
+    ("mxfp4", 8192),
+}
 """Launches of experts that are compiled for every GPU."""
 
 
@@ -138,7 +145,7 @@ def _fp8_experts() -> Iterator[Launch]:
             empty(1, dtype=F32) if given else None,
             empty(experts, dtype=F32) if given else None,
         )
-        for tokens in (64,) if given else (64, 8192):
+        for tokens in (1, 64) if given else (1, 64, 8192):
             x, logits = empty(tokens, width), empty(tokens, experts, dtype=F32)
             call = functools.partial(moe_fp8.fused_moe_fp8_triton, x, logits, weights, 8)
             yield Launch(f"moe_fp8 {kind} {tokens} tokens", call, (kind, tokens) in EVERYWHERE)

@@ -10,8 +10,8 @@ A program of `solve` is one warp: its products are small and follow each other, 
 programs share a multiprocessor, and that none waits for a barrier. Products of float32 (of M) are as exact as
 float32.
 
-Cost for each token and value head: 64 (4 D + 2 E) FLOP, about 2 * (6 D + 2 E + 192) bytes moved in 16-bit
-types, most of them from L2.
+Cost for each token and value head: 64 (4 D + 2 E) FLOP of `prepare`, about 80 D of `solve`; 4 D + 2 E + 192
+numbers of 16 bits moved, k and q mostly from L2.
 """
 
 # A kernel launch looks like a call, but it takes options that the kernel does not declare; calling one from

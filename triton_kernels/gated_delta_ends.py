@@ -1,6 +1,6 @@
 """What prefill of linear attention does before and behind its chunks: the convolution, and the gated norm.
 
-gated_delta.py has the formulas and the shape letters. Chunks are those of gated_delta_prefill.py.
+gated_delta.py has the formulas and the shape letters. A row's chunks are of 32 tokens here.
 
     convolve    y [T, C], q and k normalised; writes the rows' convolution states
     gated_norm  norm * o / rms(o) * silu(z) for the tokens that a row owns, zeros for others

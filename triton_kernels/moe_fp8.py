@@ -8,7 +8,8 @@ T tokens, P pairs, E experts, M model width, F expert width; routing as in moe_r
 of output features, or of blocks of 128 x 128; a given scale of h is one for each expert. Sums in float32:
 what the tensor cores sum, with 14 bits, are the products of BLOCK_K inputs.
 
-moe_fp8_gemm.py has the products. GPUs before 8.9, which have no FP8, multiply the same numbers in float16.
+moe_fp8_gemm.py has the products, moe_fp8_pairs.py those of one or two tokens. GPUs before 8.9, which have no
+FP8, multiply the same numbers in float16.
 
 Cost: 3 * M * F bytes for every expert hit (decode: memory bound), 6 * T * top_k * M * F FLOP (prefill).
 """
@@ -24,6 +25,7 @@ from triton_kernels.fp8_linear import dequantized_weight
 from triton_kernels.gpu import Gpu, gpu_of
 from triton_kernels.launch import ceil_div
 from triton_kernels.moe_fp8_gemm import Fp8GemmConfig, Fp8Rows, fp8_gemm_that_fits, multiply_experts_fp8
+from triton_kernels.moe_fp8_pairs import MOST_TOKENS, moe_fp8_pairs_triton
 from triton_kernels.moe_gemm import sum_slots_triton
 from triton_kernels.moe_route import route_triton, top_k_reference
 from triton_kernels.quantize_fp8 import (
@@ -128,15 +130,19 @@ def fused_moe_fp8_triton(
     renormalize: bool = True,
     config: MoeFp8Config | None = None,
 ) -> Tensor:
-    """Launch the kernels on any device."""
+    """Launch the kernels on any device; with a `config`, those of moe_fp8_gemm.py for few tokens, too."""
     num_tokens, width = x.shape
     num_experts, _, padded_width = weights.down.shape
     if num_tokens == 0:
         return torch.empty_like(x)
+    rows = _quantized(x, weights.gate_up.shape[2], weights, weights.input_scale)
     if config is None:
+        if num_tokens <= MOST_TOKENS and gpu_of(x.device).has_fp8:
+            return moe_fp8_pairs_triton(
+                rows, router_logits, *weights[:4], weights.hidden_scale, top_k, renormalize, x.dtype
+            )
         config = _tuned_config(x, weights, top_k)
     routing = route_triton(router_logits, top_k, renormalize)
-    rows = _quantized(x, weights.gate_up.shape[2], weights, weights.input_scale)
     hidden_dtype = x.dtype if weights.hidden_scale is None else FP8
     hidden = torch.empty((num_tokens * top_k, padded_width), dtype=hidden_dtype, device=x.device)
     multiply_experts_fp8(

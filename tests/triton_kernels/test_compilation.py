@@ -23,6 +23,8 @@ FP8_KERNELS = {
     "_fp8_linear_kernel",
     "_fp8_split_linear_kernel",
     "_fp8_tiled_kernel",
+    "_pairs_up_fp8_kernel",
+    "_pairs_down_fp8_kernel",
 }
 """Only GPUs that have FP8 run them."""
 TALL_KERNELS = {
@@ -72,6 +74,8 @@ KERNELS = MULTIPLYING | {
     "_sum_slots_kernel",
     "_pairs_up_kernel",
     "_pairs_down_kernel",
+    "_pairs_up_fp8_kernel",
+    "_pairs_down_fp8_kernel",
     "_pairs_up_int4_kernel",
     "_pairs_down_int4_kernel",
     "_experts_warp_kernel",
@@ -94,6 +98,7 @@ LOAD_EARLY = {
     "_enter_mixture_kernel": "weights",
     "_leave_mixture_kernel": "weights",
     "_norm_router_kernel": "weights",
+    "_pairs_down_fp8_kernel": "logits, which are older than the kernel before, and weights",
     "_pairs_down_int4_kernel": "logits, which are older than the kernel before, and weights",
     "_paged_decode_kernel": "the step's lengths, page table, positions and slots, a table and weights",
     "_pairs_down_kernel": "logits, which are older than the kernel before, and weights",

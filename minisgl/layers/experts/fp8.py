@@ -1,6 +1,6 @@
 """Experts of FP8 numbers (e4m3), whose activations are FP8 too.
 
-Promise: a token's numbers do not depend on how many tokens a step has. Sums are float32.
+Promise: which numbers are rounded to FP8 does not depend on how many tokens a step has. Sums are float32.
 
 T tokens, M model width, E experts, F width of one expert. Widths that the kernels do not take are padded.
 """

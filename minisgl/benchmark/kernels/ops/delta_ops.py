@@ -118,11 +118,15 @@ def _prefill_candidates(shape: ModelShape, size: int, gpu: Gpu) -> list[DeltaPre
     dim = shape.linear_head_dim
     default = default_delta_prefill_config(dim, dim, 2, gpu)
     found = []
+    most = min(dim, 128) if gpu.multiplies_from_shared else default.block_e
     # One stage is wrong on Hopper (Triton 3.6); GPUs with room for one only take the default.
-    for block_e, crowded, warps, stages in itertools.product((16, 32), (64, 128), (4, 8), (2, 3)):
-        if crowded <= dim and scan_stages_that_fit(stages, dim, crowded, gpu) == stages:
+    for block_e, crowded, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3)):
+        fits = scan_stages_that_fit(stages, dim, crowded, gpu) == stages
+        if block_e <= crowded <= most and fits:
             found.append(DeltaPrefillConfig(default.prepare_warps, block_e, crowded, warps, stages))
-    return [*found, *(one._replace(prepare_warps=4) for one in found[:1])]
+    if default.prepare_warps != 4:
+        found += [one._replace(prepare_warps=4) for one in found[:1]]
+    return found
 
 
 def _parts(shape: ModelShape) -> list[ModelShape]:

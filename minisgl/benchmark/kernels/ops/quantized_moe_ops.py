@@ -41,7 +41,7 @@ from triton_kernels.quantize_int4 import quantize_weight_int4
 
 KINDS = ("fp8", "fp8_blocks", "int4", "mxfp4")
 GROUP_OF_INT4 = 128
-TUNE_TOKENS = (1, 8, 16, 64, 256, 1024, 8192)
+TUNE_TOKENS = (8, 16, 64, 256, 1024, 8192)
 TUNE_TOKENS_OF_4_BITS = (256, 1024, 8192)
 """Fewer tokens run moe_int4_warp.py, which is not tuned."""
 BYTES = {"fp8": 1.0, "fp8_blocks": 1.0, "int4": 0.5 + 2 / GROUP_OF_INT4, "mxfp4": 0.5 + 1 / 32}
