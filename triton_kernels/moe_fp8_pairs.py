@@ -29,7 +29,7 @@ from triton_kernels.quantize_fp8 import GROUP, SMALLEST_PEAK
 
 MOST_TOKENS = 2
 """Four are slower than by moe_fp8_gemm.py. One request's step has two, of which one is padding."""
-FP8_PAIRS = PairsConfig(4, 512, 2, 2, 1024, 4)
+FP8_PAIRS = PairsConfig(4, 512, 2, 2, 256, 12)
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_PEAK = tl.constexpr(SMALLEST_PEAK)
