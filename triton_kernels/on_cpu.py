@@ -18,12 +18,10 @@ from torch.nn import functional as F
 
 from triton_kernels.e4m3 import FP8
 from triton_kernels.fp8_cache import scales_of, to_pool
+from triton_kernels.packed_weights import HalfWeight
 
 FEW_ROWS = 16
 """Up to so many rows, calls of torch cost more than passes over memory."""
-PACKED_FOR_ROWS = 8
-"""oneDNN's hint for packing. What it chooses for 8 rows is as fast for 1 and for 512 as what it chooses for
-these."""
 WEIGHTS_FIRST_ROWS = 64
 IS_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 """From two to so many rows of float32, MKL without AVX-512 is up to four times as fast with the weights as
@@ -44,28 +42,12 @@ def on_one_thread(function: Callable[..., Tensor], *arguments: Any, **options: A
         torch.set_num_threads(num_threads)
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether `pack_weight` takes it: a plain one of bfloat16, on a processor with AVX-512."""
-    return (
-        weight.dtype == torch.bfloat16
-        and not weight.is_mkldnn
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """A copy of weight [N, K] in the layout that oneDNN's products read, with the shape and type of `weight`.
-
-    Only `linear` takes it, with any number of rows; `to_dense()` gives the weight back, bit by bit.
-    """
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-
-
 def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The op `linear`; the weight may be packed."""
+    """The op `linear`; the weight may be packed (packed_weights.py)."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if isinstance(weight, HalfWeight):
+        return weight.linear(x, bias)
     if IS_AVX2 and x.dtype == torch.float32 and 2 <= x.shape[0] <= WEIGHTS_FIRST_ROWS:
         return _weights_first(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from triton_kernels.linear import gelu_linear
-from triton_kernels.on_cpu import can_pack, pack_weight
+from triton_kernels.packed_weights import (
+    can_halve,
+    can_pack,
+    halve_weight,
+    is_packed,
+    pack_weight,
+    unpack_weight,
+)
 from triton_kernels.registry import KERNELS
 from triton_kernels.silu_mul import gelu_tanh_mul
 
@@ -111,20 +118,39 @@ class PlainWeight(nn.Module):
         return gelu_tanh_mul(self.multiply(x))
 
     def pack(self, *, is_shared: bool = False) -> None:
-        """On a CPU, bring `values` into a layout that our `linear` is faster with, if there is one.
+        """On a CPU, bring bfloat16 into a layout that our `linear` is faster with, if there is one.
 
         Args:
             is_shared: `values` is also a parameter of another module, so it is kept for `unpack`.
         """
-        ours = (self.kernels.linear, self.kernels.gated_linear) == (KERNELS.linear, KERNELS.gated_linear)
-        if ours and self.values.device.type == "cpu" and can_pack(self.values):
-            self._shared = (self.values,) if is_shared else ()
-            self.values = nn.Parameter(pack_weight(self.values.detach()), requires_grad=False)
+        if self._is_ours and self.values.device.type == "cpu" and can_pack(self.values):
+            self._replace(pack_weight(self.values.detach()), is_shared)
+
+    def halve(self, *, is_shared: bool = False) -> None:
+        """On a CPU, keep float32 that float16 holds as float16. It takes seconds for a large weight.
+
+        Another thread may multiply meanwhile.
+
+        Args:
+            is_shared: as of `pack`.
+        """
+        if self._is_ours and can_halve(self.values):
+            halved = halve_weight(self.values.detach())
+            if halved is not None:
+                self._replace(halved, is_shared)
+
+    @property
+    def _is_ours(self) -> bool:
+        return (self.kernels.linear, self.kernels.gated_linear) == (KERNELS.linear, KERNELS.gated_linear)
+
+    def _replace(self, packed: Tensor, is_shared: bool) -> None:
+        self._shared = (self.values,) if is_shared else ()
+        self.values = nn.Parameter(packed, requires_grad=False)
 
     def unpack(self) -> None:
-        """Undo `pack`."""
-        if self.values.is_mkldnn:
-            dense = nn.Parameter(self.values.detach().to_dense(), requires_grad=False)
+        """Undo `pack` or `halve`."""
+        if is_packed(self.values):
+            dense = nn.Parameter(unpack_weight(self.values.detach()), requires_grad=False)
             self.values = self._shared[0] if self._shared else dense
 
     def part_tensors(self) -> list[dict[str, Tensor]]:

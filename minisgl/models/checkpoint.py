@@ -54,12 +54,17 @@ def finish_loading(model: nn.Module) -> None:
             module.finish_loading()
 
 
+def plain_weights(model: nn.Module) -> list[tuple[PlainWeight, bool]]:
+    """The unquantized weights, each with whether it is also an embedding, of which rows are read."""
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)}
+    weights = [module for module in model.modules() if isinstance(module, PlainWeight)]
+    return [(weight, id(weight.values) in embedded) for weight in weights]
+
+
 def pack_weights(model: nn.Module) -> None:
     """Pack the weights for a CPU (`PlainWeight.pack`); `tensors_by_name` unpacks what it names.
 
-    A head that is also the embedding, of which rows are read, is there twice then.
+    A head that is also the embedding is there twice then.
     """
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, Embedding)}
-    for module in model.modules():
-        if isinstance(module, PlainWeight):
-            module.pack(is_shared=id(module.values) in embedded)
+    for weight, is_shared in plain_weights(model):
+        weight.pack(is_shared=is_shared)

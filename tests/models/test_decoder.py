@@ -22,7 +22,7 @@ from minisgl.models.checkpoint import pack_weights
 from minisgl.models.decoder import Decoder, MakeBlock
 from minisgl.models.gemma import GemmaBlock
 from minisgl.weights.dummy import fill_dummy
-from triton_kernels.on_cpu import can_pack
+from triton_kernels.packed_weights import can_pack
 from triton_kernels.registry import KERNELS
 
 LLAMA3_ROPE = {

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triton_kernels.linear import gated_linear, linear
-from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, can_pack, on_one_thread, pack_weight
+from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, on_one_thread
+from triton_kernels.packed_weights import can_halve, can_pack, halve_weight, pack_weight, unpack_weight
 from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_kernels.rope_store import rope_store, rope_store_reference
 from triton_kernels.sample import sample
@@ -80,7 +81,7 @@ def test_packed_weights_are_as_exact_and_a_row_gets_the_same_bits_in_any_company
     if not can_pack(weight):
         pytest.skip("needs a processor with AVX-512")
     packed = pack_weight(weight)
-    assert torch.equal(packed.to_dense(), weight)
+    assert torch.equal(unpack_weight(packed), weight)
     x = random(40, 2 * width, dtype=torch.bfloat16)[:, :width]
     for added in (None, bias):
         exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
@@ -88,6 +89,54 @@ def test_packed_weights_are_as_exact_and_a_row_gets_the_same_bits_in_any_company
         assert_as_exact(all_rows, F.linear(x, weight, added), exact)
         for rows in (0, 1, 3, 8, 17):
             assert torch.equal(linear(x[:rows], packed, added), all_rows[:rows])
+
+
+halves = pytest.mark.skipif(not can_halve(torch.empty(1, 1)), reason="needs an x86")
+
+
+@halves
+@pytest.mark.parametrize("power", [0, 20, -30])
+@pytest.mark.parametrize(("outputs", "width"), [(33, 47), (320, 576), (5, 1)])
+def test_halved_weights_hold_bfloat16_and_multiply_as_exactly_as_float32(outputs, width, power):
+    # Few elements of a real weight are far smaller than the others; here a row's are.
+    weight = random(outputs, width, dtype=torch.bfloat16).float() * 2.0**power
+    weight[0] *= 2.0**-12
+    bias = random(outputs)
+    halved = halve_weight(weight)
+    assert halved is not None
+    assert halved.shape == weight.shape
+    assert halved.dtype == torch.float32
+    assert torch.equal(unpack_weight(halved), weight)
+    x = random(40, 2 * width)[:, :width]
+    for added in (None, bias):
+        exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        for rows in (0, 1, 3, 8, 40):
+            got, wanted = linear(x[:rows], halved, added), exact[:rows]
+            assert got.dtype == torch.float32
+            # Sums of one row after the other, each product rounded once.
+            bound = width * torch.finfo(torch.float32).eps * x[:rows].double().abs() @ weight.double().abs().T
+            assert ((got.double() - wanted).abs() <= bound + 1e-6 * wanted.abs()).all()
+            assert (got.double() - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@halves
+def test_weights_that_float16_does_not_hold_are_not_halved():
+    weight = random(33, 47, dtype=torch.bfloat16).float()
+    for element in (1 + 2.0**-20, float("nan"), float("inf")):
+        other = weight.clone()
+        other[3, 4] = element
+        assert halve_weight(other) is None
+    assert halve_weight(torch.zeros(3, 4)) is None  # nothing to gain
+    tiny = weight.clone()
+    tiny[3, 4] = 1e-30  # less than a rounding of any sum
+    halved = halve_weight(tiny)
+    assert halved is not None
+    tiny[3, 4] = 0
+    assert torch.equal(unpack_weight(halved), tiny)
+    with pytest.raises(NotImplementedError, match="packed weight"):
+        halved.sum()
+    assert not can_halve(halved)
+    assert not can_halve(weight.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,6 @@ import shutil
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,16 +39,10 @@ def compile_part(part: Part, file: Path) -> None:
 
 
 def _set_compiler_up() -> None:
-    """Make `packed_linear` oneDNN's product, which no pass of torch fuses with what is around it."""
-    from torch._inductor import config, ir, lowering, mkldnn_ir  # lazy: they take seconds
+    from torch._inductor import config  # lazy: it takes seconds
 
     config.compile_threads = 1
-    config.cpp.threads = 1  # what lies between the products takes less time than waking a thread
-
-    def lower(x: Any, weight: Any, bias: Any) -> Any:
-        return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
-
-    lowering.register_lowering(torch.ops.minisgl_cpu.packed_linear.default, type_promotion_kind=None)(lower)
+    config.cpp.threads = 1  # a part takes less time than waking a thread
 
 
 def _end_with_parent() -> None:

@@ -1,7 +1,8 @@
 """The block of a CPU's decode steps: uncompiled, until a child process has compiled it or a cache has it.
 
 Promise: no step waits for the compiler, and whatever fails, the uncompiled block goes on. All rows of a step
-run the same code, and the code changes once, between two steps.
+run the same code, and the code changes once, between two steps. Meanwhile float32 weights become smaller
+(half_weights.py).
 """
 
 import json
@@ -21,6 +22,7 @@ from compile_cache.manifest import CacheError
 from compile_cache.store import OpenCache, open_cache
 from minisgl.config import ResolvedConfig
 from minisgl.engine.cpu_blocks.compiled_block import PARTS, load_block, part_file
+from minisgl.engine.cpu_blocks.half_weights import WeightHalver
 from minisgl.engine.cpu_blocks.sizes import BlockSizes, sizes_of_blocks
 from minisgl.engine.graphs.rank_compile_cache import publish_compile_cache
 from minisgl.ipc.child_process import module_command
@@ -38,17 +40,21 @@ class CpuBlock:
     """A `RunBlock`. Not thread-safe, as an engine.
 
     Args:
+        sizes: of all blocks; None = they are not compiled.
         cache: keeps the compiled code; None = nothing does.
         command: starts the compiling process, less its arguments.
+        steps_before: decode steps before it is started.
+        halver: makes weights smaller.
     """
 
     def __init__(
         self,
         model: Decoder,
-        sizes: BlockSizes,
+        sizes: BlockSizes | None,
         cache: OpenCache | None,
         command: tuple[str, ...] = tuple(module_command(CHILD)),
         steps_before: int = STEPS_BEFORE_COMPILING,
+        halver: WeightHalver | None = None,
     ) -> None:
         self.run: RunBlock = call_block
         self._model = model
@@ -56,8 +62,9 @@ class CpuBlock:
         self._sizes = sizes
         self._cache = cache
         self._command = command
-        self._steps_left: int | None = steps_before  # None: compiling, or done
+        self._steps_left = None if sizes is None else steps_before  # None: compiling, done, or not wanted
         self._compiling: _Compiling | None = None
+        self._halver = halver
         if cache is not None and all(part_file(cache.files, name).exists() for name in PARTS):
             self._load(cache.files)
 
@@ -78,8 +85,10 @@ class CpuBlock:
         return self.run(block, *arguments)
 
     def close(self) -> None:
-        """End the compiling process and leave the cache."""
+        """End the compiling process, leave the cache, and halve no more weights."""
         self._steps_left = None
+        if self._halver is not None:
+            self._halver.stop()
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
@@ -87,17 +96,19 @@ class CpuBlock:
             self._cache.close()
 
     def _before_step(self) -> None:
-        if self._steps_left is not None:
+        if self._halver is not None:
+            self._halver.before_step()
+        if self._steps_left is not None and self._sizes is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
                 self._steps_left = None
-                self._start()
+                self._start(self._sizes)
         elif self._compiling is not None and self._compiling.has_ended:
             self._finish(self._compiling)
 
-    def _start(self) -> None:
+    def _start(self, sizes: BlockSizes) -> None:
         try:
-            self._compiling = _Compiling(self._command, self._sizes)
+            self._compiling = _Compiling(self._command, sizes)
         except OSError as error:
             _warn(error)
 
@@ -175,13 +186,16 @@ class _Compiling:
 
 
 def make_cpu_block(config: ResolvedConfig, model: Decoder) -> CpuBlock | None:
-    """The block for the decode steps of a loaded model with a KV pool. None: they stay uncompiled."""
-    if not config.compile_on_cpu or config.tp > 1 or config.kernel:
+    """The block for the decode steps of a loaded model with a KV pool; None = the model's own, for good."""
+    if not config.compile_on_cpu or config.kernel:
         return None
-    sizes = sizes_of_blocks(model)
-    if sizes is None or shutil.which(COMPILER) is None:
+    halver = WeightHalver(model)
+    compiles = config.tp == 1 and shutil.which(COMPILER) is not None
+    sizes = sizes_of_blocks(model) if compiles else None
+    if sizes is None and not halver.has_work:
         return None
-    return CpuBlock(model, sizes, _open_cache(config, sizes))
+    cache = None if sizes is None else _open_cache(config, sizes)
+    return CpuBlock(model, sizes, cache, halver=halver)
 
 
 def _open_cache(config: ResolvedConfig, sizes: BlockSizes) -> OpenCache | None:

@@ -13,11 +13,14 @@ from minisgl.models.decoder import Block, Decoder
 from minisgl.models.self_attention import SelfAttention
 from triton_kernels.registry import KERNELS
 
+DTYPES = (torch.bfloat16, torch.float32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
     """What the compiled code of a block depends on, besides the machine."""
 
+    dtype: str  # of activations and pools, as torch names it: "bfloat16"
     width: int
     mlp_width: int
     num_heads: int
@@ -25,8 +28,6 @@ class BlockSizes:
     head_dim: int
     scale: float  # of attention
     eps: float
-    has_qkv_bias: bool
-    has_o_bias: bool
     has_head_norms: bool
 
 
@@ -37,23 +38,23 @@ def sizes_of_blocks(model: Decoder) -> BlockSizes | None:
 
 
 def sizes_of(block: nn.Module) -> BlockSizes | None:
-    """The sizes of a block with packed weights and ops of ours; None = it can't be compiled for a CPU."""
+    """The sizes of a block with unquantized weights and ops of ours; None = it can't be compiled."""
     if type(block) is not Block or block.self_attn is None or not isinstance(block.mlp, GatedMLP):
         return None
     attention, mlp = block.self_attn, block.mlp
-    if block.residual_scale is not None or not _is_plain(attention):
+    dtype = block.input_layernorm.weight.dtype
+    if dtype not in DTYPES or block.residual_scale is not None or not _is_plain(attention, dtype):
         return None
     norms = [block.input_layernorm, block.post_attention_layernorm]
     norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    if not all(_is_ours(norm) for norm in norms) or len({norm.eps for norm in norms}) > 1:
+    if not all(_is_ours(norm, dtype) for norm in norms) or len({norm.eps for norm in norms}) > 1:
         return None
-    weights = [
-        _packed(layer) for layer in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    ]
-    if None in weights:
+    products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj)
+    down = _unquantized(mlp.down_proj, dtype)
+    if down is None or any(_unquantized(product, dtype) is None for product in products):
         return None
-    qkv, out, _, down = (weight for weight in weights if weight is not None)
     return BlockSizes(
+        dtype=str(dtype).removeprefix("torch."),
         width=down.values.shape[0],
         mlp_width=down.values.shape[1],
         num_heads=attention.attention.num_heads,
@@ -61,13 +62,11 @@ def sizes_of(block: nn.Module) -> BlockSizes | None:
         head_dim=attention.head_dim,
         scale=attention.attention.scale,
         eps=norms[0].eps,
-        has_qkv_bias=qkv.bias is not None,
-        has_o_bias=out.bias is not None,
         has_head_norms=attention.q_norm is not None,
     )
 
 
-def _is_plain(attention: SelfAttention) -> bool:
+def _is_plain(attention: SelfAttention, dtype: torch.dtype) -> bool:
     """Whether the projections do nothing to q and k but normalise and rotate each head."""
     return (
         not attention.has_gate
@@ -75,16 +74,16 @@ def _is_plain(attention: SelfAttention) -> bool:
         and attention.order is None
         and attention.query_scaling is None
         and attention.attention.kernels is KERNELS
-        and attention.attention.k_cache.dtype == torch.bfloat16
+        and attention.attention.k_cache.dtype == dtype
     )
 
 
-def _is_ours(norm: RMSNorm) -> bool:
-    return norm.kernels is KERNELS and norm.weight.dtype == torch.bfloat16
+def _is_ours(norm: RMSNorm, dtype: torch.dtype) -> bool:
+    return norm.kernels is KERNELS and norm.weight.dtype == dtype
 
 
-def _packed(layer: Linear | FusedLinear) -> PlainWeight | None:
+def _unquantized(layer: Linear | FusedLinear, dtype: torch.dtype) -> PlainWeight | None:
     weight = layer.weight
-    if isinstance(weight, PlainWeight) and weight.kernels is KERNELS and weight.values.is_mkldnn:
+    if isinstance(weight, PlainWeight) and weight.kernels is KERNELS and weight.values.dtype == dtype:
         return weight
     return None

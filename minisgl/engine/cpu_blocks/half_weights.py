@@ -1,0 +1,60 @@
+"""Halves a CPU model's float32 weights while it serves: `PlainWeight.halve`, one weight after the other."""
+
+import logging
+import os
+import threading
+
+from torch import nn
+
+from minisgl.models.checkpoint import plain_weights
+from triton_kernels.packed_weights import HalfWeight, can_halve
+
+logger = logging.getLogger(__name__)
+
+STEPS_BEFORE_HALVING = 64
+"""Decode steps after which it begins, so that short runs and the first answer do not share the processor."""
+
+
+class WeightHalver:
+    """Promise: it takes only time that nobody else wants, and steps may run at any time.
+
+    A step may read some weights as they were and others as they are then; all rows of it read the same.
+    """
+
+    def __init__(self, model: nn.Module, steps_before: int = STEPS_BEFORE_HALVING) -> None:
+        self._weights = [
+            (weight, shared) for weight, shared in plain_weights(model) if can_halve(weight.values)
+        ]
+        self._steps_left = steps_before
+        self._is_stopped = threading.Event()
+        # As a daemon it does not keep the process from ending in the middle of a large weight.
+        self._thread = threading.Thread(target=self._run, name="halve-weights", daemon=True)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are weights that may be halved."""
+        return bool(self._weights)
+
+    def before_step(self) -> None:
+        """Called before each decode step."""
+        self._steps_left -= 1
+        if self._steps_left == 0 and self.has_work:
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all weights have been tried, if it has begun."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Leave the weights that have not been tried as they are; does not wait for the one in work."""
+        self._is_stopped.set()
+
+    def _run(self) -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+        for weight, is_shared in self._weights:
+            if self._is_stopped.is_set():
+                return
+            weight.halve(is_shared=is_shared)
+        halved = sum(isinstance(weight.values, HalfWeight) for weight, _ in self._weights)
+        logger.info("%d of %d weights are read as float16 from now on", halved, len(self._weights))

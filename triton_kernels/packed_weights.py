@@ -1,0 +1,119 @@
+"""Weights of linear layers in layouts that a CPU's libraries multiply by faster.
+
+    bfloat16, on processors with AVX-512        oneDNN's own order
+    float32 that float16 holds, on any x86      float16 in FBGEMM's own order: half of the bytes to read
+
+A checkpoint in bfloat16 is float32 where the processor has no instructions for bfloat16. Its numbers have
+eight significant bits and float16 has eleven, so with a power of two that brings a weight's largest element
+close to float16's largest, float16 holds them. Products and sums stay float32.
+
+N outputs, K inputs.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+PACKED_FOR_ROWS = 8
+"""oneDNN's hint for packing. What it chooses for 8 rows is as fast for 1 and for 512 as what it chooses for
+these."""
+LARGEST_POWER = 14
+"""Elements are brought below 2 ** (LARGEST_POWER + 1); float16 ends below 2 ** 16."""
+ROUNDING = 2.0**-25
+"""How far elements close to zero, or below 2 ** -38 of the largest one, may be from what float16 holds."""
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight is of one of these layouts."""
+    return weight.is_mkldnn or isinstance(weight, HalfWeight)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether `pack_weight` takes it: a plain one of bfloat16, on a processor with AVX-512."""
+    return (
+        weight.dtype == torch.bfloat16
+        and not weight.is_mkldnn
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A copy of weight [N, K] in the layout that oneDNN's products read, with the shape and type of `weight`.
+
+    Only `linear` takes it, with any number of rows.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+
+
+class HalfWeight(Tensor):
+    """A float32 weight [N, K] that is kept as float16; `halve_weight` makes one.
+
+    Only `linear` takes it, with any number of rows. It is a tensor so that it can be a parameter, but besides
+    its shape and type only `detach` works.
+
+    Args:
+        packed: FBGEMM's copy of the weight times `factor`.
+    """
+
+    # As torch's notes on tensor subclasses have it; its own annotation misses it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    def __new__(cls, shape: torch.Size, packed: torch.ScriptObject, factor: float) -> "HalfWeight":
+        """Make the shell that torch sees."""
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=torch.device("cpu"))
+
+    def __init__(self, shape: torch.Size, packed: torch.ScriptObject, factor: float) -> None:
+        self.packed = packed
+        self.factor = factor
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        if function is torch.ops.aten.detach.default:
+            (weight,) = arguments
+            return cls(weight.shape, weight.packed, weight.factor)
+        raise NotImplementedError(f"{function} of a packed weight: needs what `unpack_weight` returns")
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The op `linear` for x, float32 [rows, K]."""
+        y = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        if self.factor != 1:
+            y.mul_(1 / self.factor)
+        return y if bias is None else y.add_(bias)
+
+
+def can_halve(weight: Tensor) -> bool:
+    """Whether to try `halve_weight`, which takes some 40 ns an element: a plain float32 weight of an x86."""
+    return (
+        weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and not is_packed(weight)
+        and torch.backends.quantized.engine in ("x86", "fbgemm")
+    )
+
+
+def halve_weight(weight: Tensor) -> HalfWeight | None:
+    """A copy of weight [N, K] in half of the memory; None = float16 does not hold its elements."""
+    low, high = (extreme.item() for extreme in weight.aminmax())
+    peak = max(-low, high)
+    if not 0 < peak < math.inf:
+        return None
+    factor = 1.0
+    if not torch.equal(weight.half().float(), weight):
+        factor = 2.0 ** (LARGEST_POWER - math.frexp(peak)[1] + 1)
+        weight = weight * factor
+        if (weight.half().float() - weight).abs_().max() > ROUNDING:
+            return None
+    return HalfWeight(weight.shape, torch.ops.quantized.linear_prepack_fp16(weight, None), factor)
+
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """The weight [N, K] that was packed or halved.
+
+    Elements of a halved one that are below 2 ** -31 of the largest one may have lost bits.
+    """
+    if not isinstance(packed, HalfWeight):
+        return packed.to_dense()
+    dense, _ = torch.ops.quantized.linear_unpack_fp16(packed.packed)
+    return dense.div_(packed.factor)
