@@ -86,6 +86,8 @@ COUNTED = {
     "waits": "griddepcontrol.wait",
 }
 """Instructions whose number each line has."""
+BARE_FP8 = re.compile(r"\.e4m3x2\.f32\s+[$%]")
+"""Rounding to FP8 as Triton does it, not triton_kernels/e4m3.py, which says what is wrong with that."""
 
 
 class Compiler:
@@ -168,6 +170,7 @@ class Compiler:
         text = compiled.asm["llir" if self.stop_at_shared else "ptx"]
         line: dict[str, Any] = {"shared_bytes": compiled.metadata.shared}
         line |= {name: text.count(instruction) for name, instruction in COUNTED.items()}
+        line["bare_fp8"] = len(BARE_FP8.findall(text))
         if not self.stop_at_shared:
             before, _, _ = text.partition(COUNTED["waits"])
             line["before_wait"] = len(MEMORY.findall(before))

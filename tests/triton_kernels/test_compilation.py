@@ -144,6 +144,7 @@ def test_every_kernel_compiles_for_every_gpu_within_its_shared_memory_and_regist
     kernels = kernels if compute == 90 else kernels - {"_paged_prefill_hopper_kernel"}
     assert {line["kernel"] for line in compiled} == kernels
     for line in compiled:
+        assert line["bare_fp8"] == 0, f"rounds to FP8 without as_fp8: {line}"
         multiplies = line["kernel"] in MULTIPLYING and "float32" not in line["launch"]
         if multiplies:
             assert line["wgmma"] + line["tcgen05"] + line["mma"] > 0, f"no matrix instructions: {line}"
