@@ -149,7 +149,7 @@ def test_kernels_equal_the_reference(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-# Of 528, a tile's last lanes lie behind all rows' ends, where ptxas has lost numbers (triton_kernels/e4m3.py).
+# Of 528, a tile's last lanes lie behind all rows' ends, where ptxas loses numbers (triton_kernels/e4m3.py).
 @pytest.mark.parametrize("size", [(1, 40, 8, 48, 48), (2, 3, 1, 528, 16), (2, 2, 1, 48, 528)])
 def test_kernels_of_few_tokens_equal_the_reference(
     kind: str, size: tuple[int, int, int, int, int], device: str
