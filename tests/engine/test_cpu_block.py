@@ -210,7 +210,7 @@ def test_only_plain_blocks_can_be_compiled() -> None:
 @pytest.mark.skipif(not can_halve(torch.empty(1, 1)), reason="needs an x86")
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
 def test_weights_are_halved_while_steps_run(model: Decoder, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger=WeightHalver.__module__)
     halver = WeightHalver(model, steps_before=2)
     block = CpuBlock(model, None, None, halver=halver)
     expected = logits(model, [1, 2])

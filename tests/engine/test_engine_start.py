@@ -73,9 +73,14 @@ def test_a_disk_that_is_full_stops_no_start(
     engine.close()
 
 
-def test_without_a_gpu_there_is_nothing_to_keep(folder: Path, tmp_path: Path) -> None:
+def test_a_cpu_that_compiles_nothing_has_nothing_to_keep(folder: Path, tmp_path: Path) -> None:
     config = EngineConfig(
-        device="cpu", dtype="float32", dummy_weights=True, num_pages=9, compile_cache=str(tmp_path / "c")
+        device="cpu",
+        dtype="float32",
+        dummy_weights=True,
+        num_pages=9,
+        compile_cache=str(tmp_path / "c"),
+        compile_on_cpu=False,
     )
     build_engine(config, folder, lambda name, duration_ms: None).close()
     assert not (tmp_path / "c").exists()

@@ -51,10 +51,14 @@ class WeightHalver:
         self._is_stopped.set()
 
     def _run(self) -> None:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
-        for weight, is_shared in self._weights:
-            if self._is_stopped.is_set():
-                return
-            weight.halve(is_shared=is_shared)
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+            for weight, is_shared in self._weights:
+                if self._is_stopped.is_set():
+                    return
+                weight.halve(is_shared=is_shared)
+        except (RuntimeError, OSError) as error:  # out of memory; a container may not change priorities
+            logger.warning("weights stay as they are: %s", error)
+            return
         halved = sum(isinstance(weight.values, HalfWeight) for weight, _ in self._weights)
         logger.info("%d of %d weights are read as float16 from now on", halved, len(self._weights))
