@@ -11,6 +11,7 @@ N outputs, K inputs.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,8 +21,12 @@ PACKED_FOR_ROWS = 8
 these."""
 LARGEST_POWER = 14
 """Elements are brought below 2 ** (LARGEST_POWER + 1); float16 ends below 2 ** 16."""
+ELEMENTS_AT_ONCE = 1 << 23
+"""Of a weight that FBGEMM packs in one call, which nothing can stop: a quarter of a second."""
 ROUNDING = 2.0**-25
 """How far elements close to zero, or below 2 ** -38 of the largest one, may be from what float16 holds."""
+
+Packed = tuple[torch.ScriptObject, ...]
 
 
 def is_packed(weight: Tensor) -> bool:
@@ -54,17 +59,19 @@ class HalfWeight(Tensor):
     its shape and type only `detach` works.
 
     Args:
-        packed: FBGEMM's copy of the weight times `factor`.
+        packed: FBGEMM's copies of all rows times `factor`, some rows in each.
     """
 
     # As torch's notes on tensor subclasses have it; its own annotation misses it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
-    def __new__(cls, shape: torch.Size, packed: torch.ScriptObject, factor: float) -> "HalfWeight":
+    def __new__(
+        cls, shape: torch.Size, packed: tuple[torch.ScriptObject, ...], factor: float
+    ) -> "HalfWeight":
         """Make the shell that torch sees."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=torch.device("cpu"))
 
-    def __init__(self, shape: torch.Size, packed: torch.ScriptObject, factor: float) -> None:
+    def __init__(self, shape: torch.Size, packed: Packed, factor: float) -> None:
         self.packed = packed
         self.factor = factor
 
@@ -77,14 +84,15 @@ class HalfWeight(Tensor):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The op `linear` for x, float32 [rows, K]."""
-        y = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        parts = [torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.packed]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self.factor != 1:
             y.mul_(1 / self.factor)
         return y if bias is None else y.add_(bias)
 
 
 def can_halve(weight: Tensor) -> bool:
-    """Whether to try `halve_weight`, which takes some 40 ns an element: a plain float32 weight of an x86."""
+    """Whether to try `halve_weight`: a plain float32 weight of an x86."""
     return (
         weight.dtype == torch.float32
         and weight.device.type == "cpu"
@@ -93,19 +101,29 @@ def can_halve(weight: Tensor) -> bool:
     )
 
 
-def halve_weight(weight: Tensor) -> HalfWeight | None:
-    """A copy of weight [N, K] in half of the memory; None = float16 does not hold its elements."""
+def halve_weight(weight: Tensor, goes_on: Callable[[], bool] = lambda: True) -> HalfWeight | None:
+    """A copy of weight [N, K] in half of the memory; None = float16 does not hold its elements.
+
+    It takes some 30 ns an element.
+
+    Args:
+        goes_on: is asked now and then; False = return None.
+    """
     low, high = (extreme.item() for extreme in weight.aminmax())
     peak = max(-low, high)
     if not 0 < peak < math.inf:
         return None
+    rows = weight.split(max(ELEMENTS_AT_ONCE // weight.shape[1], 1))
     factor = 1.0
-    if not torch.equal(weight.half().float(), weight):
+    if not all(torch.equal(some.half().float(), some) for some in rows):
         factor = 2.0 ** (LARGEST_POWER - math.frexp(peak)[1] + 1)
-        weight = weight * factor
-        if (weight.half().float() - weight).abs_().max() > ROUNDING:
+    packed = []
+    for some in rows:
+        scaled = some * factor
+        if not goes_on() or (scaled.half().float() - scaled).abs_().max() > ROUNDING:
             return None
-    return HalfWeight(weight.shape, torch.ops.quantized.linear_prepack_fp16(weight, None), factor)
+        packed.append(torch.ops.quantized.linear_prepack_fp16(scaled, None))
+    return HalfWeight(weight.shape, tuple(packed), factor)
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
@@ -115,5 +133,5 @@ def unpack_weight(packed: Tensor) -> Tensor:
     """
     if not isinstance(packed, HalfWeight):
         return packed.to_dense()
-    dense, _ = torch.ops.quantized.linear_unpack_fp16(packed.packed)
-    return dense.div_(packed.factor)
+    rows = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in packed.packed]
+    return torch.cat(rows).div_(packed.factor)

@@ -7,7 +7,7 @@ lie side by side.
 N rows of input, `in` and `out` features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -126,16 +126,17 @@ class PlainWeight(nn.Module):
         if self._is_ours and self.values.device.type == "cpu" and can_pack(self.values):
             self._replace(pack_weight(self.values.detach()), is_shared)
 
-    def halve(self, *, is_shared: bool = False) -> None:
+    def halve(self, goes_on: Callable[[], bool], *, is_shared: bool = False) -> None:
         """On a CPU, keep float32 that float16 holds as float16. It takes seconds for a large weight.
 
         Another thread may multiply meanwhile.
 
         Args:
+            goes_on: is asked now and then; False = leave the weight as it is.
             is_shared: as of `pack`.
         """
         if self._is_ours and can_halve(self.values):
-            halved = halve_weight(self.values.detach())
+            halved = halve_weight(self.values.detach(), goes_on)
             if halved is not None:
                 self._replace(halved, is_shared)
 

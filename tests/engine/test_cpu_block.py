@@ -225,6 +225,25 @@ def test_weights_are_halved_while_steps_run(model: Decoder, caplog: pytest.LogCa
     block.close()
 
 
+@pytest.mark.skipif(not can_halve(torch.empty(1, 1)), reason="needs an x86")
+def test_a_process_may_end_while_weights_are_halved() -> None:
+    """Without closing anything; a thread in the middle of torch would abort it."""
+    program = """
+import torch
+from minisgl.engine.cpu_blocks.half_weights import WeightHalver
+from minisgl.layers.weight import PlainWeight
+
+weights = torch.nn.ModuleList(
+    PlainWeight(1024, [4096], torch.float32, torch.device("cpu"), bias=False) for _ in range(50)
+)
+for weight in weights:
+    weight.values.fill_(1.5)
+WeightHalver(weights, steps_before=1).before_step()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE_PARENT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
 def test_no_weight_is_halved_after_the_end(model: Decoder) -> None:
     halver = WeightHalver(model, steps_before=1)

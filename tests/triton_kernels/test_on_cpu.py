@@ -7,7 +7,14 @@ from torch.nn import functional as F
 
 from triton_kernels.linear import gated_linear, linear
 from triton_kernels.on_cpu import BLOCK_ROWS, FEW_ROWS, on_one_thread
-from triton_kernels.packed_weights import can_halve, can_pack, halve_weight, pack_weight, unpack_weight
+from triton_kernels.packed_weights import (
+    ELEMENTS_AT_ONCE,
+    can_halve,
+    can_pack,
+    halve_weight,
+    pack_weight,
+    unpack_weight,
+)
 from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_kernels.rope_store import rope_store, rope_store_reference
 from triton_kernels.sample import sample
@@ -97,7 +104,11 @@ halves = pytest.mark.skipif(not can_halve(torch.empty(1, 1)), reason="needs an x
 @halves
 @pytest.mark.parametrize("power", [0, 20, -30])
 @pytest.mark.parametrize(("outputs", "width"), [(33, 47), (320, 576), (5, 1)])
-def test_halved_weights_hold_bfloat16_and_multiply_as_exactly_as_float32(outputs, width, power):
+@pytest.mark.parametrize("at_once", [ELEMENTS_AT_ONCE, 300])
+def test_halved_weights_hold_bfloat16_and_multiply_as_exactly_as_float32(
+    outputs, width, power, at_once, monkeypatch
+):
+    monkeypatch.setattr("triton_kernels.packed_weights.ELEMENTS_AT_ONCE", at_once)
     # Few elements of a real weight are far smaller than the others; here a row's are.
     weight = random(outputs, width, dtype=torch.bfloat16).float() * 2.0**power
     weight[0] *= 2.0**-12
@@ -127,6 +138,8 @@ def test_weights_that_float16_does_not_hold_are_not_halved():
         other[3, 4] = element
         assert halve_weight(other) is None
     assert halve_weight(torch.zeros(3, 4)) is None  # nothing to gain
+    assert halve_weight(weight) is not None
+    assert halve_weight(weight, lambda: False) is None
     tiny = weight.clone()
     tiny[3, 4] = 1e-30  # less than a rounding of any sum
     halved = halve_weight(tiny)

@@ -13,10 +13,12 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEFORE_HALVING = 64
 """Decode steps after which it begins, so that short runs and the first answer do not share the processor."""
+NICENESS = 10
+"""A tenth of the processor where others want all of it. With less, the end of an engine would wait long."""
 
 
 class WeightHalver:
-    """Promise: it takes only time that nobody else wants, and steps may run at any time.
+    """Promise: it gives way to others, and steps may run at any time.
 
     A step may read some weights as they were and others as they are then; all rows of it read the same.
     """
@@ -27,8 +29,8 @@ class WeightHalver:
         ]
         self._steps_left = steps_before
         self._is_stopped = threading.Event()
-        # As a daemon it does not keep the process from ending in the middle of a large weight.
-        self._thread = threading.Thread(target=self._run, name="halve-weights", daemon=True)
+        # No daemon: a process that ends while a thread is in torch aborts.
+        self._thread = threading.Thread(target=self._run, name="halve-weights")
 
     @property
     def has_work(self) -> bool:
@@ -47,17 +49,22 @@ class WeightHalver:
             self._thread.join()
 
     def stop(self) -> None:
-        """Leave the weights that have not been tried as they are; does not wait for the one in work."""
+        """Leave the weights that have not been halved as they are. Waits for what can't be stopped."""
         self._is_stopped.set()
+        self.wait()
+
+    def _goes_on(self) -> bool:
+        # The main thread has ended where a process ends without closing its engine.
+        return not self._is_stopped.is_set() and threading.main_thread().is_alive()
 
     def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # of this thread alone
         try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
             for weight, is_shared in self._weights:
-                if self._is_stopped.is_set():
+                if not self._goes_on():
                     return
-                weight.halve(is_shared=is_shared)
-        except (RuntimeError, OSError) as error:  # out of memory; a container may not change priorities
+                weight.halve(self._goes_on, is_shared=is_shared)
+        except RuntimeError as error:  # out of memory
             logger.warning("weights stay as they are: %s", error)
             return
         halved = sum(isinstance(weight.values, HalfWeight) for weight, _ in self._weights)
