@@ -22,7 +22,7 @@ these."""
 LARGEST_POWER = 14
 """Elements are brought below 2 ** (LARGEST_POWER + 1); float16 ends below 2 ** 16."""
 ELEMENTS_AT_ONCE = 1 << 25
-"""Of a weight that FBGEMM packs in one call, which nothing can stop: a second. More pieces multiply slower."""
+"""Of a weight that FBGEMM packs in one call, which nothing can stop: a second. More pieces are slower."""
 ROUNDING = 2.0**-25
 """How far elements close to zero, or below 2 ** -38 of the largest one, may be from what float16 holds."""
 
