@@ -84,7 +84,9 @@ class HalfWeight(Tensor):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The op `linear` for x, float32 [rows, K]."""
-        parts = [torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.packed]
+        # Asking each packed part whether it overrides torch's functions takes 20 us, and a product 100.
+        with torch._C.DisableTorchFunctionSubclass():
+            parts = [torch.ops.quantized.linear_dynamic_fp16(x, part) for part in self.packed]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         if self.factor != 1:
             y.mul_(1 / self.factor)
