@@ -18,7 +18,7 @@ from minisgl.engine.cpu_blocks.sizes import BlockSizes
 
 
 class Part(NamedTuple):
-    """A part to compile, and an example of its inputs with T = 2."""
+    """A part to compile, and an example of its inputs."""
 
     module: nn.Module
     inputs: tuple[Tensor | None, ...]
@@ -39,47 +39,38 @@ class AddNorm(nn.Module):
         return _normalised(residual.float(), norm, self.eps).to(x.dtype), residual
 
 
-class Rotate(nn.Module):
-    """Norms of heads, rotation."""
+class Attend(nn.Module):
+    """One row's heads normalised and rotated, its key and value stored, its attention over few keys."""
 
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
         self.sizes = sizes
 
     def forward(
-        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (H + 2K) * D] -> q [T, H, D], k and v [T, K, D]."""
+        self,
+        qkv: Tensor,
+        position: Tensor,
+        cos_sin: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slots: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """qkv [1, (H + 2K) * D], pools [N, K, D], slots int64 [L], the last is the new one -> [1, H * D]."""
         sizes = self.sizes
         heads = qkv.unflatten(1, (-1, sizes.head_dim))
         q, k, v = heads.split((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), 1)
-        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
-        return (
-            _rotate(q, q_norm, sizes.eps, cos, sin),
-            _rotate(k, k_norm, sizes.eps, cos, sin),
-            v.contiguous(),
-        )
-
-
-class StoreAndAttend(nn.Module):
-    """One row's new key and value stored, and its attention over few keys."""
-
-    def __init__(self, sizes: BlockSizes) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor
-    ) -> Tensor:
-        """q [1, H, D], k and v [1, K, D], pools [N, K, D], slots int64 [L], the last is new -> [1, H * D]."""
-        k_pool.index_copy_(0, slots[-1:], k)
+        cos, sin = cos_sin.index_select(0, position).unsqueeze(1).chunk(2, -1)
+        k_pool.index_copy_(0, slots[-1:], _rotate(k, k_norm, sizes.eps, cos, sin))
         v_pool.index_copy_(0, slots[-1:], v)
-        queries = q.float().view(self.sizes.num_kv_heads, -1, self.sizes.head_dim)
+        queries = _rotate(q, q_norm, sizes.eps, cos, sin).float() * sizes.scale
+        queries = queries.view(sizes.num_kv_heads, -1, sizes.head_dim)
         # As sums of products, which the compiler fuses with the reading of the pool.
         keys = k_pool.index_select(0, slots).unsqueeze(2).float()  # [L, K, 1, D]
-        weights = ((queries * keys).sum(-1) * self.sizes.scale).softmax(0)  # [L, K, G]
+        weights = (queries * keys).sum(-1).softmax(0)  # [L, K, G]
         values = v_pool.index_select(0, slots).unsqueeze(2).float()
-        return (weights.unsqueeze(-1) * values).sum(0).view(1, -1).to(q.dtype)
+        return (weights.unsqueeze(-1) * values).sum(0).view(1, -1).to(qkv.dtype)
 
 
 class SiluMul(nn.Module):
@@ -99,20 +90,14 @@ def parts_of(sizes: BlockSizes) -> dict[str, Part]:
 
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     row, pool = example(2, sizes.width), example(64, kv_heads, head_dim)
+    one = (example(1, (heads + 2 * kv_heads) * head_dim), torch.zeros(1, dtype=torch.int32))
     head_norms = [example(head_dim) if sizes.has_head_norms else None for _ in range(2)]
-    positions, cos_sin = torch.zeros(2, dtype=torch.int32), torch.zeros(64, head_dim)
-    new = (example(1, heads, head_dim), *(example(1, kv_heads, head_dim) for _ in range(2)))
     return {
         "add_norm": Part(AddNorm(sizes), (row, row.clone(), example(sizes.width)), {0: "rows", 1: "rows"}),
-        "rotate": Part(
-            Rotate(sizes),
-            (example(2, (heads + 2 * kv_heads) * head_dim), positions, cos_sin, *head_norms),
-            {0: "rows", 1: "rows", 2: "positions"},
-        ),
         "attend": Part(
-            StoreAndAttend(sizes),
-            (*new, pool, pool.clone(), torch.arange(8)),
-            {3: "pool", 4: "pool", 5: "keys"},
+            Attend(sizes),
+            (*one, torch.zeros(64, head_dim), pool, pool.clone(), torch.arange(8), *head_norms),
+            {2: "positions", 3: "pool", 4: "pool", 5: "keys"},
         ),
         "silu_mul": Part(SiluMul(), (example(2, 2 * sizes.mlp_width),), {0: "rows"}),
     }
