@@ -26,6 +26,7 @@ from triton_kernels import (
     quantize_int4,
     rms_norm_fp8,
     rope_store,
+    unpack_pages,
 )
 from triton_kernels.gpu import Gpu
 from triton_kernels.int4_packing import BLOCK, BLOCK_BYTES
@@ -126,9 +127,13 @@ def _fp8_cache() -> Iterator[Launch]:
         arguments = attention_arguments(64, *odd, kv_dtype=FP8)
         name = "{}/{}/{} page {}".format(*odd)
         yield Launch(f"decode fp8 cache {name}", functools.partial(decode, *arguments), False)
-    arguments = (*attention_arguments(4096, *shape, kv_dtype=FP8), ints(65), 512, 0.1)
+    q, *pools_and_rows = attention_arguments(4096, *shape, kv_dtype=FP8)
+    arguments = (q, *pools_and_rows, ints(65), 512, 0.1)
     prefill = functools.partial(paged_prefill.paged_prefill_triton, *arguments, kv_scales=scales)
     yield Launch("prefill fp8 cache 32/8/128 page 16", prefill)
+    room = unpack_pages.empty_pages(pools_and_rows[0], pools_and_rows[2], 64, 4096, BF16)
+    unpack = functools.partial(unpack_pages.unpack_pages, room, *pools_and_rows, scales)
+    yield Launch("unpack_pages 8/128 page 16", unpack, False)
 
 
 def _fp8_experts() -> Iterator[Launch]:

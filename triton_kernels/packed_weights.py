@@ -23,8 +23,12 @@ LARGEST_POWER = 14
 """Elements are brought below 2 ** (LARGEST_POWER + 1); float16 ends below 2 ** 16."""
 ELEMENTS_AT_ONCE = 1 << 25
 """Of a weight that FBGEMM packs in one call, which nothing can stop: a second. More pieces are slower."""
+ELEMENTS_CHECKED_AT_ONCE = 1 << 22
+"""So that copies of them take little memory."""
 ROUNDING = 2.0**-25
-"""How far elements close to zero, or below 2 ** -38 of the largest one, may be from what float16 holds."""
+"""Half of float16's smallest number. So far may elements be off where the largest is 2 ** 14 or more: those
+of eight bits are exact down to 2 ** -31 of the largest, and smaller ones off by less than 2 ** -39 of it.
+"""
 
 Packed = tuple[torch.ScriptObject, ...]
 
@@ -86,6 +90,10 @@ class HalfWeight(Tensor):
             return cls(weight.shape, weight.packed, weight.factor)
         raise NotImplementedError(f"{function} of a packed weight: needs what `unpack_weight` returns")
 
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Without the elements, for which torch would ask."""
+        return f"HalfWeight{tuple(self.shape)}"
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The op `linear` for x, float32 [rows, K]."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -114,28 +122,38 @@ def halve_weight(weight: Tensor, goes_on: Callable[[], bool] = lambda: True) -> 
     Args:
         goes_on: is asked now and then; False = return None.
     """
+    if not weight.numel():
+        return None
     low, high = (extreme.item() for extreme in weight.aminmax())
     peak = max(-low, high)
     if not 0 < peak < math.inf:
         return None
-    rows = weight.split(max(ELEMENTS_AT_ONCE // weight.shape[1], 1))
     factor = 1.0
-    if not all(torch.equal(some.half().float(), some) for some in rows):
+    if not _is_held(weight, factor, 0, goes_on):
         factor = 2.0 ** (LARGEST_POWER - math.frexp(peak)[1] + 1)
-    packed = []
-    for some in rows:
-        scaled = some * factor
-        if not goes_on() or (scaled.half().float() - scaled).abs_().max() > ROUNDING:
+        if not _is_held(weight, factor, ROUNDING, goes_on):
             return None
+    packed = []
+    for rows in weight.split(max(ELEMENTS_AT_ONCE // weight.shape[1], 1)):
+        if not goes_on():
+            return None
+        scaled = rows if factor == 1 else rows * factor
         packed.append(torch.ops.quantized.linear_prepack_fp16(scaled, None))
     return HalfWeight(weight.shape, tuple(packed), factor)
 
 
-def unpack_weight(packed: Tensor) -> Tensor:
-    """The weight [N, K] that was packed or halved.
+def _is_held(weight: Tensor, factor: float, rounding: float, goes_on: Callable[[], bool]) -> bool:
+    """Whether float16 is never further than `rounding` from an element times `factor`."""
+    for rows in weight.split(max(ELEMENTS_CHECKED_AT_ONCE // weight.shape[1], 1)):
+        scaled = rows * factor
+        # Not "greater than": where both are infinite, the difference is no number.
+        if not goes_on() or not (scaled.half().float() - scaled).abs_().max() <= rounding:
+            return False
+    return True
 
-    Elements of a halved one that are below 2 ** -31 of the largest one may have lost bits.
-    """
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """The weight [N, K] that was packed, or halved, which may have lost bits (`ROUNDING`)."""
     if not isinstance(packed, HalfWeight):
         return packed.to_dense()
     rows = [torch.ops.quantized.linear_unpack_fp16(part)[0] for part in packed.packed]

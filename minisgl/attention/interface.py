@@ -31,6 +31,7 @@ class AttentionInputs(NamedTuple):
     layer_input: Tensor | None = None  # [T, E]  what the layer gets of each token beside the stream (Gemma 4)
     rows: "tuple[RowKeys, ...] | None" = None  # on a CPU, the rows that have keys; None = not looked up yet
     groups: "tuple[AttentionInputs, ...]" = ()  # this batch for each group of layers; empty = there is one
+    num_keys: int = 0  # of all rows, as the host knows it; 0 = it does not
     few_keys: "FewKeys | None" = None  # on a CPU, all keys of a decode step of several rows, if they are few
 
     def of_group(self, group: int) -> "AttentionInputs":

@@ -151,7 +151,7 @@ class PlainWeight(nn.Module):
     def unpack(self) -> None:
         """Undo `pack` or `halve`."""
         if is_packed(self.values):
-            dense = nn.Parameter(unpack_weight(self.values.detach()), requires_grad=False)
+            dense = nn.Parameter(unpack_weight(self.values), requires_grad=False)
             self.values = self._shared[0] if self._shared else dense
 
     def part_tensors(self) -> list[dict[str, Tensor]]:

@@ -168,6 +168,8 @@ def _with_defaults(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         config,
         max_context_tokens=context,
         max_running_requests=config.max_running_requests or MAX_RUNNING_REQUESTS,
+        # What it changes while steps run would change what is compared.
+        compile_on_cpu=False,
     )
 
 

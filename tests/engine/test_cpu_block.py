@@ -244,6 +244,27 @@ WeightHalver(weights, steps_before=1).before_step()
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("place", ["threading.Thread.start", "os.setpriority"])
+@pytest.mark.parametrize("model", [torch.float32], indirect=True)
+def test_steps_go_on_where_weights_can_not_be_halved(
+    model: Decoder, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise PermissionError("not here") if place == "os.setpriority" else RuntimeError("not here")
+
+    monkeypatch.setattr(place, fail)
+    halver = WeightHalver(model, steps_before=1)
+    if not halver.has_work:
+        pytest.skip("needs an x86")
+    block = CpuBlock(model, None, None, halver=halver)
+    expected = logits(model, [1, 2])
+    assert torch.equal(logits(model, [1, 2], block), expected)
+    halver.wait()
+    assert torch.equal(logits(model, [1, 2], block), expected)
+    assert "weights stay as they are: not here" in caplog.text
+    block.close()
+
+
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
 def test_no_weight_is_halved_after_the_end(model: Decoder) -> None:
     halver = WeightHalver(model, steps_before=1)

@@ -99,6 +99,9 @@ def test_a_packed_weight_multiplies_alike_and_its_parts_can_be_loaded_again(dtyp
     assert not mlp(x).any()
     pack()
     assert not mlp(x).any()
+    with torch.inference_mode():
+        parts = mlp.gate_up_proj.part_tensors()
+    assert not parts["up_proj.weight"].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

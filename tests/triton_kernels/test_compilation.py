@@ -19,6 +19,7 @@ TMA_KERNELS = {"_tiled_linear_kernel", "_sum_splits_kernel", "_fp8_tiled_kernel"
 FP8_KERNELS = {
     "_quantize_fp8_kernel",
     "_quantize_with_peaks_kernel",
+    "_unpack_pages_kernel",
     "_rms_norm_fp8_kernel",
     "_fp8_linear_kernel",
     "_fp8_split_linear_kernel",
@@ -81,6 +82,7 @@ KERNELS = MULTIPLYING | {
     "_experts_warp_kernel",
     "_quantize_fp8_kernel",
     "_quantize_with_peaks_kernel",
+    "_unpack_pages_kernel",
     "_rms_norm_fp8_kernel",
     "_dequantize_int4_kernel",
     "_int4_warp_kernel",

@@ -108,7 +108,8 @@ halves = pytest.mark.skipif(not can_halve(torch.empty(1, 1)), reason="needs an x
 def test_halved_weights_hold_bfloat16_and_multiply_as_exactly_as_float32(
     outputs, width, power, at_once, monkeypatch
 ):
-    monkeypatch.setattr("triton_kernels.packed_weights.ELEMENTS_AT_ONCE", at_once)
+    for name in ("ELEMENTS_AT_ONCE", "ELEMENTS_CHECKED_AT_ONCE"):
+        monkeypatch.setattr(f"triton_kernels.packed_weights.{name}", at_once)
     # Few elements of a real weight are far smaller than the others; here a row's are.
     weight = random(outputs, width, dtype=torch.bfloat16).float() * 2.0**power
     weight[0] *= 2.0**-12
@@ -137,7 +138,9 @@ def test_weights_that_float16_does_not_hold_are_not_halved():
         other = weight.clone()
         other[3, 4] = element
         assert halve_weight(other) is None
-    assert halve_weight(torch.zeros(3, 4)) is None  # nothing to gain
+    for nothing in ((3, 4), (0, 4), (3, 0)):
+        assert halve_weight(torch.zeros(nothing)) is None
+    assert halve_weight(weight * 2.0**-121) is None  # would have to be multiplied by more than float32 holds
     assert halve_weight(weight) is not None
     assert halve_weight(weight, lambda: False) is None
     tiny = weight.clone()
@@ -148,6 +151,7 @@ def test_weights_that_float16_does_not_hold_are_not_halved():
     assert torch.equal(unpack_weight(halved), tiny)
     with pytest.raises(NotImplementedError, match="packed weight"):
         halved.sum()
+    assert "(33, 47)" in repr(halved)
     assert not can_halve(halved)
     assert not can_halve(weight.bfloat16())
 

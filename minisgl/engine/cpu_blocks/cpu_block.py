@@ -89,11 +89,14 @@ class CpuBlock:
         self._steps_left = None
         if self._halver is not None:
             self._halver.stop()
+        # What waits comes last, as an interrupt may end it.
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
         if self._cache is not None:
             self._cache.close()
+        if self._halver is not None:
+            self._halver.wait()
 
     def _before_step(self) -> None:
         if self._halver is not None:

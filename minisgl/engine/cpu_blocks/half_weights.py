@@ -6,6 +6,7 @@ import threading
 
 from torch import nn
 
+from minisgl.engine.start.device import release_freed_memory
 from minisgl.models.checkpoint import plain_weights
 from triton_kernels.packed_weights import HalfWeight, can_halve
 
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEFORE_HALVING = 64
 """Decode steps after which it begins, so that short runs and the first answer do not share the processor."""
+BYTES_TO_RELEASE = 1 << 26
+"""Freed by so many, memory goes back to the system."""
 NICENESS = 10
 """A tenth of the processor where others want all of it. With less, the end of an engine would wait long."""
 
@@ -41,7 +44,10 @@ class WeightHalver:
         """Called before each decode step."""
         self._steps_left -= 1
         if self._steps_left == 0 and self.has_work:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads
+                _warn(error)
 
     def wait(self) -> None:
         """Return when all weights have been tried, if it has begun."""
@@ -49,23 +55,33 @@ class WeightHalver:
             self._thread.join()
 
     def stop(self) -> None:
-        """Leave the weights that have not been halved as they are. Waits for what can't be stopped."""
+        """Leave the weights that have not been halved as they are. `wait` for the one in work."""
         self._is_stopped.set()
-        self.wait()
 
     def _goes_on(self) -> bool:
         # The main thread has ended where a process ends without closing its engine.
         return not self._is_stopped.is_set() and threading.main_thread().is_alive()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, NICENESS)  # of this thread alone
+        bytes_freed = 0
         try:
+            # Of this thread alone; only root may lower a niceness.
+            os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), NICENESS))
             for weight, is_shared in self._weights:
                 if not self._goes_on():
                     return
                 weight.halve(self._goes_on, is_shared=is_shared)
-        except RuntimeError as error:  # out of memory
-            logger.warning("weights stay as they are: %s", error)
+                bytes_freed += weight.values.nbytes
+                if bytes_freed >= BYTES_TO_RELEASE:
+                    release_freed_memory()
+                    bytes_freed = 0
+        except (RuntimeError, OSError) as error:  # out of memory
+            _warn(error)
             return
+        release_freed_memory()
         halved = sum(isinstance(weight.values, HalfWeight) for weight, _ in self._weights)
         logger.info("%d of %d weights are read as float16 from now on", halved, len(self._weights))
+
+
+def _warn(error: object) -> None:
+    logger.warning("weights stay as they are: %s", error)

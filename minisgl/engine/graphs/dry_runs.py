@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minisgl.attention.triton import MOST_UNPACKED_KEYS
 from minisgl.config import ResolvedConfig
 from minisgl.engine.graphs.buckets import buckets_of, max_joined_decodes
 from minisgl.engine.graphs.parallel_kernel_compile import compile_kernels_in_parallel
@@ -22,6 +23,7 @@ from minisgl.engine.step.steps import DecodeStep, prefill_step, sample_and_advan
 from minisgl.layers.attention import Attention
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
+from triton_kernels.e4m3 import FP8
 from triton_kernels.launch import align_down, align_up
 from triton_kernels.token_mask import num_mask_words, token_mask
 
@@ -57,15 +59,20 @@ def measure_peaks(
     for count in decode_sizes(config):
         planner.plan_decode((), count)
         decode(row_ids[:count])
+
+    def prefill_bytes(batch: PrefillBatch) -> int:
+        return peak_bytes(lambda: prefill_step(model, rows, batch), device)
+
     recorded_bytes = 0
     for size in recorded:
-        padding = padding_batch(size, rows, device)
-        recorded_bytes = peak_bytes(lambda padding=padding: prefill_step(model, rows, padding), device)
-    return Peaks(
-        peak_bytes(lambda: prefill_step(model, rows, batch), device),
-        peak_bytes(lambda: decode(row_ids), device),
-        recorded_bytes,
-    )
+        recorded_bytes = prefill_bytes(padding_batch(size, rows, device)._replace(num_keys=0))
+    most_bytes = prefill_bytes(batch)
+    if cache_dtype == FP8:
+        size = _longest_prefill(config)
+        planner.plan_padding_prefill(size.rows, size.row_tokens)
+        long = padding_batch(size, rows, device)._replace(num_keys=MOST_UNPACKED_KEYS)
+        most_bytes = max(most_bytes, prefill_bytes(long))
+    return Peaks(most_bytes, peak_bytes(lambda: decode(row_ids), device), recorded_bytes)
 
 
 def compile_ahead(
@@ -124,6 +131,12 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
             for size in buckets_of(config).prefill[-1:]
         ],
     ]
+
+
+def _longest_prefill(config: ResolvedConfig) -> DryPrefill:
+    """The largest prefill of few rows."""
+    row_tokens = min(config.max_step_tokens, config.max_context_tokens)
+    return DryPrefill(config.max_step_tokens // row_tokens, row_tokens)
 
 
 def run_distinct_blocks(model: Decoder) -> RunBlock:
@@ -221,4 +234,5 @@ def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> Prefill
             np.concatenate([np.arange(num_decodes, dtype=np.int32), row_start[1:] - 1]),
         ]
     )
-    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes)
+    num_keys = num_rows * row_tokens
+    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes, num_keys=num_keys)

@@ -71,6 +71,13 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
+def release_freed_memory() -> None:
+    """Have the C library give back to the system what is free now, if it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def free_host_bytes() -> int:
     """Host memory that a process can still allocate: MemAvailable on Linux, 8 GiB elsewhere."""
     try:

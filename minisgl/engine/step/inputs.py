@@ -46,6 +46,7 @@ class PrefillBatch(NamedTuple):
     logit_index: Tensor  # int32 [R]  each row's last token; for padding rows, the last real token
     max_query_len: int
     num_decodes: int = 0
+    num_keys: int = 0  # the sum of context_len of the chunks; 0 = the host does not know
 
     def slots_of(self, group: int) -> Tensor:
         """The slots of the tokens in the pages of a group, int32 [T]."""
@@ -215,7 +216,8 @@ def build_prefill(
     size = PrefillBucket(max(size.tokens, room), size.rows, room)
     tensors = stager.to_device(pack_prefill(chunks, decodes, pages, size))
     longest = max(chunk.num_new_tokens for chunk in chunks)
-    return PrefillBatch(*tensors, max_query_len=longest, num_decodes=room)
+    num_keys = sum(chunk.num_computed_tokens + chunk.num_new_tokens for chunk in chunks)
+    return PrefillBatch(*tensors, max_query_len=longest, num_decodes=room, num_keys=num_keys)
 
 
 def pack_prefill(

@@ -46,6 +46,7 @@ def _prefill_inputs(model: Decoder, rows: Rows, batch: PrefillBatch, group: int)
         row_start=batch.row_start,
         max_query_len=batch.max_query_len,
         decodes=decodes,
+        num_keys=batch.num_keys,
     )
     return with_rows_of_a_cpu(inputs, rows.page_size)
 
