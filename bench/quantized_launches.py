@@ -133,7 +133,7 @@ def _fp8_cache() -> Iterator[Launch]:
     yield Launch("prefill fp8 cache 32/8/128 page 16", prefill)
     room = unpack_pages.empty_pages(pools_and_rows[0], pools_and_rows[2], 64, 4096, BF16)
     unpack = functools.partial(unpack_pages.unpack_pages, room, *pools_and_rows, scales)
-    yield Launch("unpack_pages 8/128 page 16", unpack, False)
+    yield Launch("unpack_pages 8/128 page 16", unpack)
 
 
 def _fp8_experts() -> Iterator[Launch]:

@@ -155,6 +155,7 @@ def test_a_prefill_batch_knows_where_each_token_goes() -> None:
     assert batch.row_start.tolist() == [0, 3, 4]
     assert batch.logit_index.tolist() == [2, 3]
     assert batch.max_query_len == 3
+    assert batch.num_keys == batch.context_len.sum()
 
 
 def dense_marks(rules: LogitRules, vocab_size: int) -> np.ndarray:
