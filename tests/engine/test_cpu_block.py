@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,15 @@ from compile_cache.store import OpenCache, open_cache
 from minisgl.attention import torch as torch_attention
 from minisgl.attention.interface import AttentionInputs
 from minisgl.engine.cpu_blocks import compiled_block
-from minisgl.engine.cpu_blocks.compiled_block import PARTS, part_file
+from minisgl.engine.cpu_blocks.compiled_block import MOST_KEYS, PARTS, most_keys_compiled, part_file
 from minisgl.engine.cpu_blocks.cpu_block import CHILD, COMPILER, CpuBlock
 from minisgl.engine.cpu_blocks.half_weights import WeightHalver
 from minisgl.engine.cpu_blocks.parts import parts_of
 from minisgl.engine.cpu_blocks.sizes import BlockSizes, sizes_of_blocks
 from minisgl.engine.start.device import cpu_has_bf16
 from minisgl.ipc.child_process import PACKAGE_PARENT, module_command
+from minisgl.layers.attention import Attention
+from minisgl.model_config.config import QueryScaling
 from minisgl.models.checkpoint import pack_weights, plain_weights
 from minisgl.models.decoder import Decoder, RunBlock
 from triton_kernels.packed_weights import can_halve, is_packed
@@ -203,8 +206,33 @@ def test_closing_ends_the_compiler(model: Decoder, sizes: BlockSizes) -> None:
 
 
 def test_only_plain_blocks_can_be_compiled() -> None:
-    for config, dtype in ((replace(TINY, residual_scale=0.5), torch.bfloat16), (TINY, torch.float64)):
-        assert sizes_of_blocks(Decoder(config, torch_attention.attend, dtype)) is None
+    others: list[dict[str, Any]] = [
+        {"residual_scale": 0.5},
+        {"attention_gate": True},
+        {"qk_norm": True, "qk_norm_of_all_heads": True},
+        {"rotary_dim": 4},
+        {"query_scaling": QueryScaling(0.1, 8)},
+    ]
+
+    def can_be_compiled(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> bool:
+        model = Decoder(replace(TINY, **changes), torch_attention.attend, dtype)
+        model.allocate_kv(PAGES, PAGE, dtype, "cpu")
+        return sizes_of_blocks(model) is not None
+
+    assert can_be_compiled()
+    assert can_be_compiled(torch.float32, qk_norm=True, qkv_bias=True)
+    assert [changes for changes in others if can_be_compiled(**changes)] == []
+    assert not can_be_compiled(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, MOST_KEYS), ({"window": 12}, 12), ({"softcap": 30.0}, 0), ({"has_sinks": True}, 0)],
+)
+def test_full_windows_soft_caps_and_sinks_are_attended_uncompiled(options: dict[str, Any], most: int) -> None:
+    attention = Attention(4, 2, 16, torch_attention.attend, **options)
+    attention.allocate_kv(4, PAGE, torch.float32, "cpu")
+    assert most_keys_compiled(attention) == most
 
 
 @pytest.mark.skipif(not can_halve(torch.empty(1, 1)), reason="needs an x86")

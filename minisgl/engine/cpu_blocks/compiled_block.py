@@ -123,11 +123,12 @@ def _read(block: Block) -> _Layer:
         block.post_attention_layernorm.weight,
         mlp.gate_up_proj.weight.multiply,
         mlp.down_proj.weight.multiply,
-        _most_keys(attention),
+        most_keys_compiled(attention),
     )
 
 
-def _most_keys(attention: Attention) -> int:
+def most_keys_compiled(attention: Attention) -> int:
+    """Up to how many keys of a row compiled attention serves; 0 = none."""
     if attention.softcap or attention.sinks is not None or not attention.k_cache.is_contiguous():
         return 0
     return attention.window or MOST_KEYS
