@@ -135,12 +135,12 @@ def rope_store_cpu(
         k, v, slots = k[stored], v[stored], slots[stored]
     slots = slots.long()
     k_scale, v_scale = scales_of(kv_scales)
-    _store(k_cache, slots, to_pool(k, k_cache, k_scale))
-    _store(v_cache, slots, to_pool(v, v_cache, v_scale))
+    store_cpu(k_cache, slots, to_pool(k, k_cache, k_scale))
+    store_cpu(v_cache, slots, to_pool(v, v_cache, v_scale))
     return rotated[:, :num_heads]
 
 
-def _store(pool: Tensor, slots: Tensor, x: Tensor) -> None:
+def store_cpu(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     """Write x [T, K, D], of the pool's type, to the slots, int64 [T], of pool [P, S, K, D]."""
     if pool.dtype == FP8:  # torch does not copy every type by index
         pool, x = pool.view(torch.uint8), x.view(torch.uint8)

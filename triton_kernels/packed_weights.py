@@ -26,9 +26,9 @@ ELEMENTS_AT_ONCE = 1 << 25
 ELEMENTS_CHECKED_AT_ONCE = 1 << 22
 """So that copies of them take little memory."""
 ROUNDING = 2.0**-25
-"""Half of float16's smallest number. So far may elements be off where the largest is 2 ** 14 or more: those
-of eight bits are exact down to 2 ** -31 of the largest, and smaller ones off by less than 2 ** -39 of it.
-"""
+"""Half of float16's smallest number: how far from float16 an element may be, once the largest is 2 ** 14 or
+more. So elements with eight significant bits are exact down to 2 ** -31 of the largest; smaller ones are off
+by at most 2 ** -39 of it."""
 
 Packed = tuple[torch.ScriptObject, ...]
 

@@ -79,8 +79,8 @@ class EngineConfig:
     compile_on_cpu: bool = True
     """On a CPU, compile the decode steps of common models in the background, after the first few hundred of
     them, and use that code from then on, or from the next start. Needs g++; not with --tp. Also, soon
-    after a start, keep float32 weights as float16 where it holds them but for elements close to zero, with
-    --tp, too. With --kernel neither is done."""
+    after a start, keep float32 weights as float16 where that loses nothing but elements close to zero; with
+    --tp, too. Neither is done with --kernel."""
     max_graph_batch: int | None = None
     """Largest decode batch with a recorded CUDA graph; larger ones run uncaptured; 0 = no graphs. Auto:
     max_running_requests on cuda, unless torch is decode's attention backend, else 0."""

@@ -44,7 +44,7 @@ COMPILE_NOW = (
 
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 1e-5}
-"""Between compiled and uncompiled steps: sums have another order."""
+"""Between compiled and uncompiled steps: sums have another order, queries of bfloat16 are not rounded."""
 OWN_DTYPE = torch.bfloat16 if cpu_has_bf16() else torch.float32
 """What checkpoints in bfloat16 are on this processor. Compiling takes a minute, so only that is compiled."""
 

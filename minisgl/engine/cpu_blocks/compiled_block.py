@@ -15,10 +15,10 @@ from minisgl.attention.interface import AttentionInputs, RowKeys
 from minisgl.attention.torch import find_rows
 from minisgl.layers.attention import Attention
 from minisgl.layers.mlp import GatedMLP
-from minisgl.layers.norm import RMSNorm
 from minisgl.models.decoder import Block, Decoder, RunBlock
+from triton_kernels.on_cpu import store_cpu
 
-PARTS = ("add_norm", "attend", "silu_mul")
+PARTS = ("add_norm", "rotate", "attend", "silu_mul")
 """The names of `parts_of`, whose module an engine does not load."""
 MOST_KEYS = 1024
 """Of all rows of a step, for compiled attention. It takes the rows one after the other on one thread; with
@@ -38,7 +38,7 @@ class _Layer(NamedTuple):
     attention: Attention
     norm: Tensor
     qkv: Product
-    head_norms: tuple[RMSNorm, ...]
+    head_norms: list[Tensor]
     pools: list[Tensor]  # [slots, K, D]
     out: Product
     mlp_norm: Tensor
@@ -57,12 +57,11 @@ def load_block(folder: Path, model: Decoder) -> RunBlock:
     Raises:
         RuntimeError: torch can't load the code.
     """
-    add_norm, attend, silu_mul = (_load(part_file(folder, name)) for name in PARTS)
+    add_norm, rotate, attend, silu_mul = (_load(part_file(folder, name)) for name in PARTS)
     layers = {block: _read(block) for block in model.layers if isinstance(block, Block)}
 
     def attend_row(layer: _Layer, qkv: Tensor, position: Tensor, cos_sin: Tensor, row: RowKeys) -> Tensor:
-        weights = [norm.weight for norm in layer.head_norms]
-        (heads,) = attend([qkv, position, cos_sin, *layer.pools, row.slots, *weights])
+        (heads,) = attend([qkv, position, cos_sin, *layer.pools, row.slots, *layer.head_norms])
         return heads
 
     def run(
@@ -77,7 +76,11 @@ def load_block(folder: Path, model: Decoder) -> RunBlock:
         normed, residual = add_norm([x, residual, layer.norm])
         qkv, rows = layer.qkv(normed), _rows_to_compile(layer, inputs)
         if rows is None:
-            heads = layer.attention(qkv, positions, cos_sin, inputs, *layer.head_norms)
+            q, k, v = rotate([qkv, positions, cos_sin, *layer.head_norms])
+            slots = inputs.slot_mapping.long()
+            store_cpu(layer.attention.k_cache, slots, k)
+            store_cpu(layer.attention.v_cache, slots, v)
+            heads = layer.attention.attend_pool(q, inputs).reshape(len(q), -1)
         elif len(rows) == 1:
             heads = attend_row(layer, qkv, positions, cos_sin, rows[0])
         else:
@@ -117,7 +120,7 @@ def _read(block: Block) -> _Layer:
         attention,
         block.input_layernorm.weight,
         projections.qkv_proj.weight.multiply,
-        tuple(norm for norm in norms if norm is not None),
+        [norm.weight for norm in norms if norm is not None],
         [pool.flatten(0, 1) for pool in (attention.k_cache, attention.v_cache)],
         projections.o_proj.weight.multiply,
         block.post_attention_layernorm.weight,

@@ -14,8 +14,9 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEFORE_HALVING = 64
 """Decode steps after which it begins, so that short runs and the first answer do not share the processor."""
-BYTES_TO_RELEASE = 1 << 26
-"""Freed by so many, memory goes back to the system."""
+BYTES_TO_RELEASE = 1 << 28
+"""After so many freed bytes, memory is given back to the system. Meanwhile, for up to 0.1 s, no other thread
+gets any, so it is rare."""
 NICENESS = 10
 """A tenth of the processor where others want all of it. With less, the end of an engine would wait long."""
 
@@ -71,15 +72,17 @@ class WeightHalver:
                 if not self._goes_on():
                     return
                 weight.halve(self._goes_on, is_shared=is_shared)
-                bytes_freed += weight.values.nbytes
+                if isinstance(weight.values, HalfWeight) and not is_shared:
+                    bytes_freed += weight.values.nbytes
                 if bytes_freed >= BYTES_TO_RELEASE:
                     release_freed_memory()
                     bytes_freed = 0
         except (RuntimeError, OSError) as error:  # out of memory
             _warn(error)
             return
-        release_freed_memory()
         halved = sum(isinstance(weight.values, HalfWeight) for weight, _ in self._weights)
+        if halved:
+            release_freed_memory()
         logger.info("%d of %d weights are read as float16 from now on", halved, len(self._weights))
 
 

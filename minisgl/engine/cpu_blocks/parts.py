@@ -1,8 +1,8 @@
 """The parts of a block that are compiled for a CPU: what lies between its matrix products.
 
-Promise: each token is computed by itself, so its result is the same beside any number of others. Values are
-rounded to the model's dtype where the uncompiled ops round them; what differs is the last bits of float32
-inside.
+Promise: each token is computed by itself, so its result is the same beside any number of others. What a part
+returns or stores is rounded to the model's dtype, as by the uncompiled ops. Inside of a part the compiler may
+leave a rounding out, that of attention's queries for example.
 
 T tokens, M model width, F MLP width, H query heads, K KV heads, G = H / K, D head dim, N slots of a pool,
 L keys.
@@ -39,12 +39,35 @@ class AddNorm(nn.Module):
         return _normalised(residual.float(), norm, self.eps).to(x.dtype), residual
 
 
+class Rotate(nn.Module):
+    """Heads normalised and rotated, where attention itself is not compiled."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(
+        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (H + 2K) * D] -> q [T, H, D], k and v [T, K, D]."""
+        sizes = self.sizes
+        heads = qkv.unflatten(1, (-1, sizes.head_dim))
+        q, k, v = heads.split((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), 1)
+        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+        return (
+            _rotate(q, q_norm, sizes.eps, cos, sin),
+            _rotate(k, k_norm, sizes.eps, cos, sin),
+            v.contiguous(),
+        )
+
+
 class Attend(nn.Module):
     """One row's heads normalised and rotated, its key and value stored, its attention over few keys."""
 
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
         self.sizes = sizes
+        self.rotate = Rotate(sizes)
 
     def forward(
         self,
@@ -59,13 +82,10 @@ class Attend(nn.Module):
     ) -> Tensor:
         """qkv [1, (H + 2K) * D], pools [N, K, D], slots int64 [L], the last is the new one -> [1, H * D]."""
         sizes = self.sizes
-        heads = qkv.unflatten(1, (-1, sizes.head_dim))
-        q, k, v = heads.split((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), 1)
-        cos, sin = cos_sin.index_select(0, position).unsqueeze(1).chunk(2, -1)
-        k_pool.index_copy_(0, slots[-1:], _rotate(k, k_norm, sizes.eps, cos, sin))
+        q, k, v = self.rotate(qkv, position, cos_sin, q_norm, k_norm)
+        k_pool.index_copy_(0, slots[-1:], k)
         v_pool.index_copy_(0, slots[-1:], v)
-        queries = _rotate(q, q_norm, sizes.eps, cos, sin).float() * sizes.scale
-        queries = queries.view(sizes.num_kv_heads, -1, sizes.head_dim)
+        queries = q.float().view(sizes.num_kv_heads, -1, sizes.head_dim) * sizes.scale
         # As sums of products, which the compiler fuses with the reading of the pool.
         keys = k_pool.index_select(0, slots).unsqueeze(2).float()  # [L, K, 1, D]
         weights = (queries * keys).sum(-1).softmax(0)  # [L, K, G]
@@ -90,13 +110,24 @@ def parts_of(sizes: BlockSizes) -> dict[str, Part]:
 
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     row, pool = example(2, sizes.width), example(64, kv_heads, head_dim)
+    cos_sin = torch.zeros(64, head_dim)
     one = (example(1, (heads + 2 * kv_heads) * head_dim), torch.zeros(1, dtype=torch.int32))
     head_norms = [example(head_dim) if sizes.has_head_norms else None for _ in range(2)]
     return {
         "add_norm": Part(AddNorm(sizes), (row, row.clone(), example(sizes.width)), {0: "rows", 1: "rows"}),
+        "rotate": Part(
+            Rotate(sizes),
+            (
+                example(2, (heads + 2 * kv_heads) * head_dim),
+                torch.zeros(2, dtype=torch.int32),
+                cos_sin,
+                *head_norms,
+            ),
+            {0: "rows", 1: "rows", 2: "positions"},
+        ),
         "attend": Part(
             Attend(sizes),
-            (*one, torch.zeros(64, head_dim), pool, pool.clone(), torch.arange(8), *head_norms),
+            (*one, cos_sin, pool, pool.clone(), torch.arange(8), *head_norms),
             {2: "positions", 3: "pool", 4: "pool", 5: "keys"},
         ),
         "silu_mul": Part(SiluMul(), (example(2, 2 * sizes.mlp_width),), {0: "rows"}),

@@ -65,7 +65,7 @@ def measure_peaks(
 
     recorded_bytes = 0
     for size in recorded:
-        recorded_bytes = prefill_bytes(padding_batch(size, rows, device)._replace(num_keys=0))
+        recorded_bytes = prefill_bytes(padding_batch(size, rows, device))
     most_bytes = prefill_bytes(batch)
     if cache_dtype == FP8:
         size = _longest_prefill(config)
@@ -88,7 +88,9 @@ def compile_ahead(
     with compile_kernels_in_parallel(max(1, (os.cpu_count() or 1) // config.ranks_per_host)):
         for size in sizes:
             planner.plan_padding_prefill(size.rows, size.row_tokens)
-            prefill_step(model, rows, padding_batch(size, rows, device), run_block)
+            batch = padding_batch(size, rows, device)
+            for num_keys in _key_counts(model):
+                prefill_step(model, rows, batch._replace(num_keys=num_keys), run_block)
         for count in decode_sizes(config):
             planner.plan_decode((), count)
             row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
@@ -136,7 +138,13 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
 def _longest_prefill(config: ResolvedConfig) -> DryPrefill:
     """The largest prefill of few rows."""
     row_tokens = min(config.max_step_tokens, config.max_context_tokens)
-    return DryPrefill(config.max_step_tokens // row_tokens, row_tokens)
+    return DryPrefill(min(config.max_step_tokens // row_tokens, config.max_running_requests), row_tokens)
+
+
+def _key_counts(model: Decoder) -> tuple[int, ...]:
+    """`PrefillBatch.num_keys` with which prefills launch different kernels, where prompts are long enough."""
+    is_fp8 = any(layer.k_cache.dtype == FP8 for layer in model.attention_layers())
+    return (0, MOST_UNPACKED_KEYS) if is_fp8 else (0,)
 
 
 def run_distinct_blocks(model: Decoder) -> RunBlock:
@@ -177,7 +185,9 @@ def warm_up_prefill(
     output = None
     for size in warm_up_sizes(config):
         planner.plan_padding_prefill(size.rows, size.row_tokens)
-        output = prefill_step(model, rows, padding_batch(size, rows, device), run_block)
+        batch = padding_batch(size, rows, device)
+        for num_keys in _key_counts(model):
+            output = prefill_step(model, rows, batch._replace(num_keys=num_keys), run_block)
     if output is not None and output.logits is not None:
         launch_extras(output.logits.logits)
     torch.cuda.synchronize(device)
@@ -234,5 +244,4 @@ def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> Prefill
             np.concatenate([np.arange(num_decodes, dtype=np.int32), row_start[1:] - 1]),
         ]
     )
-    num_keys = num_rows * row_tokens
-    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes, num_keys=num_keys)
+    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes)
