@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.interface import AttentionInputs
-from triton_kernels.e4m3 import FP8
 from triton_kernels.paged_prefill_hopper import takes
 from triton_kernels.registry import KERNELS, Kernels
 from triton_kernels.unpack_pages import UnpackedPages, empty_pages, unpack_pages
@@ -54,7 +53,7 @@ def _room_to_unpack(q: Tensor, k_cache: Tensor, inputs: AttentionInputs) -> Unpa
     num_rows, num_keys = len(inputs.row_ids), inputs.num_keys
     num_queries = len(q) - (0 if inputs.decodes is None else len(inputs.decodes.is_real))
     pairs = num_queries * num_keys // max(num_rows, 1)
-    if k_cache.dtype != FP8 or num_keys > MOST_UNPACKED_KEYS or pairs < FEWEST_PAIRS:
+    if num_keys > MOST_UNPACKED_KEYS or pairs < FEWEST_PAIRS:
         return None
     no_page = torch.empty((0, *k_cache.shape[1:]), dtype=q.dtype, device=q.device)
     if not takes(q, no_page, no_page):

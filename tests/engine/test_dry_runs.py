@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import minisgl.engine.step.logits
 from minisgl.attention.backends import select
 from minisgl.attention.interface import Backend
+from minisgl.attention.triton import MOST_UNPACKED_KEYS
 from minisgl.config import DeviceFacts, EngineConfig, resolve_engine_config
 from minisgl.engine.graphs import dry_runs
 from minisgl.engine.graphs.dry_runs import (
@@ -23,6 +24,7 @@ from minisgl.engine.graphs.dry_runs import (
     measure_peaks,
     padding_batch,
     run_distinct_blocks,
+    unpacking_prefills,
     warm_up_prefill,
     warm_up_sizes,
 )
@@ -173,6 +175,18 @@ def test_decodes_as_few_and_as_many_as_there_may_be_go_with_prompts_before_anybo
     # Rows that can't be long: all of them together have the most tokens.
     short = replace(joining, max_running_requests=8, max_step_tokens=8192, max_context_tokens=1024)
     assert largest_prefills(short)[0] == DryPrefill(rows=8, row_tokens=1024, decodes=0)
+
+
+def test_prompts_over_an_fp8_cache_are_measured_and_compiled_as_their_keys_are_unpacked() -> None:
+    asked = EngineConfig(device="cpu", max_running_requests=2, max_step_tokens=8192)
+    config = resolve_engine_config(asked, CONFIG, DeviceFacts(has_cuda=False))
+    config = replace(config, max_context_tokens=1024)
+    assert not any(size.num_keys for size in warm_up_sizes(config))
+    *others, largest = unpacking_prefills(replace(config, kv_dtype="fp8"))
+    # Not eight rows: more than two never run.
+    assert largest == DryPrefill(rows=2, row_tokens=1024, num_keys=MOST_UNPACKED_KEYS)
+    assert [size.row_tokens for size in others] == [32, 64, 128, 256, 512, 1024]
+    assert warm_up_sizes(replace(config, kv_dtype="fp8"))[-7:] == [*others, largest]
 
 
 def test_what_decode_is_measured_on_has_slots_of_its_own_and_leaves_nothing_behind() -> None:

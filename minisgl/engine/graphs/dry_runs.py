@@ -21,9 +21,9 @@ from minisgl.engine.step.logits import LogitTables
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.steps import DecodeStep, prefill_step, sample_and_advance
 from minisgl.layers.attention import Attention
+from minisgl.model_config.config import FP8_CACHE
 from minisgl.models.decoder import Decoder, RunBlock, call_block
 from triton_kernels.decode_config import FEW_ROWS
-from triton_kernels.e4m3 import FP8
 from triton_kernels.launch import align_down, align_up
 from triton_kernels.token_mask import num_mask_words, token_mask
 
@@ -67,11 +67,9 @@ def measure_peaks(
     for size in recorded:
         recorded_bytes = prefill_bytes(padding_batch(size, rows, device))
     most_bytes = prefill_bytes(batch)
-    if cache_dtype == FP8:
-        size = _longest_prefill(config)
+    for size in unpacking_prefills(config)[-1:]:
         planner.plan_padding_prefill(size.rows, size.row_tokens)
-        long = padding_batch(size, rows, device)._replace(num_keys=MOST_UNPACKED_KEYS)
-        most_bytes = max(most_bytes, prefill_bytes(long))
+        most_bytes = max(most_bytes, prefill_bytes(padding_batch(size, rows, device)))
     return Peaks(most_bytes, peak_bytes(lambda: decode(row_ids), device), recorded_bytes)
 
 
@@ -88,9 +86,7 @@ def compile_ahead(
     with compile_kernels_in_parallel(max(1, (os.cpu_count() or 1) // config.ranks_per_host)):
         for size in sizes:
             planner.plan_padding_prefill(size.rows, size.row_tokens)
-            batch = padding_batch(size, rows, device)
-            for num_keys in _key_counts(model):
-                prefill_step(model, rows, batch._replace(num_keys=num_keys), run_block)
+            prefill_step(model, rows, padding_batch(size, rows, device), run_block)
         for count in decode_sizes(config):
             planner.plan_decode((), count)
             row_ids = torch.full((count,), rows.max_rows, dtype=torch.int32, device=device)
@@ -113,6 +109,7 @@ class DryPrefill(NamedTuple):
     rows: int
     row_tokens: int  # tokens of each row
     decodes: int = 0  # decodes that join them
+    num_keys: int = 0  # as of `PrefillBatch`
 
 
 def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
@@ -135,16 +132,22 @@ def largest_prefills(config: ResolvedConfig) -> list[DryPrefill]:
     ]
 
 
-def _longest_prefill(config: ResolvedConfig) -> DryPrefill:
-    """The largest prefill of few rows."""
-    row_tokens = min(config.max_step_tokens, config.max_context_tokens)
-    return DryPrefill(min(config.max_step_tokens // row_tokens, config.max_running_requests), row_tokens)
+def unpacking_prefills(config: ResolvedConfig) -> list[DryPrefill]:
+    """Prefills that may unpack an FP8 cache (minisgl/attention/triton.py); the last one is the largest.
+
+    Their kernels depend on the number of tokens, their memory on the number of keys.
+    """
+    if config.kv_dtype != FP8_CACHE:
+        return []
+    most_tokens = min(config.max_step_tokens, config.max_context_tokens)
+    sizes = [DryPrefill(1, tokens, num_keys=MOST_UNPACKED_KEYS) for tokens in _doubled(most_tokens)]
+    num_rows = min(config.max_step_tokens // most_tokens, config.max_running_requests)
+    return [*sizes, DryPrefill(num_rows, most_tokens, num_keys=MOST_UNPACKED_KEYS)]
 
 
-def _key_counts(model: Decoder) -> tuple[int, ...]:
-    """`PrefillBatch.num_keys` with which prefills launch different kernels, where prompts are long enough."""
-    is_fp8 = any(layer.k_cache.dtype == FP8 for layer in model.attention_layers())
-    return (0, MOST_UNPACKED_KEYS) if is_fp8 else (0,)
+def _doubled(most: int) -> list[int]:
+    """32, 64, 128 and so on, up to `most`."""
+    return [1 << power for power in range(5, most.bit_length()) if 1 << power <= most]
 
 
 def run_distinct_blocks(model: Decoder) -> RunBlock:
@@ -185,9 +188,7 @@ def warm_up_prefill(
     output = None
     for size in warm_up_sizes(config):
         planner.plan_padding_prefill(size.rows, size.row_tokens)
-        batch = padding_batch(size, rows, device)
-        for num_keys in _key_counts(model):
-            output = prefill_step(model, rows, batch._replace(num_keys=num_keys), run_block)
+        output = prefill_step(model, rows, padding_batch(size, rows, device), run_block)
     if output is not None and output.logits is not None:
         launch_extras(output.logits.logits)
     torch.cuda.synchronize(device)
@@ -215,18 +216,16 @@ def warm_up_sizes(config: ResolvedConfig) -> list[DryPrefill]:
         for num_rows in (1, 3, FEW_ROWS, FEW_ROWS + 1)
         for row_tokens in (1, 3, 16)
     ]
-    row_tokens = 32
-    while row_tokens <= min(config.chunk_tokens, config.max_context_tokens):
-        sizes.append(DryPrefill(1, row_tokens))
-        row_tokens *= 2
+    longest_chunk = min(config.chunk_tokens, config.max_context_tokens)
+    sizes += [DryPrefill(1, row_tokens) for row_tokens in _doubled(longest_chunk)]
     if max_joined_decodes(config):
         sizes += [DryPrefill(1, 16, align_up(decodes)) for decodes in decode_sizes(config)]
-    return sizes
+    return sizes + unpacking_prefills(config)
 
 
 def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> PrefillBatch:
     """Build a prefill of padding rows, whose keys lie in the scratch page."""
-    num_rows, row_tokens, num_decodes = size
+    num_rows, row_tokens, num_decodes, num_keys = size
     num_tokens = num_decodes + num_rows * row_tokens
     num_groups = len(rows.page_tables)
     num_slots = num_tokens if num_groups == 1 else num_groups * align_up(num_tokens)
@@ -244,4 +243,4 @@ def padding_batch(size: DryPrefill, rows: Rows, device: torch.device) -> Prefill
             np.concatenate([np.arange(num_decodes, dtype=np.int32), row_start[1:] - 1]),
         ]
     )
-    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes)
+    return PrefillBatch(*tensors, max_query_len=row_tokens, num_decodes=num_decodes, num_keys=num_keys)
