@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 from minisgl.engine.graphs.early_starts import instantiate_with_early_starts
 from triton_kernels.decode_config import num_arrivals
@@ -211,7 +212,8 @@ class Chain:
             for _ in range(5):
                 graph.replay()
             torch.cuda.synchronize()
-        events = sorted(profiler.events() or [], key=lambda event: event.time_range.start)
+        kernels = (event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA)
+        events = sorted(kernels, key=lambda event: event.time_range.start)
         each = len(events) // (5 * len(self.layers))
         for place in range(each):
             same = events[place::each]

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from triton_kernels.e4m3 import FP8
 from triton_kernels.gpu import Gpu, gpu_of
-from triton_kernels.launch import next_power_of_2
+from triton_kernels.launch import ceil_div, next_power_of_2
 from triton_kernels.linear_few import MAX_ROWS
 from triton_kernels.tuning import tuned
 
 TIERS = (64 * 128, 192 * 128, 320 * 128)
 """Sizes of a batch, as rows * K * (D rounded up to a power of two)."""
+FP8_TIERS = (64 * 128, 320 * 128, 640 * 128)
+"""The same over pools of e4m3: a unit takes as many instructions for half of the bytes, so it is shorter."""
 FEW_TIERS = (8 * 128, 64 * 128, 64 * 128)
 TWO_WARPS_TIERS = (8 * 128, 192 * 128, 320 * 128)
 """The same of some batches in which `warps_share` a unit."""
@@ -62,11 +64,12 @@ def choose_config(
         config: the caller's choice; None = the tuned one, except for batches in which `warps_share` a unit.
         kv_dtype: of the pools; None = that of x.
     """
+    is_fp8 = kv_dtype == FP8
+    rows = tier_rows(num_kv_heads, head_dim, FP8_TIERS if is_fp8 else TIERS)
     if config is not None:
-        return config, tier_rows(num_kv_heads, head_dim, TIERS)
+        return config, rows
     few_rows = True if x.shape[0] <= FEW_ROWS else False  # noqa: SIM210 (torch.compile takes no symbol here)
     group = num_heads // num_kv_heads
-    is_fp8 = kv_dtype == FP8
     shape = (head_dim, x.element_size(), group, num_kv_heads)
     config = DecodeConfig(*_default(x.device, *shape, few_rows, is_fp8))
     shared = warps_share(*shape, is_fp8)
@@ -74,8 +77,7 @@ def choose_config(
         return config, tier_rows(num_kv_heads, head_dim, shared.tiers)
     exact, near = (head_dim, group), (num_kv_heads, page_size)
     op = "paged_decode_fp8" if is_fp8 else "paged_decode"
-    config = tuned(config, op, x.device, x.dtype, exact, near)
-    return config, tier_rows(num_kv_heads, head_dim, TIERS)
+    return tuned(config, op, x.device, x.dtype, exact, near), rows
 
 
 @torch.compiler.assume_constant_result
@@ -119,11 +121,12 @@ def default_decode_config(
     if element_size == 4:  # no tensor cores: a product's sums need more registers
         num_warps, block_n = 4, 16
     few = 24 // num_warps
-    # Measured with heads of 64, 128 and 256: the fewer loads a program has in flight, the more programs. A
-    # tile of e4m3 has as many bytes, of twice the tokens.
+    # Measured with heads of 64, 128 and 256: the fewer bytes a program has in flight, the more programs.
     share = 128 * 16 / (next_power_of_2(head_dim) * block_n)
+    if is_fp8 and element_size == 2:
+        share *= 2
     config = DecodeConfig(
-        2 * block_n if is_fp8 and element_size == 2 else block_n,
+        block_n,
         split_tokens=128,
         max_splits=MAX_SPLITS,
         num_warps=num_warps,
@@ -176,6 +179,20 @@ def block_g(group: int) -> int:
     return 8 if group <= 8 else 16
 
 
+def programs_for_equal_rows(many: int, num_units: int, multiprocessors: int) -> int:
+    """Programs of a multiprocessor that take units of equal length in whole turns: `many`, to half more.
+
+    8 programs take as long for 10 units as for 16. No branches: torch.compile makes one code for all batches.
+    """
+    units = ceil_div(num_units, multiprocessors)
+    found = many
+    for turns in (1, 2, 3, 4):
+        share = ceil_div(units, turns)
+        fits = min(max(many + many // 2 + 1 - share, 0), 1)
+        found = max(found, share * fits)
+    return found
+
+
 def num_arrivals(num_rows: int, num_kv_heads: int) -> int:
     """Number of `arrivals` counters that paged_decode needs for this many rows, with any number of pages."""
     return 1 + num_kv_heads * num_rows * MAX_SPLITS
@@ -193,7 +210,7 @@ def fewest_alike(
 
     Valid if no config is given.
     """
-    changes = tier_rows(num_kv_heads, head_dim, TIERS)
+    changes = tier_rows(num_kv_heads, head_dim, FP8_TIERS if is_fp8 else TIERS)
     shape = (head_dim, element_size, num_heads // num_kv_heads, num_kv_heads)
     shared = warps_share(*shape, is_fp8)
     if shared is not None:

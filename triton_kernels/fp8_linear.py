@@ -11,8 +11,9 @@ quantize_fp8 gives.
 M rows, N outputs, K inputs, F = N / 2. x and w are e4m3, w is [N, K], contiguous, x's rows may be strided.
 Sums in float32, `round` to the dtype of y. A scale for the whole weight is sw with equal values.
 
-fp8_linear_few.py serves up to FEW_ROWS rows, fp8_linear_many.py more, fp8_linear_torch.py those for which the
-tuning table says so. GPUs before 8.9 have no FP8: there, plain torch multiplies in float32, slowly.
+fp8_linear_few.py serves up to FEW_ROWS rows, fp8_linear_many.py or fp8_linear_torch.py more, as the tuning
+table says, or else `default_fp8_choice`. GPUs before 8.9 have no FP8: there, plain torch multiplies in
+float32, slowly.
 """
 
 import torch
@@ -87,14 +88,37 @@ def dequantized_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torc
     return weight.to(dtype) * wide.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
 
+def default_fp8_choice(
+    num_outputs: int, width: int, rows: int, blocks: bool, gated: bool, gpu: Gpu
+) -> Fp8TiledConfig:
+    """What multiplies if nothing is tuned: LIBRARY where it was faster on an H200, or our own kernel.
+
+    Args: as default_fp8_tiled_config; width: the inputs, K.
+    """
+    if gpu.has_wgmma and library_takes(num_outputs, width, blocks):
+        if rows > (FEW_ROWS if blocks else 128) and (blocks or rows <= 512):
+            return LIBRARY
+        if gated and rows == 128 and ceil_div(num_outputs, 128) > gpu.multiprocessors:
+            return LIBRARY  # our tiles of 128 outputs would take a second turn
+    return default_fp8_tiled_config(num_outputs, rows, blocks, gated, gpu)
+
+
+def library_takes(num_outputs: int, width: int, blocks: bool) -> bool:
+    """Whether torch's product serves such a weight on a Hopper GPU: with scales of blocks since CUDA 12.9."""
+    if not blocks:
+        return num_outputs % 16 == 0 and width % 16 == 0
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return cuda >= (12, 9) and num_outputs % GROUP == 0 and width % (4 * GROUP) == 0
+
+
 def default_fp8_tiled_config(
     num_outputs: int, rows: int, blocks: bool, gated: bool, gpu: Gpu
 ) -> Fp8TiledConfig:
-    """The configuration if none is given or tuned; measured on an H200.
+    """Our own kernel's configuration if none is given or tuned; measured on an H200.
 
     Args:
         num_outputs: outputs per row: N, or N / 2 if `gated`.
-        rows: a power of two.
+        rows: a power of two, or 192.
     """
     if rows > 512:
         config = _prompt_config(blocks, gated)
@@ -145,10 +169,15 @@ def _are_few(x: Tensor, weight_scale: Tensor, gated: bool) -> bool:
 
 def _many_config(x: Tensor, weight: Tensor, blocks: bool, gated: bool) -> Fp8TiledConfig:
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    size = next_power_of_2(x.shape[0])
-    default = default_fp8_tiled_config(num_outputs, size, blocks, gated, gpu_of(x.device))
+    # Sizes as the tuning table has them.
+    size = 192 if 128 < x.shape[0] <= 192 else next_power_of_2(x.shape[0])
+    gpu = gpu_of(x.device)
+    default = default_fp8_choice(num_outputs, x.shape[1], size, blocks, gated, gpu)
     op = ("fp8_gated_linear_many" if gated else "fp8_linear_many") + ("_blocks" if blocks else "")
-    return tuned(default, op, x.device, torch.bfloat16, exact=(*weight.shape,), near=(), size=size)
+    choice = tuned(default, op, x.device, torch.bfloat16, exact=(*weight.shape,), near=(), size=size)
+    if choice == LIBRARY and not library_takes(num_outputs, x.shape[1], blocks):
+        return default_fp8_tiled_config(num_outputs, size, blocks, gated, gpu)
+    return choice
 
 
 # Opaque to torch.compile, whose code serves any number of rows: the op chooses when it runs, which is once

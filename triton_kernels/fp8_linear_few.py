@@ -57,8 +57,13 @@ def default_fp8_config(num_outputs: int, rows: int, blocks: bool, gated: bool, g
     """
     if blocks:
         config = Fp8Config(128, GROUP, 8, 6) if num_outputs > 8192 else Fp8Config(64, GROUP, 4, 8)
+    elif gated and num_outputs > 8192:
+        # Two programs share a multiprocessor.
+        config = Fp8Config(64, 256, 4, 3) if rows <= FEWEST_ROWS else Fp8Config(64, 128, 4, 4)
     elif rows <= FEWEST_ROWS or num_outputs > 8192:
         config = Fp8Config(64, 256, 4, 4 if gated else 6)
+    elif rows <= 32 and not gated:
+        config = Fp8Config(64, 512, 4, 4)
     else:
         config = Fp8Config(64, 128, 4, 8)
     return fp8_that_fits(config, rows, gated, gpu)

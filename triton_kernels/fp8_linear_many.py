@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
 from triton_kernels.gpu import num_multiprocessors
 from triton_kernels.launch import ceil_div
-from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel
+from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel, first_of_block
 from triton_kernels.quantize_fp8 import GROUP
 
 _GROUP = tl.constexpr(GROUP)
@@ -111,7 +111,7 @@ def _fp8_tiled_kernel(
         batch = tile // (ROW_BLOCKS * num_output_blocks)
         batch_rows = tl.minimum(num_row_blocks - batch * ROW_BLOCKS, ROW_BLOCKS)
         place = tile % (ROW_BLOCKS * num_output_blocks)
-        row_start = (batch * ROW_BLOCKS + place % batch_rows) * BLOCK_M
+        row_start = first_of_block(batch * ROW_BLOCKS + place % batch_rows, num_rows, BLOCK_M)
         output_start = place // batch_rows * STEP_N
         first = split * blocks_each
         last = tl.minimum(first + blocks_each, blocks)

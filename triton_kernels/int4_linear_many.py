@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_kernels.early_start import after_predecessor, can_start_early, let_next_start_here
 from triton_kernels.int4_packing import BLOCK, QUARTER, block_values, int4_quarters
 from triton_kernels.launch import ceil_div
-from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel
+from triton_kernels.linear_many import SUM_BLOCK, _sum_splits_kernel, first_of_block
 from triton_kernels.quantize_int4 import Int4Weight, dequantize_int4
 from triton_kernels.silu_mul import silu_mul
 
@@ -97,7 +97,7 @@ def _int4_tiled_kernel(
     # Programs that read the same part of the weight follow each other.
     program = after_predecessor(tl.program_id(0), EARLY)
     num_row_blocks = tl.cdiv(num_rows, BLOCK_M)
-    row_start = program % num_row_blocks * BLOCK_M
+    row_start = first_of_block(program % num_row_blocks, num_rows, BLOCK_M)
     tile = program // num_row_blocks
     split = tile % SPLITS
     output_start = tile // SPLITS * BLOCK_N

@@ -75,6 +75,16 @@ def _product(w, x, acc, ROWS_TALL: tl.constexpr):
         return tl.dot(w, x.T, acc, input_precision="ieee")
 
 
+@triton.jit
+def first_of_block(block, num_rows, BLOCK_M: tl.constexpr):
+    """The first row of a block of BLOCK_M rows.
+
+    The last block ends where the rows end, so the block before may have some of its rows, too; both yield the
+    same numbers. Zeros beyond the last row take the copy engine longer than rows.
+    """
+    return tl.maximum(tl.minimum(block * BLOCK_M, num_rows - BLOCK_M), 0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _tiled_linear_kernel(
     x_desc,
@@ -96,7 +106,7 @@ def _tiled_linear_kernel(
 ):
     # Programs that read the same part of the weight follow each other.
     num_row_blocks = tl.cdiv(num_rows, BLOCK_M)
-    row_start = tl.program_id(0) % num_row_blocks * BLOCK_M
+    row_start = first_of_block(tl.program_id(0) % num_row_blocks, num_rows, BLOCK_M)
     tile = tl.program_id(0) // num_row_blocks
     split = tile % SPLITS
     output_start = tile // SPLITS * BLOCK_N

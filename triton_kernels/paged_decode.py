@@ -36,7 +36,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.decode_config import DecodeConfig, block_g, choose_config
+from triton_kernels.decode_config import DecodeConfig, block_g, choose_config, programs_for_equal_rows
+from triton_kernels.e4m3 import FP8
 from triton_kernels.early_start import after_predecessor, can_start_early, start_next_if_few
 from triton_kernels.fp8_cache import from_pool, scales_of, stored, unpacked_pairs
 from triton_kernels.gpu import num_multiprocessors
@@ -515,9 +516,12 @@ def paged_decode_triton(
     max_units = num_kv_heads * max(*units)
     not_many = min(max(third + 1 - num_rows, 0), 1)
     are_few = min(max(second + 1 - num_rows, 0), 1)
+    many = config.many_programs_per_sm
+    if k_cache.dtype == FP8:
+        many = programs_for_equal_rows(many, num_rows * num_kv_heads, multiprocessors)
     num_programs = multiprocessors * (
-        config.many_programs_per_sm
-        + not_many * (config.some_programs_per_sm - config.many_programs_per_sm)
+        many
+        + not_many * (config.some_programs_per_sm - many)
         + are_few * (config.few_programs_per_sm - config.some_programs_per_sm)
     )
     # Without `rope` the kernel does not read the first three tensors and the norms: any tensor will do.

@@ -8,6 +8,7 @@ import torch
 from tests.triton_kernels.fp8_layer import assert_close, layer
 from triton_kernels import fp8_linear as module
 from triton_kernels.fp8_linear import (
+    default_fp8_choice,
     default_fp8_tiled_config,
     fp8_gated_linear,
     fp8_gated_linear_many,
@@ -110,3 +111,34 @@ def test_the_default_configuration_fits_into_shared_memory_and_registers(gated):
             assert config.num_stages >= 2
             assert config.block_k * (config.block_m + tiles) * config.num_stages <= H200.shared_bytes
             assert config.block_m * tiles <= 128 * 32 * config.num_warps
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_untuned_layers_of_many_rows_take_torchs_product_where_it_was_faster(gated, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def choice(outputs, rows, blocks, width=4096, gpu=H200):
+        return default_fp8_choice(outputs, width, rows, blocks, gated, gpu) == LIBRARY
+
+    assert [choice(4096, rows, False) for rows in (64, 128, 192, 512, 1024)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [choice(4096, rows, True) for rows in (64, 128, 192, 512, 1024)] == [False, True, True, True, True]
+    assert choice(17408, 128, False) is gated  # 136 tiles of 128 outputs, for 132 multiprocessors
+    assert not choice(4100, 256, False)  # what it can't multiply
+    assert not choice(4096, 256, True, width=4224)
+    assert not choice(4096, 256, True, gpu=H200._replace(capability=(12, 0)))  # what was not measured
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # has no scales of blocks
+    assert choice(4096, 256, False)
+    assert not choice(4096, 256, True)
+
+
+def test_a_choice_of_the_tuning_table_that_torch_can_not_multiply_is_not_taken(monkeypatch):
+    one = layer((80, 256, 128), "cpu", blocks=True)
+    monkeypatch.setattr(module, "tuned", lambda *_, **__: LIBRARY)
+    assert module._many_config(one.x, one.weight, True, False) != LIBRARY
+    assert module._many_config(one.x, one.weight, False, False) == LIBRARY

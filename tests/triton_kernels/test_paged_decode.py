@@ -259,7 +259,7 @@ def test_several_warps_share_a_unit_of_few_rows(num_rows, heads, device):
     [
         ((32, 4, 128, 2), [2, 16, 48, 80]),
         ((32, 8, 128, 2), [8, 24, 40]),
-        ((32, 8, 128, 2, True), [1, 16, 24, 40]),
+        ((32, 8, 128, 2, True), [1, 16, 40, 80]),
         ((16, 8, 256, 2), [4, 12, 16, 20]),
         ((64, 8, 64, 2), [16, 48, 80]),
     ],
@@ -267,6 +267,13 @@ def test_several_warps_share_a_unit_of_few_rows(num_rows, heads, device):
 def test_fewest_alike_names_where_results_change(heads, boundaries):
     found = [rows for rows in range(1, 200) if decode.fewest_alike(rows + 1, *heads) == rows + 1]
     assert found == boundaries
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs"), [(1, 8), (96, 8), (132, 8), (160, 10), (192, 12), (256, 8), (330, 10), (2000, 8)]
+)
+def test_programs_take_equal_rows_in_whole_turns(rows, programs):
+    assert decode.programs_for_equal_rows(8, rows * 8, 132) == programs
 
 
 def test_few_rows_of_the_default_configuration_are_alike(device):

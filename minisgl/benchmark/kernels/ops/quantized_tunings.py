@@ -14,7 +14,7 @@ from minisgl.benchmark.kernels.kernel_timing import Problem
 from minisgl.benchmark.kernels.model_shapes import ModelShape
 from minisgl.benchmark.kernels.ops import fp8_ops, int4_ops
 from minisgl.benchmark.kernels.ops.linear_ops import Matrix, gate_up_matrices, plain_matrices
-from triton_kernels.fp8_linear import default_fp8_tiled_config
+from triton_kernels.fp8_linear import default_fp8_choice, library_takes
 from triton_kernels.fp8_linear_many import (
     LIBRARY,
     Fp8TiledConfig,
@@ -33,7 +33,9 @@ from triton_kernels.int4_linear_many import (
 from triton_kernels.int4_packing import BLOCK
 from triton_kernels.silu_mul import silu_mul
 
-FP8_ROWS = (64, 256, 4096)
+FP8_ROWS = (64, 128, 192, 256, 4096)
+BLOCKS_ROWS = (16, *FP8_ROWS)
+"""Plain layers with scales of blocks have this kernel for any number of rows."""
 INT4_ROWS = (64, 128, 256)
 CPU_OUTPUTS, CPU_WIDTH = 256, 128
 """The corner of a matrix that Triton's interpreter computes."""
@@ -81,16 +83,19 @@ def _fp8_tuning(gated: bool, blocks: bool) -> Tuning:
             return []
         outputs = _results(matrix, gated)
         own = fp8_ops.many_rows_candidates(outputs, matrix.width, rows, gpu, gated=gated, blocks=blocks)
-        return [*own, LIBRARY] if matrix.width % (512 if blocks else 16) == 0 else own
+        return [*own, LIBRARY] if library_takes(outputs, matrix.width, blocks) else own
 
     return Tuning(
         files=("fp8_linear_many.py", "fp8_linear_torch.py"),
         by_size=True,
         exact=lambda matrix: {"N": matrix.outputs, "K": matrix.width},
         near=lambda matrix: {},
-        cases=_cases(functools.partial(fp8_ops.fp8_linear_problem, gated=gated, blocks=blocks), FP8_ROWS),
-        default=lambda matrix, size, element, gpu: default_fp8_tiled_config(
-            _results(matrix, gated), size, blocks, gated, gpu
+        cases=_cases(
+            functools.partial(fp8_ops.fp8_linear_problem, gated=gated, blocks=blocks),
+            BLOCKS_ROWS if blocks and not gated else FP8_ROWS,
+        ),
+        default=lambda matrix, size, element, gpu: default_fp8_choice(
+            _results(matrix, gated), matrix.width, size, blocks, gated, gpu
         ),
         candidates=candidates,
         launcher=functools.partial(_fp8_layer, gated=gated),
