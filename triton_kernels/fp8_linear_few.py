@@ -56,7 +56,7 @@ def default_fp8_config(num_outputs: int, rows: int, blocks: bool, gated: bool, g
         num_outputs: outputs per row: N, or N / 2 if `gated`.
     """
     if blocks:
-        config = Fp8Config(128, GROUP, 8, 6) if num_outputs > 8192 else Fp8Config(64, GROUP, 4, 8)
+        config = Fp8Config(64, GROUP, 4, 4 if num_outputs > 8192 else 8)
     elif gated and num_outputs > 8192:
         # Two programs share a multiprocessor.
         config = Fp8Config(64, 256, 4, 3) if rows <= FEWEST_ROWS else Fp8Config(64, 128, 4, 4)
