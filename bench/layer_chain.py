@@ -29,7 +29,7 @@ from triton_kernels.quantize_int4 import quantize_weight_int4
 from triton_kernels.rms_norm import add_rms_norm
 from triton_kernels.rms_norm_fp8 import add_rms_norm_fp8
 
-EARLY_ROWS, EARLY_ROWS_OF_FP8_CACHE, EARLY_ATTENTION_HEADS = 128, 256, 192
+EARLY_ROWS, EARLY_ATTENTION_HEADS = 128, 192
 """As in the engine's graphs: minisgl/engine/graphs/recording.py and decode_graphs.py."""
 HIDDEN, WIDE, HEADS, KV_HEADS, DIM, PAGE = 4096, 14336, 32, 8, 128, 16
 SHAPES = {
@@ -88,7 +88,6 @@ class Chain:
         self.kv_scales = torch.ones(2, device="cuda") if fmt == "fp8-kv" else None
         self.x = torch.randn((rows, HIDDEN), device="cuda", dtype=BF16)
         self.group = GROUP if fmt == "fp8-block" else None
-        self.starts_early = rows <= (EARLY_ROWS_OF_FP8_CACHE if fmt == "fp8-kv" else EARLY_ROWS)
 
     def stages(self) -> dict[str, Stage]:
         """What a layer launches, in order. Each takes from the state and puts into it."""
@@ -158,7 +157,7 @@ class Chain:
     ) -> torch.cuda.CUDAGraph:
         """The graph of all layers. A stage of None is left out: what it makes is that of an earlier run."""
         if early is None:
-            early = self.early() if self.starts_early else {}
+            early = self.early() if self.rows <= EARLY_ROWS else {}
         normal = self.stages()
         kept: State = {"y": self.x, "residual": self.x}
         results: dict[str, State] = {}
@@ -226,7 +225,7 @@ def measure(fmt: str, rows: int, left_out: bool, profile: bool) -> None:
     chain = Chain(fmt, rows)
     stages = chain.stages()
     graphs = {"all": chain.capture(stages)}
-    other = not chain.starts_early
+    other = rows > EARLY_ROWS
     graphs["all, early" if other else "all, not early"] = chain.capture(
         stages, chain.early() if other else {}
     )

@@ -32,7 +32,6 @@ from minisgl.engine.step.inputs import HostPageTable, Stager
 from minisgl.engine.step.rows import Rows
 from minisgl.engine.step.steps import DecodeStep, prefill_step
 from minisgl.errors import MinisglError
-from minisgl.model_config.config import FP8_CACHE
 from minisgl.models.decoder import Decoder
 from triton_kernels.early_start import can_start_early
 
@@ -43,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 EARLY_ROWS = 128
 """Most rows of a decode step with early starts. They gain nothing in larger steps."""
-EARLY_ROWS_OF_FP8_CACHE = 256
-"""The same over an FP8 cache, whose attention takes less of the step. More rows were not tried."""
 EARLY_ROWS_OF_RANKS = 64
 """The same for several ranks. More rows were not tried."""
 
@@ -160,12 +157,6 @@ def _record_decode(
     return _record_graphs(config, step, planner, recorder, "off", buckets, device, ranks)
 
 
-def _early_rows(config: ResolvedConfig, ranks: "Ranks | None") -> int:
-    if ranks is not None:
-        return EARLY_ROWS_OF_RANKS
-    return EARLY_ROWS_OF_FP8_CACHE if config.kv_dtype == FP8_CACHE else EARLY_ROWS
-
-
 def _record_graphs(
     config: ResolvedConfig,
     step: DecodeStep,
@@ -186,7 +177,7 @@ def _record_graphs(
             recorder,
             compile_blocks=mode == "layers",
             max_batch=buckets[-1],
-            early_rows=_early_rows(config, ranks),
+            early_rows=EARLY_ROWS if ranks is None else EARLY_ROWS_OF_RANKS,
             keep=keep,
         )
     compiled = DecodeGraphs(
